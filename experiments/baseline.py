@@ -2,9 +2,8 @@
 
     python -m experiments.baseline JOB.toml [--rule sgd] [--set KEY=VALUE]
 
-It takes net, data, batch size and loss from a job file, so that what Downpour does is compared
-with the same samples through the same net. It prints a table and, as its last line, the same
-as JSON.
+It takes net, data, batch size and loss from a job file, so that what Downpour does is compared with
+the same samples through the same net. It prints a table and, as its last line, the same as JSON.
 """
 
 import argparse

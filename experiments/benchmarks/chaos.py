@@ -2,11 +2,10 @@
 
     python experiments/benchmarks/chaos.py [--minutes 10] [--seed 0] [--small]
 
-Four workers (ordinary loops with `DownpourSGD`, a tiny net, batches of 64) train
-against two shards with two copies each. About every ten seconds a process drawn by a
-seeded generator, worker or shard, is killed (-9) or paused for up to five seconds.
-Stretches of chaos and of peace alternate, so that a machine that becomes slower spoils
-neither.
+Four workers (ordinary loops with `DownpourSGD`, a tiny net, batches of 64) train against two shards
+with two copies each. About every ten seconds a process drawn by a seeded generator, worker or
+shard, is killed (-9) or paused for up to five seconds. Stretches of chaos and of peace alternate,
+so that a machine that becomes slower spoils neither.
 
     throughput_kept    pushes acknowledged per second in chaos, over those in peace
     standstill_share   of the seconds in chaos, those in which for a tenth of a second
@@ -37,7 +36,7 @@ from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.marks import worker as marked_worker
-from experiments.benchmarks.marks.ledger import Ledger, MarkedNet, Verdict, judge
+from experiments.benchmarks.marks.worker import Ledger, MarkedNet, Verdict, judge
 from experiments.benchmarks.measuring import measurement
 
 
@@ -132,7 +131,6 @@ class Arena:
     # ----------------------------------------------------------------- the course
 
     def stretch(self, kind: str, seconds: float) -> None:
-        """Let the workers train for so long, in "chaos" or in "peace"."""
         begun = now = moved_at = time.monotonic()
         n_begun = n_seen = self._n_acknowledged
         standstill = 0.0
@@ -157,7 +155,6 @@ class Arena:
         self._say(f"{kind}: {n_pushes / (now - begun):,.1f} pushes/s")
 
     def finish(self) -> Verdict:
-        """Let the workers end, and look at the marks."""
         self._stop.touch()
         for worker in self.workers:
             assert worker.process is not None
@@ -215,7 +212,6 @@ class Arena:
     # ------------------------------------------------------------------ the attack
 
     def _attack(self, now: float) -> None:
-        """Kill or pause one process."""
         self._note_gaps()
         n_roles = N_WORKERS + len(self._shards)
         victim = int(self._random.integers(n_roles))
@@ -279,7 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(tally: Tally, verdict: Verdict, *, seed: int) -> None:
-    """Print what happened, and the figures as the last line."""
     rates = {kind: tally.pushes[kind] / tally.seconds[kind] for kind in tally.seconds}
     gaps = tally.gaps or [0.0]
     for what, count in sorted(tally.faults.items()):

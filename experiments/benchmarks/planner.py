@@ -39,15 +39,13 @@ from distbelief.partition.solvers.problem import Choice
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.plans import metis
+from experiments.benchmarks.plans import rivals
 from experiments.benchmarks.plans.nets import IMAGES, NETS, SPEECH, Net
-from experiments.benchmarks.plans.random_search import search
 
 
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 144)
 FEW: Final = (2, 4, 8)
-LARGE: Final = 150
-"""Layers above which a net is planned for one number of machines only."""
+LARGE: Final = 150  # layers above which a net is planned for one number of machines only
 
 SMALL: Final = {"machines": (1, 2), "nets": ("speech",), "tries": 3}
 
@@ -69,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures.pop(f"seconds_last_{name}") for name in ("speech", "images")
     )
     worst = {"search": 0.0, "even": 0.0, "whole_layer": 0.0}
-    if metis.IS_INSTALLED:
+    if rivals.IS_INSTALLED:
         worst["metis"] = 0.0
     else:
         print("METIS is left out: pip install pymetis", flush=True)
@@ -86,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def order_of(
     graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True
 ) -> PlanningRequest:
-    """Return what is to be planned, without pins."""
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     return PlanningRequest(
         graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search
@@ -99,14 +96,7 @@ def choice_of(done: Planned) -> Choice | None:
 
 
 def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int = 0) -> float:
-    """Return the plan's seconds over the best that random search finds.
-
-    Args:
-        order: What was planned.
-        done: The plan.
-        tries: Plans that are played through.
-        seed: Of the search.
-    """
+    """Return the plan's seconds over the best that random search finds."""
     jitter, player = Variance(order.graph, order.cluster), PlanSimulator(order)
     n_machines = done.n_machines
     caps = [machine.memory for machine in order.cluster.first(n_machines).machines]
@@ -122,12 +112,11 @@ def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int 
         [candidate.label for candidate in node.candidates] for node in done.solved.decoder.nodes
     ]
     starts = [choice for choice in (choice_of(done), done.solved.solution.choice) if choice]
-    best = search(done.solved.problem, words, seconds_of, starts, tries=tries, seed=seed)
+    best = rivals.search(done.solved.problem, words, seconds_of, starts, tries=tries, seed=seed)
     return done.median / best
 
 
 def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict[str, float]:
-    """Plan one of the pair for all numbers of machines."""
     begun = time.perf_counter()
     order = order_of(net.graph(), cluster, batch=net.batch)
     last = time.perf_counter()
@@ -156,7 +145,6 @@ def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict
 def _compared(
     name: str, net: Net, cluster: Cluster, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Plan one net, and compare each plan with what else there is."""
     graph = net.graph()
     order = order_of(graph, cluster, batch=net.batch)
     thorough = options.tries is not None
@@ -171,7 +159,7 @@ def _compared(
             "/ even": done.median / done.baselines["even"],
             "/ whole_layer": done.median / done.baselines["whole layers"],
         }
-        if metis.IS_INSTALLED:
+        if rivals.IS_INSTALLED:
             ratios["/ metis"] = done.median / _metis_seconds(order, done)
         row = f"{name}, {done.n_machines}"
         rows[row] = ratios | {"speed-up": done.speed_up}
@@ -183,7 +171,7 @@ def _compared(
 def _metis_seconds(order: PlanningRequest, done: Planned) -> float:
     n_machines = done.n_machines
     cluster = order.cluster.first(n_machines)
-    placed = metis.metis(order.graph, cluster, batch=order.batch, costs=order.costs)
+    placed = rivals.metis(order.graph, cluster, batch=order.batch, costs=order.costs)
     return PlanSimulator(order).way("metis", placed, n_machines=n_machines).seconds[1]
 
 

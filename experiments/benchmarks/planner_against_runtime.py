@@ -19,13 +19,12 @@ played through, and run, in turns of a few steps, all plans once a round.
     drift_NET    the largest of that over the smallest, - 1
     raw_error_NET, raw_rank_NET    the same with predictions by the profile as it is
 
-A host that is shared changes its speed by a third within minutes, and a prediction is
-no better than its profile is new. So whole layers are measured again just before and
-after each turn, in one process and in as many at once as the plan has machines
-(`pace`); each prediction is by the profile at that pace, and measured seconds that are
-compared with each other are brought to the profile's pace likewise. And so all plans
-are known to the same two processes (`company`), and of each the median over its turns
-counts: one turn in a process of its own says more of that minute than of the plan.
+A host that is shared changes its speed by a third within minutes, and a prediction is no better
+than its profile is new. So whole layers are measured again just before and after each turn, in one
+process and in as many at once as the plan has machines (`pace`); each prediction is by the profile
+at that pace, and measured seconds that are compared with each other are brought to the profile's
+pace likewise. And so all plans are known to the same two processes (`turn`), and of each the median
+over its turns counts: one turn in a process of its own says more of that minute than of the plan.
 """
 
 import argparse
@@ -46,15 +45,20 @@ from distbelief.partition.profiling.layer_timer import profiled
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workload import NetName, Workload
-from experiments.benchmarks.plans.company import Company
 from experiments.benchmarks.plans.machines import kept_network, order_by, plan_of
-from experiments.benchmarks.plans.turn import Turn, counting, rounds
-from experiments.benchmarks.plans.verdict import Verdict, compared, regret, verdict
+from experiments.benchmarks.plans.turns import (
+    Plans,
+    Turn,
+    Verdict,
+    compared,
+    counting,
+    regret,
+    verdict,
+)
 from experiments.benchmarks.plans.ways import ways
 
 
-N_FINAL_ROUNDS: Final = 6
-"""How often the finalists meet again."""
+N_FINAL_ROUNDS: Final = 6  # how often the finalists meet again
 
 SMALL: Final = {"rounds": 1, "steps": 1, "nets": ("speech",)}  # of tiny nets
 
@@ -94,14 +98,10 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
     order_of = partial(order_by, workload=workload, between=between, stages=True)
     order = order_of(profile)
     plans = {name: plan_of(way, order, loss=workload.loss) for name, way in ways(order).items()}
-    with Company(workload, plans, folder) as company:
+    with Plans(workload, plans, folder) as machines:
         every: list[Turn] = []
-        for turn in rounds(
-            company,
-            list(plans),
-            n_rounds=options.rounds,
-            n_steps=options.steps,
-            seconds_max=options.limit,
+        for turn in machines.rounds(
+            n_rounds=options.rounds, n_steps=options.steps, seconds_max=options.limit
         ):
             every.append(turn)
             (folder / "turns.json").write_bytes(msgspec.json.encode(every))
@@ -109,14 +109,13 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
         found = verdict(turns, plans, profile, order_of)
         final: dict[str, list[float]] = {name: [] for name in found.finalists}
         for name in measurement.turns(found.finalists, n_rounds=N_FINAL_ROUNDS):
-            taken = company.take(name, n_steps=1 + options.steps)
-            final[name].append(median(taken.seconds[1:]))
+            final[name].append(machines.steps(name, n_steps=options.steps).seconds)
     rows = {
         name: _row(name, found, turns, final)
         for name in sorted(found.brought, key=found.brought.__getitem__)
     }
     measurement.show(f"{net}, load {measurement.load():.1f}", rows)
-    told = {
+    found_figures = {
         **compared(found.predicted, found.brought),
         "regret": regret(found.preferred, final),
         "plans": len(plans),
@@ -125,7 +124,7 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
         "drift": max(found.slower) / min(found.slower) - 1.0,
         **{f"raw_{key}": value for key, value in compared(found.predicted, found.measured).items()},
     }
-    return {f"{key}_{net}": value for key, value in told.items()}
+    return {f"{key}_{net}": value for key, value in found_figures.items()}
 
 
 def _row(

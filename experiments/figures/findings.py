@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 
 from experiments.figures.courses import TARGET, Course
-from experiments.figures.entries import NAMES
-from experiments.figures.rig import CORES
+from experiments.figures.entries import CORES, NAMES
 
 
 PAPERS_ORDER: Final = (
@@ -28,11 +27,9 @@ PAPERS_ORDER: Final = (
     "Downpour + Adagrad [200]",
 )
 
-PAPERS_CORES: Final = 2_000
-"""Up to which Downpour with Adagrad is the fastest."""
+PAPERS_CORES: Final = 2_000  # up to which Downpour with Adagrad is the fastest
 
-PAPERS_CROSSING_CORES: Final = 30_000
-"""With which Sandblaster may win."""
+PAPERS_CROSSING_CORES: Final = 30_000  # with which Sandblaster may win
 
 
 def by_label(courses: Sequence[Course]) -> dict[str, list[Course]]:

@@ -1,33 +1,29 @@
-"""Which learning rate each entry takes, and of Sandblaster which size of batch.
+"""Which learning rate each entry takes, and of Sandblaster how many pairs it remembers.
 
-    python -m experiments.figures.search [--run] [--only NAME]
-
-As in the paper each method is shown at its best. So that none is given more care than
-another, each entry has four candidates, tried once, all with one seed that no figure
-shows. The best is the first at the target; if none comes there, the most accurate at
-its end. All tries are kept in experiments/figures/results.
+As in the paper each method is shown at its best. So that none is given more care than another,
+each entry has four candidates, tried once, all with one seed that no figure shows. The best is the
+first at the target; if none comes there, the most accurate at its end. All tries are kept.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final, final
 
 import msgspec
 
+from distbelief.forecast.prepare import Preparation
+from distbelief.forecast.run import Tell
 from experiments.figures.courses import STOP_AT, Course, identity, run
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
 from experiments.figures.results import RESULTS, fingerprint, keep, kept, slug
-from experiments.figures.running import Options, Runs, options_from
 
 
 SEED: Final = 100
 
 ENTRIES: Final = (
     *(e for e in dict.fromkeys((*FIGURE_4, *FIGURE_5)) if e.kind != "l-bfgs"),
-    LEARNER,
+    LEARNER,  # what L-BFGS learns does not depend on its replicas (`batched`)
 )
-"""What L-BFGS learns does not depend on its replicas (`batched`)."""
 
 
 @final
@@ -50,10 +46,16 @@ def best(tries: Sequence[Try]) -> float:
     return min(tries, key=rank).setting
 
 
+def run_candidate(entry: Entry, setting: float, *, preparation: Preparation, tell: Tell) -> Course:
+    return run(
+        entry, setting=setting, seed=SEED, preparation=preparation, stop_at=STOP_AT, tell=tell
+    )
+
+
 def tries_of(entry: Entry, attempt: Callable[[Entry, float], Course] | None = None) -> list[Try]:
-    """Return what was found for an entry; try what is missing if told how."""
+    """Return what was found for an entry; with `attempt`, what is missing is tried."""
     of = fingerprint([identity(entry, setting=each) for each in entry.candidates], SEED)
-    path = _path(entry)
+    path = RESULTS / f"search-{slug(entry.name)}-{entry.replicas}.json"
     found = kept(path, of, list[Try]) or []
     for setting in entry.candidates[len(found) :]:
         if attempt is None:
@@ -73,41 +75,7 @@ def tries_of(entry: Entry, attempt: Callable[[Entry, float], Course] | None = No
 
 
 def setting_of(entry: Entry) -> float | None:
-    """Return the best setting of an entry, if its search is over."""
+    """Return the best setting of an entry, None if its search is not over."""
     entry = LEARNER if entry.kind == "l-bfgs" else entry
     tries = tries_of(entry)
     return best(tries) if len(tries) == len(entry.candidates) else None
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = options_from(__doc__, arguments, entries=ENTRIES)
-    entries = [entry for entry in ENTRIES if options.wants(entry)]
-    with Runs(len(entries)) as runs:
-        for entry in entries:
-            tries = _tried(entry, options, runs)
-            for each in tries:
-                mark = "*" if each.setting == best(tries) else " "
-                at = each.target_seconds
-                when = "never" if at is None else f"{at:,.0f} s"
-                runs.say(
-                    f"{mark} {entry.label:26} {each.setting:<7g} at the target: {when};"
-                    f" {each.held_out:.1%} after {each.seconds:,.0f} s"
-                )
-
-
-def _tried(entry: Entry, options: Options, runs: Runs) -> list[Try]:
-    def attempt(entry: Entry, setting: float) -> Course:
-        with runs.one(f"{entry.label}, {setting:g}") as tell:
-            return run(
-                entry, setting=setting, seed=SEED, staging=runs.staging, stop_at=STOP_AT, tell=tell
-            )
-
-    return tries_of(entry, attempt if options.run else None)
-
-
-def _path(entry: Entry) -> Path:
-    return RESULTS / f"search-{slug(entry.name)}-{entry.replicas}.json"
-
-
-if __name__ == "__main__":
-    main()

@@ -51,8 +51,7 @@ from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import KeyConfig
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
-from experiments.fuzz.mutating import numbers
-from experiments.fuzz.samples import Sampler
+from experiments.fuzz.inputs import Sampler, numbers
 
 
 Decode = Callable[[bytes], object]
@@ -77,8 +76,8 @@ class Decoder:
         return True
 
 
+# A decoder may need a file, or the like, for as long as it is tried
 Open = Callable[[], AbstractContextManager[Decoder]]
-"""A decoder may need a file, or the like, for as long as it is tried."""
 
 
 def plain(make: Callable[[], Decoder]) -> Open:

@@ -17,20 +17,14 @@ from experiments.images.fonts import Part, choose_script
 from experiments.speech.progress import show_progress
 
 
-COPIES: Final = {"train": 200, "test": 10}
-"""Images of each category, where `copies` is not given."""
+COPIES: Final = {"train": 200, "test": 10}  # images of each category, where `copies` is not given
 
 _MIDDLE: Final = 128.0
 _SCALE: Final = 1 / 64.0
 
 
 class Glyphs(Dataset[tuple[torch.Tensor, int]]):
-    """Images and categories of an album.
-
-    Args:
-        album: Where they are.
-        colours: Channels, all alike.
-    """
+    """Images and categories of an album."""
 
     def __init__(self, album: Album, *, colours: int) -> None:
         self.album = album

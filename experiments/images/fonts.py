@@ -28,8 +28,8 @@ FOLDERS: Final = (
     Path("~/.local/share/fonts"),
     Path("~/.fonts"),
 )
+# What tests, where it is there: a brush and a serif; else the last design found
 HAN_HELD_OUT: Final = ("TW-Kai", "HanaMin")
-"""What tests, where it is there: a brush and a serif; else the last design found."""
 
 PACKAGES: Final = (
     "fonts-droid-fallback fonts-wqy-zenhei fonts-babelstone-han fonts-hanazono "

@@ -14,10 +14,12 @@ import shutil
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.lib.format as npy
+from numpy.typing import DTypeLike, NDArray
 
 from experiments.speech import text
 from experiments.speech.casting import Casting, cast
@@ -27,8 +29,62 @@ from experiments.speech.progress import show_progress
 from experiments.speech.recipe import Recipe
 from experiments.speech.session import Recording
 from experiments.speech.studio import Studio
-from experiments.speech.tape import Tape
 from experiments.speech.volume import ARRAYS, FACTS, Volume, hash_file, open_volume
+
+
+class Tape:
+    """Rows of one shape and type; use it in a `with` statement."""
+
+    def __init__(self, path: Path, *, row_shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        self._path = path
+        self._row_shape = row_shape
+        self._dtype: np.dtype[np.generic] = np.dtype(dtype)
+        self._n_rows = 0
+
+    @property
+    def n_rows(self) -> int:
+        return self._n_rows
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("w+b")
+        self._write_header()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
+
+    def copy(self, source: Path) -> None:
+        """Append every row of another .npy file of the same row shape and type."""
+        rows = np.load(source, mmap_mode="r", allow_pickle=False)
+        assert rows.shape[1:] == self._row_shape
+        assert rows.dtype == self._dtype
+        with source.open("rb") as file:
+            file.seek(rows.offset)
+            shutil.copyfileobj(file, self._file, 1 << 22)
+        self._n_rows += len(rows)
+
+    def append(self, rows: NDArray[np.generic]) -> None:
+        """Append `rows`, (n, *row_shape)."""
+        assert rows.shape[1:] == self._row_shape
+        self._file.write(np.ascontiguousarray(rows, self._dtype).tobytes())
+        self._n_rows += len(rows)
+
+    def _write_header(self) -> None:
+        npy.write_array_header_1_0(
+            self._file,
+            {
+                "descr": npy.dtype_to_descr(self._dtype),
+                "fortran_order": False,
+                "shape": (self._n_rows, *self._row_shape),
+            },
+        )
 
 
 LIBRARIES = ("numpy", "scipy", "espeakng-loader")

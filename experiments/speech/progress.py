@@ -15,13 +15,7 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def show_progress(title: str, *, n_frames: int, unit: str = "frames") -> Iterator[Advance]:
-    """Report on stderr; the function it yields takes the frames made since last time.
-
-    Args:
-        title: what is made.
-        n_frames: how many frames there will be, about.
-        unit: what they are, if not frames.
-    """
+    """Report on stderr; the function it yields takes the frames made since last time."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _print_lines(console, title, n_frames=n_frames, unit=unit)

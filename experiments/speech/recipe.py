@@ -62,7 +62,6 @@ class Recipe:
 
     @property
     def n_bytes(self) -> int:
-        """About what it takes on disk, with a tenth to spare."""
         return round(1.1 * self.n_frames * BYTES_PER_FRAME)
 
     @property
@@ -75,7 +74,6 @@ class Recipe:
 
     @property
     def pattern(self) -> str:
-        """A glob of the folders that differ in hours alone."""
         quality = "-clean" if self.clean else ""
         return f"{self.part}-*h-seed{self.seed}{quality}-{_digest_makers()}"
 

@@ -28,8 +28,8 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.worker.transfers import Reassembly, StreamKey, blocks_of
-from experiments.benchmarks.measuring import paced
-from experiments.benchmarks.measuring.meeting import attached, take_step
+from experiments.benchmarks.bare.nodes import attached, take_step
+from experiments.benchmarks.measuring.workers import serve_steps
 
 
 NAMES: Final = (Address("machine-0"), Address("machine-1"))
@@ -37,26 +37,17 @@ NAMES: Final = (Address("machine-0"), Address("machine-1"))
 
 @final
 class Echo:
-    """Machine 0 sends numbers whenever it is told to; machine 1 sends them back.
-
-    Args:
-        machine: Which one this is.
-        n_numbers: In a message.
-
-    Attributes:
-        n_done: Round trips.
-    """
+    """Machine 0 sends numbers at each `STEP`; machine 1 sends them back."""
 
     accepts = ALL_MESSAGES
 
     def __init__(self, machine: int, n_numbers: int) -> None:
-        self.n_done = 0
+        self.n_done = 0  # round trips
         self._machine = machine
         self._values = np.zeros(n_numbers, np.float32)
         self._inbox = Reassembly()
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
         del now
         match event:
             case TimerFired() if not self._machine:
@@ -69,7 +60,6 @@ class Echo:
                 return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it does."""
         return "echoing", {}
 
     def _work(self) -> Compute:
@@ -113,7 +103,7 @@ def main(n_numbers: int, machine: int, address: str, folder: str) -> None:
     keep_memory()
     role = Echo(machine, n_numbers)
     with attached(role, machine, NAMES, address=address, folder=Path(folder)) as node:
-        paced.obey(lambda: take_step(node, role))
+        serve_steps(lambda: take_step(node, role))
 
 
 if __name__ == "__main__":

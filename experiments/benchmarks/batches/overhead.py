@@ -1,14 +1,13 @@
 """What Sandblaster takes beyond the pure gradient, on the speech net of the paper.
 
-The machine itself is now faster, now slower, by more than what is to be seen. So job
-and plain processes have it by turns of a few seconds, on the same cores; between its
-turns a job is stopped by signals, supervisor included. Each evaluation of the job is
-compared with the plain turns that lay within it. Each replica, and each plain process,
-has a core of its own: the kernel is known to put two on one while another idles.
-Snapshots are left out: they take a share of a run that is bounded (`course`), and would
-fall into one evaluation and not into another. So are the first evaluations, in which
-the history grows, and with it the memory of the shards: pages that were never touched
-are dear on a virtual machine (here 1.75 ms a MiB), once in a run.
+The machine itself is now faster, now slower, by more than what is to be seen. So job and plain
+processes have it by turns of a few seconds, on the same cores; between its turns a job is stopped
+by signals, supervisor included. Each evaluation of the job is compared with the plain turns that
+lay within it. Each replica, and each plain process, has a core of its own: the kernel is known to
+put two on one while another idles. Snapshots are left out: they take a share of a run that is
+bounded (`course`), and would fall into one evaluation and not into another. So are the first
+evaluations, in which the history grows, and with it the memory of the shards: pages that were never
+touched are dear on a virtual machine (here 1.75 ms a MiB), once in a run.
 
     job      [----]      [----]      [-|--]      [----]
     plain          [----]      [----]      [----]      [----]
@@ -19,51 +18,43 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
+import msgspec
+
 from distbelief.supervisor.view import JobView
-from experiments.benchmarks.batches.jobs import N_REPLICAS, job
+from experiments.benchmarks.batches.replicas import N_REPLICAS, job
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.crews import Crew
-from experiments.benchmarks.measuring.hands import Hand
 from experiments.benchmarks.measuring.measurement import Spread
-from experiments.benchmarks.network.hosts import HERE
+from experiments.benchmarks.measuring.workers import Workers, module, send
+from experiments.benchmarks.measuring.workload import Workload
 
 
 PORTION: Final = 250
 TURN_SECONDS: Final = 3.0
 N_EVALUATIONS: Final = 3
 HISTORY: Final = 2
+# Evaluations until nothing more is allocated: pairs of that history, one more for a trial, and what
+# two cuts keep
 N_GROWING: Final = 6
-"""Evaluations until nothing more is allocated: pairs of that history, one more for a
-trial, and what two cuts keep."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """One evaluation of the job, or more: an iteration may take several.
+    """One evaluation of the job, or more: an iteration may take several."""
 
-    Attributes:
-        seconds: Of an example, while the job had the machine.
-        plain_seconds: Likewise, of the plain processes.
-        cpu_seconds: That all processes of the job took for it.
-        plain_cpu_seconds: Likewise.
-    """
-
-    seconds: float
-    plain_seconds: float
-    cpu_seconds: float
-    plain_cpu_seconds: float
+    seconds: float  # of an example, while the job had the machine
+    plain_seconds: float  # likewise, of the plain processes
+    cpu_seconds: float  # that all processes of the job took for it
+    plain_cpu_seconds: float  # likewise
 
     @property
     def overhead(self) -> float:
-        """By the clock."""
         return self.seconds / self.plain_seconds - 1.0
 
     @property
@@ -88,18 +79,12 @@ class Turns:
     """Watches a job, and takes the machine from it for every other turn.
 
     The first evaluations are no part of it: caches fill, and memory is mapped.
-
-    Attributes:
-        plain: Processes that compute portions, one for each replica.
-        n_growing: Evaluations that are no part of it.
-        n_stretches: After which the job is ended.
-        stretches: Measured so far.
     """
 
-    plain: Crew
-    n_growing: int
-    n_stretches: int
-    stretches: list[Stretch] = field(default_factory=list)
+    plain: Workers  # processes that compute portions, one for each replica
+    n_growing: int  # evaluations that are no part of it
+    n_stretches: int  # after which the job is ended
+    stretches: list[Stretch] = field(default_factory=list)  # measured so far
     _samples: int = 0
     _n_seen: int = 0  # ends of evaluations
     _since: float = 0.0  # when the job's turn began
@@ -120,7 +105,6 @@ class Turns:
 
     @property
     def _counts(self) -> bool:
-        """Whether the evaluation under way is a part of it."""
         return self._n_seen >= self.n_growing
 
     def _end_stretch(self, view: JobView, pids: Sequence[int]) -> None:
@@ -153,20 +137,20 @@ class Turns:
         self._ours.cpu_seconds += measurement.cpu_seconds(pids) - self._cpu_since
 
     def _let_others(self, pids: Sequence[int]) -> None:
-        _send_all(pids, signal.SIGSTOP)
+        send(signal.SIGSTOP, pids)
         plain, theirs = self.plain, self._theirs
         try:
-            n_steps = len(plain.turn(seconds=TURN_SECONDS, first_core=0))
+            turn = plain.turn(seconds=TURN_SECONDS, first_core=0)
         finally:
-            _send_all(pids, signal.SIGCONT)
+            send(signal.SIGCONT, pids)
         # Each at its own pace, as if they shared the work as well as can be.
-        theirs.seconds += harmonic_mean([sum(steps) for steps in plain.told])
+        n_steps = len(turn.steps)
+        theirs.seconds += harmonic_mean([sum(steps) for steps in turn.of_each])
         theirs.n_examples += N_REPLICAS * PORTION * n_steps
-        theirs.cpu_seconds += plain.cpu_seconds[-1] * n_steps
+        theirs.cpu_seconds += turn.cpu_seconds * n_steps
 
 
 def _bind(view: JobView) -> None:
-    """Let each replica compute on a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     replicas = [role for role in view.roles if role.name.startswith("replica")]
     for index, role in enumerate(replicas):
@@ -174,24 +158,14 @@ def _bind(view: JobView) -> None:
             measurement.bind(role.pid, cores[index % len(cores)])
 
 
-def _send_all(pids: Sequence[int], what: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(pid, what)
-
-
 def overhead(*, small: bool) -> dict[str, float]:
-    """Compare evaluations with the pure gradient."""
-    return measured(2_000 if small else 20_000, small=small)
-
-
-def measured(n_frames: int, *, small: bool) -> dict[str, float]:
-    """Compare evaluations of so many frames with the pure gradient."""
-    size = "small" if small else "full"
-    hand = Hand(module="batches.plain_portions", arguments=[str(PORTION), size], host=HERE[0])
+    n_frames = 2_000 if small else 20_000
+    workload = Workload(net="speech", batch_size=PORTION, small=small)
     with TemporaryDirectory() as folder:
-        crew = Crew("plain", [hand] * N_REPLICAS, Path(folder))
-        with crew as plain:
+        file = Path(folder) / "workload.json"
+        file.write_bytes(msgspec.json.encode(workload))
+        program = module("bare.whole_net", file, 1, "sum")
+        with Workers("plain", [program] * N_REPLICAS, Path(folder)) as plain:
             turns = Turns(plain=plain, n_growing=N_GROWING, n_stretches=N_EVALUATIONS)
             tables = _tables(n_frames, small=small)
             ours = job(tables, watch=turns, snapshot_every="1 h")
@@ -216,13 +190,13 @@ def measured(n_frames: int, *, small: bool) -> dict[str, float]:
 def _tables(n_frames: int, *, small: bool) -> dict[str, dict[str, object]]:
     return {
         "model": {
-            "factory": "experiments.benchmarks.batches.speech_frames:net",
+            "factory": "experiments.benchmarks.batches.problems:speech_net",
             "arguments": {"small": small},
             "initial": "seed",
         },
         "data": {
             "train": {
-                "factory": "experiments.benchmarks.batches.speech_frames:frames",
+                "factory": "experiments.benchmarks.batches.problems:speech_frames",
                 "arguments": {"n": n_frames, "small": small},
             }
         },

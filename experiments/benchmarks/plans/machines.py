@@ -1,8 +1,7 @@
 """Machines for benchmarks: what a message takes here, and replicas of bare machines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Final
 
 import msgspec
@@ -20,19 +19,14 @@ from distbelief.partition.profiling.this_host import Network, here
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.plan import Plan, plan_for
 from experiments.benchmarks.bare.machine import Setting
-from experiments.benchmarks.measuring.crews import Crew
-from experiments.benchmarks.measuring.hands import Hand
+from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import Workload
 from experiments.benchmarks.network.hosts import HERE, Host
 from experiments.benchmarks.plans.ways import N_MACHINES, Way
 
 
-SMALL: Final = 64
-LARGE: Final = 1 << 20
-"""Numbers of the messages that are timed."""
-
-N_ENDS: Final = 4
-"""Of the two messages of a round trip."""
+SMALL, LARGE = 64, 1 << 20  # numbers of the messages that are timed
+N_ENDS: Final = 4  # of the two messages of a round trip
 
 
 def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Network:
@@ -46,17 +40,14 @@ def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Net
     for n_numbers in (SMALL, LARGE):
         place = folder / f"exchange-{n_numbers}"
         place.mkdir()
-        hands = [
-            Hand(
-                module="bare.exchange",
-                arguments=[str(n_numbers), str(index), host.address, str(place)],
-                host=host,
-            )
+        programs = [
+            module("bare.exchange", n_numbers, index, host.address, place, host=host)
             for index, host in enumerate(ends)
         ]
-        with Crew("exchange", hands, folder) as crew:
-            halves.append(median(crew.turn(seconds=seconds)) / 2)
-            handling.append(crew.cpu_seconds[-1] / N_ENDS)
+        with Workers("exchange", programs, folder) as workers:
+            turn = workers.turn(seconds=seconds)
+        halves.append(turn.seconds / 2)
+        handling.append(turn.cpu_seconds / N_ENDS)
     small, large = halves
     return Network(
         bandwidth=4.0 * (LARGE - SMALL) / max(large - small, 1e-6),
@@ -77,13 +68,7 @@ def kept_network(folder: Path, *, seconds: float) -> Network:
 
 
 def order_here(workload: Workload, between: Network, *, stages: bool = False) -> PlanningRequest:
-    """Return what is to be planned: for machines like this one, measured now.
-
-    Args:
-        workload: The net and the batch.
-        between: What lies between machines.
-        stages: Whether to try these too.
-    """
+    """Return what is to be planned: for machines like this one, measured now."""
     profile = profiled(workload.graph(), batch=workload.batch_size)
     return order_by(profile, workload, between, stages=stages)
 
@@ -91,14 +76,7 @@ def order_here(workload: Workload, between: Network, *, stages: bool = False) ->
 def order_by(
     profile: Profile, workload: Workload, between: Network, *, stages: bool = False
 ) -> PlanningRequest:
-    """Return what is to be planned, by a profile of machines like this one.
-
-    Args:
-        profile: Of the net's layers.
-        workload: The net and the batch.
-        between: What lies between machines.
-        stages: Whether to try these too.
-    """
+    """Return what is to be planned, by a profile of machines like this one."""
     graph, batch = workload.graph(), workload.batch_size
     cluster, single = here(N_MACHINES, network=between), single_sample(graph)
     by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single)
@@ -120,7 +98,6 @@ def order_by(
 
 
 def plan_of(way: Way, order: PlanningRequest, *, loss: str) -> Plan:
-    """Return a way of splitting a net as a plan."""
     n_machines = 1 + max(placed for each in way.placements.values() for placed in each.computing)
     plan = plan_for(
         order.graph,
@@ -132,21 +109,31 @@ def plan_of(way: Way, order: PlanningRequest, *, loss: str) -> Plan:
     return replace(plan, micro_batches=way.micro_batches)
 
 
-def replica(
-    name: str, plan: Plan, *, workload: Workload, folder: Path, ends: Sequence[Host] = HERE
-) -> Crew:
-    """Return the machines that compute a net by this plan."""
+def machines(
+    name: str,
+    plans: Mapping[str, Plan],
+    *,
+    workload: Workload,
+    folder: Path,
+    ends: Sequence[Host] = HERE,
+) -> Workers:
+    """Return machines that know all these plans; a request is a plan's name and a number."""
     place = folder / name.replace(" ", "_")
     place.mkdir()
-    plan.save(place / "plan.json")
-    setting = Setting(workload=workload, plan=str(place / "plan.json"), folder=str(place))
-    (place / "setting.json").write_bytes(msgspec.json.encode(setting))
-    hands = [
-        Hand(
-            module="bare.machine",
-            arguments=[str(place / "setting.json"), str(index), host.address],
-            host=host,
-        )
-        for index, host in enumerate(ends[: plan.cluster.n_machines])
+    paths = {plan: place / f"plan-{index}.json" for index, plan in enumerate(plans)}
+    for plan, path in paths.items():
+        plans[plan].save(path)
+    n_machines = max(plan.cluster.n_machines for plan in plans.values())
+    setting = Setting(
+        workload=workload,
+        plans={plan: str(path) for plan, path in paths.items()},
+        n_machines=n_machines,
+        folder=str(place),
+    )
+    file = place / "setting.json"
+    file.write_bytes(msgspec.json.encode(setting))
+    programs = [
+        module("bare.machine", file, index, host.address, host=host)
+        for index, host in enumerate(ends[:n_machines])
     ]
-    return Crew(name, hands, folder)
+    return Workers(name, programs, folder)

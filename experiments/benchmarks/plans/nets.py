@@ -23,21 +23,13 @@ from experiments.speech.model import acoustic_net
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
-    """A net and what a step of it is.
+    """A net and what a step of it is."""
 
-    Attributes:
-        make: Makes it.
-        input: Of one sample.
-        batch: Samples of a step.
-        loss: Its name.
-        classes: The dimension of the classes in its output.
-    """
-
-    make: Callable[[], nn.Module]
-    input: InputSpec
-    batch: int
-    loss: str = "cross_entropy"
-    classes: int = 0
+    make: Callable[[], nn.Module]  # makes it
+    input: InputSpec  # of one sample
+    batch: int  # samples of a step
+    loss: str = "cross_entropy"  # its name
+    classes: int = 0  # the dimension of the classes in its output
 
     def graph(self) -> LayerGraph:
         """Return its layers and the loss, without any memory for its tensors."""
@@ -47,7 +39,6 @@ class Net:
 
 
 def alexnet(n_classes: int = 1000) -> nn.Module:
-    """Krizhevsky et al. 2012."""
     return nn.Sequential(
         *(nn.Conv2d(3, 96, 11, stride=4, padding=2), nn.ReLU()),
         *(nn.LocalResponseNorm(5, k=2.0), nn.MaxPool2d(3, stride=2)),
@@ -63,7 +54,6 @@ def alexnet(n_classes: int = 1000) -> nn.Module:
 
 
 def vgg16(n_classes: int = 1000) -> nn.Module:
-    """Simonyan and Zisserman 2014, configuration D."""
     layers: list[nn.Module] = []
     before = 3
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -156,7 +146,6 @@ def densenet(
 def convolution(
     before: int, after: int, size: int, *, stride: int = 1, groups: int = 1
 ) -> list[nn.Module]:
-    """Return a convolution, batch normalisation and a rectifier."""
     connected = nn.Conv2d(
         *(before, after, size), stride=stride, padding=size // 2, groups=groups, bias=False
     )
@@ -309,10 +298,10 @@ _IMAGE: Final = InputSpec(shape=(3, 224, 224))
 SPEECH: Final = Net(
     make=lambda: acoustic_net([2560] * 4, 8192), input=InputSpec(shape=(440,)), batch=100
 )
+# The pair of Dean et al. 2012, section 5.
 IMAGES: Final = Net(
     make=paper_net, input=InputSpec(shape=(3, 100, 100)), batch=100, loss="one_vs_all"
 )
-"""The pair of Dean et al. 2012, section 5."""
 
 NETS: Final[Mapping[str, Net]] = {
     "speech": SPEECH,

@@ -29,29 +29,21 @@ from distbelief.program.placement import Placement
 
 
 N_MACHINES: Final = 2
-PLACES: Final = {"rows": 1, "columns": 2}
-"""Dimensions of images, channels being the first."""
+PLACES: Final = {"rows": 1, "columns": 2}  # dimensions of images, channels being the first
 
-Choose = Callable[[Layer, int], Placement]
-"""choose(layer, its place in the net) -> where it is."""
+Choose = Callable[[Layer, int], Placement]  # choose(layer, its place in the net) -> where it is
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to split a net.
+    """A way to split a net."""
 
-    Attributes:
-        placements: Of each layer.
-        micro_batches: Parts of a batch.
-    """
-
-    placements: Mapping[str, Placement]
-    micro_batches: int = 1
+    placements: Mapping[str, Placement]  # of each layer
+    micro_batches: int = 1  # parts of a batch
 
 
 def ways(order: PlanningRequest) -> dict[str, Way]:
-    """Return them by name, none twice."""
     graph, cluster = order.graph, order.cluster.first(N_MACHINES)
     layers = whole_layers(graph, cluster, costs=order.costs)
     done = plan(order, [N_MACHINES])[-1].best
@@ -75,18 +67,15 @@ def ways(order: PlanningRequest) -> dict[str, Way]:
 
 
 def on_one_machine(graph: LayerGraph) -> Way:
-    """Return everything on the first machine."""
     return _placed(graph, lambda layer, _: whole(layer, 0).placement)
 
 
 def by_places(order: PlanningRequest) -> dict[str, Way]:
-    """Return images cut in two, into rows and into columns."""
     graph, cluster = order.graph, order.cluster.first(N_MACHINES)
     return {name: _images(graph, cluster, dim=dim) for name, dim in PLACES.items()}
 
 
 def by_units(graph: LayerGraph, cluster: Cluster) -> Way:
-    """Return every layer's outputs cut in two."""
     return _placed(graph, lambda layer, _: _split(layer, cluster, dim=0))
 
 

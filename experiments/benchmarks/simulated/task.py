@@ -12,7 +12,6 @@ N_CLASSES = 8
 
 
 def net(width: int = 16, hidden: int = 24, layers: int = 1) -> nn.Module:
-    """Return a perceptron."""
     sizes = [width, *[hidden] * layers]
     inner = [
         module for a, b in itertools.pairwise(sizes) for module in (nn.Linear(a, b), nn.Sigmoid())

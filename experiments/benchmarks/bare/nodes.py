@@ -1,7 +1,7 @@
-"""Roles of a benchmark meet: over the real network, without a supervisor.
+"""Roles of a benchmark over the real network, without a supervisor.
 
-Each writes where it can be reached into a file of its own, and waits for the others'.
-Then it takes a step whenever its process is told to (`paced`).
+Each writes its address into a file of its own and waits for the others'. Then it takes a step
+whenever its process is asked to.
 """
 
 import sys
@@ -18,9 +18,7 @@ from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-STEP: Final = TimerFired(name="step")
-"""What a role is told to begin a step."""
-
+STEP: Final = TimerFired(name="step")  # begins one
 STEP_SECONDS_MAX: Final = 120.0
 
 
@@ -74,16 +72,11 @@ def attached(
         log=_log,
     )
     with transport, RoleRunner(role, transport=transport, log=_log) as node:
-        _meet(transport, machine, folder, names)
+        _exchange_addresses(transport, machine, folder, names)
         yield node
 
 
 def take_step(node: RoleRunner, role: Stepper) -> None:
-    """Take one step.
-
-    Raises:
-        RuntimeError: it does not end.
-    """
     wanted = role.n_done + 1
     node.tell(STEP)
     node.pump(lambda: role.n_done >= wanted, timeout_seconds=STEP_SECONDS_MAX)
@@ -91,8 +84,9 @@ def take_step(node: RoleRunner, role: Stepper) -> None:
         raise RuntimeError(f"a step does not end: {node.error}")
 
 
-def _meet(transport: ZmqTransport, machine: int, folder: Path, names: Sequence[Address]) -> None:
-    """Tell the others where this machine is, and learn where they are."""
+def _exchange_addresses(
+    transport: ZmqTransport, machine: int, folder: Path, names: Sequence[Address]
+) -> None:
     draft = folder / f".{machine}.address"
     draft.write_text(transport.endpoint)
     draft.rename(folder / f"{machine}.address")
