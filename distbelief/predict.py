@@ -6,9 +6,9 @@ this process computes everything.
 """
 
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,17 @@ from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError
+from distbelief.launch.computation import compute
+from distbelief.launch.local import LocalLauncher
 from distbelief.launch.preflight import check_device
 from distbelief.launch.role_process import import_from
-from distbelief.partition.verify_rank import OUTPUT, graph_of
-from distbelief.partition.verify_run import VerificationRun, run_verification
 from distbelief.program.plan import Plan, load
 from distbelief.run.directory import RunDirectory
 from distbelief.run.model_file import check_trained
 from distbelief.task.dry_run import shown
 from distbelief.task.task import Sample, build_model
 from distbelief.task.validation import check_evaluation
+from distbelief.worker.computation import OUTPUT, Computation, forward_graph
 
 
 SUFFIXES: Final = (".npy", ".safetensors")
@@ -67,7 +68,7 @@ def predict(
     *,
     out: Path | None = None,
     whole: bool = False,
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Prediction:
     """Write the outputs of a run's model for the inputs in `source`.
 
@@ -142,7 +143,7 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
 
 
 def _split(
-    job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None] | None
+    job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None]
 ) -> Array:
     wanted = next(iter(plan.inputs.values()))
     if tuple(inputs.shape[1:]) != wanted:
@@ -157,39 +158,42 @@ def _split(
     with safe_open(run.model_file, framework="pt") as file:
         kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     dtype = "float64" if "F64" in kinds else "float32"
-    with ended_by_signals(), scratch() as folder:
+    with ended_by_signals(), closing(LocalLauncher()) as launcher, scratch() as folder:
+        launcher.start()  # it imports torch meanwhile
         given = folder / "inputs.npy"
         np.save(given, inputs)
-        verification = VerificationRun(
+        sample = Sample(
+            input_shape=tuple(inputs.shape[1:]),
+            input_is_integer=not np.issubdtype(inputs.dtype, np.floating),
+            target_shape=(),
+            target_is_integer=False,
+        )
+        computation = Computation(
             folder=str(folder),
-            run=secrets.token_hex(16),
-            task=job.task,
-            sample=Sample(
-                input_shape=tuple(inputs.shape[1:]),
-                input_is_integer=not np.issubdtype(inputs.dtype, np.floating),
-                target_shape=(),
-                target_is_integer=False,
-            ),
-            plan=str(run.plan_file.absolute()),
             weights=str(run.model_file.absolute()),
             inputs=str(given),
             n_samples=len(inputs),
             n_steps=-(-len(inputs) // plan.batch),
             dtype=dtype,
-            device=job.cluster.device,
-            threads=job.cluster.threads,
-            import_paths=job.import_paths,
         )
-        check_evaluation(job.task, verification.sample)
-        graph, _, output = graph_of(verification)
-        place = verification.path(OUTPUT)
+        check_evaluation(job.task, sample)
+        graph, _ = forward_graph(job.task, sample)
+        place = computation.path(OUTPUT)
         np.lib.format.open_memmap(
             place,
             mode="w+",
-            dtype=np.dtype(verification.dtype),
-            shape=(len(inputs), *graph[output].shape),
+            dtype=np.dtype(computation.dtype),
+            shape=(len(inputs), *graph[graph.outputs[0]].shape),
         )
-        run_verification(verification, n_machines=plan.cluster.n_machines, tell=tell)
+        compute(
+            job,
+            computation,
+            plan=run.plan_file,
+            sample=sample,
+            n_ranks=plan.cluster.n_machines,
+            launcher=launcher,
+            tell=tell,
+        )
         outputs: Array = np.load(place)
         return outputs
 

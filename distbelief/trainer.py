@@ -29,7 +29,7 @@ from rich.console import Console
 from distbelief.cluster.address import JobAddress
 from distbelief.cluster.listen import JoinServer
 from distbelief.cluster.ray import RayHosts
-from distbelief.config.algorithms import algorithm_of, roster_of
+from distbelief.config.algorithms import algorithm_of, find, roster_of
 from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
 from distbelief.core import files
@@ -541,12 +541,13 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             )
         run, is_new = _open_run(job, resume)
         stack.enter_context(run)
-        modules = (path.partition(":")[0] for _, path in import_paths(job))
+        paths = (path.partition(":")[0] for _, path in import_paths(job))
+        modules = installed_imports(paths, job.import_paths)
         launcher.serve(
             spec=memory.directory / ".spec.json",
             log_of=run.log_file,
             has_ranks=job.cluster.is_split,
-            modules=installed_imports(modules, job.import_paths),
+            modules=(find(job.algorithm_name).module, *modules),
         )
         trainer = stack.enter_context(
             Trainer(job, run, memory=memory, launcher=launcher, console=console)

@@ -25,7 +25,7 @@ from distbelief.worker.group import group_rank_of
 from sandblaster.build import build_coordinator, build_rank, build_replica
 from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordinator.metrics import NAMES as SHARES
+from sandblaster.coordinator.workers import SHARES
 from sandblaster.optimizers.termination import Reason
 
 

@@ -48,24 +48,14 @@ worker would get four chunks otherwise."""
 
 
 class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [algorithm.warm_start]: Downpour first, on the same shards.
+    """Table [algorithm.warm_start]: Downpour first; the other keys are those of "downpour"."""
 
-    Attributes:
-        samples: Of all replicas together; each takes an equal share of them.
-        batch_size: Samples of one step of one replica.
-        rule: How the shards apply a push.
-        n_fetch: Steps between fetches.
-        n_push: Steps between pushes.
-        clip_norm: Upper bound of each mini-batch gradient's 2-norm; None: no bound.
-        local_learning_rate: As with algorithm "downpour".
-    """
-
-    samples: int
-    batch_size: int
-    rule: UpdateRule
-    n_fetch: int = 1
-    n_push: int = 1
-    clip_norm: float | None = None
+    samples: int  # of all replicas together; each takes an equal share of them
+    batch_size: int  # samples of one step of one replica
+    rule: UpdateRule  # how the shards apply a push
+    n_fetch: int = 1  # steps between fetches
+    n_push: int = 1  # steps between pushes
+    clip_norm: float | None = None  # upper bound of each mini-batch gradient's 2-norm
     local_learning_rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -74,58 +64,36 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         self.downpour(loss="", seed=0, n_replicas=1)  # DownpourSettings checks the rest
 
     def downpour(self, *, loss: str, seed: int, n_replicas: int) -> DownpourSettings:
-        return DownpourSettings(
-            loss=loss,
-            batch_size=self.batch_size,
-            rule=self.rule,
-            n_fetch=self.n_fetch,
-            n_push=self.n_push,
-            local_learning_rate=self.local_learning_rate,
-            clip_norm=self.clip_norm,
-            max_steps=math.ceil(self.samples / (self.batch_size * n_replicas)),
-            seed=seed,
-        )
+        shared = msgspec.structs.asdict(self)
+        max_steps = math.ceil(shared.pop("samples") / (self.batch_size * n_replicas))
+        return DownpourSettings(loss=loss, seed=seed, max_steps=max_steps, **shared)
 
 
 class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [algorithm] of a job with name = "sandblaster".
+    """Table [algorithm] of a job with name = "sandblaster"."""
 
-    Attributes:
-        loss: Torch's name of it, or an import path (`distbelief.task.losses`).
-        method: One of `METHODS`.
-        batch_size: Samples of one batch; None: all of them. Smaller ones need "l-bfgs", and
-            each batch shares a part with the one before.
-        history: Pairs that L-BFGS and OWL-QN remember.
-        max_iterations: Bound on accepted points.
-        max_evaluations: Bound on evaluations; None: the method's own.
-        tolerance: Ends when no element of the gradient is larger.
-        value_tolerance: Ends when the relative improvement of the loss stays below it for a
-            few iterations; None: the method's own. Not with batch_size.
-        l1: Penalty l1 |w|_1 of all parameters, biases too (method "owl-qn" only).
-        l2: Penalty l2 / 2 |w|^2 of all parameters.
-        portion: Samples of a mini-batch, which a replica computes at once.
-        portions_per_set: Mini-batches of a chunk, which are summed before they are pushed;
-            None: chosen by batch and replicas.
-        backups: Give idle replicas backup tasks.
-        warm_start: Downpour for so many samples first; None: no warm start.
-        seed: Of the order of the data, where batches are not all of them, and of the
-            model's own randomness: each mini-batch has its own, equal at every point.
-    """
-
-    loss: str
-    method: str = "l-bfgs"
+    loss: str  # torch's name of it, or an import path (`distbelief.task.losses`)
+    method: str = "l-bfgs"  # one of `METHODS`
+    # Samples of one batch; None: all of them. Smaller ones need "l-bfgs", and each batch
+    # shares a part with the one before.
     batch_size: int | None = None
-    history: int = HISTORY
-    max_iterations: int = 15_000
-    max_evaluations: int | None = None
-    tolerance: float = 1e-5
+    history: int = HISTORY  # pairs that L-BFGS and OWL-QN remember
+    max_iterations: int = 15_000  # bound on accepted points
+    max_evaluations: int | None = None  # None: the method's own
+    tolerance: float = 1e-5  # ends when no element of the gradient is larger
+    # Ends when the relative improvement of the loss stays below it for a few iterations;
+    # None: the method's own. Not with batch_size.
     value_tolerance: float | None = None
-    l1: float = 0.0
-    l2: float = 0.0
-    portion: int = 256
+    l1: float = 0.0  # penalty l1 |w|_1 of all parameters, biases too (method "owl-qn" only)
+    l2: float = 0.0  # penalty l2 / 2 |w|^2 of all parameters
+    portion: int = 256  # samples of a mini-batch, which a replica computes at once
+    # Mini-batches of a chunk, which are summed before they are pushed; None: chosen by batch
+    # and replicas.
     portions_per_set: int | None = None
-    backups: bool = True
-    warm_start: WarmStart | None = None
+    backups: bool = True  # give idle replicas backup tasks
+    warm_start: WarmStart | None = None  # Downpour for so many samples first
+    # Of the order of the data, where batches are not all of them, and of the model's own
+    # randomness: each mini-batch has its own, equal at every point.
     seed: int = 0
 
     def __post_init__(self) -> None:

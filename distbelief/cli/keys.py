@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from distbelief.cli import options as o
 from distbelief.cli.options import JsonOption, TracebackOption, reported_errors
 from distbelief.errors import JobError
 
@@ -22,12 +23,12 @@ KeysOption = Annotated[
 ]
 RoleOption = Annotated[
     list[str] | None,
-    typer.Option(
+    o.option(
         "--role",
         metavar="ROLE",
-        help="What the owner of the key may connect as: worker (a training loop of its "
+        text="What the owner of the key may connect as: worker (a training loop of its "
         "own), host (joins jobs) or server. May be repeated.",
-        show_default="worker",
+        default="worker",
     ),
 ]
 

@@ -8,6 +8,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -232,7 +233,7 @@ def partition(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the plan does not fit the machines' memory (with
     --diff: the plans differ), 2 wrong usage.
     """
-    with reported_errors(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback), ExitStack() as stack:
         if diff is not None:
             from distbelief.partition import api  # noqa: PLC0415 -- torch
 
@@ -243,6 +244,12 @@ def partition(  # noqa: PLR0913 -- options
                 "no model to partition: name the function that makes it and the shape of "
                 "its input, as in `distbelief partition nets:make --input 784`"
             )
+        from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- numpy
+
+        launcher = LocalLauncher()
+        stack.callback(launcher.close)
+        if verify:
+            launcher.start()  # it imports torch while the plan is made
         from distbelief.partition import api  # noqa: PLC0415 -- torch
         from distbelief.task.imports import resolve  # noqa: PLC0415 -- start quickly
 
@@ -266,10 +273,14 @@ def partition(  # noqa: PLR0913 -- options
         )
         trial = None
         if verify:
-            from distbelief.partition import verify as verify_module  # noqa: PLC0415 -- start quickly
+            from distbelief import verify as verify_module  # noqa: PLC0415 -- start quickly
 
             trial = partial(
-                verify_module.verify, factory=model, loss=loss, n_cores=len(os.sched_getaffinity(0))
+                verify_module.verify,
+                factory=model,
+                loss=loss,
+                n_cores=len(os.sched_getaffinity(0)),
+                launcher=launcher,
             )
         fits = api.run(asked, resolve(model, table="model"), verify=trial)
     raise typer.Exit(0 if fits else FAILED)

@@ -38,14 +38,9 @@ def status(
     with reported_errors(show_traceback=show_traceback):
         from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
-        run = (
-            _newest_run()
-            if run_directory is None
-            else RunDirectory.open(run_directory, write=False)
-        )
-        pid = run.writer_pid()
+        run = RunDirectory.open(run_directory, write=False) if run_directory else _newest_run()
         now = dt.datetime.now(tz=dt.UTC).timestamp()
-        _show_status(run, pid=pid, now=now, as_json=as_json)
+        _show_status(run, pid=run.writer_pid(), now=now, as_json=as_json)
 
 
 def _newest_run() -> "RunDirectory":
@@ -102,9 +97,10 @@ def _remark(
 
     old = "" if age is None else formatting.duration(age)
     if last is not None and last.ended:
+        if last.error:
+            return f"{run.path}: failed: {last.error}, {old} ago", "red"
         how = "interrupted" if last.view.phase == "interrupted" else "ended"
-        how = f"failed: {last.error}" if last.error else how
-        return f"{run.path}: {how}, {old} ago", "red" if last.error else "dim"
+        return f"{run.path}: {how}, {old} ago", "dim"
     if pid is None:
         seen = "" if last is None else f"; last status {old} ago"
         text = f"{run.path}: not running, and did not end properly{seen}"

@@ -70,12 +70,7 @@ _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 class HostAgentConfig:
     """What a host offers, and its time limits."""
 
-    label: str  # name for display
-    endpoint: str = ""  # where the driver can be reached ("" in a simulation)
-    cores: int  # cores for the run's roles
-    memory_bytes: int
-    devices: tuple[str, ...] = ()  # "cuda" for each GPU
-    flops: float = 0.0  # operations a second of one core, as measured; 0.0: not measured
+    offer: wire.Offer  # its incarnation is set for each offer
     stays: bool = False  # whether it waits for another job when one is over
     heartbeat_seconds: Seconds = 0.5  # between two reports to the supervisor
     # Silence of the supervisor after which the host offers itself again; a run with a longer
@@ -86,17 +81,6 @@ class HostAgentConfig:
     # Silence after which a job whose port is closed is over; until then a supervisor that died may
     # be restarted
     over_seconds: Seconds = 60.0
-
-    def offer(self, incarnation: int) -> wire.Offer:
-        return wire.Offer(
-            incarnation=incarnation,
-            label=self.label[:128],
-            endpoint=self.endpoint,
-            cores=self.cores,
-            memory_bytes=self.memory_bytes,
-            devices=self.devices,
-            flops=self.flops,
-        )
 
 
 @final
@@ -274,14 +258,18 @@ class HostAgent:
             return [report, *self._restart(now), *self._offer(now), timer]
         actions = [self._report(), *self._ask_again(now), timer]
         if silent > self._config.silence_seconds_max:
-            actions.append(_to_supervisor(self._config.offer(self._incarnation)))
+            actions.append(self._offer_message())
         return actions
 
     def _offer(self, now: Seconds) -> list[Action]:
         waited = now - self._offered_since
         if waited > self._config.wait_seconds_max:
             return self._exit(f"no job has taken this host in {waited:.0f} s")
-        return [_to_supervisor(self._config.offer(self._incarnation))]
+        return [self._offer_message()]
+
+    def _offer_message(self) -> Action:
+        offer = self._config.offer
+        return _to_supervisor(msgspec.structs.replace(offer, incarnation=self._incarnation))
 
     def _report(self) -> Action:
         report = wire.HostReport(

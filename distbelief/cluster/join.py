@@ -29,7 +29,7 @@ from distbelief.core.writer import Writer
 from distbelief.errors import JobError
 from distbelief.launch.local import LocalLauncher
 from distbelief.partition.profiling import this_host as profiling
-from distbelief.protocol import Stop
+from distbelief.protocol import Offer, Stop
 from distbelief.protocol.codec import JOINING
 from distbelief.roles.role import HOST, SUPERVISOR, USER, PeerLost, Received
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
@@ -125,8 +125,8 @@ class SupervisorMonitor:
             self._probed_at = now
             self._probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self._probe.settimeout(0.0)
-            # Usually EINPROGRESS: the answer comes later. Without a route nothing is known.
-            if self._probe.connect_ex((self._place.host, self._place.port)) == errno.ENETUNREACH:
+            error = self._probe.connect_ex((self._place.host, self._place.port))
+            if error not in {0, errno.EINPROGRESS}:  # without a route nothing is known
                 self.close()
         poller = select.poll()
         if self._probe is None:
@@ -220,16 +220,17 @@ def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:
     torch.set_num_threads(1)  # of this process, which computes nothing else
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return HostAgentConfig(
+    offer = Offer(
+        incarnation=0,
         label=socket.gethostname()[:100] or "nameless",
         endpoint=endpoint,
         cores=options.cores or cores,
         memory_bytes=options.memory_bytes or memory,
         devices=options.devices,
         flops=profiling.flops(),
-        stays=options.stays,
-        wait_seconds_max=options.wait_seconds,
     )
+    stays, wait = options.stays, options.wait_seconds
+    return HostAgentConfig(offer=offer, stays=stays, wait_seconds_max=wait)
 
 
 def _reach(address: JobAddress, options: JoinOptions) -> ListenConfig:

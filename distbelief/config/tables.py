@@ -113,53 +113,45 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
     known = list(known)
     for key in table:
         if key not in known:
-            raise TableError(
-                (*path, key), f"{header(path)} has no key '{key}'. {_hint(key, known)}"
-            )
-
-
-def _hint(key: str, known: Iterable[str]) -> str:
-    meant = SYNONYMS.get(key.lower(), key)
-    if meant in known or meant not in _PLACES:
-        return nearest(key, known)
-    return f"'{meant}' belongs into {_PLACES[meant]}."
+            meant = SYNONYMS.get(key.lower(), key)
+            hint = nearest(key, known)
+            if meant not in known and meant in _PLACES:
+                hint = f"'{meant}' belongs into {_PLACES[meant]}."
+            raise TableError((*path, key), f"{header(path)} has no key '{key}'. {hint}")
 
 
 def header(path: Path) -> str:
     return f"[{'.'.join(path)}]" if path else "The job file"
 
 
-def wanted(kind: inspect.Type) -> str:
-    """Return a description of a value of this type."""
+def _wanted(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.UnionType) and _tags(kind):
         return f"a table with name = {_either(_tags(kind))}"
     return _WORDS.get(_JSON_TYPES.get(type(kind), ""), "a value")
 
 
-def _check_keys(table: dict[str, object], kind: inspect.Type, path: Path) -> None:
+def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
+    # Before msgspec, which does not know the nearest key. Values of another type are its business.
+    if not isinstance(value, dict):
+        return
+    if isinstance(kind, inspect.UnionType) and _tags(kind):
+        kind = _chosen(value, _tags(kind), path)
     if not isinstance(kind, inspect.StructType):
         return
     fields = {field.encode_name: field for field in kind.fields}
-    tag = [kind.tag_field] if kind.tag_field else []
-    check_known(table, [*tag, *fields], path)
+    check_known(value, [kind.tag_field, *fields] if kind.tag_field else fields, path)
     for key, field in fields.items():
-        if key in table:
-            _check_below(table[key], field.type, (*path, key))
+        if key in value:
+            _check_keys(value[key], field.type, (*path, key))
         elif field.required:
             raise TableError(
-                path, f"{header(path)} lacks the key '{key}': give it {wanted(field.type)}"
+                path, f"{header(path)} lacks the key '{key}': give it {_wanted(field.type)}"
             )
 
 
-def _check_below(value: object, kind: inspect.Type, path: Path) -> None:
-    if not isinstance(value, dict):
-        return
-    if not isinstance(kind, inspect.UnionType):
-        _check_keys(value, kind, path)
-        return
-    structs = _tags(kind)
-    if not structs:
-        return
+def _chosen(
+    value: dict[str, object], structs: dict[str, inspect.StructType], path: Path
+) -> inspect.StructType:
     tag_field = next(iter(structs.values())).tag_field or "name"
     tag = value.get(tag_field)
     if tag is None:
@@ -172,15 +164,12 @@ def _check_below(value: object, kind: inspect.Type, path: Path) -> None:
             f"{header(path)} {tag_field} = {toml.excerpt(tag)}: unknown. "
             f"{_NAMES.get(str(tag).lower()) or nearest(str(tag), structs)}",
         )
-    _check_keys(value, structs[tag], path)
+    return structs[tag]
 
 
 def _tags(kind: inspect.UnionType) -> dict[str, inspect.StructType]:
-    return {
-        str(option.tag): option
-        for option in kind.types
-        if isinstance(option, inspect.StructType) and option.tag is not None
-    }
+    options = (option for option in kind.types if isinstance(option, inspect.StructType))
+    return {str(option.tag): option for option in options if option.tag is not None}
 
 
 def _either(names: Iterable[str]) -> str:

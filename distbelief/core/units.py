@@ -25,23 +25,16 @@ _BYTES = {"B": "1", "kB": "1e3", "MB": "1e6", "GB": "1e9", "TB": "1e12"} | {
     f"{prefix}iB": str(1024**power) for power, prefix in enumerate("KMGT", start=1)
 }
 _BITS = {"bit/s": "0.125", "kbit/s": "125", "Mbit/s": "125e3", "Gbit/s": "125e6"}
+_SCALES: Mapping[Dimension, Mapping[str, str]] = {
+    "time": {"us": "1e-6", "ms": "1e-3", "s": "1", "min": "60", "h": "3600", "d": "86400"},
+    "bytes": _BYTES,
+    "rate": {f"{unit}/s": scale for unit, scale in _BYTES.items()} | _BITS,
+    "compute": {f"{prefix}FLOP/s": f"1e{3 * n}" for n, prefix in enumerate(["", *"kMGTP"])},
+}
 
 UNITS: Mapping[Dimension, Mapping[str, Decimal]] = {
-    "time": {
-        "us": Decimal("1e-6"),
-        "ms": Decimal("1e-3"),
-        "s": Decimal(1),
-        "min": Decimal(60),
-        "h": Decimal(3600),
-        "d": Decimal(86400),
-    },
-    "bytes": {unit: Decimal(scale) for unit, scale in _BYTES.items()},
-    "rate": {f"{unit}/s": Decimal(scale) for unit, scale in _BYTES.items()}
-    | {unit: Decimal(scale) for unit, scale in _BITS.items()},
-    "compute": {
-        f"{prefix}FLOP/s": Decimal(1000) ** power
-        for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))
-    },
+    dimension: {unit: Decimal(scale) for unit, scale in scales.items()}
+    for dimension, scales in _SCALES.items()
 }
 
 _EXAMPLES: Mapping[Dimension, str] = {

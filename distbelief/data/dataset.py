@@ -34,12 +34,7 @@ class _BatchedDataset(Protocol):
 
 
 def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.train") -> Batch:
-    """Return the samples of these indices, joined in this order.
-
-    Args:
-        dataset: The data set.
-        indices: At least one, each in [0, len(dataset)).
-        table: Table of the job file that names the data set, for messages.
+    """Return the samples of these indices, joined in this order; `table` is for messages.
 
     Raises:
         JobError: The data set fails, or its samples are not pairs or do not join.

@@ -42,10 +42,6 @@ def with_counts(flow: Dataflow, saved: Collection[str]) -> Dataflow:
 
     torch counts steps in `num_batches_tracked`, which no layer computes. The rank that keeps the
     first channel of the running mean keeps, fetches and pushes that counter too.
-
-    Args:
-        flow: Without counters.
-        saved: Names of the tensors that the shards hold.
     """
     items, counts = list(flow.items), {}
     for item in sorted(flow.averages):
@@ -167,13 +163,7 @@ class PartitionExecutor:
     def run(
         self, chain: Sequence[int], arrived: Mapping[int, Vector], put: Put
     ) -> list[tuple[int, Vector]]:
-        """Run operations; return what must be sent: instances and their values.
-
-        Args:
-            chain: Instances, in this order.
-            arrived: Received values, by instance.
-            put: Takes the gradients of items.
-        """
+        """Run operations; return what must be sent: instances and their values."""
         sends: list[tuple[int, Vector]] = []
         n = len(self.flow.operations)
         for instance in chain:
@@ -392,13 +382,6 @@ def inference_of(
         ... --> fc8, cut over 4 ranks --> fc8.whole, on rank 0
 
     The outputs of its graph are in this order, under other names.
-
-    Args:
-        graph: With or without a loss.
-        placements: Of its layers, inputs left out.
-        outputs: Layers.
-        batch: Samples of a step.
-        n_machines: Number of ranks.
 
     Raises:
         GraphError: a layer does not exist.

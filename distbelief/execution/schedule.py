@@ -125,10 +125,6 @@ class ReadyQueue:
     def awaited(self) -> frozenset[int]:
         return frozenset(self._awaited)
 
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._ready)
-
     def arrive(self, instance: int) -> None:
         self._awaited.remove(instance)
         self._can_begin(instance)

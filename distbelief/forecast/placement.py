@@ -23,6 +23,7 @@ import torch
 
 from distbelief.config.job import Job
 from distbelief.core import units
+from distbelief.data.dataset import read_batch
 from distbelief.errors import JobError
 from distbelief.forecast.calibration import Rates, amount, job_key, load_rates, measure, save_rates
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
@@ -33,7 +34,13 @@ from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ONE, ClusterOptions, CostScale
+from distbelief.simulation.machines import (
+    ONE,
+    ClusterOptions,
+    CostScale,
+    block_bytes_for,
+    scales_for,
+)
 from distbelief.simulation.placement import Place, drawn_outages, options_for
 
 
@@ -53,6 +60,7 @@ class PlacedCluster:
     rates: Rates | None  # measured costs; None: the costs that the roles compute
     together: bool  # all roles share the first machine
     budget: int | None = None  # --machines; None: all
+    large: PreparedJob | None = None  # the job whose costs the one that runs, a stand-in, has
 
     def placement(self, prepared: PreparedJob) -> dict[Address, Place]:
         """Return the machine of each role."""
@@ -85,14 +93,19 @@ class PlacedCluster:
         return 1 + sum(has_own_machine(name, kinds) for name in kinds)
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        """Return the options of the simulation."""
+        """Return the options of the simulation.
+
+        Raises:
+            JobError: the job does not fit the cluster.
+        """
+        job = self.large or prepared
         try:
             options = options_for(
                 self.cluster,
-                self.placement(prepared),
-                threads=prepared.job.cluster.threads,
-                memory=memory_of(prepared),
-                share_memory=prepared.job.cluster.shared_memory,
+                self.placement(job),
+                threads=job.job.cluster.threads,
+                memory=memory_of(job),
+                share_memory=job.job.cluster.shared_memory,
             )
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
@@ -104,7 +117,26 @@ class PlacedCluster:
                 for name, machine in options.machines.items()
             }
             options = replace(options, machines=machines)
+        if self.large is not None:
+            small, large, scale = prepared.layout, self.large.layout, self._scale(prepared)
+            names = {n: scale.flops for n, kind in prepared.kinds.items() if kind != "shard"}
+            options = replace(
+                options,
+                scales=scales_for(small, large, names, data_bytes=scale.data_bytes),
+                block_bytes=block_bytes_for(small, large),
+                codec=False,
+                trace="order",
+            )
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
+
+    def _scale(self, prepared: PreparedJob) -> CostScale:
+        # Of all roles except shards.
+        if self.large is None:
+            return ONE
+        return CostScale(
+            flops=_n_parameters(self.large) / _n_parameters(prepared),
+            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(prepared),
+        )
 
     @property
     def loses_machines(self) -> bool:
@@ -126,8 +158,8 @@ class PlacedCluster:
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
-    def builders(self, prepared: PreparedJob, *, scale: CostScale = ONE) -> dict[Address, Builder]:
-        """Return the builders of a job's roles; the simulation multiplies costs by `scale`."""
+    def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
+        """Return the builders of a job's roles."""
         builders = prepared.builders()
         if self.rates is None:
             return builders
@@ -136,9 +168,20 @@ class PlacedCluster:
             rates=self.rates,
             reference=self.reference,
             on_one_host=self.together,
-            scale=scale,
+            scale=self._scale(prepared),
         )
         return costed(builders, prepared.kinds, adapt=adapt)
+
+
+def _n_parameters(prepared: PreparedJob) -> int:
+    found = prepared.preflight.task.n_parameters
+    assert found, "the check of the job rejects a model without parameters"
+    return found
+
+
+def _bytes_of_sample(prepared: PreparedJob) -> int:
+    parts = read_batch(prepared.datasets["data.train"], [0])
+    return max(1, sum(part.nbytes for part in parts))
 
 
 def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:

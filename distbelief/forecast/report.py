@@ -21,9 +21,8 @@ from rich.text import Text
 from distbelief.config.job import Job
 from distbelief.core import files, formatting
 from distbelief.errors import JobError, StorageError
-from distbelief.forecast.result import Spread, has_target
 from distbelief.forecast.run import Span, WorkLog
-from distbelief.forecast.sweep import Variant
+from distbelief.forecast.sweep import Spread, Variant, has_target
 from distbelief.roles.role import Address, Executor, Seconds
 
 

@@ -2,14 +2,13 @@
 
 * `WorkLog` records the work of all roles.
 * `run_simulated` runs a job until its supervisor has ended.
-* A *priced* job is replaced by a small stand-in whose costs are multiplied (`CostScale`), so
+* A *priced* job is replaced by a small stand-in whose costs are multiplied (`PlacedCluster`), so
   that thousands of machines can be simulated. Nothing useful is learnt; times and bytes hold.
 * `Trial` is one variant of a sweep that can be run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, Protocol, cast, final
 
 import msgspec
@@ -17,20 +16,18 @@ import torch
 from torch import nn
 
 from distbelief.config.job import DataTables, Job
-from distbelief.data.dataset import read_batch
 from distbelief.display.progress import WaitProgress
 from distbelief.errors import JobError
 from distbelief.forecast.placement import PlacedCluster
 from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.forecast.result import Outcome, reached_at, step_seconds
-from distbelief.forecast.sweep import Variant
+from distbelief.forecast.sweep import Outcome, Variant, reached_at, step_seconds
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
 from distbelief.run.summary import DataFacts
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ClusterOptions, CostScale, block_bytes_for, scales_for
+from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
 from distbelief.task.task import DataSpec, ModelSpec
@@ -93,47 +90,6 @@ _LEARNT: Final = frozenset({"gradient_norm", "step_length"})
 _WIDTH_PER_SHARD: Final = 64
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedCluster:
-    """A cluster on which the stand-in of a job has the costs of the job (`large`)."""
-
-    placed: PlacedCluster
-    large: PreparedJob
-
-    def n_needed(self, prepared: PreparedJob) -> int:
-        """Return the number of machines that a job uses."""
-        return self.placed.n_needed(prepared)
-
-    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        """Return the options of the simulation, with cost scales.
-
-        Raises:
-            JobError: the job does not fit the cluster.
-        """
-        options = self.placed.options(self.large, faults=faults)
-        small, large = prepared.layout, self.large.layout
-        scale = self._scale(prepared)
-        names = {n: scale.flops for n, kind in prepared.kinds.items() if kind != "shard"}
-        return replace(
-            options,
-            scales=scales_for(small, large, names, data_bytes=scale.data_bytes),
-            block_bytes=block_bytes_for(small, large),
-            codec=False,
-            trace="order",
-        )
-
-    def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
-        return self.placed.builders(prepared, scale=self._scale(prepared))
-
-    def _scale(self, prepared: PreparedJob) -> CostScale:
-        # Of all roles except shards.
-        return CostScale(
-            flops=n_parameters(self.large) / n_parameters(prepared),
-            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(prepared),
-        )
-
-
 def stand_in_for(large: PreparedJob, preparation: Preparation) -> PreparedJob:
     """Return the stand-in of a job: the same roles on a small task."""
     job = large.job
@@ -164,13 +120,6 @@ def stand_in_for(large: PreparedJob, preparation: Preparation) -> PreparedJob:
             stop=stop,
         )
     )
-
-
-def n_parameters(prepared: PreparedJob) -> int:
-    """Return the number of parameters of a job's model."""
-    found = prepared.preflight.task.n_parameters
-    assert found, "the check of the job rejects a model without parameters"
-    return found
 
 
 def as_of(large: PreparedJob, small: PreparedJob, outcome: Outcome) -> Outcome:
@@ -205,11 +154,6 @@ def check_learns_nothing(job: Job, *, suggests: bool) -> None:
             "--priced learns nothing, so the time to the target of [stop] is unknown: leave "
             "out --priced, or the target"
         )
-
-
-def _bytes_of_sample(prepared: PreparedJob) -> int:
-    parts = read_batch(prepared.datasets["data.train"], [0])
-    return max(1, sum(part.nbytes for part in parts))
 
 
 def _data(facts: DataFacts, width: int) -> DataSpec:
@@ -305,7 +249,7 @@ class FinishedRun:
 
 
 class RunHost(Protocol):
-    """The machines for a run: a `PlacedCluster` or a `PricedCluster`."""
+    """The machines for a run, such as a `PlacedCluster`."""
 
     def n_needed(self, prepared: PreparedJob) -> int: ...
 
@@ -443,8 +387,7 @@ class Trial:
     settings: Mapping[str, str]  # value by key of the job file
     job: PreparedJob
     runs: PreparedJob  # the job, or its stand-in
-    placed: PlacedCluster
-    host: RunHost  # the machines as `runs` sees them
+    host: PlacedCluster
 
     @staticmethod
     def of(
@@ -459,12 +402,10 @@ class Trial:
         Raises:
             JobError: the job cannot be priced.
         """
-        runs = job
-        host: RunHost = placed
-        if priced_by is not None:
-            runs = stand_in_for(job, priced_by)
-            host = PricedCluster(placed=placed, large=job)
-        return Trial(settings=settings, job=job, runs=runs, placed=placed, host=host)
+        if priced_by is None:
+            return Trial(settings=settings, job=job, runs=job, host=placed)
+        host = replace(placed, large=job)
+        return Trial(settings=settings, job=job, runs=stand_in_for(job, priced_by), host=host)
 
     @property
     def name(self) -> str:
@@ -478,7 +419,7 @@ class Trial:
         Args:
             machines: Most machines that it may use; None for all.
         """
-        n_machines, left_out = self.placed.n_needed(self.job), None
+        n_machines, left_out = self.host.n_needed(self.job), None
         if machines is not None and n_machines > machines:
             left_out = f"needs {n_machines} machines"
         else:
@@ -496,39 +437,31 @@ class Trial:
         Raises:
             JobError: the run is longer than the trace of the cluster.
         """
+        host, priced = self.host, self.host.large is not None
+
+        def tell(view: JobView) -> None:
+            # The metric of a stand-in means nothing.
+            progress.tell(replace(view, metric=None) if priced else view)
+
+        def run(faults: Sequence[Fault] = ()) -> FinishedRun:
+            return run_simulated(
+                self.runs, host, seed=seed, faults=faults, tell=tell, keeps_spans=keeps_spans
+            )
+
         name = f"{self.name}, seed {seed}"
-        loses = self.placed.loses_machines
+        loses = host.loses_machines
         progress.begin(f"{name}, before machines are lost" if loses else name)
-        tell = progress.tell if self.runs is self.job else partial(_report_without_metric, progress)
-        ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=None)
+        ended = run()
         # The outages must cover the run, whose length depends on them. So run without any
         # first, then with the outages of twice that time, until they cover the run.
         horizon = 0.0
         while loses and ended.outcome.seconds > horizon:
             progress.begin(name)
-            trace, seconds = self.placed.cluster.trace, ended.outcome.seconds
+            trace, seconds = host.cluster.trace, ended.outcome.seconds
             known = float("inf") if trace is None else trace.covers
             horizon = max(seconds, min(2 * seconds, known))
-            ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=horizon)
+            ended = run(host.outages(self.runs, seed=seed, horizon=horizon))
         progress.end()
-        if self.runs is not self.job:
+        if priced:
             ended = replace(ended, outcome=as_of(self.job, self.runs, ended.outcome))
         return ended
-
-    def _run(
-        self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None
-    ) -> FinishedRun:
-        outages = self.placed.outages
-        return run_simulated(
-            self.runs,
-            self.host,
-            seed=seed,
-            faults=() if horizon is None else outages(self.runs, seed=seed, horizon=horizon),
-            tell=tell,
-            keeps_spans=keeps_spans,
-        )
-
-
-def _report_without_metric(progress: WaitProgress, view: JobView) -> None:
-    # The metric of a stand-in means nothing.
-    progress.tell(replace(view, metric=None))

@@ -124,14 +124,10 @@ N_ELEMENTS_MAX: Final = 10**12
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One input of a model.
+    """One input of a model."""
 
-    Attributes:
-        shape: Shape without the batch dimension.
-        n_values: For integers, the number of values (words, classes); None for floats.
-    """
-
-    shape: Shape
+    shape: Shape  # shape without the batch dimension
+    # for integers, the number of values (words, classes); None for floats
     n_values: int | None = None
 
 

@@ -57,21 +57,14 @@ class Step:
 @final
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One computation of an operator, or of one of its partial sums.
-
-    Attributes:
-        layer: The layer.
-        region: Of its output; of partial sums, of its first input.
-        inputs: For each input the region that `reads` returns: (batch, *region.shape).
-        tensors: For each tensor the part that `uses` returns.
-        step: Seed and mode of the step.
-    """
+    """One computation of an operator, or of one of its partial sums."""
 
     layer: Layer
-    region: Region
+    region: Region  # of its output; of partial sums, of its first input
+    # for each input the region that `reads` returns: (batch, *region.shape)
     inputs: Sequence[torch.Tensor]
-    tensors: Mapping[str, torch.Tensor]
-    step: Step
+    tensors: Mapping[str, torch.Tensor]  # for each tensor the part that `uses` returns
+    step: Step  # seed and mode of the step
 
 
 class PartialSums(ABC):

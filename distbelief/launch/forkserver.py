@@ -23,8 +23,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal, NoReturn
@@ -121,7 +121,7 @@ def main() -> None:
     parent = int(sys.argv[1])
     end_with_parent(parent, signal.SIGTERM)  # `serve` treats it as a request to end
     reports = os.dup(1)
-    os.dup2(2, 1)  # an import that prints must not print into the reports
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # an import must not print into the reports
     _import(MODULES)
     unread = os.fsencode(sys.argv[2]) if len(sys.argv) > 2 else b""
     if not ForkServer(requests=0, reports=reports, unread=unread).serve():
@@ -192,7 +192,8 @@ class ForkServer:
             line, _, self._unread = self._unread.partition(b"\n")
             match self._decoder.decode(line):
                 case Import(modules=modules) if not self._children:
-                    _import(modules)
+                    with _silenced():
+                        _import(modules)
                     if not _is_clean():
                         self._start_again()
                 case Import():
@@ -271,6 +272,19 @@ def _import(modules: Sequence[str]) -> None:
     # Objects that exist now stay shared with the children: the collector must not touch them.
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    # The terminal belongs to the job's screen, not to the warnings of a library.
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def _is_clean() -> bool:

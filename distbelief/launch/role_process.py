@@ -36,6 +36,7 @@ from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import Log
+from distbelief.worker.computation import Computation, build_computing_rank
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 
@@ -92,6 +93,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     sample: Sample | None = None  # shapes and types of the data, for that plan
     n_train: int | None = None  # training samples
     reach: ListenConfig = ListenConfig()  # where these processes listen
+    computation: Computation | None = None  # what ranks without shards compute
     # Packages and modules whose functions they may call; None for any
     allowed: tuple[str, ...] | None = None
 
@@ -214,6 +216,8 @@ def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
         n_train=spec.n_train,
     )
     try:
+        if spec.computation is not None:
+            return build_computing_rank(name, spec.computation, context)
         return algorithm.build(name, config=job.algorithm, context=context)
     except DistBeliefError:
         raise

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.layout import Layout
@@ -145,5 +144,7 @@ def _uniforms(
 def _standard_normals(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
     # The inverse distribution function takes one uniform per normal; other methods need a varying
     # number, and so all elements before e. A uniform of 0 would give -inf: use 2**-54 for it.
+    from scipy.special import ndtri  # noqa: PLC0415 -- half a second; most jobs draw no normals
+
     normals: NDArray[np.float64] = ndtri(np.maximum(uniforms, 2.0**-54))
     return normals

@@ -242,11 +242,9 @@ class StepCounts:
             self._part(shard_slice).n_pushes += n_pushes
 
     def at(self, inner: IndexRanges, *, shard_slice: ShardSlice) -> list[tuple[int, IndexRanges]]:
-        """Return these elements grouped by how many pushes they have received, fewest first.
+        """Return some of a client's elements by how many pushes they have received, fewest first.
 
-        Args:
-            inner: Some of the client's elements.
-            shard_slice: All of the client's elements.
+        `inner` are these elements, `shard_slice` all of the client's.
         """
         n_pushes = self.n_whole
         others: list[_SliceCount] = []

@@ -293,16 +293,9 @@ class Sessions:
     def admit(
         self, name: Address, incarnation: int, request: pf.OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
-        """Open a session, with push buffers if the client pushes.
+        """Open a session, with push buffers in memory named `region`... if the client pushes.
 
-        Args:
-            name: Name of the client.
-            incarnation: Its incarnation, at least the known one.
-            request: Its OpenSession.
-            region: Prefix of the name of the memory to lend.
-
-        Returns:
-            The session, and a warning if shared memory could not be created.
+        Return it, and a warning if shared memory could not be created.
         """
         client = self._clients.get(name)
         # Make room: the oldest absent client becomes unknown.

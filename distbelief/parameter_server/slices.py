@@ -219,8 +219,7 @@ class IndexRanges:
     def mask(self, bounds: Indices) -> NDArray[np.bool_]:
         """Return for each [bounds[i], bounds[i + 1]) whether it is in the ranges.
 
-        Args:
-            bounds: Sorted; it contains every start and stop.
+        The bounds are sorted and contain every start and stop.
         """
         steps = np.zeros(len(bounds), np.int64)
         steps[np.searchsorted(bounds, self.starts)] += 1

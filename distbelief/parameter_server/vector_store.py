@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from distbelief.core.vectors import Vector
-from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import vector_commands as vc
 from distbelief.protocol.vector_commands import Command, Scalars, Term, VectorName
@@ -58,26 +58,12 @@ class VectorStore:
             if segment.offset < self._n
         ]
         self._vectors: dict[VectorName, Vector] = {}
-        self._bound: set[VectorName] = set()
         self._stack = _Stack(self._n)
 
     # ------------------------------------------------------------------- vectors
 
     def names(self) -> tuple[VectorName, ...]:
         return tuple(sorted(self._vectors))
-
-    def bind(self, name: VectorName, vector: Vector) -> None:
-        """Let `name` stand for an array of another owner, which commands write in place.
-
-        Such a vector cannot be dropped, and `export` leaves it out.
-        """
-        if vector.shape != (self._n,) or vector.dtype != self._dtype:
-            raise LocalProtocolError(
-                f"vector {name!r} has shape {vector.shape} and dtype {vector.dtype}; "
-                f"this shard's vectors have ({self._n},) and {self._dtype}"
-            )
-        self._vectors[name] = vector
-        self._bound.add(name)
 
     def vector(self, name: VectorName) -> Vector:
         """Return the vector of this name for writing; zeros if it is new."""
@@ -86,29 +72,23 @@ class VectorStore:
         return self._target(name)
 
     def export(self, names: Sequence[VectorName] | None = None) -> dict[str, Vector]:
-        """Return the vectors that are not bound, sharing their memory.
-
-        Args:
-            names: Which ones; None for all. Bound and absent names are left out.
-        """
+        """Return the vectors of these names that exist, or all, sharing their memory."""
         return {
             name: vector
             for name, vector in sorted(self._vectors.items())
-            if name not in self._bound and (names is None or name in names)
+            if names is None or name in names
         }
 
     def restore(self, vectors: Mapping[str, Vector]) -> None:
-        """Replace all unbound vectors with copies of these; StorageError if one does not fit."""
+        """Replace all vectors with copies of these; StorageError if one does not fit."""
         for name, vector in vectors.items():
             if vector.shape != (self._n,) or vector.dtype != self._dtype:
                 raise StorageError(
-                    f"vector {name!r} has shape {vector.shape} and dtype "
-                    f"{vector.dtype}, not ({self._n},) and {self._dtype}: it was saved "
-                    "by another shard or layout; resume with the same model, number of shards "
-                    "and dtype"
+                    f"vector {name!r} has shape {vector.shape} and dtype {vector.dtype}, not "
+                    f"({self._n},) and {self._dtype}: resume with the model and number of shards "
+                    "of the run that saved it"
                 )
-        own = {name: vector.copy() for name, vector in vectors.items()}
-        self._vectors = own | {name: self._vectors[name] for name in self._bound}
+        self._vectors = {name: vector.copy() for name, vector in vectors.items()}
 
     # ------------------------------------------------------------------- batches
 
@@ -124,11 +104,6 @@ class VectorStore:
                     "it first, or return to a savepoint that has it"
                 )
             if isinstance(command, vc.Drop):
-                kept = sorted(self._bound.intersection(command.names))
-                if kept:
-                    raise RemoteProtocolError(
-                        f"cannot drop vectors {kept}: they belong to the shard"
-                    )
                 held.difference_update(command.names)
             else:
                 held.update(vc.writes(command))
@@ -156,7 +131,7 @@ class VectorStore:
         )
 
     def _check_count(self, n_vectors: int) -> None:
-        if n_vectors - len(self._bound) > self._n_vectors_max:
+        if n_vectors > self._n_vectors_max:
             raise RemoteProtocolError(
                 f"{n_vectors} vectors; the most is {self._n_vectors_max}: drop some, or keep "
                 "a shorter history"

@@ -35,11 +35,7 @@ def whole_layers(
 
     Layers keep their order in the graph; followers stay with their leader.
 
-    Args:
-        graph: The layer graph.
-        cluster: All machines.
-        costs: Of computing.
-        machines: Those to use, in this order; default: all, as in the cluster.
+    Only these machines are used, in this order; by default all.
     """
     machines = machines or range(len(cluster))
     found = groups(graph)

@@ -63,10 +63,7 @@ def candidates(
 ) -> list[Candidate]:
     """Return the candidates of a layer, whole ones first: at most `N_CANDIDATES_MAX`.
 
-    Args:
-        layer: Not an input.
-        cluster: Machines, fastest first.
-        machines: All of them, in the order in which they are used; default: as in the cluster.
+    `machines` are all of them, in the order in which they are used.
     """
     machines = machines or range(len(cluster))
     wholes = [whole(layer, machine) for machine in _whole_machines(cluster, machines)]
@@ -83,12 +80,6 @@ def split(
     layer: Layer, cluster: Cluster, parts: Sequence[int], *, machines: Sequence[int] | None = None
 ) -> Candidate | None:
     """Return a layer whose output is cut into this number of parts along each dimension.
-
-    Args:
-        layer: The layer.
-        cluster: All machines.
-        parts: Per dimension of the output.
-        machines: In the order in which they are used.
 
     Returns:
         None if it cannot be cut so, or there are too few machines.
@@ -277,10 +268,7 @@ _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
     """Check that pins name layers that are computed.
 
-    Args:
-        graph: The layer graph.
-        pins: Per layer, its split.
-        cluster: If given, each pin must be possible on these machines.
+    With a cluster, each pin must also be possible there.
 
     Raises:
         GraphError: a pin names no such layer, or is impossible.
@@ -309,12 +297,6 @@ def pinned(
     layer: Layer, cluster: Cluster, pin: str, *, machines: Sequence[int] | None = None
 ) -> Candidate:
     """Return the candidate that a pin means; it need not be among those that are tried.
-
-    Args:
-        layer: The pinned layer.
-        cluster: All machines.
-        pin: Its split.
-        machines: In the order in which they are used.
 
     Raises:
         GraphError: the layer cannot be placed so; lists what is possible.

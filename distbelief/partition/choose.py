@@ -39,12 +39,6 @@ def plan_for_job(
 ) -> Plan:
     """Return the plan of a job; it is written to `kept`.
 
-    Args:
-        job: The job.
-        graph: Of its model and loss.
-        kept: Path of plan.json, perhaps with the plan of a previous run.
-        notify: Called with a line of progress.
-
     Raises:
         JobError: there is no such plan, it is for another job, or none can be made.
         StorageError: it cannot be written.

@@ -75,10 +75,7 @@ class AnalyticCosts:
 
         seconds = overhead + max(operations / flops, bytes / memory rate)
 
-    Args:
-        cluster: The machines.
-        batch: Samples of a step.
-        single: Layers with one sample, see `single_sample`.
+    `single` names the layers with one sample, see `single_sample`.
     """
 
     def __init__(

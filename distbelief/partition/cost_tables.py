@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.operator import Operator, PartialSums, joined
+from distbelief.graph.operator import Operator, PartialSums
 from distbelief.graph.region import Region, disjoint
 from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster
-from distbelief.program.compiler import with_gradient
+from distbelief.program.compiler import index_bytes, with_gradient
 from distbelief.program.instructions import rule_of
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
@@ -39,10 +39,7 @@ def sync_seconds(
 ) -> float:
     """Return the seconds of all broadcasts and reductions on the busiest machine.
 
-    Args:
-        used: Pairs of a machine and the region that it uses of each tensor.
-        cluster: The machines.
-        trains: Whether each tensor has a gradient.
+    `used` pairs machines with the region that each uses of every tensor.
     """
     users: defaultdict[tuple[str, Region], set[int]] = defaultdict(set)
     for machine, uses in used:
@@ -171,12 +168,6 @@ def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_eac
     Machine q receives from p the overlap of p's boxes and q's: a product of overlaps of intervals,
     so all pairs of all candidates are a few outer products. A phase costs as much as its busiest
     machine, bytes / rate + overhead * messages for sending or receiving, plus one latency.
-
-    Args:
-        owned: Of the layer that is read; the boxes of a candidate are disjoint.
-        needed: Of the readers; the boxes of a machine are disjoint.
-        network: Between the machines.
-        bytes_each: Bytes of one element, in all samples.
     """
     result = np.empty((owned.n_candidates, needed.n_candidates))
     for first, last in _blocks(needed):
@@ -330,9 +321,7 @@ _Readers = tuple[tuple[NodeCosts, tuple[int, ...]], ...]
 def needed(readers: _Readers, *, n_dims: int) -> Boxes:
     """Return what each machine needs of a layer, for all its readers.
 
-    Args:
-        readers: In one group; each with the indices of those inputs that are this layer.
-        n_dims: Number of dimensions of the layer.
+    Readers are of one group, each with the indices of those inputs that are this layer.
     """
     found: list[Cells] = []
     for candidate in range(len(readers[0][0].placements)):
@@ -350,28 +339,17 @@ def needed(readers: _Readers, *, n_dims: int) -> Boxes:
     return Boxes.of(found, n_dims=n_dims)
 
 
-N_BYTES_INTEGER: Final = 8
-
-
 @final
 class Tables:
-    """Costs of placing groups, in seconds, and the memory they take, in bytes.
-
-    Args:
-        graph: The layer graph.
-        cluster: The machines.
-        batch: Samples of a step.
-        costs: Of computing.
-    """
+    """Costs of placing groups, in seconds, and the memory they take, in bytes."""
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> None:
         self._graph = graph
         self._cluster = cluster
-        self._batch = batch
         self._costs = costs
         self._network = Network.of(cluster)
         self._signatures = Signatures()
-        self._joined = joined(graph)
+        self._bytes_each = index_bytes(graph, batch=batch)
         self._single = single_sample(graph)
         self._backward = with_gradient(graph)
         self._placed: dict[str, NodeCosts] = {}
@@ -432,10 +410,6 @@ class Tables:
         key = (self._signatures.of(layer), tuple(placements))
         return _once(self._alike, key, lambda: NodeCosts(layer, placements))
 
-    def _bytes_each(self, layer: Layer) -> float:
-        n_samples = 1 if layer.name in self._joined else self._batch
-        return float(n_samples * (N_BYTES_INTEGER if layer.is_integer else N_BYTES))
-
     def _computing(self, layer: Layer) -> Floats:
         # Seconds of each machine: (candidates, machines).
         placed, backward = self._placed[layer.name], layer.name in self._backward
@@ -455,7 +429,7 @@ class Tables:
     def _combining(self, layer: Layer) -> Floats:
         # Sending partial outputs and adding them up: (candidates,).
         placed, backward = self._placed[layer.name], layer.name in self._backward
-        each = self._bytes_each(layer)
+        each = float(self._bytes_each[layer.name])
 
         def compute() -> Floats:
             if not any(placement.combine for placement in placed.placements):
@@ -503,7 +477,7 @@ class Tables:
         # The gradient takes the same way back, at the same cost.
         goes_back = any(reader.name in self._backward for reader in readers)
         n_phases = 2 if layer.name in self._backward and goes_back else 1
-        each = self._bytes_each(layer)
+        each = float(self._bytes_each[layer.name])
 
         def compute() -> Floats:
             place = own_seconds if inside else transfer_seconds
@@ -516,7 +490,7 @@ class Tables:
         placed = self._placed[layer.name]
         # A state is stored with its gradient: twice the bytes.
         own, *sizes = (
-            self._bytes_each(self._graph[name]) * (2 if name in self._backward else 1)
+            float(self._bytes_each[name]) * (2 if name in self._backward else 1)
             for name in (layer.name, *layer.inputs)
         )
         # A follower reads what its machine owns.

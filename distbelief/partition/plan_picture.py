@@ -38,12 +38,7 @@ def draw_plan(
 ) -> None:
     """Draw the placement of every layer.
 
-    Args:
-        path: Of the PNG file.
-        graph: The layer graph.
-        placements: By layer; layers without one (inputs) are not drawn.
-        traffic: All messages of a step.
-        title: Above the picture.
+    Layers without a placement (inputs) are not drawn.
 
     Raises:
         StorageError: the file cannot be written.

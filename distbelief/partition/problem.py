@@ -64,10 +64,6 @@ class Decoder:
         # Followers may be placed differently in that plan: compare all layers.
         return tuple(chosen) if self(chosen) == placements else None
 
-    def labels(self, choice: Sequence[int]) -> dict[str, str]:
-        pairs = zip(self.nodes, choice, strict=True)
-        return {node.group.root.name: node.candidates[index].label for node, index in pairs}
-
 
 def build(
     graph: LayerGraph,
@@ -81,14 +77,7 @@ def build(
 ) -> tuple[Problem, Decoder]:
     """Return the problem, and the decoder of its choices.
 
-    Args:
-        graph: With its loss, for training.
-        cluster: Machines, fastest first.
-        batch: Samples of a step.
-        costs: Of computing; default: by arithmetic.
-        pins: Per layer, a required split: "rows:4".
-        machines: All of them, in the order in which they are used.
-        also: Plans whose placements become candidates.
+    Pins are per layer; `machines` is the order of use, and plans in `also` become candidates.
 
     Raises:
         GraphError: a pin is impossible.

@@ -135,12 +135,7 @@ def improve(
 ) -> tuple[Choice, float]:
     """Return a choice that is not slower in simulation, and its seconds.
 
-    Args:
-        problem: Its candidates are tried.
-        choice: The start.
-        seconds_of: Simulated seconds of a choice, infinite if it does not fit; called at most
-            `tries` + 1 times.
-        tries: The number of plans to try.
+    `seconds_of` is infinite if a choice does not fit; it is called at most `tries` + 1 times.
     """
     best, best_seconds = choice, seconds_of(choice)
     tried = {choice}
@@ -211,13 +206,7 @@ def solve_problem(
 ) -> SolvedProblem:
     """Build and solve the problem for one order of machines, and simulate its solution.
 
-    Args:
-        request: The planning request.
-        cluster: The machines that a plan may use.
-        machines: All of them, in the order in which they are used.
-        others: Plans whose cuts become candidates.
-        simulator: Simulates plans.
-        notify: Called with a line of progress.
+    Cuts of the plans in `others` become candidates too.
     """
     count = len(cluster)
     notify(f"{count} machines: what each split of a layer costs")
@@ -265,12 +254,6 @@ def search(
     It minimises the median with variance, by which plans are ranked. With variances of 0.05 and 0.3
     it ends in the same plans as without (AlexNet, VGG-16, MobileNet on 2, 4 and 8 machines), so one
     measure is enough.
-
-    Args:
-        solved: The problem and the plans to begin with.
-        cluster: The machines that a plan may use.
-        simulator: Simulates plans.
-        notify: Called with a line of progress.
     """
     count = len(cluster)
     start, first = min(solved.ways.items(), key=lambda item: item[1].rank)

@@ -1,4 +1,4 @@
-"""The Chrome trace and the critical path of a simulated step.
+"""The Chrome trace of a simulated step.
 
 chrome://tracing and ui.perfetto.dev show the trace: a process per machine, with one row each for
 computing, sending and receiving.
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from distbelief.program.step_cost import StepCost
-from distbelief.program.step_simulator import NOTHING
 
 
 Track = Literal["compute", "send", "receive"]
@@ -37,22 +36,6 @@ def events(step_cost: StepCost) -> Iterator[Event]:
         yield event
         if event.peer is not None:
             yield event._replace(machine=event.peer, peer=event.machine, track="receive")
-
-
-def critical_path(step_cost: StepCost) -> list[Event]:
-    """Return the chain of events that determines the length of the step, first to last.
-
-    The step lasts as long as these events and the latencies between them. Messages are seen from
-    their sender.
-    """
-    simulated = step_cost.simulated
-    path: list[Event] = []
-    index = int(simulated.arrivals.argmax()) if len(simulated.arrivals) else NOTHING
-    # Follow the causes back from the last arrival.
-    while index != NOTHING:
-        path.append(_event(step_cost, index))
-        index = int(simulated.causes[index])
-    return path[::-1]
 
 
 def chrome_trace(step_cost: StepCost) -> list[TraceEvent]:

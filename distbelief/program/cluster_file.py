@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 from distbelief.core.formatting import nearest
 from distbelief.core.units import Dimension, parse
@@ -146,16 +146,12 @@ def trace_of(table: object, directory: Path | None, *, n_machines: int) -> Outag
         raise GraphError(
             f"[trace] file = {excerpt(file)}: write the name of a CSV file in the same directory"
         )
-    path = directory / file
     try:
-        with path.open("rb") as opened:
-            content = opened.read(N_TRACE_BYTES_MAX + 1)
+        content = _content(directory / file, N_TRACE_BYTES_MAX)
     except OSError as error:
-        why = error.strerror or str(error)
-        raise GraphError(f"[trace] {file} cannot be read: {why}") from error
+        raise GraphError(f"[trace] {file} cannot be read: {error.strerror}") from error
     except ValueError as error:  # a zero byte, for example
         raise GraphError(f"[trace] file = {file!r} is not a path: {error}") from None
-    # One byte more than allowed was requested: a file that grows cannot exhaust memory.
     if len(content) > N_TRACE_BYTES_MAX:
         raise GraphError(f"[trace] {file} is larger than {N_TRACE_BYTES_MAX} bytes")
     try:
@@ -164,6 +160,12 @@ def trace_of(table: object, directory: Path | None, *, n_machines: int) -> Outag
         raise GraphError(f"[trace] {file} is not UTF-8 text: {error.reason}") from None
     except GraphError as error:
         raise GraphError(f"[trace] {file}: {error}") from None
+
+
+def _content(path: Path, n_bytes_max: int) -> bytes:
+    # One byte more than allowed is requested: a file that grows cannot exhaust memory.
+    with path.open("rb") as opened:
+        return opened.read(n_bytes_max + 1)
 
 
 def origins_of(table: object, *, figures: Iterable[str]) -> dict[str, str]:
@@ -212,9 +214,6 @@ _DEFAULTS: Final = {
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Return a cluster that comes with this package, or one from a file.
 
-    Args:
-        name_or_path: A name of `names()`, or the path of a TOML file.
-
     Raises:
         GraphError: neither exists, or the file has a mistake.
     """
@@ -223,29 +222,24 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         content = (file / f"{name_or_path}{_SUFFIX}").read_bytes()
         return read_cluster(content, name=name_or_path)
     path = Path(name_or_path)
+    unknown = GraphError(
+        f"there is no cluster '{name_or_path}': neither a file nor a cluster of this package. "
+        f"{nearest(str(name_or_path), names())}"
+    )
     if not str(name_or_path):  # as a path it would be the current directory
-        raise _unknown(name_or_path)
+        raise unknown
     try:
-        with path.open("rb") as opened:
-            content = opened.read(N_BYTES_MAX + 1)
+        content = _content(path, N_BYTES_MAX)
     except FileNotFoundError:
-        raise _unknown(name_or_path) from None
+        raise unknown from None
     except OSError as error:
-        why = error.strerror or str(error)
-        raise GraphError(f"{path}: the cluster cannot be read: {why}") from error
+        raise GraphError(f"{path}: the cluster cannot be read: {error.strerror}") from error
     except ValueError as error:  # a zero byte, for example
         raise GraphError(f"{name_or_path!r} is not a path: {error}") from None
     try:
         return read_cluster(content, name=path.stem, directory=path.parent)
     except GraphError as error:
         raise GraphError(f"{path}: {error}") from None
-
-
-def _unknown(name: str | Path) -> GraphError:
-    return GraphError(
-        f"there is no cluster '{name}': neither a file nor a cluster of this package. "
-        f"{nearest(str(name), names())}"
-    )
 
 
 def names() -> list[str]:
@@ -260,10 +254,7 @@ def names() -> list[str]:
 def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> Cluster:
     """Return the cluster in a TOML document.
 
-    Args:
-        content: The document.
-        name: Used if the document has no name.
-        directory: Where the trace file lies; None: a trace is an error.
+    A trace file lies in `directory`; without one, a trace is an error.
 
     Raises:
         GraphError: a mistake; names the key and the fix.
@@ -325,13 +316,11 @@ def _groups(table: Table) -> Iterable[object]:
 
 
 def _group(group: object, where: str) -> tuple[int, Machine]:
-    if not isinstance(group, dict):
-        raise GraphError(f"{where} = {excerpt(group)}: write a table of keys")
-    check_keys(group, ("count", "jitter", "cores", *_QUANTITIES), where)
+    group = table_of(group, ("count", "jitter", "cores", *_QUANTITIES), where)
     count, cores = count_of(group, "count", where), count_of(group, "cores", where)
     jitter = group.get("jitter", 0.0)
-    is_number = isinstance(jitter, int | float) and not isinstance(jitter, bool)
-    if not is_number or not 0 <= jitter <= _JITTER_MAX:
+    # `True` is an int too.
+    if not isinstance(jitter, int | float) or jitter is True or not 0 <= jitter <= _JITTER_MAX:
         raise GraphError(
             f"{where} jitter = {excerpt(jitter)}: write a number from 0 to {_JITTER_MAX}"
         )
@@ -361,9 +350,7 @@ def _links(links: object, *, n_machines: int) -> dict[str, float]:
 
 
 def _origin(table: Table) -> Origin:
-    known: tuple[Origin, ...] = get_args(Origin)
     value = table.get("origin", "assumed")
-    for origin in known:
-        if value == origin:
-            return origin
-    raise GraphError(f"origin = {excerpt(value)} is unknown: use {' or '.join(known)}")
+    if value == "assumed" or value == "measured":  # noqa: PLR1714 -- mypy narrows these
+        return value
+    raise GraphError(f"origin = {excerpt(value)} is unknown: use measured or assumed")

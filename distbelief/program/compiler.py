@@ -259,9 +259,7 @@ def pieces(uses: Mapping[int, Sequence[Region]], *, n_dims: int) -> list[tuple[i
         weight of a convolution, image cut into 3 bands       used by 0, 1 and 2
         rows   0:5 | 5:11 | 11:16                             owned by 0 | 1 | 2
 
-    Args:
-        uses: By rank, disjoint. The order of the ranks decides who owns what.
-        n_dims: Number of dimensions of the tensor.
+    The order of the ranks decides who owns what.
     """
     return [piece for users, region in shared_by(uses, n_dims) for piece in _cut(users, region)]
 
@@ -304,18 +302,10 @@ def route(
 ) -> tuple[Traffic, ...]:
     """Return all messages of a step, the most urgent first.
 
-        state       from the rank that computes it to the ranks that read it
-        partial     from the parts of a layer to the rank that combines them
-        parameter   from the owner of a piece to its users
-        gradient    each of these on its way back
-
-    Args:
-        graph: The layer graph.
-        placements: By layer.
-        needs: What ranks compute and need.
-        kept: Per tensor, its owners and their pieces.
-        batch: Samples of a step.
-        cache: Cache for this graph and batch.
+    state       from the rank that computes it to the ranks that read it
+    partial     from the parts of a layer to the rank that combines them
+    parameter   from the owner of a piece to its users
+    gradient    each of these on its way back
     """
     each = index_bytes(graph, batch=batch)
 
@@ -574,12 +564,7 @@ def compile_plan(
 ) -> Compiled:
     """Compile a plan.
 
-    Args:
-        graph: The layer graph.
-        placements: Of every layer except inputs.
-        batch: Samples of a step.
-        n_machines: Number of machines.
-        cache: Cache of other plans of this graph and batch.
+    `placements` are of every layer except inputs.
 
     Raises:
         GraphError: a layer is unknown, has no placement, or cannot be computed there.

@@ -46,8 +46,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def cells(self, shape: Shape) -> Iterator[tuple[int, Region]]:
         """Yield machine and region of every cell that is not empty.
 
-        Args:
-            shape: What is cut: the layer's output, or its first input if `combine`.
+        `shape` is what is cut: the output, or the first input if `combine`.
         """
         rows: list[list[Interval]] = [
             list(pairwise((0, *cuts, extent)))

@@ -106,11 +106,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def check(self, graph: LayerGraph, *, batch: int, loss: str, cluster: Cluster | None) -> None:
         """Check that the plan is valid for this job.
 
-        Args:
-            graph: That of the model, the loss appended.
-            batch: Samples of one step.
-            loss: As in the plan.
-            cluster: At least the machines of the plan; None if their figures are unknown.
+        The graph has its loss; `cluster` is None if the figures of its machines are unknown.
 
         Raises:
             GraphError: it is not; names what differs, in the plan and here.
@@ -161,13 +157,7 @@ def plan_for(
 ) -> Plan:
     """Return a checked plan with these placements.
 
-    Args:
-        graph: That of the model, the loss appended.
-        placements: Of each layer except inputs.
-        batch: Samples of one step.
-        loss: Its name or import path.
-        cluster: The machines that it may use, and no others.
-        predicted: What the planner expects of it.
+    The graph has its loss; the plan may use all machines of the cluster, and no others.
 
     Raises:
         GraphError: a layer is missing, unknown, or cannot be computed as placed.

@@ -32,9 +32,7 @@ def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
     Tensors, inputs, states (owned and received) and contributions to sums, and the gradients of
     those that have one. Temporary memory of an operator is not known, and not counted.
 
-    Args:
-        compiled: For the samples of one micro-batch.
-        micro_batches: Number of micro-batches whose states are in memory at the same time, at most.
+    States of all micro-batches count: they may be in memory at the same time.
     """
     totals = [0] * compiled.n_machines
     for machine, n_bytes in _tensors(compiled):
@@ -225,11 +223,7 @@ def step_cost(
 ) -> StepCost:
     """Simulate a step of a plan and return its cost.
 
-    Args:
-        compiled: The plan, for the samples of one micro-batch.
-        cluster: At least the machines of the plan.
-        costs: Seconds of its tasks, for the samples of one micro-batch.
-        micro_batches: Number of micro-batches in a step.
+    The compiled plan and the costs are for the samples of one micro-batch.
 
     Raises:
         GraphError: the plan is for more machines than the cluster has.

@@ -53,10 +53,6 @@ class Dependencies:
             self.n_before[node] += 1
 
 
-def dependencies(compiled: Compiled) -> Dependencies:
-    return _Builder(compiled).build()
-
-
 _Nodes = dict[str, dict[int, int]]  # by layer and rank
 
 
@@ -212,14 +208,12 @@ class Schedule:
 def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
     """Return the step of a plan.
 
-    Args:
-        compiled: For the samples of one micro-batch.
-        micro_batches: Number of micro-batches in a step.
+    The compiled plan is for the samples of one micro-batch.
 
     Raises:
         GraphError: there are several, and a layer has batch statistics.
     """
-    once = Schedule(compiled.tasks, compiled.traffic, dependencies(compiled))
+    once = Schedule(compiled.tasks, compiled.traffic, _Builder(compiled).build())
     if micro_batches == 1:
         return once
     statistics = statistics_of(compiled.graph)

@@ -26,8 +26,6 @@ from distbelief.program.traffic import Traffic
 
 FloatArray = npt.NDArray[np.float64]
 
-NOTHING: Final = -1
-
 # Kinds that the receiver adds to what it has. Partial outputs are added by tasks (`combine`).
 _SUMS: Final = frozenset({"gradient", "parameter_gradient"})
 
@@ -43,7 +41,6 @@ class SimulatedStep:
     starts: FloatArray  # (n_events,) seconds
     ends: FloatArray  # (n_events,); of a message, the end of sending
     arrivals: FloatArray  # (n_events,): when the result can be used
-    causes: IntArray  # (n_events,): the event that let it begin; -1 if none
     n_tasks: int  # number of events that are tasks
     flows: IntArray  # (n_messages,) index of the traffic
     senders: IntArray  # (n_messages,) machine
@@ -59,8 +56,6 @@ class _Batch:
     receivers: int  # bits
     seconds: dict[int, float]  # by receiver
     sizes: dict[int, int]  # bytes, by receiver
-    since: float
-    cause: int
 
 
 @final
@@ -128,21 +123,16 @@ class StepSimulator:
         self._queue: list[tuple[float, int]] = []
         # --- computing ---
         self._ready: list[list[int]] = [[] for _ in range(n)]
-        self._last_task = [NOTHING] * n
         self._is_busy = [False] * n
         self._owed = [0.0] * n  # seconds that messages have added to the running task
         self._woken: set[int] = set()
         n_tasks = nodes.n_tasks
         self._task_starts = [0.0] * n_tasks
-        self._causes = [NOTHING] * len(nodes.after)
-        self._since = [0.0] * n_tasks
         # --- network ---
         self._free_senders = self._free_receivers = (1 << n) - 1
         self._touched_senders = self._touched_receivers = 0
         self._batches: list[list[_Batch]] = [[] for _ in range(n)]
         self._incoming = [0] * n  # bits: senders with a message for this machine
-        self._last_sent = [NOTHING] * n
-        self._last_received = [NOTHING] * n
         # --- messages, in the order in which they start ---
         self._starts: list[float] = []
         self._ends: list[float] = []
@@ -151,7 +141,6 @@ class StepSimulator:
         self._flows: list[int] = []
         self._senders: list[int] = []
         self._receivers: list[int] = []
-        self._message_causes: list[int] = []
 
     def play(self) -> SimulatedStep:
         n_nodes = len(self._nodes.after)
@@ -159,7 +148,7 @@ class StepSimulator:
         queue = self._queue
         first = [node for node, n in enumerate(self._nodes.n_before) if n == 0]
         for node in first:
-            self._happen(node, 0.0, NOTHING)
+            self._happen(node)
         self._start_tasks(0.0)
         self._start_messages(0.0)
         while queue:
@@ -172,40 +161,34 @@ class StepSimulator:
                 elif code < n_tasks:
                     self._end_task(code, now)
                 else:
-                    self._follow(code, now, self._causes[code])
+                    self._follow(code)
             self._start_tasks(now)
             self._start_messages(now)
         return self._played()
 
-    def _happen(self, node: int, now: float, cause: int) -> None:
-        self._causes[node] = cause
+    def _happen(self, node: int) -> None:
         if node < self._nodes.n_tasks:
-            self._since[node] = now
             place = self._places[node]
             heapq.heappush(self._ready[place], node)
             self._woken.add(place)
         elif node in self._sending:
-            self._offer(*self._sending[node], now, cause)
+            self._offer(*self._sending[node])
         else:
-            self._follow(node, now, cause)
+            self._follow(node)
 
-    def _follow(self, node: int, now: float, cause: int) -> None:
+    def _follow(self, node: int) -> None:
         n_before = self._nodes.n_before
         for after in self._nodes.after[node]:
             n_before[after] -= 1
             if n_before[after] == 0:
-                self._happen(after, now, cause)
+                self._happen(after)
 
     def _start_tasks(self, now: float) -> None:
         for place in sorted(self._woken):
             ready = self._ready[place]
             if ready and not self._is_busy[place]:
                 task = heapq.heappop(ready)
-                # It has waited for the machine: the task before it is the cause.
-                if self._since[task] < now:
-                    self._causes[task] = self._last_task[place]
                 self._is_busy[place] = True
-                self._last_task[place] = task
                 self._task_starts[task] = now
                 heapq.heappush(self._queue, (now + self._seconds[task], task))
         self._woken.clear()
@@ -221,9 +204,9 @@ class StepSimulator:
             return
         self._is_busy[place] = False
         self._woken.add(place)
-        self._follow(task, now, task)
+        self._follow(task)
 
-    def _offer(self, flow: int, sender: int, now: float, cause: int) -> None:
+    def _offer(self, flow: int, sender: int) -> None:
         traffic = self._traffic[flow]
         which = traffic.sending[int(self._machines[sender])]
         part = slice(which.start, which.stop)
@@ -239,8 +222,6 @@ class StepSimulator:
             receivers=bits,
             seconds=dict(zip(receivers, seconds.tolist(), strict=True)),
             sizes=dict(zip(receivers, sizes.tolist(), strict=True)),
-            since=now,
-            cause=cause,
         )
         batches = self._batches[sender]
         batches.append(batch)
@@ -288,8 +269,6 @@ class StepSimulator:
         self._free_senders ^= 1 << sender
         self._free_receivers ^= bit
         index = len(self._starts)
-        self._message_causes.append(self._cause(batch, sender, receiver, now))
-        self._last_sent[sender] = self._last_received[receiver] = index
         end = now + batch.seconds[receiver]
         self._starts.append(now)
         self._ends.append(end)
@@ -310,15 +289,6 @@ class StepSimulator:
                 taken = self._each[place] + n_bytes * self._handling[place]
                 self._owed[place] += taken / 2
 
-    def _cause(self, batch: _Batch, sender: int, receiver: int, now: float) -> int:
-        if batch.since == now:
-            return batch.cause
-        # It has waited for the network: for the last message of the end that was busy.
-        last = self._last_sent[sender]
-        if last == NOTHING or self._ends[last] < now:
-            last = self._last_received[receiver]
-        return self._nodes.n_tasks + last
-
     def _end_message(self, index: int, now: float) -> None:
         sender, receiver = self._senders[index], self._receivers[index]
         if self._handles:
@@ -334,7 +304,6 @@ class StepSimulator:
         if missing[receiver] == 0:
             node = self._arrival[flow][receiver]
             self._nodes.n_before[node] = 0
-            self._causes[node] = self._nodes.n_tasks + index
             arrival = now + self._latency + self._adding[flow].get(receiver, 0.0)
             self._arrivals[index] = arrival
             heapq.heappush(self._queue, (arrival, node))
@@ -343,7 +312,6 @@ class StepSimulator:
         n_tasks = self._nodes.n_tasks
         starts = np.array([*self._task_starts, *self._starts])
         task_ends = starts[:n_tasks] + np.array(self._seconds)
-        causes = [*self._causes[:n_tasks], *self._message_causes]
         expected = sum(map(len, self._traffic))
         assert len(self._starts) == expected, (len(self._starts), expected)
         assert not any(self._nodes.n_before), "a task waits for something that never happens"
@@ -351,7 +319,6 @@ class StepSimulator:
             starts=starts,
             ends=np.append(task_ends, self._ends),
             arrivals=np.append(task_ends, self._arrivals),
-            causes=np.array(causes, dtype=np.int64),
             n_tasks=n_tasks,
             flows=np.array(self._flows, dtype=np.int64),
             senders=self._machines[np.array(self._senders, dtype=np.int64)],

@@ -43,12 +43,7 @@ class Traffic:
     ) -> Self:
         """Return the messages that bring every rank what it needs and does not own.
 
-        Args:
-            subject: Kind and name of the messages.
-            owners: Ranks and the regions that they own, disjoint.
-            needs: Regions that each rank needs, disjoint for each rank.
-            n_bytes: Of one index, for the whole batch.
-            n_dims: Number of dimensions of the regions.
+        The regions of owners are disjoint; `n_bytes` is of one index, for the whole batch.
         """
         wanted = [(q, region) for q, regions in needs.items() for region in regions]
         i, j, boxes = overlaps(

@@ -16,12 +16,17 @@ A client fetches and pushes: a replica, the evaluator, or `DownpourSGD`.
 
 from typing import Literal
 
+import msgspec
+
 from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name, Text
 
 
-Payload = Literal["dense"]
-"""How a push encodes what it carries. "dense": one number per element that the client holds."""
+Payload = Literal["dense"] | msgspec.UnsetType
+"""How a push encodes what it carries. "dense": one number per element that the client holds.
+
+Unset means dense, and takes no bytes.
+"""
 
 
 class OpenSession(AnyMessage, frozen=True):
@@ -97,7 +102,7 @@ class PushBlock(AnyMessage, frozen=True):
     shard_incarnation: Count
     block_index: Count
     values: Vector  # (block_size,)
-    payload: Payload = "dense"  # what `values` are
+    payload: Payload = msgspec.UNSET  # what `values` are
     answer: bool = True  # by PushBlockAck; one for many blocks is enough
 
 
@@ -126,7 +131,7 @@ class Push(AnyMessage, frozen=True):
     # (4 n,) stripes of the shard's vector that it changes, where some tensors have no
     # gradient; None: all that the client holds.
     touches: Vector | None = None
-    payload: Payload = "dense"  # what lies in the push buffer
+    payload: Payload = msgspec.UNSET  # what lies in the push buffer
 
 
 class PushApplied(AnyMessage, frozen=True):

@@ -65,8 +65,7 @@ class RunDirectory:
         first = Path(path)
         for number in range(1, SIBLINGS_MAX):
             suffix = "" if number == 1 else f".{number}"
-            candidate = first.with_name(f"{first.name}{suffix}")
-            run = cls._taken(candidate)
+            run = cls._taken(first.with_name(f"{first.name}{suffix}"))
             if run is not None:
                 return run
         raise StorageError(f"{first} and {SIBLINGS_MAX} siblings exist: remove some")

@@ -17,17 +17,12 @@ from distbelief.task.task import build_model
 @final
 @dataclass(frozen=True)
 class Run:
-    """A job that has ended.
-
-    Attributes:
-        exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP.
-        job: As it ran.
-    """
+    """A job that has ended."""
 
     directory: Path
     summary: Summary
-    exit_code: int
-    job: Job
+    exit_code: int  # 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP
+    job: Job  # as it ran
 
     @cached_property
     def model(self) -> nn.Module:

@@ -49,43 +49,7 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Final values of one run; what was not measured is null. Most are those of the last `JobView`.
-
-    Attributes:
-        name: Of the job.
-        directory: The run directory.
-        rule: Update rule ("adagrad"), if the algorithm has one.
-        shard_copies: Processes that keep each shard.
-        n_machines: Ranks of each replica; None if replicas are not split.
-        stop_reason: Why the job ended.
-        error: Why it failed, if it did.
-        model_error: Why no model was written, if none was; the file of an earlier session may still
-            exist.
-        seconds: How long it ran, over all sessions.
-        start_seconds: The part of them before the training of each session.
-        training_seconds: The rest.
-        step: Steps of all replicas together.
-        samples: Samples trained on.
-        samples_per_second: Mean over the training time.
-        loss: Of training, last.
-        held_out_loss: At the end, over all held-out samples.
-        metric: At the end, over all held-out samples.
-        best_metric: Best of all evaluations; those before the last may be of a subset.
-        best_metric_seconds: When that was measured.
-        staleness_mean: In pushes; so are the other two.
-        pushes_applied: In the values of every shard; one, however many shards.
-        pushes_refused: Lower bound: too late, or of an earlier incarnation of a replica.
-        pushes_lost: Lower bound: acknowledged, then lost with a shard. None if unknown, because the
-            status file of an earlier session was damaged.
-        restarts: Of all roles together.
-        bytes_in: Received by all shards.
-        bytes_out: Sent by all shards.
-        figures: What else the algorithm counts, by name.
-        seeds: By table of the job file.
-        versions: Of Python and the main packages.
-        machine: Processor architecture and operating system.
-        hosts: Other hosts that have joined.
-    """
+    """Final values of one run, most of them those of the last `JobView`; null if not measured."""
 
     name: str
     directory: str
@@ -97,13 +61,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     n_machines: int | None = None
     stop_reason: str | None
     error: str | None = None
+    # why no model was written, if none was; the file of an earlier session may still exist
     model_error: str | None = None
+    # how long it ran, over all sessions: `start_seconds` before the training of each session, and
+    # `training_seconds`
     seconds: float
     start_seconds: float | None = None
     training_seconds: float | None = None
     step: int
     samples: int
-    samples_per_second: float | None
+    samples_per_second: float | None  # mean over the training time
     loss: float | None
     held_out_loss: float | None
     metric_name: str
@@ -113,13 +80,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float | None
     staleness_p95: float | None
     staleness_max: float | None
-    pushes_applied: int
-    pushes_refused: int
+    pushes_applied: int  # in the values of every shard; one, however many shards
+    pushes_refused: int  # lower bound: too late, or of an earlier incarnation of a replica
+    # lower bound: acknowledged, then lost with a shard. None if unknown, because the status file
+    # of an earlier session was damaged.
     pushes_lost: int | None
     restarts: int
     bytes_in: int
     bytes_out: int
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {}  # what else the algorithm counts, by name
     n_parameters: int | None = None
     train: DataFacts | None = None
     test: DataFacts | None = None

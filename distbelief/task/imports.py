@@ -29,11 +29,7 @@ class Importable(Protocol):
 
 
 def resolve(path: str, *, table: str = "job") -> Importable:
-    """Return the function or class that "package.module:name" names.
-
-    Args:
-        path: Import path; the name may have dots ("module:Class.method").
-        table: Table or key of the job file that holds it, for messages.
+    """Return the function or class that "package.module:name" names; `table` is for messages.
 
     Raises:
         JobError: with the missing module and the searched directories, or the missing
@@ -131,8 +127,9 @@ def _module(name: str, *, table: str) -> object:
     except (Exception, SystemExit) as error:  # user code may raise anything
         missing = str(getattr(error, "name", None) or name)
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{missing}."):
+            of = "" if missing == name else f" (of {name!r})"
             raise JobError(
-                f"[{table}] there is no module {missing!r} (of {name!r}); searched: "
+                f"[{table}] there is no module {missing!r}{of}; searched: "
                 f"{_searched()}. Start from the directory that holds it, or install it"
             ) from None
         if isinstance(error, ModuleNotFoundError):
@@ -163,20 +160,19 @@ def _check_arguments(
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # some builtins have none
         return
-    kinds = {parameter.kind for parameter in parameters.values()}
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
     named = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
+        name: p
+        for name, p in parameters.items()
+        if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}
     }
     takes = f"it takes {', '.join(named) or 'none'}"
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for name in arguments:
-            if name not in named:
-                hint = nearest(name, named, only_close=True)
-                raise JobError(
-                    f"[{table}] {path} takes no argument {name!r} ({takes}). {hint}".rstrip(". ")
-                )
+    for name in arguments:
+        if name not in named and not takes_any:
+            hint = nearest(name, named, only_close=True)
+            raise JobError(
+                f"[{table}] {path} takes no argument {name!r} ({takes}). {hint}".rstrip(". ")
+            )
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise JobError(f"[{table}] {path} needs the argument {name!r} ({takes}): give it")

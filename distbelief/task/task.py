@@ -75,20 +75,14 @@ SEED_MAX: Final = 2**63 - 1  # torch takes no more
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [model].
+    """Table [model]."""
 
-    Attributes:
-        factory: Import path "package.module:function" of a function that returns the nn.Module.
-        arguments: Its keyword arguments.
-        initial: "module" (as the factory leaves it), "seed" (drawn on the shards by layer
-            type, so that no process holds the whole model), or the path of a safetensors
-            file with whole tensors by name.
-        seed: Of the factory's random numbers, and of "seed".
-    """
-
-    factory: str
-    arguments: dict[str, object] = {}
+    factory: str  # import path "package.module:function" of a function that returns the nn.Module
+    arguments: dict[str, object] = {}  # its keyword arguments
+    # "module" (as the factory leaves it), "seed" (drawn on the shards by layer type, so that no
+    # process holds the whole model), or the path of a safetensors file with whole tensors by name
     initial: str = "module"
+    # of the factory's random numbers, and of "seed"
     seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
 
     def __post_init__(self) -> None:
@@ -108,21 +102,14 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Model, data, loss and metric.
+    """Model, data, loss and metric."""
 
-    Attributes:
-        model: Table [model].
-        train: Table [data.train].
-        test: Table [data.test]; without it nothing is evaluated.
-        loss: Name in `losses.LOSSES`, or import path of f(outputs, targets) -> mean.
-        metric: Name in `losses.METRICS`, or import path of such a function; None chooses
-            by the loss and the targets.
-    """
-
-    model: ModelSpec
-    train: DataSpec
-    test: DataSpec | None = None
-    loss: str
+    model: ModelSpec  # table [model]
+    train: DataSpec  # table [data.train]
+    test: DataSpec | None = None  # table [data.test]; without it nothing is evaluated
+    loss: str  # name in `losses.LOSSES`, or import path of f(outputs, targets) -> mean
+    # name in `losses.METRICS`, or import path of such a function; None chooses by the loss and the
+    # targets
     metric: str | None = None
 
 

@@ -160,10 +160,10 @@ class Items:
     trained: frozenset[int] = frozenset()  # with a gradient; the others are pushed as they are
     counts: Mapping[int, int] = field(default_factory=dict)  # running average -> its step counter
     averages: Sequence[int] = ()  # changed in place by a step
+    n_bytes: float = field(init=False)  # asked for several times a step
 
-    @property
-    def n_bytes(self) -> float:
-        return float(sum(value.nbytes for value in self.values))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_bytes", float(sum(value.nbytes for value in self.values)))
 
 
 @final

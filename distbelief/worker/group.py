@@ -264,14 +264,18 @@ class GroupLeader:
         # It reports for an earlier generation, or has just started.
         return [] if rank in self._ready else self._start_epoch({rank})
 
+    def note(self, rank: int, message: StepsDone, now: Seconds) -> None:
+        """Note the progress of a rank without granting it more."""
+        self._done[rank] = message
+        self._silence.start(now)
+
     def _on_steps_done(self, rank: int, message: StepsDone, now: Seconds) -> Outgoing:
         if message.generation != self.generation or not self._running:
             return []
         before, granted = self._done.get(rank), self.granted
         if before is not None and message.steps < before.steps:
             return []
-        self._done[rank] = message
-        self._silence.start(now)
+        self.note(rank, message, now)
         if message.ended:
             self._ended.add(rank)
             if self._all_taken and not self._released:
@@ -300,6 +304,8 @@ class GroupLeader:
     def steps(self) -> int:
         if not self._running:
             return 0
+        if self._n_ranks == 1:
+            return self._done[0].steps if self._done else 0
         taken = [
             self._done[rank].steps if rank in self._done else 0
             for rank in range(self._n_ranks)

@@ -186,6 +186,7 @@ class Replica:
         self._links = executor.links if isinstance(executor, StepRunner) else {}
         self._slices = slices
         self._leader = leader
+        self._n_bytes = sum(value.nbytes for value in objective.values)
         self._parameters: Sequence[torch.Tensor] = objective.values
         if shapes is not None:
             pairs = zip(objective.values, shapes, strict=True)
@@ -218,8 +219,7 @@ class Replica:
         """
         if self._is_gone:
             return []
-        rank = self._rank_of.get(event.sender) if isinstance(event, Received) else None
-        own = self.objective.handle(event, rank, now)
+        own = self._give_objective(event, now) if self.objective.accepts else None
         if own is not None:
             actions: Sequence[Action] = own
         elif self._client.owns(event):
@@ -232,9 +232,15 @@ class Replica:
         is_chain = not self._is_single and self._lane == [STEP]
         both = (begun, actions) if is_chain else (actions, begun)
         done = [*both[0], *both[1], *self._lead(now)]
+        if not self.objective.accepts:
+            return done
         while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
         return [*done, *self._due(now)]
+
+    def _give_objective(self, event: Event, now: Seconds) -> list[Action] | None:
+        rank = self._rank_of.get(event.sender) if isinstance(event, Received) else None
+        return self.objective.handle(event, rank, now)
 
     def _has_news(self) -> bool:
         return not self._is_gone and self.objective.has_news()
@@ -407,6 +413,10 @@ class Replica:
             square=self._local_square,
             sample=self._local_sample,
         )
+        # A grant would tell a single rank nothing, unless a step waits for the norm.
+        if self._is_single and self._leader is not None and self._pending is None:
+            self._leader.note(0, done, now)
+            return []
         return self._to_leader(done, now)
 
     def _follow(self, message: StartEpoch | GrantSteps, now: Seconds) -> list[Action]:
@@ -701,8 +711,7 @@ class Replica:
             attempt.is_torn = bool(result.torn)
             return result
 
-        n_bytes = objective.install_copies * sum(value.nbytes for value in objective.values)
-        cost = Cost(n_bytes=float(n_bytes))
+        cost = Cost(n_bytes=float(objective.install_copies * self._n_bytes))
         return [Compute(name=INSTALL, work=work, cost=cost, remaining=self._readable_share)]
 
     def _readable_share(self) -> float:

@@ -323,15 +323,18 @@ class TrainingObjective(Objective):
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report progress to the supervisor, at most every `progress_seconds`."""
-        done, reported = leader.generation_done(), self._reported
+        reported = self._reported
+        pauses = now - reported.at < self._config.progress_seconds
+        if pauses and not (final or leader.is_held):
+            return [], []
+        done = leader.generation_done()
         # A new generation counts from zero; steps of earlier ones stay counted.
         if reported.generation != leader.generation:
             reported = self._reported = _Reported(
                 generation=leader.generation, at=reported.at, steps=reported.steps
             )
         n_of_loss = done.samples - reported.done.samples
-        due = final or leader.is_held or now - reported.at >= self._config.progress_seconds
-        if not due or n_of_loss + done.no_loss - reported.done.no_loss <= 0:
+        if n_of_loss + done.no_loss - reported.done.no_loss <= 0:
             return [], []
         steps = reported.steps + max(done.steps - reported.done.steps, 0)
         self._reported = _Reported(generation=leader.generation, at=now, steps=steps, done=done)

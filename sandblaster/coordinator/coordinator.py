@@ -48,8 +48,14 @@ from distbelief.roles.role import (
 )
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import Journal
-from sandblaster.coordinator.metrics import CoordinatorMetrics, PendingRequests
-from sandblaster.coordinator.run import CoordinatorRun, Method, RunSteps, Wait
+from sandblaster.coordinator.run import (
+    CoordinatorMetrics,
+    CoordinatorRun,
+    Method,
+    PendingRequests,
+    RunSteps,
+    Wait,
+)
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart
 from sandblaster.coordinator.work_queue import WorkQueue

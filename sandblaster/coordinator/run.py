@@ -14,6 +14,7 @@ for. A lost shard ends the run; the next one begins at the newest shared savepoi
 import math
 from collections import deque
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol, TypeVar, assert_never, final
 
@@ -36,10 +37,9 @@ from distbelief.roles.role import Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
-from sandblaster.coordinator.metrics import CoordinatorMetrics, PendingRequests
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.work_queue import N_VOID_MAX, EpochCounters, WorkQueue
-from sandblaster.coordinator.workers import WorkerPool
+from sandblaster.coordinator.workers import TimeShares, WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,
@@ -79,6 +79,49 @@ Answers = Sequence[CommandDone]
 
 T = TypeVar("T")
 RunSteps = Generator[Task | Wait, Answers, T]
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class CoordinatorMetrics:
+    """Metrics of all runs together."""
+
+    iterated: IterationDone | None = None  # the newest iteration
+    offset: int = 0  # iterations before the optimizer last restarted
+    samples: int = 0  # examples of all finished evaluations
+    n_wasted: int = 0  # examples computed more than once
+    n_backups: int = 0  # backup tasks assigned
+    n_evaluations: int = 0  # evaluations begun
+    shares: TimeShares = field(default_factory=TimeShares)  # of the workers' time
+    save_again_at: Seconds = 0.0  # when the next checkpoint may be taken
+
+    @property
+    def iteration(self) -> int:
+        return self.offset + (self.iterated.iteration if self.iterated else 0)
+
+
+_N_SAVES_MAX: Final = 8
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class PendingRequests:
+    """What the supervisor has requested."""
+
+    saves: deque[str] = field(default_factory=deque)  # labels of checkpoints to take
+    # Label and error of each that was tried.
+    saved: deque[tuple[str, str | None]] = field(default_factory=deque)
+    stop: bool = False  # whether to end
+
+    def request_save(self, label: str) -> None:
+        """Request a checkpoint with this label at the next accepted point."""
+        if label in self.saves:
+            return
+        if len(self.saves) >= _N_SAVES_MAX:
+            error = f"{_N_SAVES_MAX} checkpoints are pending already: request them less often"
+            self.saved.append((label, error))
+        else:
+            self.saves.append(label)
 
 
 @final

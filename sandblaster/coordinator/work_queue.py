@@ -341,12 +341,9 @@ class WorkQueue:
             return
         winner = one.chunk.winner
         if winner is not None:
-            # Only an attempt assigned after the token is a rival; an older one is simply late.
-            if one.assigned_at <= winner.token_issued_at:
-                self._drop(one)
-                return
-            # The estimate doubles each time, so rivals come ever more slowly: even where
-            # every push takes longer than a chunk, one of them ends.
+            # This is its rival: older attempts were dropped when the token was issued. The
+            # estimate doubles each time, so rivals come ever more slowly: even where every
+            # push takes longer than a chunk, one of them ends.
             late = 2.0 * (now - winner.token_issued_at)
             self._counters.push_seconds = max(self._counters.push_seconds, late)
             self._drop(winner)

@@ -8,7 +8,7 @@ Every message carries the whole state, so a lost, late or repeated one does no h
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -276,6 +276,57 @@ class WorkerPool:
             ),
         )
         return [Send(receiver=worker.name, message=assignment)]
+
+
+SHARES: Final = ("computing", "fetching", "staging", "waiting", "algebra", "saving")
+
+
+@final
+class TimeShares:
+    """Shares of the workers' time, over all finished evaluations.
+
+        BeginEvaluation                               FinishEvaluation, Execute, BeginEvaluation
+        ----+----------+-----------+---------+-----------+---------+-------------------+
+            | fetching | computing | staging | computing | waiting | saving, algebra   |
+                parameters  a chunk    its sum   the last   for others
+
+    Workers report how long they computed; the rest is by the coordinator's clock, between
+    their reports. Computing counts all attempts, also those that are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(SHARES, 0.0)
+        self._began_at: Seconds = 0.0
+        self._ended_at: Seconds | None = None  # end of the last evaluation, in this run
+
+    def run_begins(self) -> None:
+        self._ended_at = None
+
+    def evaluation_begins(self, pool: WorkerPool, now: Seconds) -> None:
+        if self._ended_at is not None:
+            # Between evaluations the shards execute commands, and all workers wait.
+            self._seconds["algebra"] += len(pool) * (now - self._ended_at)
+        self._began_at = now
+
+    def evaluation_ends(self, pool: WorkerPool, now: Seconds) -> None:
+        for worker in pool:
+            spent = worker.spent
+            there = now - max(self._began_at, worker.joined_at)
+            self._seconds["computing"] += spent.computing
+            self._seconds["fetching"] += spent.fetching
+            self._seconds["staging"] += spent.staging
+            self._seconds["waiting"] += max(0.0, there - spent.total)
+        self._ended_at = now
+
+    def saved(self, pool: WorkerPool, *, since: Seconds, now: Seconds) -> None:
+        if self._ended_at is not None:
+            self._seconds["saving"] += len(pool) * (now - since)
+            self._ended_at += now - since
+
+    def counters(self) -> Mapping[str, float]:
+        """Return each share of the total; zeros before the first evaluation ends."""
+        total = sum(self._seconds.values()) or 1.0
+        return {f"{name}_share": part / total for name, part in self._seconds.items()}
 
 
 def typical(speeds: Iterable[float | None]) -> float | None:

@@ -18,9 +18,9 @@ import distbelief
 from distbelief import predict as predict_module
 from distbelief.cli.main import app
 from distbelief.errors import JobError, StorageError
-from distbelief.partition.verify_run import VerificationRun
 from distbelief.predict import predict
 from distbelief.run.directory import RunDirectory
+from distbelief.worker.computation import Computation
 
 
 HERE = __name__
@@ -243,14 +243,12 @@ def test_sigterm_leaves_no_folder_behind(
     inputs_at(tmp_path / "in.npy")
     folders: list[Path] = []
 
-    def end(rehearsal: VerificationRun, *, n_machines: int, tell: object) -> None:
-        del tell
-        assert n_machines <= 2
-        folders.append(Path(rehearsal.folder))
+    def end(_: object, computation: Computation, **__: object) -> None:
+        folders.append(Path(computation.folder))
         assert (folders[0] / "inputs.npy").is_file()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(predict_module, "run_verification", end)
+    monkeypatch.setattr(predict_module, "compute", end)
     with pytest.raises(SystemExit) as caught:
         predict(run.path, tmp_path / "in.npy")
     assert caught.value.code == 143

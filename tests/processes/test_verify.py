@@ -4,14 +4,18 @@ import json
 import os
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
-from distbelief.errors import DistBeliefError, JobError
-from distbelief.partition.verify_run import VerificationRun, run_verification
-from distbelief.task.task import DataSpec, ModelSpec, Sample, TaskSpec
+from distbelief.config.load import parse_job
+from distbelief.errors import DistBeliefError
+from distbelief.launch.computation import compute
+from distbelief.launch.local import LocalLauncher
+from distbelief.task.task import Sample
+from distbelief.worker.computation import Computation
 from tests.processes.commands import poll, said
 
 
@@ -54,53 +58,69 @@ def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None
     assert found["measured_seconds"] > 0
 
 
-def rehearsal(folder: Path, *, factory: str) -> VerificationRun:
-    return VerificationRun(
-        folder=str(folder),
-        run="t" * 32,
-        task=TaskSpec(
-            model=ModelSpec(factory=factory), train=DataSpec(factory="none:none"), loss="mse"
-        ),
-        sample=Sample(
-            input_shape=(1, 8, 8), input_is_integer=False, target_shape=(), target_is_integer=False
-        ),
-        plan=str(folder / "no-plan.json"),
-        weights="",
-        inputs="",
-        n_samples=1,
-        n_steps=1,
-        import_paths=(str(folder),),
-    )
+JOB = """
+[model]
+factory = "tiny:net"
+[data.train]
+factory = "none:none"
+[algorithm]
+name = "downpour"
+loss = "mse"
+batch_size = 1
+rule = { name = "sgd", learning_rate = 1.0 }
+[stop]
+epochs = 1
+"""
+
+SAMPLE = Sample(
+    input_shape=(1, 8, 8), input_is_integer=False, target_shape=(), target_is_integer=False
+)
+
+
+def run(folder: Path, tell: Callable[[str], None]) -> None:
+    computation = Computation(folder=str(folder), weights="", inputs="", n_samples=1, n_steps=1)
+    job = parse_job(JOB, path=folder / "job.toml")
+    with closing(LocalLauncher()) as launcher:
+        compute(
+            job,
+            computation,
+            plan=folder / "no-plan.json",
+            sample=SAMPLE,
+            n_ranks=2,
+            launcher=launcher,
+            tell=tell,
+        )
 
 
 @pytest.mark.soak
 @pytest.mark.untraced
-def test_a_machine_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> None:
-    told = r"(?s)machine \d .*no-plan\.json"
-    with pytest.raises(DistBeliefError, match=told) as caught:
-        run_verification(rehearsal(tmp_path, factory="tiny:net"), n_machines=2)
-    assert not isinstance(caught.value, JobError)
+def test_a_rank_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    with pytest.raises(DistBeliefError, match=r"(?s)replica.*no-plan\.json"):
+        run(tmp_path, print)
     assert not list(tmp_path.glob("*.json.tmp"))
 
 
-def process_of(machine: int, folder: Path) -> int | None:
-    """Return the process that is this machine of the rehearsal in a folder."""
-    ending = f"{folder / 'spec.json'}\0{machine}\0002\0".encode()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def process_of(rank: int, folder: Path) -> int | None:
+    """Return the process that writes the log of this rank."""
+    log = folder / f"replica-0.{rank}.log"
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
         with suppress(OSError):
-            if path.read_bytes().endswith(ending):
-                return int(path.parent.name)
+            if path.readlink() == log:
+                return int(path.parts[2])
     return None
 
 
 @pytest.mark.soak
 @pytest.mark.untraced
-def test_a_machine_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None:
     """`distbelief predict` waited for it without a word, and without an end."""
+    (tmp_path / "tiny.py").write_text(MODEL)
     os.mkfifo(tmp_path / "no-plan.json")  # whoever opens it waits, and lives
 
     def stop() -> None:
-        poll((tmp_path / "1.alive").is_file, seconds=60.0)
+        log = tmp_path / "replica-0.1.log"
+        poll(lambda: log.is_file() and "begins" in log.read_text(), seconds=100.0)
         pid = process_of(1, tmp_path)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -108,9 +128,8 @@ def test_a_machine_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None
     stopper = threading.Thread(target=stop)
     stopper.start()
     told: list[str] = []
-    with pytest.raises(DistBeliefError, match=r"machine 1 .* silent for 1\d\.\d s: it"):
-        run_verification(rehearsal(tmp_path, factory="tiny:net"), n_machines=2, tell=told.append)
+    with pytest.raises(DistBeliefError, match="replica"):
+        run(tmp_path, told.append)
     stopper.join()
-    (text,) = told
-    assert "machine 1 (process " in text
+    assert any("silent for" in text for text in told)
     assert process_of(0, tmp_path) is process_of(1, tmp_path) is None

@@ -1,21 +1,15 @@
 """The batch worker: assignments in, mini-batches computed, sums pushed."""
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.core.memory import PrivateMemory
 from distbelief.data.sharding import Samples
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (
     Assignment,
     ChunkTask,
@@ -30,18 +24,11 @@ from distbelief.protocol import (
 )
 from distbelief.roles.role import (
     SUPERVISOR,
-    Action,
     Address,
-    Compute,
     Computed,
     Event,
-    Exit,
     PeerJoined,
     Received,
-    Report,
-    Send,
-    SetTimer,
-    Started,
     TimerFired,
 )
 from distbelief.task import dry_run
@@ -49,7 +36,7 @@ from distbelief.task.losses import Loss
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.worker import N_CHUNKS_HELD, BatchWorker, BatchWorkerConfig, summed
-from tests.distbelief.worker.bench import SHARD, Shard
+from tests.distbelief.worker.bench import SHARD, RoleBench
 
 
 CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
@@ -81,21 +68,15 @@ class Net(nn.Module):
         return x * self.slope
 
 
-class Bench:
-    """A replica on a bench: the test is its coordinator, and plays its shard."""
+class Bench(RoleBench):
+    """A batch worker; the test is its coordinator."""
 
     def __init__(self, *, loss: Loss = functional.mse_loss, begun: bool = True) -> None:
         model = FlatModel(Net())
-        layout = Layout.of(model.specs(), n_shards=1)
-        self.shard = Shard(np.zeros(layout.shard_size(0), np.float32))
-        self.replica = BatchWorker(
+        super().__init__(model)
+        self.role = self.replica = BatchWorker(
             BatchWorkerConfig(chunk_sizes=CHUNK_SIZES),
-            client=ParameterClient(
-                ClientConfig(pushes=True),
-                layout=layout,
-                shards=[SHARD],
-                memory=PrivateMemory(host=""),
-            ),
+            client=self.client,
             executor=LocalExecutor(
                 model,
                 Lines(),
@@ -106,34 +87,21 @@ class Bench:
             samples=Samples(N_SAMPLES),
             await_begin=not begun,
         )
-        self.computes: list[Compute] = []
-        self.accounts: list[WorkReport] = []
-        self.reports: list[Report] = []
-        self.others: list[Action] = []
-        self.now = 0.0
         self.deaf = False
-        self.happen(Started(incarnation=1))
+        self.start()
+
+    @property
+    def accounts(self) -> list[WorkReport]:
+        return [message for message in self.reported if isinstance(message, WorkReport)]
+
+    @override
+    def deliver(self) -> None:
+        if not self.deaf:
+            super().deliver()
 
     def happen(self, event: Event) -> None:
-        self.perform(self.replica.handle(event, self.now))
-
-    def perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send(receiver=receiver, message=message) if receiver == SHARD:
-                    for answer in [] if self.deaf else self.shard.answer(message):
-                        self.hear(answer)
-                case Send(receiver=receiver, message=WorkReport() as report):
-                    assert receiver == COORDINATOR
-                    self.accounts.append(report)
-                case Compute():
-                    self.computes.append(action)
-                case Report():
-                    self.reports.append(action)
-                case SetTimer():
-                    pass
-                case _:
-                    self.others.append(action)
+        self.feed(event)
+        self.deliver()
 
     def hear(self, message: Message, *, sender: Address = SHARD) -> None:
         self.happen(Received(sender=sender, incarnation=1, message=message))
@@ -160,26 +128,11 @@ class Bench:
         )
         self.hear(message, sender=COORDINATOR)
 
-    @property
-    def waiting(self) -> list[str]:
-        return [compute.name for compute in self.computes]
-
     def work(self) -> str:
         """Let one piece of work run; return its name."""
-        compute = self.computes.pop(0)
-        try:
-            event = Computed(name=compute.name, result=compute.work(), seconds=0.5)
-        except Exception as error:  # noqa: BLE001 -- as the driver does
-            event = Computed(name=compute.name, error=error)
-        self.happen(event)
-        return compute.name
-
-    def work_all(self) -> list[str]:
-        names = []
-        while self.computes:
-            names.append(self.work())
-            assert len(names) < 100
-        return names
+        name = self.compute().name
+        self.deliver()
+        return name
 
     @property
     def attempts(self) -> dict[int, tuple[float, bool]]:
@@ -196,7 +149,7 @@ def gradient_of(*xs: float) -> float:
 def test_a_chunk_is_computed_reported_pushed_and_reported_again() -> None:
     bench = Bench()
     bench.assign(1, (1, 7, 0))
-    names = bench.work_all()
+    names = bench.run_while_it_can()
     assert names.count("replica:mini-batch") == 2
     assert names.count("replica:install") == 1
     xs = (4.0, 5.0, 6.0, 7.0)
@@ -204,7 +157,7 @@ def test_a_chunk_is_computed_reported_pushed_and_reported_again() -> None:
     assert bench.accounts[-1].n_computed == 4
     assert bench.shard.pushed == []
     bench.assign(2, (1, 7, 33))
-    assert bench.work_all() == ["replica:push"]
+    assert bench.run_while_it_can() == ["replica:push"]
     ((push, values),) = bench.shard.pushed
     assert (push.commit_token, push.samples, push.n_gradients) == (33, 4, 2)
     assert values[0] == gradient_of(*xs)
@@ -216,9 +169,9 @@ def test_a_chunk_is_computed_reported_pushed_and_reported_again() -> None:
 def test_each_chunk_begins_with_the_fetched_buffers() -> None:
     bench = Bench()
     bench.assign(1, (2, 1, 0), (0, 2, 0))
-    bench.work_all()
+    bench.run_while_it_can()
     bench.assign(2, (2, 1, 5), (0, 2, 6))
-    bench.work_all()
+    bench.run_while_it_can()
     assert [values[64] for _, values in bench.shard.pushed] == [11.0, 3.0]
 
 
@@ -227,16 +180,16 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
     bench = Bench()
     bench.assign(1, (0, 1, 0), clock=4)  # the shard is at 0
     for _ in range(3):
-        bench.work_all()
-        assert "replica:mini-batch" not in bench.waiting
+        bench.run_while_it_can()
+        assert "replica:mini-batch" not in bench.pending
         bench.happen(TimerFired(name="replica:retry"))
     bench.shard.pushed = [(push_of(4), bench.shard.values)] * 4  # its clock is 4
-    bench.work_all()
+    bench.run_while_it_can()
     bench.happen(TimerFired(name="replica:retry"))
-    names = bench.work_all()
+    names = bench.run_while_it_can()
     assert names.count("replica:mini-batch") == 2
     bench.assign(2, (0, 1, 0), (1, 2, 0), clock=4)
-    assert "replica:install" not in bench.work_all()
+    assert "replica:install" not in bench.run_while_it_can()
 
 
 def push_of(sequence: int) -> Push:
@@ -249,9 +202,9 @@ def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
     while bench.work() != "replica:mini-batch":
         pass
     bench.assign(2, (1, 2, 0))
-    bench.work_all()
+    bench.run_while_it_can()
     bench.assign(3, (1, 2, 9))
-    bench.work_all()
+    bench.run_while_it_can()
     ((_, values),) = bench.shard.pushed
     assert values[0] == gradient_of(4.0, 5.0, 6.0, 7.0)
     assert 6 <= bench.accounts[-1].n_computed <= 8  # what was in vain is counted too
@@ -260,21 +213,21 @@ def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
 def test_a_mini_batch_of_another_evaluation_does_not_count() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:mini-batch" not in bench.waiting:
+    while "replica:mini-batch" not in bench.pending:
         bench.work()
     bench.assign(2, (1, 2, 0), evaluation=2)
-    bench.work_all()
+    bench.run_while_it_can()
     assert bench.accounts[-1].n_computed == 4
 
 
 def test_no_more_sums_are_held_than_there_is_room_for() -> None:
     bench = Bench()
     bench.assign(1, *((index, index + 1, 0) for index in range(3)))
-    bench.work_all()
+    bench.run_while_it_can()
     assert len(bench.attempts) == N_CHUNKS_HELD
     assert bench.replica.status()[1]["sets_held"] == N_CHUNKS_HELD
     bench.assign(2, (0, 1, 9), (1, 2, 0), (2, 3, 0))
-    bench.work_all()
+    bench.run_while_it_can()
     assert len(bench.attempts) == 3
 
 
@@ -295,7 +248,7 @@ def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> N
     bench.assign(1, (0, 1, 0))
     with pytest.raises(RemoteProtocolError, match="invalid assignment: chunk 3"):
         bench.assign(2, (3, 2, 0))
-    bench.work_all()
+    bench.run_while_it_can()
     assert list(bench.attempts) == [1]
 
 
@@ -324,23 +277,21 @@ def test_status_names_the_shard_it_waits_for() -> None:
     bench.assign(1, (0, 1, 0))
     while bench.work() != "replica:read":
         pass
-    bench.work_all()
+    bench.run_while_it_can()
     assert bench.replica.status()[0] == "waiting for shard-0"
 
 
 def test_it_stops_once_its_work_is_done() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:mini-batch" not in bench.waiting:
+    while "replica:mini-batch" not in bench.pending:
         bench.work()
     assert bench.replica.status()[0] == "computing"
     bench.hear(Stop(reason="enough"), sender=SUPERVISOR)
-    assert bench.others == []
-    bench.work_all()
-    sent, halt = bench.others
-    assert isinstance(sent, Send)
-    assert isinstance(sent.message, Finished)
-    assert isinstance(halt, Exit)
+    assert not bench.has_halted()
+    bench.run_while_it_can()
+    assert isinstance(bench.reported[-1], Finished)
+    assert bench.has_halted()
 
 
 def test_a_loss_that_is_not_finite_is_reported_with_its_positions() -> None:
@@ -349,7 +300,7 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_positions() -> None:
 
     bench = Bench(loss=loss)
     bench.assign(1, (0, 1, 0))
-    bench.work_all()
+    bench.run_while_it_can()
     assert math.isnan(bench.attempts[1][0])
     assert "positions 0 to 1 of the data" in bench.reports[-1].text
 
@@ -363,9 +314,9 @@ def test_a_sum_that_is_not_finite_is_found_when_it_is_pushed() -> None:
 
     bench = Bench(loss=loss)
     bench.assign(1, (2, 1, 0))
-    bench.work_all()
+    bench.run_while_it_can()
     bench.assign(2, (2, 1, 8))
-    bench.work_all()
+    bench.run_while_it_can()
     assert bench.shard.pushed == []
     assert math.isnan(bench.attempts[1][0])
 
@@ -377,7 +328,7 @@ def test_user_errors_end_with_a_message() -> None:
     bench = Bench(loss=loss)
     bench.assign(1, (0, 1, 0))
     with pytest.raises(JobError, match="loss"):
-        bench.work_all()
+        bench.run_while_it_can()
     other = Bench()
     with pytest.raises(JobError, match="a step failed: KeyError"):
         other.happen(Computed(name="replica:mini-batch", error=KeyError("x")))

@@ -15,8 +15,7 @@ from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import Savepoints
 from distbelief.protocol import CommandDone, Savepoint, ShardCommand
 from distbelief.roles.role import Action, Received, Seconds
-from sandblaster.coordinator.metrics import PendingRequests
-from sandblaster.coordinator.run import CoordinatorRun
+from sandblaster.coordinator.run import CoordinatorRun, PendingRequests
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.work_queue import WorkQueue
 from sandblaster.coordinator.workers import Attempt, Chunk

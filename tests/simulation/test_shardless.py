@@ -19,7 +19,6 @@ from distbelief.roles.role import (
     Role,
     Seconds,
     Send,
-    message_types,
 )
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault, Kill, Pause
@@ -40,7 +39,7 @@ class Pieces:
     A rank that nobody asks to begin has finished when the job ends.
     """
 
-    accepts = message_types(StartTraining | Stop)
+    accepts = frozenset({StartTraining, Stop})
 
     def __init__(self, n: int) -> None:
         self.n_left = n
@@ -71,6 +70,8 @@ class Pieces:
                 said = Send(receiver=SUPERVISOR, message=report)
                 ends = self.stopped or not self.n_left
                 return [said, *(self._end() if ends else [self._next()])]
+            case _:
+                pass
         return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:

@@ -71,11 +71,11 @@ class ParameterClient:
 
         Args:
             config: Settings.
-            layout: Layout of the tensors; the same as the shards'.
+            layout: Of the tensors on the shards.
             shards: Addresses of the shards, shard 0 first.
-            memory: Memory shared with shards on this host.
+            memory: Shared with shards on this host.
             backups: Address of each shard's other copy; empty if each has one copy.
-            selection: The part of the tensors that this client holds; None for everything.
+            selection: What this client holds; None for everything.
         """
         if len(shards) != layout.n_shards:
             raise ValueError(f"{len(shards)} shards are given, the layout has {layout.n_shards}")
@@ -187,16 +187,12 @@ class ParameterClient:
         return tuple(link.fetching.version for link in self._links.values())
 
     def begin_fetch(self, now: Seconds) -> list[Action]:
-        """Fetch from every shard.
-
-        Raises:
-            LocalProtocolError: An install of the last fetch is running.
-        """
+        """Fetch from every shard; LocalProtocolError while the last fetch is installed."""
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
         actions: list[Action] = []
         for link in self._links.values():
-            actions += [*link.begin_fetch(now), *link.wait(now)]
+            actions += link.send(link.fetching.begin(is_open=link.is_open), now)
         return actions
 
     @property
@@ -206,10 +202,8 @@ class ParameterClient:
     def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
         """Return the work that copies the fetched values into `tensors`.
 
-        A repeated install skips shards that an earlier one of the same fetch has copied.
-
-        Args:
-            tensors: Each (n_elements,), in the order of the layout or the selection.
+        The tensors are (n_elements,) each, in the order of the layout or the selection. A repeated
+        install skips shards that an earlier one of the same fetch has copied.
 
         Raises:
             LocalProtocolError: Another install is running.
@@ -245,7 +239,8 @@ class ParameterClient:
             link = self._links[index]
             if index in outcome.torn:
                 self._n_torn += 1
-                actions += [*link.torn(now), *link.wait(now)]
+                seconds_max = link.config.torn_seconds_max
+                actions += link.send(link.fetching.torn(now, seconds_max=seconds_max), now)
             else:
                 link.fetching.installed(clocks[index], reader)
         self._release()
@@ -299,14 +294,7 @@ class ParameterClient:
         return partial(stage, targets, tensors, specs=self._specs)
 
     def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> PushDraft:
-        """Return a push to fill tensor by tensor in the executor; then call `staged`.
-
-        Args:
-            fetched_clocks: As in `stage`.
-
-        Raises:
-            LocalProtocolError: Not `can_push`.
-        """
+        """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`."""
         return PushDraft(self._begin_push(fetched_clocks), self._specs)
 
     def abandon(self) -> None:
@@ -329,7 +317,7 @@ class ParameterClient:
 
         Args:
             outcome: Result of the work.
-            n_gradients: Number of summed gradients.
+            n_gradients: How many were summed.
             samples: Total of this client over all incarnations, including this push.
             now: The time.
             commit_token: Token of a chunk, whose sum is committed later, not applied; `samples`
@@ -342,14 +330,14 @@ class ParameterClient:
         if outcome.finite:
             self._n_pushed += 1
             for link, target in zip(self._links.values(), targets, strict=True):
-                actions += link.issue(
+                messages = link.pushing.issue(
                     target,
                     n_gradients=n_gradients,
                     samples=samples,
                     commit_token=commit_token,
-                    now=now,
+                    is_open=link.is_open,
                 )
-                actions += link.wait(now)
+                actions += link.send(messages, now)
         else:
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"

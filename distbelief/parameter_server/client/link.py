@@ -20,12 +20,7 @@ from typing import assert_never, final
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.errors import JobError, MemoryGoneError, PeerLostError
-from distbelief.parameter_server.client.buffers import (
-    PushBuffers,
-    ShardFetch,
-    ShardPush,
-    StageTarget,
-)
+from distbelief.parameter_server.client.buffers import PushBuffers, ShardFetch, ShardPush
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.shared_vector import SeqlockVector, push_buffer_views
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
@@ -109,7 +104,7 @@ class ShardLink:
     ) -> None:
         self.copies = tuple(copies)
         self.index = index
-        self._config = config
+        self.config = config
         self._layout = view.layout
         self._slice = view.slice(index)
         self._note_staleness = note_staleness
@@ -145,31 +140,9 @@ class ShardLink:
         self._sent_at = now
         return self._open_session(self.copies)
 
-    def begin_fetch(self, now: Seconds) -> list[Action]:
-        return self._send(self.fetching.begin(is_open=self.is_open), now)
-
-    def torn(self, now: Seconds) -> list[Action]:
-        seconds_max = self._config.torn_seconds_max
-        return self._send(self.fetching.torn(now, seconds_max=seconds_max), now)
-
-    def issue(
-        self,
-        staged: StageTarget,
-        *,
-        n_gradients: int,
-        samples: int,
-        commit_token: int,
-        now: Seconds,
-    ) -> list[Action]:
-        """Push what was staged, now or when the session opens."""
-        messages = self.pushing.issue(
-            staged,
-            n_gradients=n_gradients,
-            samples=samples,
-            commit_token=commit_token,
-            is_open=self.is_open,
-        )
-        return self._send(messages, now)
+    def send(self, messages: Sequence[Message], now: Seconds) -> list[Action]:
+        """Send these to the primary, and wait for what they ask for."""
+        return [*self._send(messages, now), *self.wait(now)]
 
     # ------------------------------------------------------------- from the shard
 
@@ -371,7 +344,7 @@ class ShardLink:
         return SetTimer(name=f"{TIMER}{self.index}", at=self._silence.expect(at))
 
     def _give_up_if_due(self, now: Seconds) -> None:
-        config, silence = self._config, self._silence
+        config, silence = self.config, self._silence
         silent, stalled = silence.silent(now), silence.stalled(now)
         name = " and ".join(self.copies)
         awaited = "SessionOpened"
@@ -398,7 +371,7 @@ class ShardLink:
         may_attach = self._n_attach_failures < N_ATTACH_MAX
         request = pf.OpenSession(
             layout=self._layout.fingerprint,
-            pushes=self._config.pushes,
+            pushes=self.config.pushes,
             host=self._memory.host if may_attach else "",
             next_sequence=self.pushing.settled + 1,
             holds=self._slice.stripes,

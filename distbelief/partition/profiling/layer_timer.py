@@ -93,12 +93,6 @@ class Bench:
     """Times layers of one graph, on random numbers.
 
     A time is the median of a few runs after a warm-up run; one run is enough if it takes long.
-
-    Args:
-        graph: The layer graph.
-        batch: Samples of a step.
-        modules: Modules of opaque layers.
-        limits: How much to measure.
     """
 
     def __init__(
@@ -325,10 +319,6 @@ def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
 
     A call takes no longer than a step; the inputs are kept for the next call. Opaque layers are
     left out.
-
-    Args:
-        graph: With its loss, for training.
-        batch: Samples of a step.
     """
     runs: dict[str, Callable[[], Time]] = {}
     with undisturbed():

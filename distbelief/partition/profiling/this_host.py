@@ -73,11 +73,6 @@ ASSUMED: Final = Network(bandwidth=1.25e8, latency=1e-4, message_overhead=1e-4)
 def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> Cluster:
     """Return a cluster of n machines like this one; measure this one if its profile is missing.
 
-    Args:
-        n: Number of machines.
-        network: Between them.
-        clock: Seconds.
-
     Raises:
         GraphError: too many or too few machines.
     """

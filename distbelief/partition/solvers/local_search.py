@@ -33,11 +33,7 @@ def independent(problem: Problem) -> Choice:
 def descend(problem: Problem, choice: Sequence[int], *, limit: float = 1.0) -> Choice:
     """Give each node in turn its best candidate beside its neighbours (Besag, 1986).
 
-    Args:
-        problem: The problem.
-        choice: The start.
-        limit: Share of its cap that a machine may use. A machine that `choice` overruns may stay
-            so, but must not use more.
+    A machine that `choice` overruns may stay so, but must not use more.
     """
     chosen = list(choice)
     used = problem.used(chosen)
@@ -66,12 +62,6 @@ def repair(
     problem: Problem, choice: Sequence[int], *, limit: float, deadline: Deadline
 ) -> Choice | None:
     """Return a choice that fits, by moves that free most memory for their cost.
-
-    Args:
-        problem: With caps.
-        choice: The start.
-        limit: Share of its cap that a machine may use.
-        deadline: When to give up.
 
     Returns:
         None if the moves do not lead to a choice that fits.
@@ -131,13 +121,7 @@ def _prices(
 
 
 def exchange(problem: Problem, choice: Sequence[int], *, deadline: Deadline) -> Choice:
-    """Change two nodes at once, one making room for the other, while that helps.
-
-    Args:
-        problem: The problem.
-        choice: The start; it fits the caps.
-        deadline: When to stop.
-    """
+    """Change two nodes at once, one making room for the other, while that helps."""
     chosen = list(choice)
     beside = [around(problem, node, chosen) for node in range(len(chosen))]
     quiet = 0  # pairs since the last change
@@ -186,14 +170,7 @@ def _better_pair(
 
 
 def around(problem: Problem, node: int, chosen: Sequence[int], *, leave: int = -1) -> Array:
-    """Return the cost of each candidate of a node, given the choices of its neighbours.
-
-    Args:
-        problem: The problem.
-        node: The node.
-        chosen: The candidate of every node.
-        leave: A neighbour to leave out.
-    """
+    """Return the cost of each candidate of a node, given the choices of its neighbours."""
     costs = problem.costs[node].copy()
     for other, table in problem.neighbours[node]:
         if other != leave:

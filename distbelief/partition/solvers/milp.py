@@ -57,10 +57,7 @@ def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None
 
     If none fits the caps, the cheapest of those that overrun them least.
 
-    Args:
-        problem: The problem.
-        seconds: Time limit.
-        start: A known choice; if it fits, nothing more expensive is searched.
+    If `start` fits the caps, nothing more expensive is searched.
 
     Raises:
         GraphError: every choice is forbidden, or none was found in time.
@@ -124,10 +121,7 @@ class _Program:
     def cheapest(self, start: Choice | None, *, limit: float, deadline: Deadline) -> _Answer:
         """Minimise costs, with no machine above `limit` of its cap.
 
-        Args:
-            start: A choice known to fit; nothing more expensive is searched.
-            limit: Share of its cap that a machine may use.
-            deadline: When to stop.
+        `start` is known to fit: nothing more expensive is searched.
         """
         known = abs(self._costs).mean() if start is None else self.problem.cost(start)
         scale = _SCALE / abs(known) if known else 1.0

@@ -238,9 +238,7 @@ def permitted(problem: Problem) -> list[Indices]:
 def fitting(problem: Problem, *, limit: float = 1.0) -> list[Indices] | None:
     """Keep candidates that fit the caps beside the least that all other nodes can take.
 
-    Args:
-        problem: The problem.
-        limit: Share of its cap that a machine may use.
+    None if a node keeps nothing: then no choice fits.
 
     Returns:
         None if a node keeps nothing: then no choice fits.

@@ -42,10 +42,7 @@ def solve(
 
     If none fits, the cheapest of those that overrun the caps least.
 
-    Args:
-        problem: The problem.
-        seconds: Approximate limit; elimination alone takes some seconds.
-        clock: Monotonic, seconds.
+    `seconds` is approximate: elimination alone takes some.
 
     Raises:
         GraphError: every choice is forbidden.
@@ -90,15 +87,14 @@ def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution 
         return _lifted(kept, small.solution(start, bound=bound, solver="elimination"))
     if math.isinf(small.cost(known)):
         return None
-    return _lifted(kept, _finished(small, known, bound, deadline, solver="repair"))
+    return _lifted(kept, _finished(small, known, bound, deadline))
 
 
-def _finished(
-    problem: Problem, start: Choice, bound: float, deadline: Deadline, *, solver: str
-) -> Solution:
+def _finished(problem: Problem, start: Choice, bound: float, deadline: Deadline) -> Solution:
     # The best choice, by a mixed integer program if it is small enough.
     if deadline.passed or n_variables(problem) > VARIABLES_MAX:
-        return problem.solution(start, bound=bound, solver=solver, proven=False)
+        fits = problem.overrun(start) <= 1 + TOLERANCE  # else a lower overrun may be possible
+        return problem.solution(start, bound=bound, solver="repair", proven=fits)
     found = milp(problem, seconds=deadline.left, start=start)
     return problem.solution(
         found.choice, bound=max(bound, found.bound), solver=found.solver, proven=found.exact
@@ -110,7 +106,7 @@ def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
     kept = undominated(problem)
     small = problem.restricted(kept)
     start = _least_repaired(small, deadline)
-    return _lifted(kept, _finished(small, start, bound, deadline, solver="repair"))
+    return _lifted(kept, _finished(small, start, bound, deadline))
 
 
 def _least_repaired(problem: Problem, deadline: Deadline) -> Choice:

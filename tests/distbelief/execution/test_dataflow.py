@@ -39,8 +39,7 @@ def test_gradients_of_tensors_come_when_nothing_urgent_is_left() -> None:
     (instance,) = agenda.awaited
     agenda.arrive(instance)
     done = []
-    while agenda.is_ready:
-        chain_of, _ = agenda.chain()
+    while chain_of := agenda.chain()[0]:
         done += [flow.operations[i] for i in chain_of]
     gradients = [
         (task.layer.name, operation.places)

@@ -20,8 +20,7 @@ from distbelief.errors import JobError, StorageError
 from distbelief.forecast.api import Forecast, SimulationRequest, run_request, simulate
 from distbelief.forecast.calibration import Rate, Rates
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.result import Outcome
-from distbelief.forecast.sweep import axes_of
+from distbelief.forecast.sweep import Outcome, axes_of
 from tests.distbelief.forecast.jobs import SANDBLASTER, small, written
 from tests.elsewhere import answers
 

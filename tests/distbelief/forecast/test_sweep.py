@@ -6,8 +6,16 @@ from rich.console import Console
 
 from distbelief.errors import JobError
 from distbelief.forecast.report import remarks_on, table_of
-from distbelief.forecast.result import Outcome, Spread
-from distbelief.forecast.sweep import Axis, Variant, axes_of, best_of, combinations, usual_axes
+from distbelief.forecast.sweep import (
+    Axis,
+    Outcome,
+    Spread,
+    Variant,
+    axes_of,
+    best_of,
+    combinations,
+    usual_axes,
+)
 from tests.distbelief.forecast.jobs import small
 
 

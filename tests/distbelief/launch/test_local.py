@@ -203,6 +203,21 @@ def test_a_module_that_starts_a_thread_is_left_to_the_children(
     assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) == 1
 
 
+def test_what_an_import_prints_is_seen_by_nobody(tmp_path: Path) -> None:
+    """It would stand in the job's screen, and on standard output among the reports."""
+    (tmp_path / "loud.py").write_text("import sys\nprint('warned', file=sys.stderr)\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    ) as loud:
+        request = forkserver.Import(modules=("loud",))
+        out, err = loud.communicate(msgspec.json.encode(request) + b"\n", timeout=60.0)
+    assert (out, err) == (b"", b"")
+
+
 def test_children_are_ended_by_name(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
     one = start(server, tmp_path, "shard-0")
     two = start(server, tmp_path, "shard-1")

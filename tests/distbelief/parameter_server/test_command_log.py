@@ -276,6 +276,9 @@ def test_a_failed_save_of_a_savepoint_is_reported() -> None:
     not_present = bench.order(4, Checkpoint(label="00002", cut=8))
     assert not_present is not None
     assert not_present.error is not None
+    begun = bench.order(1, BeginEpoch(), epoch=2)
+    assert begun is not None
+    assert [(one.cut, one.whole) for one in begun.cuts] == [(9, True), (0, False)]  # not on disk
 
 
 def test_one_of_two_copies_cannot_be_driven() -> None:

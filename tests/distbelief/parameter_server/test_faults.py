@@ -253,51 +253,35 @@ def fingerprint(values: Values) -> str:
     return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
 
 
+partly = pytest.mark.parametrize("partial", [False, True])
+
+
 @pytest.mark.untraced
+@partly
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=20)
 def test_every_push_is_applied_once_or_counted_as_lost_and_no_fetch_is_a_mixture(
-    *, shared: bool, seed: int, kills: bool
+    *, shared: bool, partial: bool, seed: int, kills: bool
 ) -> None:
-    chaos = Chaos(seed, shared=shared)
+    chaos = Chaos(seed, shared=shared, partial=partial)
     for _ in range(150):
         chaos.step(kills=kills)
     chaos.finish()
-    if not kills:
+    if not (kills or partial):
         clients = [chaos.bench.client(name) for name in CLIENTS]
         assert sum(c.counters()["pushes_lost"] for c in clients) == 0
         assert chaos.n_marks > 0
 
 
 @pytest.mark.untraced
+@partly
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=5)
-def test_the_same_holds_for_pushes_and_fetches_of_many_blocks(seed: int, *, kills: bool) -> None:
-    chaos = Chaos(seed, shared=False, n_blocks=3)
-    for _ in range(80):
-        chaos.step(kills=kills)
-    chaos.finish()
-
-
-@pytest.mark.untraced
-@pytest.mark.parametrize("shared", [True, False])
-@given(seed=st.integers(0, 2**32), kills=st.booleans())
-@settings(max_examples=20)
-def test_the_same_holds_if_one_client_holds_a_part_only(
-    *, shared: bool, seed: int, kills: bool
+def test_the_same_holds_for_pushes_and_fetches_of_many_blocks(
+    *, partial: bool, seed: int, kills: bool
 ) -> None:
-    chaos = Chaos(seed, shared=shared, partial=True)
-    for _ in range(150):
-        chaos.step(kills=kills)
-    chaos.finish()
-
-
-@pytest.mark.untraced
-@given(seed=st.integers(0, 2**32), kills=st.booleans())
-@settings(max_examples=3)
-def test_so_it_is_with_many_blocks_of_a_part(seed: int, *, kills: bool) -> None:
-    chaos = Chaos(seed, shared=False, n_blocks=4, partial=True)
+    chaos = Chaos(seed, shared=False, n_blocks=3 + partial, partial=partial)
     for _ in range(80):
         chaos.step(kills=kills)
     chaos.finish()

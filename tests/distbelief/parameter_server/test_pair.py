@@ -160,18 +160,6 @@ def test_each_side_measures_the_same_staleness(*, shared: bool) -> None:
 
 
 @both
-def test_back_pressure_begins_with_the_third_push(*, shared: bool) -> None:
-    bench = bench_of(layout_of(), shared=shared)
-    bench.push()
-    bench.push()
-    bench.pass_messages()  # the shard computes
-    assert not bench.client().can_push
-    bench.run_work()
-    bench.pass_messages()
-    assert bench.client().can_push
-
-
-@both
 def test_a_client_fetches_while_its_push_is_applied(*, shared: bool) -> None:
     """Torn from shared memory until the push is in; by blocks once it is."""
     bench = bench_of(layout_of(), shared=shared)
@@ -223,13 +211,6 @@ def test_a_client_without_memory_to_share_and_one_with_push_to_one_shard() -> No
     bench.settle()
     for name in (CLIENT, OTHER):
         assert bench.fetch(name)[0].unique().tolist() == [2.0]
-
-
-def test_another_model_is_refused_with_the_fix() -> None:
-    bench = bench_of(layout_of(), shared=True, clients=())
-    bench.add_client(layout=layout_of(LARGE))
-    with pytest.raises(Exception, match="use the same model and number of shards"):
-        bench.settle()
 
 
 # -------------------------------------------------------------------- losses

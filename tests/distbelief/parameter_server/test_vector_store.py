@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from distbelief.core.vectors import Vector
-from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol.vector_commands import (
@@ -246,7 +246,6 @@ def test_a_shard_without_parameters_measures_nothing() -> None:
         ((Scale(target="x", a=2.0), Copy(target="t", x="y")), "needs vector 'y'"),
         ((Scale(target="x", a=2.0), Scale(target="y", a=2.0)), "needs vector 'y'"),
         ((Drop(names=("x",)), Dot(x="x", y="x")), "command 1 of 2, Dot"),
-        ((Scale(target="x", a=2.0), Drop(names=("kept",))), "belong to the shard"),
         (
             (Scale(target="x", a=2.0), Fill(target="y", a=0.0), Fill(target="z", a=0.0)),
             "the most is 2",
@@ -260,11 +259,10 @@ def test_a_shard_without_parameters_measures_nothing() -> None:
 def test_a_batch_that_fails_changes_nothing(batch: tuple[Command, ...], message: str) -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
     algebra = VectorStore(layout, 0, n_vectors_max=2)
-    algebra.bind("kept", np.zeros(64))
     algebra.perform((Fill(target="x", a=1.0),))
     with pytest.raises(RemoteProtocolError, match=message):
         algebra.perform(batch)
-    assert algebra.names() == ("kept", "x")
+    assert algebra.names() == ("x",)
     assert algebra.perform((Norm(x="x", order="inf"),)) == (1.0,)
 
 
@@ -277,19 +275,7 @@ def test_vectors_made_from_within_count_as_well() -> None:
         algebra.vector("y")
 
 
-# ------------------------------------------------------------ bound, saved, priced
-
-
-def test_a_bound_vector_is_written_in_place_and_not_saved() -> None:
-    layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1)
-    algebra = VectorStore(layout, 0)
-    values = np.zeros(64, np.float32)
-    algebra.bind("parameters", values)
-    algebra.perform((Fill(target="x", a=3.0), Copy(target="parameters", x="x")))
-    assert values[:6].tolist() == [3.0] * 5 + [0.0]
-    assert set(algebra.export()) == {"x"}
-    with pytest.raises(LocalProtocolError, match=r"shape \(63,\)"):
-        algebra.bind("parameters", np.zeros(63, np.float32))
+# ------------------------------------------------------------ saved, priced
 
 
 def test_what_is_saved_is_restored_to_the_bit_and_nothing_else() -> None:
@@ -297,12 +283,11 @@ def test_what_is_saved_is_restored_to_the_bit_and_nothing_else() -> None:
     first, second = VectorStore(layout, 0), VectorStore(layout, 0)
     first.vector("s0")[:] = np.random.default_rng(0).normal(size=64)
     first.vector("y0")[:] = np.nan
-    second.bind("parameters", np.zeros(64))
     second.vector("stale")
     saved = first.export()
     assert set(first.export(["y0", "absent"])) == {"y0"}
     second.restore(saved)
-    assert second.names() == ("parameters", "s0", "y0")
+    assert second.names() == ("s0", "y0")
     first.perform((Scale(target="s0", a=0.0),))
     assert second.vector("s0").any()  # a copy
     assert np.isnan(second.vector("y0")).all()

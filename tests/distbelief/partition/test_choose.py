@@ -222,7 +222,7 @@ def test_what_a_sample_is_like() -> None:
     assert sample == Sample(
         input_shape=(5,), input_is_integer=False, target_shape=(), target_is_integer=True
     )
-    assert str(sample) == "input [5], target [] of whole numbers"
+    assert str(sample) == "input [5] of numbers, target [] of whole numbers"
 
 
 def test_probabilities_may_stand_for_labels() -> None:

@@ -1,17 +1,39 @@
-"""Costs by arithmetic."""
+"""Costs by arithmetic, of micro-batches and as measured; variance of a step."""
 
 import math
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from torch import nn
 
-from distbelief.graph.graph import Layer
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.region import Region
-from distbelief.partition.cost_model import AnalyticCosts, signature, single_sample
+from distbelief.partition.baselines import even
+from distbelief.partition.cost_model import (
+    AnalyticCosts,
+    MicroBatchScaling,
+    ProfiledCosts,
+    Variance,
+    signature,
+    single_sample,
+)
 from distbelief.partition.cost_tables import sync_seconds
-from distbelief.program.cluster import Cluster
-from tests.distbelief.partition.plans import convolutional, equal, fully_connected, unequal, zoo
+from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
+from distbelief.program.cluster import Cluster, uniform
+from distbelief.program.cluster_file import load_cluster
+from distbelief.program.step_cost import StepCost
+from tests.distbelief.partition.plans import (
+    MACHINE,
+    convolutional,
+    equal,
+    fully_connected,
+    unequal,
+    zoo,
+)
+from tests.distbelief.partition.requests import make_request, simulated
 
 
 DENSE = fully_connected(440, 64, 32, 10)["0"]
@@ -84,6 +106,11 @@ def test_a_weight_that_all_use_is_sent_and_summed_once_to_each() -> None:
     assert sync(equal(4, latency=1.0), *all_use) == pytest.approx(2.0, abs=1e-3)
 
 
+def test_the_owner_of_most_rows_decides() -> None:
+    rows = Region.of(5, 10)  # 3 of them are the first user's: 120 bytes
+    assert sync(equal(2), rows, rows) == pytest.approx(2 * 120 / 1e8)
+
+
 def test_private_parts_of_a_weight_cost_nothing() -> None:
     assert sync(unequal(), *HALVES) == 0.0
 
@@ -98,3 +125,183 @@ def test_a_single_number_has_one_owner_and_the_slowest_link_decides() -> None:
     uses = [(0, {"b": Region(())}), (3, {"b": Region(())})]
     found = sync_seconds(uses, unequal(), trains={"b": True})
     assert found == pytest.approx(2 * (4 / 1e6 + 1e-4))
+
+
+# --- micro-batches ---
+
+
+def test_what_takes_longer_than_by_arithmetic_does_with_fewer_samples_too() -> None:
+    cluster = load_cluster("rack-1g").first(1)
+    graph = capture(nn.Linear(500, 300), [InputSpec(shape=(500,))])
+    layer = graph.layers[-1]
+    slow, batch, part = (AnalyticCosts(cluster, batch=n) for n in (192, 64, 16))
+    costs = MicroBatchScaling(slow, batch=batch, part=part)
+    half = layer.region.cut(0, [1.0, 1.0])[0]
+    for name in ("forward", "backward"):
+        there = {
+            one: getattr(one.passes(layer, half, 0), name) for one in (costs, slow, batch, part)
+        }
+        assert there[costs] / there[part] == pytest.approx(there[slow] / there[batch])
+
+
+def test_what_takes_no_time_takes_none() -> None:
+    cluster = load_cluster("rack-1g").first(1)
+    graph = capture(nn.Linear(5, 3), [InputSpec(shape=(5,))])
+    costs = AnalyticCosts(cluster, batch=4)
+    fewer = MicroBatchScaling(costs, batch=costs, part=AnalyticCosts(cluster, batch=2))
+    source = graph.layers[0]
+    assert fewer.passes(source, source.region, 0).forward == 0.0
+    assert fewer.passes(source, source.region, 0).backward == 0.0
+
+
+def test_what_share_of_its_time_a_part_takes_is_measured_if_it_can_be() -> None:
+    """Steps with micro-batches were once predicted a fifth too short."""
+    cluster = load_cluster("rack-1g").first(1)
+    graph = capture(nn.Linear(500, 300), [InputSpec(shape=(500,))])
+    layer = graph.layers[-1]
+    batch, part = (AnalyticCosts(cluster, batch=n) for n in (64, 16))
+
+    def shares(of: Layer, n_samples: int) -> tuple[float, float]:
+        assert (of, n_samples) == (layer, 16)
+        return 0.3, 0.35
+
+    costs = MicroBatchScaling(batch, batch=batch, part=part, shares=shares)
+    half = layer.region.cut(0, [1.0, 1.0])[0]
+    whole_batch = batch.passes(layer, half, 0).forward, batch.passes(layer, half, 0).backward
+    assert costs.passes(layer, half, 0).forward == pytest.approx(0.3 * whole_batch[0])
+    assert costs.passes(layer, half, 0).backward == pytest.approx(0.35 * whole_batch[1])
+
+
+# --- measured costs ---
+
+
+@pytest.fixture
+def graph() -> LayerGraph:
+    return fully_connected(12, 8, 8, 8, 6)
+
+
+def made_up(
+    graph: LayerGraph,
+    *,
+    forward: tuple[float, ...] = (0.5, 0.75, 1.0),
+    backward: tuple[float, ...] = (1.0, 1.5, 2.0),
+) -> Profile:
+    """A profile whose halves take three quarters of the whole."""
+    slices = Slices(extents=(2, 4, 8), forward=forward, backward=backward)
+    rows = {"whole": slices, "0": slices, "inputs": slices}
+    host = Host(torch="2", processor="abacus", n_threads=1)
+    key = digest(signature(graph["2"]), batch=3)
+    return Profile(host=host, date="2012-12-03", layers={key: rows})
+
+
+def test_what_lies_between_slices_is_interpolated(graph: LayerGraph) -> None:
+    machines = AnalyticCosts(unequal(), batch=3)
+    costs = ProfiledCosts(made_up(graph), machines=machines)
+    layer = graph["2"]
+    found = [costs.passes(layer, Region.of(n), 0).forward for n in (8, 6, 4, 1, 0)]
+    assert found == pytest.approx([1.0, 0.875, 0.75, 0.5, 0.0])
+    assert costs.passes(layer, Region.of(4), 4).backward == pytest.approx(1.5)
+    assert costs.passes(layer, Region.of(4), 0, partial=True).forward == pytest.approx(0.75)
+    other = graph["0"]
+    theirs = machines.passes(other, other.region, 2)
+    assert costs.passes(other, other.region, 2) == theirs
+
+
+def test_other_machines_are_as_much_slower_than_by_arithmetic(graph: LayerGraph) -> None:
+    machines = AnalyticCosts(unequal(), batch=3)
+    host = AnalyticCosts(equal(1), batch=3)
+    costs = ProfiledCosts(made_up(graph), machines=machines, host=host)
+    layer, half = graph["2"], Region.of(4)
+    assert costs.passes(layer, half, 0).forward == pytest.approx(0.75)
+    slower = machines.passes(layer, half, 2).forward / machines.passes(layer, half, 0).forward
+    assert costs.passes(layer, half, 2).forward == pytest.approx(0.75 * slower)
+    assert slower > 1
+    assert costs.passes(layer, half, 0).backward == pytest.approx(1.5)
+
+
+def test_a_part_never_takes_less_than_its_share(graph: LayerGraph) -> None:
+    profile = made_up(graph, forward=(0.1, 0.2, 1.0), backward=(0.0, 0.0, 2.0))
+    costs = ProfiledCosts(profile, machines=AnalyticCosts(equal(1), batch=3))
+    layer, half = graph["2"], Region.of(4)
+    assert costs.passes(layer, half, 0).forward == pytest.approx(0.5)
+    assert costs.passes(layer, half, 0).backward == pytest.approx(1.0)
+    assert costs.passes(layer, half, 0, partial=True).forward == pytest.approx(0.5)
+
+
+def test_more_takes_longer_also_as_measured(graph: LayerGraph) -> None:
+    costs = ProfiledCosts(made_up(graph), machines=AnalyticCosts(equal(1), batch=3))
+    seconds = [costs.passes(graph["2"], Region.of(n), 0).forward for n in range(9)]
+    assert seconds == sorted(seconds)
+
+
+def test_fewer_samples_take_the_share_that_was_measured(graph: LayerGraph) -> None:
+    profile = made_up(graph)
+    ((key, rows),) = profile.layers.items()
+    samples = Slices(extents=(1, 3), forward=(0.5, 1.0), backward=(0.5, 2.0))
+    layers = {key: {**rows, "samples": samples}}
+    known = msgspec.structs.replace(profile, layers=layers)
+    costs = ProfiledCosts(known, machines=AnalyticCosts(equal(1), batch=3))
+    assert costs.shares(graph["2"], 1) == pytest.approx((0.5, 0.25))
+    assert costs.shares(graph["2"], 2) == pytest.approx((0.75, 0.625))
+    assert costs.shares(graph["0"], 1) is None
+    unmeasured = ProfiledCosts(profile, machines=AnalyticCosts(equal(1), batch=3))
+    assert unmeasured.shares(graph["2"], 1) is None
+
+
+# --- variance ---
+
+
+UNEVEN = fully_connected(40, 600, 400, 50)
+ALL = np.linspace(0, 1, 11).tolist()
+
+
+def uneven(jitter: float, n: int = 4) -> Cluster:
+    return uniform("uneven", msgspec.structs.replace(MACHINE, jitter=jitter), n)
+
+
+def evenly(on: Cluster, n: int) -> StepCost:
+    return simulated(make_request(UNEVEN, on), even(UNEVEN, on.first(n)), n_machines=n)
+
+
+def test_equal_machines_always_take_the_simulated_step() -> None:
+    cost = evenly(uneven(0.0), 4)
+    found = Variance(UNEVEN, uneven(0.0)).quantiles(cost, ALL)
+    assert found == pytest.approx([cost.step_seconds] * len(ALL))
+
+
+@pytest.mark.parametrize("jitter", [0.05, 0.2, 0.6])
+def test_quantiles_ascend(jitter: float) -> None:
+    cost = evenly(uneven(jitter), 4)
+    found = Variance(UNEVEN, uneven(jitter)).quantiles(cost, ALL)
+    assert list(found) == sorted(found)
+    assert found[0] > 0
+
+
+def test_the_more_machines_vary_the_longer_they_wait_for_the_slowest() -> None:
+    medians = [
+        Variance(UNEVEN, uneven(jitter)).quantiles(evenly(uneven(jitter), 4))[1]
+        for jitter in (0.0, 0.05, 0.2, 0.6)
+    ]
+    assert medians == sorted(set(medians))
+
+
+def test_draws_depend_on_machine_and_layer_only() -> None:
+    cost = evenly(uneven(0.2), 2)
+    few, many = Variance(UNEVEN, uneven(0.2)), Variance(UNEVEN, uneven(0.2, n=40))
+    assert few.quantiles(cost, ALL) == many.quantiles(cost, ALL)
+
+
+def test_half_of_the_draws_are_slower_and_half_are_faster() -> None:
+    cost = evenly(uneven(0.2), 1)
+    for seed in range(20):
+        p50 = Variance(UNEVEN, uneven(0.2), seed=seed).quantiles(cost)[1]
+        assert p50 == pytest.approx(cost.step_seconds, rel=0.06)
+        assert p50 >= 0.999 * cost.step_seconds  # so no bound of the step is above it
+
+
+def test_seeds_differ_and_repeat() -> None:
+    cost = evenly(uneven(0.2), 4)
+    one, again, other = (
+        Variance(UNEVEN, uneven(0.2), seed=seed).quantiles(cost) for seed in (0, 0, 1)
+    )
+    assert one == again != other

@@ -13,7 +13,8 @@ from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, plan
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine, uniform
-from tests.distbelief.partition.requests import simulated
+from tests.distbelief.partition.plans import zoo
+from tests.distbelief.partition.requests import make_request as request_for, simulated
 
 
 pytestmark = pytest.mark.untraced
@@ -70,6 +71,14 @@ def test_more_machines_are_never_slower_and_baselines_never_faster() -> None:
         gap = done.gap
         assert gap is None or gap >= 0
         assert sum(done.shares) == pytest.approx(1.0)
+
+
+def test_a_plan_for_fewer_machines_is_kept_if_none_is_faster() -> None:
+    uneven = uniform("uneven", msgspec.structs.replace(MACHINE, jitter=0.4, bandwidth=1e8), 8)
+    request = dataclasses.replace(request_for(zoo("alexnet"), uneven), search=False)
+    three, four = plan(request, [3, 4])
+    assert four.used == three.used
+    assert four.median == three.median
 
 
 def test_counts_are_planned_in_ascending_order_whatever_their_order() -> None:

@@ -75,7 +75,6 @@ def test_choices_are_plans(name: str) -> None:
     assert placed.keys() == computed
     for layer, placement in placed.items():
         placement.check(graph[layer], n_machines=3)
-    assert len(decode.labels(choice)) == len(problem.sizes)
     assert problem.memory is None
     assert all((costs > 0).all() for costs in problem.costs if costs.any())
 
@@ -91,7 +90,7 @@ def test_one_machine_computes_what_costs_say_and_sends_nothing() -> None:
     )
     choice = [0] * len(problem.sizes)
     assert problem.cost(choice) == pytest.approx(expected)
-    assert set(decode.labels(choice).values()) == {"whole"}
+    assert {node.candidates[0].label for node in decode.nodes} == {"whole"}
 
 
 def test_partial_sums_and_replicated_weights_cost_messages() -> None:
@@ -141,7 +140,7 @@ def test_lack_of_memory_is_reported() -> None:
 def test_pins_leave_one_candidate() -> None:
     graph = fully_connected(40, 24, 16, 12)
     problem, decode = build(graph, equal(4), batch=8, pins={"2": "inputs:3", "1": "units:2"})
-    labels = decode.labels([0] * len(problem.sizes))
+    labels = {node.group.root.name: node.candidates[0].label for node in decode.nodes}
     assert labels["1"] == "units 2"
     assert labels["2"] == "inputs 3"
     assert min(problem.sizes[i] for i in (1, 2)) == 1

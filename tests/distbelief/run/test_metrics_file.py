@@ -54,22 +54,24 @@ def test_a_cut_last_line_is_ignored_and_then_replaced(
     assert read_metrics(path) == [measurement(1), measurement(3)]
 
 
-def test_a_file_without_any_whole_line_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "n_read"),
+    [
+        (b"", 0),
+        (b'{"time":', 0),
+        (b'{"time":1,"step":1,"samples":64,"loss":1.0,"power":3}\n\xff\n', 1),  # a newer version
+    ],
+)
+def test_whole_lines_are_read_and_the_file_goes_on(
+    tmp_path: Path, content: bytes, n_read: int
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"time":')
+    assert read_metrics(path) == []
+    path.write_bytes(content)
+    assert read_metrics(path) == [measurement(1)] * n_read
     with MetricsFile(path) as metrics:
-        metrics.append(measurement(1))
-    assert read_metrics(path) == [measurement(1)]
-
-
-def test_without_a_file_there_are_no_measurements(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
-def test_lines_of_a_newer_version_with_more_figures_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"time":1,"step":1,"samples":64,"loss":1.0,"power":3}\n\xff\n')
-    assert read_metrics(path) == [measurement(1)]
+        metrics.append(measurement(2))
+    assert read_metrics(path) == [*[measurement(1)] * n_read, measurement(2)]
 
 
 def test_a_loss_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
@@ -120,12 +122,9 @@ def test_a_curve_is_drawn_without_a_display(tmp_path: Path) -> None:
         )
         for t in range(20)
     ]
-    assert draw_curve(path, lines, title="demo")
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_a_metric_only_the_loss_is_drawn(tmp_path: Path) -> None:
-    assert draw_curve(tmp_path / "curve.png", [measurement(1)], title="demo")
+    for part in (lines, lines[:1]):  # the second without a metric: only the loss
+        assert draw_curve(path, part, title="demo")
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def drawn(tmp_path: Path, *lines: Measurement) -> np.ndarray[tuple[int, ...], np.dtype]:

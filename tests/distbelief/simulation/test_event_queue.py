@@ -1,5 +1,7 @@
 """Timers by name: they can be moved and cancelled, and fire once."""
 
+import math
+
 from distbelief.roles.role import (
     Action,
     CancelTimer,
@@ -9,6 +11,7 @@ from distbelief.roles.role import (
     SetTimer,
     TimerFired,
 )
+from distbelief.simulation.event_queue import EventQueue
 from tests.distbelief.simulation.toys import A, Scripted, cluster_of, from_tester, on_start, push
 
 
@@ -65,3 +68,16 @@ def test_a_watchdog_reset_a_thousand_times_costs_few_events() -> None:
         cluster.post(A, from_tester(push(n)))
     cluster.run(max_events=5)
     assert role.seen[-1] == (9.99 + 60, TimerFired(name="watchdog"))
+
+
+def test_calls_at_one_time_are_counted_until_the_clock_moves() -> None:
+    """The count ends a run in which roles answer each other without end."""
+    event_queue = EventQueue()
+    for time in (1.0, 1.0, 1.0, 2.0, 2.0):
+        event_queue.at(time, lambda: None)
+    counts = []
+    for _ in range(2):
+        event_queue.steps(2, until=math.inf)
+        counts.append(event_queue.n_at_once)
+    event_queue.steps(1, until=math.inf)
+    assert [*counts, event_queue.n_at_once] == [2, 1, 2]

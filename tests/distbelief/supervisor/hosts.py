@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from distbelief.cluster.agent import PREPARE, HostAgent, HostAgentConfig
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Stop
+from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Offer, Stop
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -36,6 +36,7 @@ from distbelief.roles.role import (
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
+from distbelief.supervisor.scheduler import PlacementPolicy
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 
@@ -84,8 +85,12 @@ class Town:
     """
 
     def __init__(
-        self, roster: Sequence[tuple[str, Kind]], config: ClusterConfig | None = None
+        self,
+        roster: Sequence[tuple[str, Kind]],
+        config: ClusterConfig | None = None,
+        policy: PlacementPolicy | None = None,
     ) -> None:
+        self.policy = policy
         self.now = 100.0
         self.machines: dict[Address, Machine] = {}
         self.lossy = ""  # a document of which no piece arrives
@@ -107,7 +112,7 @@ class Town:
         patience: float = 15.0,
     ) -> Machine:
         """A machine joins; the job has this patience."""
-        config = config or HostAgentConfig(label=name, cores=cores, memory_bytes=1 << 30)
+        config = config or HostAgentConfig(offer=offer_of(name, cores=cores))
         host = HostAgent(config, storage=Site(wrong, patience=patience))
         machine = self._begin(Address(f"host-{name}"), host)
         self.pass_time(2.0)
@@ -117,7 +122,9 @@ class Town:
         """A supervisor begins; at the place of the one before, if there was one."""
         stop = StopRules(StopTable(epochs=1e9), n_train=100)
         self.supervisor = Supervisor(
-            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0), config
+            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0),
+            config,
+            policy=self.policy,
         )
         self.here = self._begin(HERE, self.supervisor)
 
@@ -264,6 +271,25 @@ class Town:
         machine.processes[action.name] = action.incarnation
         if action.name == PREPARE:
             self.die(machine, PREPARE)
+
+
+def offer_of(
+    label: str,
+    incarnation: int = 1,
+    *,
+    cores: int = 1,
+    memory_bytes: int = 1 << 30,
+    flops: float = 0.0,
+) -> Offer:
+    return Offer(
+        incarnation=incarnation,
+        label=label,
+        endpoint="",
+        cores=cores,
+        memory_bytes=memory_bytes,
+        devices=(),
+        flops=flops,
+    )
 
 
 def config_of(

@@ -6,12 +6,12 @@ import pytest
 
 from distbelief.config.job import StopTable
 from distbelief.protocol import Progress, StartTraining, Stop
-from distbelief.roles.role import Action, Send
+from distbelief.roles.role import Action
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
-from tests.distbelief.supervisor.test_supervisor import Desk, sent
+from tests.distbelief.supervisor.test_supervisor import Desk, letters, sent
 
 
 TOTAL, BATCH = 1000, 10
@@ -41,11 +41,7 @@ def a_job(
 
 def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
     """Return the newest bound of each replica that is told one."""
-    return {
-        action.receiver: action.message.samples
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, StartTraining)
-    }
+    return {who: begin.samples for who, begin in letters(actions, StartTraining)}
 
 
 def report(desk: Desk, name: str, samples: int) -> list[Action]:

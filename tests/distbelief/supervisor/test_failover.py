@@ -16,12 +16,12 @@ from distbelief.protocol import (
     SaveCheckpoint,
     Stop,
 )
-from distbelief.roles.role import Action, Address, Launch, PeerLost, Send, Terminate, TimerFired
+from distbelief.roles.role import Action, Address, Launch, PeerLost, Terminate, TimerFired
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import RoleView
-from tests.distbelief.supervisor.test_supervisor import Desk, sent
+from tests.distbelief.supervisor.test_supervisor import Desk, ended, introduced, letters, sent
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -35,11 +35,7 @@ ALL = [name for name, _ in ROSTER]
 
 def promoted(actions: Sequence[Action]) -> list[tuple[str, int, str]]:
     """Return receiver, term and backup of each `Promote`."""
-    return [
-        (action.receiver, action.message.term, action.message.backup)
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Promote)
-    ]
+    return [(who, lead.term, lead.backup) for who, lead in letters(actions, Promote)]
 
 
 def rows(desk: Desk) -> dict[str, RoleView]:
@@ -97,12 +93,7 @@ def test_clients_wait_for_one_copy_of_each_shard(desk: Desk) -> None:
 
 
 def test_copies_of_one_shard_are_introduced_to_each_other(desk: Desk) -> None:
-    actions = desk.join()
-    newest = {
-        str(action.receiver): {entry.name for entry in action.message.entries}
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Peers)
-    }
+    newest = introduced(desk.join())
     assert newest["shard-0"] == {"shard-0b", "replica-0"}
     assert newest["shard-0b"] == {"shard-0", "replica-0"}
     assert newest["replica-0"] == {"shard-0", "shard-0b"}
@@ -141,21 +132,21 @@ def test_a_silent_primary_is_killed_and_replaced_within_a_second(in_sync: Desk) 
 def test_a_silent_backup_is_left_its_time(in_sync: Desk) -> None:
     beat(in_sync, *COPIES, term=2.0)
     actions = live(in_sync, 2.0, "shard-0", "replica-0")
-    assert not [action for action in actions if isinstance(action, Terminate)]
+    assert ended(actions) == []
 
 
 def test_of_two_silent_copies_the_primary_is_given_twice_as_long(in_sync: Desk) -> None:
     """Each was said to go on for the other, and both were put down at once."""
     beat(in_sync, *COPIES, term=2.0, whole=2.0, clock=100.0)
     actions = live(in_sync, 19.5, "replica-0")
-    assert [a.name for a in actions if isinstance(a, Terminate)] == ["shard-0b"]
+    assert ended(actions) == ["shard-0b"]
     assert in_sync.told[1:] == [
         "shard 0 silent for 3.2 s; counts as dead after 20 s",
         "shard 0b silent for 3.2 s; counts as dead after 10 s",
         ("shard 0b silent for 10.2 s: restarting it; shard 0, which is in sync, is silent"),
     ]
     actions = live(in_sync, 1.0, "replica-0")
-    assert [a.name for a in actions if isinstance(a, Terminate)] == ["shard-0"]
+    assert ended(actions) == ["shard-0"]
     assert in_sync.told[-1] == (
         "shard 0 silent for 20.2 s: restarting it from its initial values; about 100 "
         "acknowledged pushes will be lost"
@@ -300,11 +291,7 @@ def test_a_promote_names_the_incarnation_of_its_receiver(in_sync: Desk) -> None:
     """A message to a dead incarnation may reach the next one."""
     in_sync.die("shard-0")
     actions = in_sync.join("shard-0")
-    (lead,) = [
-        action.message
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Promote)
-    ]
+    ((_, lead),) = letters(actions, Promote)
     assert (lead.backup, lead.backup_incarnation) == ("shard-0", 2)
     assert lead.receiver_incarnation == 1
 

@@ -17,11 +17,11 @@ from distbelief.protocol import (
     StartTraining,
     Stop,
 )
-from distbelief.roles.role import Action, Address, Exit, Launch, Send, Terminate
+from distbelief.roles.role import Action, Address, Exit, Launch
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind, RoleRecord
 from distbelief.supervisor.stop_rules import StopRules
-from tests.distbelief.supervisor.test_supervisor import Desk, sent
+from tests.distbelief.supervisor.test_supervisor import Desk, ended, introduced, letters, sent
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -43,15 +43,7 @@ def desk() -> Desk:
 
 
 def peers_of(desk: Desk, name: str) -> set[str]:
-    actions = desk.join()
-    return {
-        entry.name
-        for action in actions
-        if isinstance(action, Send)
-        and isinstance(action.message, Peers)
-        and action.receiver == name
-        for entry in action.message.entries
-    }
+    return introduced(desk.join())[name]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +70,7 @@ def test_only_the_leader_is_told_to_begin_and_everybody_to_stop(desk: Desk) -> N
 
 def gone(actions: Sequence[Action]) -> dict[str, tuple[str, ...]]:
     """Return whom each was told to be gone for good."""
-    return {
-        action.receiver: action.message.gone
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Peers)
-    }
+    return {who: peers.gone for who, peers in letters(actions, Peers)}
 
 
 def test_a_machine_that_is_silent_at_the_end_is_named_and_ended_and_others_told(desk: Desk) -> None:
@@ -95,7 +83,7 @@ def test_a_machine_that_is_silent_at_the_end_is_named_and_ended_and_others_told(
     assert desk.told[-1] == "replica 0.1 silent for 3.2 s; counts as dead after 10 s"
     actions = desk.pass_time(7.0, beats=lively)
     assert desk.told[-1] == "replica 0.1 silent for 10.2 s while it was stopping"
-    assert [a.name for a in actions if isinstance(a, Terminate)] == ["replica-0.1"]
+    assert ended(actions) == ["replica-0.1"]
     assert gone(actions)["replica-0.0"] == ("replica-0.1",)
     assert gone(actions)["shard-0"] == ()
 
@@ -128,7 +116,7 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
     assert desk.told[-1] == "evaluator.1 silent for 3.2 s; counts as dead after 10 s"
     actions = desk.pass_time(7.0, beats=["evaluator"])
     assert desk.told[-1] == "evaluator.1 silent for 10.2 s while it was stopping"
-    assert [a.name for a in actions if isinstance(a, Terminate)] == ["evaluator.1"]
+    assert ended(actions) == ["evaluator.1"]
     assert gone(actions)["evaluator"] == ("evaluator.1",)
     actions = desk.hear("evaluator", Finished(counters={}))
     assert Exit(error=None) in actions
@@ -152,12 +140,12 @@ def test_a_dead_machine_alone_is_started_again(desk: Desk) -> None:
 def test_a_replica_without_one_of_its_machines_is_left_out_whole(desk: Desk) -> None:
     desk.join()
     desk.progress("replica-1.0")
-    ended: list[str] = []
+    killed: list[str] = []
     for _ in range(4):
         actions = desk.die("replica-0.1")
         desk.join("replica-0.1")
-        ended = [action.name for action in actions if isinstance(action, Terminate)]
-    assert ended == ["replica-0.1", "replica-0.0"]
+        killed = ended(actions)
+    assert killed == ["replica-0.1", "replica-0.0"]
     assert desk.told[-1] == ("replica 0.0 left out with replica 0.1: they are of one model")
     view = desk.supervisor.view(desk.now)
     states = {role.name: role.state for role in view.roles}

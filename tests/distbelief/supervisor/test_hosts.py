@@ -2,9 +2,9 @@
 
 from hypothesis import given, strategies as st
 
-from distbelief.protocol import Offer
 from distbelief.roles.role import Address
 from distbelief.supervisor.hosts import Host, HostTable, StepTime
+from tests.distbelief.supervisor.hosts import offer_of
 
 
 FAST, SLOW = 80e9, 20e9  # FLOP/s
@@ -15,11 +15,7 @@ def table(here: int, *slots: int, grades: tuple[int | None, ...] = ()) -> HostTa
     """Return the supervisor's host with so many slots, and hosts "a", "b", ... with these."""
     hosts = HostTable(slots_here=here)
     for index, (letter, n) in enumerate(zip("abcd", slots, strict=False)):
-        host = Host.of(
-            Address(letter),
-            Offer(incarnation=1, label=letter, endpoint="", cores=1, memory_bytes=0, devices=()),
-            0.0,
-        )
+        host = Host.of(Address(letter), offer_of(letter), 0.0)
         host.ready, host.slots = True, n
         host.grade = grades[index] if grades else None
         hosts.joined[host.name] = host

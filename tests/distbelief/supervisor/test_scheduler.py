@@ -1,5 +1,7 @@
 """A supervisor whose roles may be elsewhere, and the hosts, in one thread."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -32,8 +34,9 @@ from distbelief.roles.role import (
     Terminate,
     TimerFired,
 )
-from distbelief.supervisor.membership import Kind, Presence
-from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of
+from distbelief.supervisor.hosts import Host, HostTable
+from distbelief.supervisor.membership import Kind, Presence, RoleRecord
+from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of, offer_of
 
 
 ALL_THREE = ["replica-0", "replica-1", "replica-2"]
@@ -66,7 +69,7 @@ def test_a_job_waits_for_its_hosts_and_uses_them() -> None:
 
 def test_a_host_tells_its_speed_and_its_link_is_tried() -> None:
     town = Town(roster(2))
-    config = HostAgentConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
+    config = HostAgentConfig(offer=offer_of("a", cores=2, memory_bytes=1 << 34, flops=4.2e10))
     town.come("a", config=config)
     (view,) = town.supervisor.view(town.now).hosts
     assert (view.state, view.memory_bytes, view.flops) == ("ready", 1 << 34, 4.2e10)
@@ -152,7 +155,7 @@ def test_a_host_that_restarts_with_every_message_fills_no_log() -> None:
     """2.7 MB of it in 40 s, by one who may join."""
     town = Town(roster(1))
     for incarnation in range(1, 1001):
-        offer = HostAgentConfig(label="a", cores=1, memory_bytes=1).offer(incarnation)
+        offer = offer_of("a", incarnation)
         event = Received(sender=Address("host-a"), incarnation=1, message=offer)
         town.supervisor.handle(event, town.now + 0.005 * incarnation)
     assert sum("has joined" in text for text in town.said) <= 6
@@ -269,6 +272,46 @@ def test_one_model_goes_to_one_host_if_it_fits() -> None:
     assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
 
 
+class Elsewhere:
+    """Places every role, shards and evaluator too, on the first host that takes roles."""
+
+    def place(
+        self, role: Sequence[RoleRecord], hosts: HostTable, *, begun: bool
+    ) -> Sequence[Host] | None:
+        del begun
+        host = next((host for host in hosts.joined.values() if host.takes_roles), None)
+        return None if host is None else [host] * len(role)
+
+
+def test_another_policy_places_every_role() -> None:
+    town = Town(roster(2, 2), config_of(), Elsewhere())
+    town.pass_time(5.0)
+    assert town.runs() == {"here": []}
+    machine = town.come("a")
+    everybody = [name for name, _ in roster(2, 2)]
+    assert town.runs() == {"here": [], "host-a": sorted(everybody)}
+    town.die(machine, "shard-0")
+    town.pass_time(2.0)
+    assert machine.processes[Address("shard-0")] == 2
+    town.come("b")
+    town.kill(machine)
+    town.pass_time(15.0)
+    assert town.runs() == {"here": [], "host-b": sorted(everybody)}
+
+
+def test_ranks_that_die_one_after_the_other_are_placed_together() -> None:
+    town = Town(roster(2, 2), config_of(slots_here=2))
+    town.come("b", cores=1)
+    machine = town.come("a")
+    town.come("c")
+    assert town.runs()["host-a"] == ["replica-1.0", "replica-1.1"]
+    for name in town.runs()["host-a"]:
+        town.die(machine, name)
+    town.supervisor.scheduler.hosts.joined[machine.name].is_blocked = True
+    town.pass_time(2.0)
+    assert town.runs()["host-c"] == ["replica-1.0", "replica-1.1"]
+
+
 def test_one_model_over_two_hosts_loses_one_of_them() -> None:
     town = Town(roster(1, 2), config_of(n_hosts=2, slots_here=0))
     one, two = town.come("a", cores=1), town.come("b", cores=1)
@@ -311,7 +354,7 @@ def test_a_host_without_the_data_does_not_end_the_job() -> None:
 
 def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
-    config = HostAgentConfig(label="b", cores=2, memory_bytes=1, stays=True)
+    config = HostAgentConfig(offer=offer_of("b", cores=2), stays=True)
     host = HostAgent(config, storage=Site(patience=600.0))
     sent_away = Release(incarnation=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
@@ -347,7 +390,7 @@ def test_what_fails_where_another_trains_is_the_job() -> None:
 def test_the_end_of_the_job_is_the_end_of_its_hosts() -> None:
     town = Town(roster(3))
     machine = town.come("a")
-    config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    config = HostAgentConfig(offer=offer_of("b"), stays=True)
     stays = town.come("b", config=config)
     stop = Stop(reason="Ctrl+C")
     town.supervisor.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
@@ -452,7 +495,7 @@ def test_a_supervisor_that_was_stopped_finds_its_hosts_at_work() -> None:
 def test_a_late_report_of_an_earlier_life_of_a_host_changes_nothing() -> None:
     town = Town(roster(2), config_of(n_hosts=1))
     machine = town.come("a")
-    offer = HostAgentConfig(label="a", cores=2, memory_bytes=1).offer(2)
+    offer = offer_of("a", 2, cores=2)
     town.pass_time(2.0)
     for message in (
         offer,
@@ -465,7 +508,7 @@ def test_a_late_report_of_an_earlier_life_of_a_host_changes_nothing() -> None:
 
 
 def test_time_in_which_a_host_stood_still_is_no_silence_of_its_supervisor() -> None:
-    config = HostAgentConfig(label="b", cores=1, memory_bytes=1)
+    config = HostAgentConfig(offer=offer_of("b"))
     host = HostAgent(config, storage=Site(patience=15.0))
     host.handle(Started(incarnation=1), 0.0)
     taken = Assignments(incarnation=1, run="r", assignments=())
@@ -491,7 +534,7 @@ def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
 
 def test_what_runs_there_ends_with_it() -> None:
     town = Town(roster(3))
-    config = HostAgentConfig(label="a", cores=1, memory_bytes=1 << 30, over_seconds=10.0)
+    config = HostAgentConfig(offer=offer_of("a"), over_seconds=10.0)
     machine = town.come("a", config=config)
     assert machine.processes
     town.kill(town.here)
@@ -503,7 +546,7 @@ def test_what_runs_there_ends_with_it() -> None:
 
 def test_a_host_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
     town = Town(roster(1))
-    config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    config = HostAgentConfig(offer=offer_of("b"), stays=True)
     stays = town.come("b", config=config)
     town.kill(town.here)
     early = town.come("a")

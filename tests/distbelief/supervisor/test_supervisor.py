@@ -1,6 +1,7 @@
 """The supervisor alone: events in, actions out. Whole jobs: `tests/simulation`."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
 
@@ -56,6 +57,9 @@ ROSTER: tuple[tuple[str, Kind], ...] = (
     ("replica-1", "replica"),
     ("evaluator", "evaluator"),
 )
+
+
+M = TypeVar("M", bound=Message)
 
 
 class Desk:
@@ -119,13 +123,28 @@ class Desk:
         return [m.text for m in self.supervisor.view(self.now).messages]
 
 
-def sent(actions: Sequence[Action], kind: type[Message]) -> list[str]:
-    """Return to whom a message of this kind was sent."""
+def letters(actions: Sequence[Action], kind: type[M]) -> list[tuple[str, M]]:
+    """Return receiver and message of each message of this kind."""
     return [
-        action.receiver
+        (action.receiver, action.message)
         for action in actions
         if isinstance(action, Send) and isinstance(action.message, kind)
     ]
+
+
+def sent(actions: Sequence[Action], kind: type[Message]) -> list[str]:
+    """Return to whom a message of this kind was sent."""
+    return [receiver for receiver, _ in letters(actions, kind)]
+
+
+def introduced(actions: Sequence[Action]) -> dict[str, set[str]]:
+    """Return whom each role was introduced to, by its newest `Peers`."""
+    return {who: {entry.name for entry in peers.entries} for who, peers in letters(actions, Peers)}
+
+
+def ended(actions: Sequence[Action]) -> list[str]:
+    """Return the roles whose processes are ended."""
+    return [action.name for action in actions if isinstance(action, Terminate)]
 
 
 @pytest.fixture
@@ -155,12 +174,7 @@ def test_clients_are_introduced_when_all_shards_are_there(desk: Desk) -> None:
 
 
 def test_clients_need_shards_and_shards_need_clients(desk: Desk) -> None:
-    actions = desk.join()
-    newest = {
-        str(action.receiver): {entry.name for entry in action.message.entries}
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Peers)
-    }
+    newest = introduced(desk.join())
     assert newest["replica-0"] == {"shard-0", "shard-1"}
     assert newest["shard-0"] == {"replica-0", "replica-1", "evaluator"}
 
@@ -263,11 +277,8 @@ def test_begin_is_said_again_until_it_is_done(desk: Desk) -> None:
     desk.join()
     assert sent(desk.beat("replica-0", "waiting for begin"), StartTraining) == ["replica-0"]
     desk.progress("replica-0")
-    bound = next(
-        action.message.samples
-        for action in desk.beat("replica-0")
-        if isinstance(action, Send) and isinstance(action.message, StartTraining)
-    )
+    ((_, begin),) = letters(desk.beat("replica-0"), StartTraining)
+    bound = begin.samples
     assert bound is not None
     assert sent(desk.beat("replica-0", samples_allowed=bound), StartTraining) == []
 
@@ -326,13 +337,7 @@ def test_an_unanswered_request_is_repeated_and_an_answered_one_is_not(desk: Desk
     desk.join()
     desk.progress()
     actions = desk.pass_time(13.0, beats=EVERYBODY)
-    requests = [
-        action.message
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Evaluate)
-    ]
-    assert {request.request for request in requests} == {1}
-    assert len(requests) == 2
+    assert [ask.request for _, ask in letters(actions, Evaluate)] == [1, 1]
     answer = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
     desk.hear("evaluator", answer)
     assert sent(desk.pass_time(5.0, beats=EVERYBODY), Evaluate) == []
@@ -749,7 +754,7 @@ def test_a_job_without_shards_begins_at_once_and_saves_nothing() -> None:
     assert sent(requests, SaveCheckpoint) == []
     desk.hear("replica-0", Finished(counters={}))
     actions = desk.hear("replica-1", Finished(counters={}))
-    (ask,) = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Evaluate)]
+    ((_, ask),) = letters(actions, Evaluate)
     assert sent(actions, SaveCheckpoint) == []
     done = EvaluationDone(request=ask.request, loss=0.5, metric=0.5, n_samples=9, clock=0.0)
     assert sent(desk.hear("evaluator", done), Stop) == ["evaluator"]
@@ -842,8 +847,7 @@ def test_a_guest_that_fails_does_not_end_the_server(server: Desk) -> None:
 def test_told_to_stop_a_server_saves_in_its_own_time(server: Desk) -> None:
     actions = server.hear(USER, Stop(reason="closed"))
     assert sent(actions, SaveCheckpoint) == ["shard-0", "shard-1"]
-    said = [action.message for action in actions if isinstance(action, Send)]
-    assert all(isinstance(message, SaveCheckpoint) and message.last for message in said)
+    assert all(save.last for _, save in letters(actions, SaveCheckpoint))
     assert not server.supervisor.interrupted
     for name in ("shard-0", "shard-1"):
         actions = server.hear(name, CheckpointSaved(label="00001", clock=1))
@@ -894,12 +898,7 @@ def test_a_resumed_job_goes_on_counting() -> None:
     desk.progress("replica-0", step=301)
     assert desk.supervisor.view(desk.now).samples == 5010
     actions = desk.pass_time(1.5, beats=EVERYBODY)
-    labels = {
-        action.message.label
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, SaveCheckpoint)
-    }
-    assert labels == {"00008"}
+    assert {save.label for _, save in letters(actions, SaveCheckpoint)} == {"00008"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Tasks: valid ones pass; each mistake gives one sentence."""
 
+from contextlib import nullcontext
+
 import msgspec
 import pytest
 import torch
@@ -391,3 +393,12 @@ def test_a_metric_function_may_say_whether_higher_is_better(
     assert higher_is_better(own)
     monkeypatch.setattr(mean_output, "higher_is_better", False, raising=False)
     assert not higher_is_better(own)
+
+
+@pytest.mark.parametrize(("label", "is_right"), [(1, True), (2, False), (-1, False), (-100, True)])
+def test_labels_are_those_of_the_outputs_or_ignored(label: int, *, is_right: bool) -> None:
+    labels = torch.tensor([0, label])
+    with (
+        nullcontext() if is_right else pytest.raises(JobError, match=f"sample 8 has label {label},")
+    ):
+        dry_run.check_labels(labels, 2, indices=[7, 8], table="data.train")

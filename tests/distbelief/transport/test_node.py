@@ -50,6 +50,7 @@ from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth
 from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
+from tests.distbelief.supervisor.hosts import offer_of
 from tests.links import link
 
 
@@ -148,24 +149,14 @@ def on_start(*actions: Action) -> React:
 # ---------------------------------------------------------------- a life, as planned
 
 
-def test_a_run_begins_with_started_and_ends_with_exit(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Exit()])
-    assert node.run() is None
+@pytest.mark.parametrize("error", [None, "NaN in replica-1"])
+def test_a_run_begins_with_started_and_ends_with_exit(build: Build, error: str | None) -> None:
+    node, role = build(lambda _event, _now: [Exit(error=error)])
+    before = time.monotonic()
+    assert node.run() == node.error == error
     assert node.halted
     assert role.events == [Started(incarnation=4)]
-
-
-def test_the_role_reads_the_time_of_the_monotonic_clock(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Exit()])
-    before = time.monotonic()
-    node.run()
     assert before <= role.times[0] <= time.monotonic()
-
-
-def test_halt_with_an_error_is_what_run_returns(build: Build) -> None:
-    node, _ = build(lambda _event, _now: [Exit(error="NaN in replica-1")])
-    assert node.run() == "NaN in replica-1"
-    assert node.error == "NaN in replica-1"
 
 
 def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
@@ -201,22 +192,16 @@ def test_nothing_is_delivered_after_halt(build: Build) -> None:
     assert len(role.events) == 1
 
 
-def test_reports_go_to_the_log(build: Build, log: list[tuple[str, str]]) -> None:
-    report = Report(text="warm", level="warning")
-    node, _ = build(lambda _event, _now: [report, Exit()])
-    node.run()
-    assert log == [("warning", "warm")]
-
-
-def test_a_peer_that_cannot_be_connected_is_logged(
+def test_reports_and_peers_that_cannot_be_connected_go_to_the_log(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
+    report = Report(text="warm", level="warning")
     far = Connect(peer=Address("far"), incarnation=1, endpoint="tcp://10.0.0.1:1", host="")
-    node, _ = build(lambda _event, _now: [far, Exit()])
+    node, _ = build(lambda _event, _now: [report, far, Exit()])
     assert node.run() is None
-    ((level, text),) = log
-    assert level == "error"
-    assert "tcp://10.0.0.1:1" in text
+    assert log[0] == ("warning", "warm")
+    assert log[1][0] == "error"
+    assert "tcp://10.0.0.1:1" in log[1][1]
 
 
 # -------------------------------------------------------------------------- timers
@@ -246,7 +231,10 @@ def test_timers_fire_in_order_once_and_never_early(build: Build) -> None:
     assert late >= start + 0.03
 
 
-def test_of_two_timers_due_the_first_can_still_cancel_the_second(build: Build) -> None:
+@pytest.mark.parametrize("answer", [CancelTimer(name="second"), Exit()])
+def test_of_two_timers_due_the_first_may_cancel_the_second_or_end_the_role(
+    build: Build, answer: Action
+) -> None:
     def react(event: Event, now: Seconds) -> Sequence[Action]:
         match event:
             case Started():
@@ -256,24 +244,14 @@ def test_of_two_timers_due_the_first_can_still_cancel_the_second(build: Build) -
                     SetTimer(name="end", at=now + 0.01),
                 ]
             case TimerFired(name="first"):
-                return [CancelTimer(name="second")]
+                return [answer]
             case _:
                 return [Exit()]
 
     node, role = build(react)
     node.run()
-    assert role.events[1:] == [TimerFired(name="first"), TimerFired(name="end")]
-
-
-def test_of_two_timers_due_the_first_may_end_the_role(build: Build) -> None:
-    def react(event: Event, now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started):
-            return [SetTimer(name="a", at=now - 2), SetTimer(name="b", at=now - 1)]
-        return [Exit()]
-
-    node, role = build(react)
-    node.run()
-    assert role.events[1:] == [TimerFired(name="a")]
+    after = [] if answer == Exit() else [TimerFired(name="end")]
+    assert role.events[1:] == [TimerFired(name="first"), *after]
 
 
 def test_a_timer_always_due_does_not_keep_messages_out(build: Build) -> None:
@@ -292,14 +270,6 @@ def test_a_timer_always_due_does_not_keep_messages_out(build: Build) -> None:
 
 
 # ---------------------------------------------------------------------------- work
-
-
-def test_work_is_answered_by_its_result(build: Build) -> None:
-    node, role = build(on_start(Compute(name="gradient", work=lambda: 42)))
-    assert node.run() is None
-    answer = role.events[1]
-    assert isinstance(answer, Computed)
-    assert (answer.name, answer.result, answer.error) == ("gradient", 42, None)
 
 
 def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
@@ -324,12 +294,23 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
     assert answer.result is True
 
 
-def test_work_that_raises_is_answered_with_the_error(build: Build) -> None:
-    node, role = build(on_start(Compute(name="batch", work=lambda: 1 / 0, executor=Executor.DATA)))
+@pytest.mark.parametrize("executor", Executor)
+def test_work_is_answered_by_its_result_or_its_error(build: Build, executor: Executor) -> None:
+    good = Compute(name="gradient", work=lambda: 42, executor=executor)
+    bad = Compute(name="batch", work=lambda: 1 / 0, executor=executor)
+
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            return [good, bad]
+        return [Exit()] if isinstance(event, Computed) and event.error else []
+
+    node, role = build(react)
     assert node.run() is None
-    answer = role.events[1]
-    assert isinstance(answer, Computed)
-    assert isinstance(answer.error, ZeroDivisionError)
+    _, one, other = role.events
+    assert isinstance(one, Computed)
+    assert isinstance(other, Computed)
+    assert (one.name, one.result, one.error) == ("gradient", 42, None)
+    assert isinstance(other.error, ZeroDivisionError)
 
 
 def test_work_without_an_end_is_abandoned_and_named(
@@ -385,12 +366,6 @@ class Shelf:
 SNAPSHOT = Snapshot(label="00412", arrays={}, facts={"clock": "7"})
 
 
-def test_a_run_begins_with_the_newest_checkpoint(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Exit()], store=Shelf(SNAPSHOT))
-    node.run()
-    assert role.events == [Started(incarnation=4, restored=SNAPSHOT)]
-
-
 def test_a_snapshot_is_saved_under_the_roles_name(build: Build) -> None:
     shelf = Shelf()
     node, role = build(on_start(Persist(snapshot=SNAPSHOT)), store=shelf)
@@ -417,12 +392,23 @@ def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) ->
     ]
 
 
-def test_a_role_gets_the_reason_why_its_checkpoints_are_unusable(build: Build) -> None:
+@pytest.mark.parametrize(
+    ("shelf", "started"),
+    [
+        (Shelf(SNAPSHOT), Started(incarnation=4, restored=SNAPSHOT)),
+        (
+            Shelf(newest_error=StorageError("no snapshot of me is whole")),
+            Started(incarnation=4, unrestored="no snapshot of me is whole"),
+        ),
+    ],
+)
+def test_a_role_gets_its_newest_checkpoint_or_why_there_is_none(
+    build: Build, shelf: Shelf, started: Started
+) -> None:
     """The role decides what follows: a shard's other copy may have the state."""
-    shelf = Shelf(newest_error=StorageError("no snapshot of me is whole"))
     node, role = build(lambda _event, _now: [Exit()], store=shelf)
     node.run()
-    assert role.events == [Started(incarnation=4, unrestored="no snapshot of me is whole")]
+    assert role.events == [started]
 
 
 def test_a_store_that_fails_otherwise_ends_the_role(build: Build) -> None:
@@ -592,16 +578,13 @@ def test_pump_runs_the_role_until_it_is_so(build: Build) -> None:
     assert role.events.count(Started(incarnation=4)) == 1
 
 
-def test_pump_gives_up_in_time(build: Build) -> None:
-    node, _ = build(lambda _event, _now: [])
+def test_pump_gives_up_in_time_and_when_the_role_has_ended(build: Build) -> None:
+    node, _ = build(lambda event, _now: [Exit(error="no shard")] if event == NEWS else [])
     begun = time.monotonic()
     assert not node.pump(lambda: False, timeout_seconds=0.02)
     assert time.monotonic() - begun >= 0.02
     assert node.error is None
-
-
-def test_pump_returns_when_the_role_has_ended(build: Build) -> None:
-    node, _ = build(lambda _event, _now: [Exit(error="no shard")])
+    node.post(NEWS)
     assert not node.pump(lambda: False, timeout_seconds=PATIENCE_SECONDS)
     assert node.error == "no shard"
 
@@ -691,7 +674,7 @@ def a_supervisor() -> Role:
 
 
 def a_host() -> Role:
-    config = HostAgentConfig(label="lab", cores=1, memory_bytes=1)
+    config = HostAgentConfig(offer=offer_of("lab"))
     return HostAgent(config, storage=AgentStorage.__new__(AgentStorage))
 
 

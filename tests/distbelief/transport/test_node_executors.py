@@ -45,13 +45,6 @@ def test_constructing_executors_starts_no_thread() -> None:
     assert executors.close(seconds_max=0.0) == []
 
 
-def test_a_result_has_name_result_and_duration(bench: Bench) -> None:
-    bench.compute(Compute(name="sum", work=lambda: 1 + 1))
-    result = bench.next_result()
-    assert (result.name, result.result, result.error) == ("sum", 2, None)
-    assert 0 <= result.seconds < PATIENCE_SECONDS
-
-
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(1), KeyboardInterrupt()])
 def test_what_work_raises_is_in_its_result(bench: Bench, error: BaseException) -> None:
     def fail() -> None:

@@ -27,25 +27,6 @@ def test_timers_come_due_soonest_first_and_once() -> None:
     assert timers.next_at == math.inf
 
 
-def test_setting_a_timer_again_replaces_it_either_way() -> None:
-    timers = Timers()
-    timers.set("a", 1.0)
-    timers.set("a", 5.0)
-    timers.set("b", 5.0)
-    timers.set("b", 1.0)
-    assert due(timers, 4.0) == ["b"]
-    assert due(timers, 5.0) == ["a"]
-
-
-def test_a_cancelled_timer_never_comes_due() -> None:
-    timers = Timers()
-    timers.set("a", 1.0)
-    timers.cancel("a")
-    timers.cancel("never set")
-    assert timers.next_at == math.inf
-    assert due(timers, 9.0) == []
-
-
 def test_a_watchdog_set_forever_takes_no_memory() -> None:
     timers = Timers()
     timers.set("first", 0.5)

@@ -184,12 +184,6 @@ def test_a_process_that_only_attached_removes_nothing(memory: FileMemory) -> Non
     assert FileMemory(memory.directory).attach("a").shape == (8,)
 
 
-def test_retired_values_stay_as_they_are(memory: FileMemory) -> None:
-    values = np.ones(3, np.float32)
-    memory.retire(values)
-    assert values.all()
-
-
 def test_the_end_of_a_run_removes_its_directory(tmp_path: Path) -> None:
     memory = FileMemory.make(root=tmp_path)
     memory.create("a", n_bytes=8)

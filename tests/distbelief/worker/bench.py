@@ -1,6 +1,7 @@
 """Drives one replica in a test: the test acts as shard, executor and clock."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from distbelief.roles.role import (
     Exit,
     Received,
     Report,
+    Role,
     Send,
     SetTimer,
     Started,
@@ -62,6 +64,8 @@ class Shard:
     def __init__(self, values: Vector) -> None:
         self.values = values
         self.samples = 0
+        self.clock = 0  # when nothing is pushed
+        self.n_fetches = 0
         self.acknowledges = True
         self.pushed: list[tuple[Push, Vector]] = []
         self._blocks: dict[int, Vector] = {}
@@ -81,12 +85,13 @@ class Shard:
                     )
                 ]
             case Fetch():
+                self.n_fetches += 1
                 return [
                     ParameterBlock(
                         request=message.request,
                         shard_incarnation=1,
                         block_index=0,
-                        clock=len(self.pushed),
+                        clock=self.clock + len(self.pushed),
                         values=self.values.copy(),
                     )
                 ]
@@ -110,56 +115,30 @@ class Shard:
         ]
 
 
-class Bench:
-    """A replica whose actions wait for the test.
+class RoleBench:
+    """A role with one shard, whose actions wait for the test.
 
     Attributes:
         shard: Its one shard.
         computes: Work that was requested and has not run.
-        reported: Messages to the supervisor.
+        reported: Messages to others than the shard.
         reports: Its log.
         now: The time, set by the test.
     """
 
-    def __init__(  # what a test may vary
-        self,
-        *,
-        module: nn.Module | None = None,
-        dataset: Dataset | None = None,
-        n_samples: int = 64,
-        await_begin: bool = False,
-        config: DownpourConfig | None = None,
-    ) -> None:
-        self.config = config or DownpourConfig(batch_size=4, learning_rate=0.1)
-        self.model = FlatModel(net() if module is None else module)
-        layout = Layout.of(self.model.specs(), n_shards=1)
-        values = np.zeros(layout.shard_size(0), np.float32)
-        layout.gather(0, self.model.values, values)
-        self.layout = layout
+    role: Role  # set by the subclass
+
+    def __init__(self, model: FlatModel, *, pushes: bool = True) -> None:
+        self.layout = Layout.of(model.specs(), n_shards=1)
+        values = np.zeros(self.layout.shard_size(0), np.float32)
+        self.layout.gather(0, model.values, values)
         self.shard = Shard(values)
-        self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
-        self.data_shard = DataShard(len(self.dataset), replica_index=0, n_replicas=1, seed=0)
-        self.replica = whole_replica(
-            self.config,
-            client=ParameterClient(
-                ClientConfig(pushes=True),
-                layout=layout,
-                shards=[SHARD],
-                memory=PrivateMemory(host=""),
-            ),
-            executor=LocalExecutor(
-                self.model,
-                self.dataset,
-                loss=nn.functional.cross_entropy,
-                names=dry_run.Names(model="net", loss="cross_entropy", data="data.train"),
-                clip_norm=self.config.clip_norm,
-                seed=(0, 0),
-            ),
-            data_shard=self.data_shard,
-            await_begin=await_begin,
+        self.client = ParameterClient(
+            ClientConfig(pushes=pushes),
+            layout=self.layout,
+            shards=[SHARD],
+            memory=PrivateMemory(host=""),
         )
-        assert isinstance(self.replica.objective, TrainingObjective)
-        self.counters = self.replica.objective.counters
         self.computes: list[Compute] = []
         self.timers: dict[str, float] = {}
         self.reported: list[Message] = []
@@ -170,7 +149,7 @@ class Bench:
 
     def feed(self, event: Event) -> list[Action]:
         """Handle an event and record its actions."""
-        actions = list(self.replica.handle(event, self.now))
+        actions = list(self.role.handle(event, self.now))
         for action in actions:
             match action:
                 case Send(receiver=receiver, message=message):
@@ -209,34 +188,21 @@ class Bench:
         self.feed(Computed(name=wanted.name, result=result, error=error, seconds=0.25))
         return wanted
 
-    def start(self) -> "Bench":
-        """Start the replica; the shard opens a session."""
+    def start(self) -> Self:
+        """Start the role; the shard opens a session."""
         self.feed(Started(incarnation=1))
         self.deliver()
         return self
 
-    def run_until_step(self, step: int) -> None:
-        for _ in range(1000):
-            if self.counters.steps >= step:
-                return
-            self.deliver()
-            self.compute()
-        raise AssertionError(f"step {step} never came: {self.replica.status()}")
-
-    def run_to_the_end(self) -> None:
-        for _ in range(1000):
-            self.deliver()
-            if self._halted:
-                return
-            self.compute()
-        raise AssertionError(f"it never halted: {self.replica.status()}")
-
-    def run_while_it_can(self) -> None:
-        """Run until it waits for the supervisor."""
+    def run_while_it_can(self) -> list[str]:
+        """Run until it waits for others than the shard; return the names of its work."""
+        names: list[str] = []
         self.deliver()
         while self.computes:
-            self.compute()
+            names.append(self.compute().name)
             self.deliver()
+            assert len(names) < 1000
+        return names
 
     def has_halted(self) -> bool:
         return self._halted
@@ -247,7 +213,54 @@ class Bench:
 
     @property
     def state(self) -> str:
-        return self.replica.status()[0]
+        return self.role.status()[0]
+
+
+class Bench(RoleBench):
+    """A replica that trains a whole model."""
+
+    def __init__(  # what a test may vary
+        self,
+        *,
+        module: nn.Module | None = None,
+        dataset: Dataset | None = None,
+        n_samples: int = 64,
+        await_begin: bool = False,
+        config: DownpourConfig | None = None,
+    ) -> None:
+        self.config = config or DownpourConfig(batch_size=4, learning_rate=0.1)
+        self.model = FlatModel(net() if module is None else module)
+        super().__init__(self.model)
+        self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
+        self.data_shard = DataShard(len(self.dataset), replica_index=0, n_replicas=1, seed=0)
+        self.role = self.replica = whole_replica(
+            self.config,
+            client=self.client,
+            executor=LocalExecutor(
+                self.model,
+                self.dataset,
+                loss=nn.functional.cross_entropy,
+                names=dry_run.Names(model="net", loss="cross_entropy", data="data.train"),
+                clip_norm=self.config.clip_norm,
+                seed=(0, 0),
+            ),
+            data_shard=self.data_shard,
+            await_begin=await_begin,
+        )
+        assert isinstance(self.replica.objective, TrainingObjective)
+        self.counters = self.replica.objective.counters
+
+    def run_until_step(self, step: int) -> None:
+        for _ in range(1000):
+            if self.counters.steps >= step:
+                return
+            self.deliver()
+            self.compute()
+        raise AssertionError(f"step {step} never came: {self.replica.status()}")
+
+    def run_to_the_end(self) -> None:
+        self.run_while_it_can()
+        assert self._halted, self.replica.status()
 
     def sums_pushed(self) -> list[list[torch.Tensor]]:
         """Return each push as flat tensors, in the order of the layout."""

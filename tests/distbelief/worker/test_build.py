@@ -12,6 +12,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.data.sharding import DataShard
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
+from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.protocol import (
     Evaluate,
@@ -21,6 +22,7 @@ from distbelief.protocol import (
     HeartbeatAck,
     Message,
     Progress,
+    RankReady,
     StartEpoch,
     StartTraining,
     Stop,
@@ -35,6 +37,7 @@ from distbelief.worker.build import build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import held_out
 from distbelief.worker.group import rank_name
+from distbelief.worker.training import TrainingObjective
 from tests.simulation.groups import FRAMES, Group
 from tests.simulation.test_downpour import LEARNING, downpour, plain
 
@@ -580,3 +583,23 @@ def test_a_rank_rejects_what_the_leader_sent_earlier_or_too_early() -> None:
             lead(early)
     with pytest.raises(JobError, match=r"has plan q, replica-0\.1 has .*: start all ranks"):
         lead(StartEpoch(generation=6, plan="q"))
+
+
+def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the generation would begin before them, and their samples count twice."""
+    applied = False
+    monkeypatch.setattr(ParameterClient, "ready", True)
+    monkeypatch.setattr(TrainingObjective, "all_pushes_applied", property(lambda _: applied))
+    group = small_group()
+    machine = build(group, "replica-0.1")
+    machine.handle(Started(incarnation=1), 0.0)
+    begins = StartEpoch(generation=5, plan=group.split.fingerprint)
+
+    def is_ready() -> bool:
+        event = Received(sender=Address("replica-0.0"), incarnation=1, message=begins)
+        sent = [a.message for a in machine.handle(event, 0.0) if isinstance(a, Send)]
+        return any(isinstance(message, RankReady) for message in sent)
+
+    assert not is_ready()
+    applied = True
+    assert is_ready()

@@ -5,50 +5,21 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.layout import Layout
-from distbelief.protocol import (
-    Evaluate,
-    EvaluationDone,
-    Fetch,
-    Finished,
-    Message,
-    OpenSession,
-    ParameterBlock,
-    SessionOpened,
-    StartTraining,
-    Stop,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Address,
-    Compute,
-    Computed,
-    Event,
-    Exit,
-    Received,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-)
+from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, StartTraining, Stop
+from distbelief.roles.role import Computed, TimerFired
 from distbelief.task import dry_run
 from distbelief.task.losses import METRICS, Metric
 from distbelief.worker.build import score_of, whole_evaluator
 from distbelief.worker.evaluator import CHUNK, held_out
 from distbelief.worker.local_executor import FlatModel, LocalEvaluator
 from tests.distbelief.examples import Frames, failing_function, net
+from tests.distbelief.worker.bench import RoleBench
 
 
-SHARD = Address("shard-0")
-
-
-class Bench:
-    """An evaluator, and one shard played by the test."""
+class Bench(RoleBench):
+    """An evaluator of a whole model."""
 
     def __init__(
         self,
@@ -59,104 +30,32 @@ class Bench:
         metric: Metric = METRICS["accuracy"],
     ) -> None:
         torch.manual_seed(0)
-        model = FlatModel(net())
-        self.layout = Layout.of(model.specs(), n_shards=1)
-        self.values = np.zeros(self.layout.shard_size(0), np.float32)
-        self.layout.gather(0, model.values, self.values)
+        model, loss = FlatModel(net()), nn.functional.cross_entropy
+        super().__init__(model, pushes=False)
+        self.shard.clock = 7
         self.dataset = Frames(n_samples=50)
-        client = ParameterClient(
-            ClientConfig(pushes=False),
-            layout=self.layout,
-            shards=[SHARD],
-            memory=PrivateMemory(host=""),
-        )
-        loss = nn.functional.cross_entropy
         names = dry_run.Names(model="net", loss="cross_entropy", data="data.test", metric="m")
-        self.evaluator = whole_evaluator(
+        self.role = self.evaluator = whole_evaluator(
             LocalEvaluator(model, self.dataset, loss=loss, metric=metric, names=names),
-            client=client,
+            client=self.client,
             kinds=held_out(50, subset=subset, seed=seed),
             score=score_of(loss, metric),
             chunk=chunk,
         )
-        self.computes: list[Compute] = []
-        self.told: list[Message] = []
-        self.timers: list[str] = []
-        self._halted = False
-        self.n_fetches = 0
-        self.feed(Started(incarnation=1))
-
-    def feed(self, event: Event) -> None:
-        for action in self.evaluator.handle(event, 0.0):
-            match action:
-                case Send(receiver=receiver, message=message) if receiver == SHARD:
-                    self._answer(message)
-                case Send(message=message):
-                    self.told.append(message)
-                case Compute():
-                    self.computes.append(action)
-                case SetTimer():
-                    self.timers.append(action.name)
-                case Exit():
-                    self._halted = True
-                case _:
-                    raise AssertionError(action)
-
-    def _answer(self, message: Message) -> None:
-        match message:
-            case OpenSession():
-                answer: Message = SessionOpened(
-                    shard_incarnation=1,
-                    clock=0,
-                    samples=0,
-                    watermark=message.next_sequence - 1,
-                    applied=0,
-                    parameters_region="",
-                    push_buffers_region="",
-                )
-            case Fetch():
-                self.n_fetches += 1
-                answer = ParameterBlock(
-                    request=message.request,
-                    shard_incarnation=1,
-                    block_index=0,
-                    clock=7,
-                    values=self.values.copy(),
-                )
-            case _:
-                return
-        self.feed(Received(sender=SHARD, incarnation=1, message=answer))
+        self.start()
 
     def ask(self, message: Message) -> None:
-        self.feed(Received(sender=SUPERVISOR, incarnation=1, message=message))
-
-    def compute(self) -> Compute:
-        compute = self.computes.pop(0)
-        result: object = None
-        error: Exception | None = None
-        try:
-            result = compute.work()
-        except Exception as caught:  # noqa: BLE001 -- as a driver does
-            error = caught
-        self.feed(Computed(name=compute.name, result=result, error=error))
-        return compute
+        self.receive(message)
+        self.deliver()
 
     def run(self) -> list[EvaluationDone]:
-        while self.computes:
-            self.compute()
-        return [message for message in self.told if isinstance(message, EvaluationDone)]
-
-    def has_halted(self) -> bool:
-        return self._halted
-
-    @property
-    def state(self) -> str:
-        return self.evaluator.status()[0]
+        self.run_while_it_can()
+        return [message for message in self.reported if isinstance(message, EvaluationDone)]
 
 
 def expected(bench: Bench, indices: list[int]) -> tuple[float, float]:
     module = net()
-    bench.layout.scatter(0, bench.values, FlatModel(module).values)
+    bench.layout.scatter(0, bench.shard.values, FlatModel(module).values)
     inputs, targets = bench.dataset.inputs[indices], bench.dataset.targets[indices]
     with torch.no_grad():
         outputs = module(inputs)
@@ -194,7 +93,7 @@ def test_requests_that_waited_are_answered_together_as_the_newest_asks() -> None
     bench.ask(Evaluate(request=3, whole=True))
     measured = bench.run()
     assert [(m.request, m.n_samples) for m in measured] == [(1, 20), (2, 50), (3, 50)]
-    assert bench.n_fetches == 2
+    assert bench.shard.n_fetches == 2
 
 
 def test_a_request_asked_again_is_answered_again_and_measured_once() -> None:
@@ -204,14 +103,14 @@ def test_a_request_asked_again_is_answered_again_and_measured_once() -> None:
     bench.run()
     bench.ask(Evaluate(request=1, whole=True))  # its answer was lost
     assert [m.request for m in bench.run()] == [1, 1]
-    assert bench.n_fetches == 1
+    assert bench.shard.n_fetches == 1
 
 
 def test_each_request_sees_new_parameters() -> None:
     bench = Bench()
     bench.ask(Evaluate(request=1, whole=True))
     bench.run()
-    bench.values[:] = 0.0
+    bench.shard.values[:] = 0.0
     bench.ask(Evaluate(request=2, whole=True))
     assert bench.run()[1].loss == pytest.approx(float(np.log(2.0)))
 
@@ -236,7 +135,7 @@ def test_stop_is_answered_after_the_current_chunk() -> None:
     assert not bench.has_halted()
     bench.compute()
     assert bench.has_halted()
-    assert [type(message) for message in bench.told] == [Finished]
+    assert [type(message) for message in bench.reported] == [Finished]
 
 
 def test_stop_while_idle_is_answered_at_once() -> None:
@@ -251,7 +150,7 @@ def test_a_torn_read_is_repeated() -> None:
     install = bench.computes.pop()
     torn = FetchResult(torn=(0,), clocks=(-1,))
     bench.feed(Computed(name=install.name, result=torn))
-    assert bench.timers[-1] == "replica:retry"
+    assert list(bench.timers)[-1] == "replica:retry"
     assert not bench.computes
     bench.feed(TimerFired(name="replica:retry"))
     assert len(bench.run()) == 1

@@ -307,9 +307,9 @@ def test_a_generation_for_a_chunk_carries_its_order_until_a_rank_is_lost() -> No
     assert same(leader.joined(1, 6, 1.2), (0, gather), (1, gather))
 
 
-def test_losses_are_added_in_the_order_of_ranks() -> None:
-    losses = []
-    for order in ((0, 1, 2), (2, 1, 0)):
+def test_losses_and_squared_norms_are_added_in_the_order_of_ranks() -> None:
+    sums = []
+    for order in ((0, 1, 2), (0, 2, 1)):
         leader = GroupLeader(3, plan="p", limit=1)
         leader.begin(0.0)
         leader.joined(0, 1, 0.0)
@@ -317,13 +317,12 @@ def test_losses_are_added_in_the_order_of_ranks() -> None:
         for rank in range(3):
             leader.hear(rank, 1, ready(GENERATION, 0), 0.0)
         for rank in order:
-            report = msgspec.structs.replace(
-                steps_done(GENERATION, 1), loss=(1e16, 1.0, -1e16)[rank]
-            )
+            part = (1e16, 1.0, -1e16)[rank]
+            done = steps_done(GENERATION, 1)
+            report = msgspec.structs.replace(done, loss=part, square=part)
             leader.hear(rank, 1, report, 1.0)
-        losses.append(leader.generation_done().loss)
-        assert leader.square == 0.0
-    assert losses[0] == losses[1]
+        sums.append((leader.generation_done().loss, leader.square))
+    assert sums[0] == sums[1]
 
 
 def test_grants_stop_at_the_allowed_samples() -> None:

@@ -20,7 +20,7 @@ from distbelief.protocol import (
     StartTraining,
     Stop,
 )
-from distbelief.roles.role import Executor
+from distbelief.roles.role import Executor, Started
 from distbelief.worker.config import DownpourConfig
 from distbelief.worker.gradients import Items, Trainer
 from distbelief.worker.policy import Async
@@ -434,3 +434,20 @@ def test_seconds_computing_are_those_of_the_work() -> None:
     bench.run_to_the_end()
     progress = [m for m in bench.reported if isinstance(m, Progress)][-1]
     assert progress.seconds_computing == 2 * (0.25 + 0.25)
+
+
+def test_no_step_begins_after_a_stop() -> None:
+    bench = Bench()
+    bench.feed(Started(incarnation=1))
+    for opened in bench.shard.answer(bench.to_shard.pop(0)):
+        bench.receive(opened, sender="shard-0")
+    assert bench.sent(Fetch)  # its values are on their way
+    bench.compute("read")
+    bench.receive(Stop(reason="enough"))
+    assert bench.has_halted()
+    assert bench.counters.steps == 0
+
+
+def test_no_batch_beyond_the_last_step_is_read() -> None:
+    bench = Bench(config=config(max_steps=2)).start()
+    assert bench.run_while_it_can().count("replica:read") == 2

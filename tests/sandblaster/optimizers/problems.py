@@ -1,6 +1,7 @@
 """Objectives of more than one test."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +10,9 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController  # of scikit-learn
 
-from sandblaster.local import Function
+from sandblaster.local import Function, FunctionOfExamples
 from sandblaster.optimizers.base import Examples
+from sandblaster.optimizers.line_search import Found, Sample, Search
 
 
 Doubles = NDArray[np.float64]
@@ -66,6 +68,27 @@ def bowl(x: Doubles) -> tuple[float, Doubles]:
     """A quadratic with curvatures 1, 2, 3, ..."""
     curvatures = np.arange(1.0, len(x) + 1)
     return float(0.5 * curvatures @ x**2), curvatures * x
+
+
+def of_all(function: Function) -> FunctionOfExamples:
+    """Return the function whatever the examples."""
+
+    def of(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+        del examples
+        return (*function(x), 1)
+
+    return of
+
+
+def search_to_end(search: Search, curve: Callable[[float], Sample]) -> tuple[Found, list[float]]:
+    """Return what was found, and the steps tried."""
+    tried = [next(search)]
+    while True:
+        try:
+            tried.append(search.send(curve(tried[-1])))
+        except StopIteration as end:
+            found: Found = end.value
+            return found, tried
 
 
 def minimize_by_scipy(

@@ -5,12 +5,12 @@ import pytest
 from numpy.typing import NDArray
 
 from sandblaster.local import Local, minimize_flat
-from sandblaster.optimizers.base import Combination, Examples, IterationDone, Objective
+from sandblaster.optimizers.base import Combination, IterationDone, Objective
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
-from sandblaster.optimizers.line_search import Straight, Trial
+from sandblaster.optimizers.line_search import Sample, Straight, Trial
 from sandblaster.optimizers.termination import Reason
-from tests.sandblaster.optimizers.problems import bowl
+from tests.sandblaster.optimizers.problems import bowl, of_all
 
 
 Doubles = NDArray[np.float64]
@@ -61,13 +61,9 @@ def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(sc
         losses.append(cut.loss)
         return False
 
-    def function(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-        del examples
-        return (*bowl(x), 1)
-
     descent = Perverse(scale, at=4)
     method = LBFGS()
-    local = Local(np.ones(6), function, n_shards=2, callback=watch)
+    local = Local(np.ones(6), of_all(bowl), n_shards=2, callback=watch)
     run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
     result = local.run(run.steps(None))
     assert result.reason.converged
@@ -80,16 +76,15 @@ def test_a_search_that_fails_drops_the_history_and_tries_the_gradient() -> None:
     descent = Perverse(1.0, at=0)
     n_calls = 0
 
-    def function(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+    def function(x: Doubles) -> tuple[float, Doubles]:
         nonlocal n_calls
-        del examples
         n_calls += 1
         loss, gradient = bowl(x)
         lies = n_calls > 5 and descent.n_forgotten == 1
-        return (loss + 1e3 if lies else loss), gradient, 1
+        return (loss + 1e3 if lies else loss), gradient
 
     method = LBFGS()
-    local = Local(np.full(6, 2.0), function)
+    local = Local(np.full(6, 2.0), of_all(function))
     run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
     result = local.run(run.steps(None))
     assert result.reason.converged
@@ -139,12 +134,11 @@ def test_history_is_bounded(n_history: int) -> None:
         n_vectors.append(len(cut.vectors))
         return False
 
-    def rough(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-        del examples
+    def rough(x: Doubles) -> tuple[float, Doubles]:
         loss, gradient = bowl(x)
-        return loss + float(np.sum(x**4)), gradient + 4.0 * x**3, 1
+        return loss + float(np.sum(x**4)), gradient + 4.0 * x**3
 
-    local = Local(np.linspace(1.0, 3.0, 30), rough, callback=watch)
+    local = Local(np.linspace(1.0, 3.0, 30), of_all(rough), callback=watch)
     local.run(LBFGS(n_history=n_history, gradient_tolerance=1e-9).steps())
     assert max(n_vectors) == 3 + 2 * n_history
     assert len(local.algebras[0].names()) <= 3 + 2 * (n_history + 1) + 3
@@ -165,11 +159,22 @@ def test_a_pair_without_curvature_is_not_remembered() -> None:
     assert all(cut.vectors == seen[0].vectors for cut in seen)
 
 
-def test_float32_shards_come_as_near_as_float32_allows() -> None:
-    def function(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-        del examples
-        return (*bowl(x - 1.0), 1)
+@pytest.mark.parametrize("curvature", [1.0, -1.0])
+def test_a_pair_of_negative_curvature_is_not_remembered(curvature: float) -> None:
+    local, step = Local(np.zeros(2), of_all(bowl)), np.array([1.0, 2.0])
+    local.put("trial", step)
+    local.put("gradient", np.ones(2))
+    local.put("trial_gradient_0", np.ones(2) + curvature * step)
+    descent = QuasiNewton(n_history=3)
+    descent.forget(gradient_square=2.0)
+    scalars = local.perform(descent.measure("trial_gradient_0"))
+    trial = Trial(Sample(1.0, 0.0, 0.0), "trial_gradient_0", 1.0, 2.0, scalars)
+    descent.accept(trial, slope_at_start=-1.0)
+    assert descent.remembers == (curvature > 0.0)
 
+
+def test_float32_shards_come_as_near_as_float32_allows() -> None:
+    function = of_all(lambda x: bowl(x - 1.0))
     local = Local(np.zeros(40), function, n_shards=3, dtype="float32")
     result = local.run(LBFGS(gradient_tolerance=1e-4).steps())
     assert result.reason.converged

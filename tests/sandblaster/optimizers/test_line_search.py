@@ -8,6 +8,7 @@ import pytest
 from scipy.optimize._dcsrch import DCSRCH
 
 from sandblaster.optimizers.line_search import Found, Sample, WolfeConditions, more_thuente
+from tests.sandblaster.optimizers.problems import search_to_end
 
 
 Curve = Callable[[float], tuple[float, float]]
@@ -18,17 +19,8 @@ def run(
     curve: Curve, *, step: float, wolfe: WolfeConditions | None = None
 ) -> tuple[Found, list[float]]:
     """Search along a curve; return the end, and the steps tried."""
-    wolfe = wolfe or WolfeConditions()
-    tried: list[float] = []
-    search = more_thuente(Sample(0.0, *curve(0.0)), step=step, wolfe=wolfe)
-    step = next(search)
-    while True:
-        tried.append(step)
-        try:
-            step = search.send(Sample(step, *curve(step)))
-        except StopIteration as end:
-            found: Found = end.value
-            return found, tried
+    search = more_thuente(Sample(0.0, *curve(0.0)), step=step, wolfe=wolfe or WolfeConditions())
+    return search_to_end(search, lambda t: Sample(t, *curve(t)))
 
 
 def scipys(curve: Curve, *, step: float, wolfe: WolfeConditions) -> list[float]:
@@ -153,12 +145,21 @@ def test_a_step_that_is_not_finite_is_shortened(hole: float, wall: float) -> Non
     assert max(tried) <= max(1.0, 5.0 * wall)
 
 
-def test_a_finite_loss_with_a_slope_that_is_none_is_shortened_too() -> None:
+@pytest.mark.parametrize(
+    ("is_hole", "minimum", "curvature", "best"),
+    [
+        (lambda t: t > 0.2, 1.0, 0.9, (0.0, 0.2)),  # a wall of slopes that are none
+        (lambda t: 0.45 < t < 0.55, 0.3, 1e-3, (0.29, 0.31)),  # a hole between two steps
+    ],
+)
+def test_holes_are_got_round(
+    is_hole: Callable[[float], bool], minimum: float, curvature: float, best: tuple[float, float]
+) -> None:
     def curve(t: float) -> tuple[float, float]:
-        return (t - 1.0) ** 2, math.nan if t > 0.2 else 2.0 * (t - 1.0)
+        return (t - minimum) ** 2, math.nan if is_hole(t) else 2.0 * (t - minimum)
 
-    found, _ = run(curve, step=1.0)
-    assert 0.0 < found.best.step <= 0.2
+    found, _ = run(curve, step=1.0, wolfe=WolfeConditions(curvature=curvature))
+    assert best[0] < found.best.step <= best[1]
 
 
 def test_nothing_finite_anywhere_ends_where_it_began() -> None:
@@ -168,17 +169,6 @@ def test_nothing_finite_anywhere_ends_where_it_began() -> None:
     found, tried = run(curve, step=1.0)
     assert found == Found(Sample(0.0, 1.0, -1.0), satisfied=False)
     assert len(tried) == WolfeConditions().n_trials_max
-
-
-def test_a_hole_between_two_steps_is_got_round() -> None:
-    def curve(t: float) -> tuple[float, float]:
-        if 0.45 < t < 0.55:
-            return math.nan, math.nan
-        return (t - 0.3) ** 2, 2.0 * (t - 0.3)
-
-    wolfe = WolfeConditions(curvature=1e-3)
-    found, _ = run(curve, step=1.0, wolfe=wolfe)
-    assert abs(found.best.step - 0.3) < 0.01
 
 
 def test_a_curve_without_end_is_followed_within_bounds() -> None:

@@ -7,7 +7,6 @@ loss was taken for a hill or a hollow. Two of three evaluations of the run were 
 
 import itertools
 import zlib
-from collections.abc import Callable
 from itertools import pairwise
 
 import msgspec
@@ -21,10 +20,11 @@ from sandblaster.optimizers.base import IterationDone
 from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
 from sandblaster.optimizers.gradient_descent import GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
-from sandblaster.optimizers.line_search import Found, Sample, Search, WolfeConditions, more_thuente
+from sandblaster.optimizers.line_search import Sample, WolfeConditions, more_thuente
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
+from tests.sandblaster.optimizers.problems import search_to_end
 
 
 Doubles = NDArray[np.float64]
@@ -81,22 +81,11 @@ def curve(t: float) -> Sample:
     return Sample(t, rounded(np.array([t]), value), 2e-7 * (t - 1.0))
 
 
-def end_of(search: Search, curve: Callable[[float], Sample]) -> tuple[Found, list[float]]:
-    """Search to the end; return what was found, and the steps tried."""
-    tried = [next(search)]
-    while True:
-        try:
-            tried.append(search.send(curve(tried[-1])))
-        except StopIteration as end:
-            found: Found = end.value
-            return found, tried
-
-
 @pytest.mark.parametrize("step", [1e-3, 0.1, 0.7, 1.0, 3.0, 50.0])
 def test_slopes_find_what_values_cannot_show(step: float) -> None:
     start = Sample(0.0, 3.0, -2e-7)
     search = more_thuente(start, step=step, wolfe=WolfeConditions(), noise=NOISE)
-    found, tried = end_of(search, curve)
+    found, tried = search_to_end(search, curve)
     assert found.satisfied
     assert 0.0 < found.best.step < 2.0
     assert abs(curve(found.best.step).slope) <= 0.9 * 2e-7
@@ -108,7 +97,7 @@ def test_slopes_that_are_noise_too_end_a_search_soon() -> None:
     wolfe = WolfeConditions(curvature=1e-3, narrowest=1e-12)
     search = more_thuente(start, step=1.0, wolfe=wolfe, noise=NOISE)
     signs = itertools.cycle((1.0, -1.0))
-    found, tried = end_of(search, lambda t: Sample(t, 3.0, 1e-9 * next(signs)))
+    found, tried = search_to_end(search, lambda t: Sample(t, 3.0, 1e-9 * next(signs)))
     assert not found.satisfied
     assert len(tried) <= 6
 

@@ -49,6 +49,16 @@ def test_without_tables_or_programs_bounds_still_hold(problem: Problem) -> None:
         assert solution.cost == pytest.approx(expected.cost, rel=PROOF)
 
 
+def test_least_overrun_is_not_claimed_without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve_module, "VARIABLES_MAX", 0)
+    free = Problem(
+        costs=(np.zeros(2),) * 5, edges={}, memory=(np.eye(2),) * 5, caps=np.array([2.0, 2.0])
+    )
+    solution = solve(free)
+    assert solution.cost == solution.bound == 0
+    assert not solution.exact
+
+
 def test_where_tables_are_too_large_a_program_proves() -> None:
     n = 8
     rng = np.random.default_rng(5)

@@ -11,13 +11,14 @@ from rich.console import Console
 from torch import nn
 
 import distbelief
+from distbelief import verify
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import Builder
 from distbelief.graph.losses import append_loss
-from distbelief.partition import verify
-from distbelief.partition.verify import Agreement, Link, VerificationResult
-from distbelief.partition.verify_run import VerificationRun
+from distbelief.launch.local import LocalLauncher
+from distbelief.verify import Agreement, Link, VerificationResult
+from distbelief.worker.computation import Computation
 
 
 def verified(
@@ -127,14 +128,19 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     result = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
     folders: list[Path] = []
 
-    def end(rehearsal: VerificationRun, *, n_machines: int) -> None:
-        assert n_machines <= 2
-        folders.append(Path(rehearsal.folder))
+    def end(_: object, computation: Computation, **__: object) -> None:
+        folders.append(Path(computation.folder))
         assert (folders[0] / "w.safetensors").is_file()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(verify, "run_verification", end)
+    monkeypatch.setattr(verify, "compute", end)
     with pytest.raises(SystemExit) as caught:
-        verify.verify(result, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
+        verify.verify(
+            result,
+            factory=f"{__name__}:net",
+            loss="cross_entropy",
+            n_cores=2,
+            launcher=LocalLauncher(),
+        )
     assert caught.value.code == 143
     assert not folders[0].exists()

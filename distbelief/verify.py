@@ -3,11 +3,9 @@
 Outputs, loss and gradients are compared; step seconds and bytes per link, with their prediction.
 """
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Final, final
 
@@ -22,6 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from distbelief.config.load import resolve
 from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
 from distbelief.errors import JobError
@@ -32,15 +31,16 @@ from distbelief.graph.ops.dropout import Dropout, mask
 from distbelief.graph.ops.linear import Embedding
 from distbelief.graph.ops.opaque import Opaque
 from distbelief.graph.region import Region, Shape
+from distbelief.launch.computation import compute
+from distbelief.launch.local import LocalLauncher
 from distbelief.partition.api import PlanningResult
 from distbelief.partition.report import seconds
-from distbelief.partition.verify_rank import OUTPUT, gradient_file
-from distbelief.partition.verify_run import SEED, Seen, VerificationRun, run_verification
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan
 from distbelief.task.losses import Loss, loss_function
-from distbelief.task.task import DataSpec, ModelSpec, Sample, TaskSpec, build_model
+from distbelief.task.task import ModelSpec, Sample, build_model
 from distbelief.worker.batches import step_seed
+from distbelief.worker.computation import OUTPUT, SEED, Computation, gradient_file
 
 
 _DRAW: Final = torch.ops.aten.bernoulli_.float
@@ -241,10 +241,17 @@ SHARE: Final = 1e-3  # of the largest number: errors are relative to at least th
 
 Array = NDArray[np.float32 | np.float64]
 Tensors = Mapping[str, torch.Tensor]
+Counters = Sequence[Mapping[str, float]]  # of each rank, at its end
 
 
 def verify(
-    result: PlanningResult, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
+    result: PlanningResult,
+    *,
+    factory: str,
+    loss: str,
+    n_cores: int,
+    launcher: LocalLauncher,
+    n_steps: int = N_STEPS,
 ) -> VerificationResult:
     """Run a plan for some steps, and compare.
 
@@ -253,6 +260,7 @@ def verify(
         factory: Import path of the function that makes the model, without arguments.
         loss: Its name.
         n_cores: Of this host.
+        launcher: Starts the processes; the caller closes it.
         n_steps: Number of steps after the warm-up.
 
     Raises:
@@ -272,30 +280,46 @@ def verify(
         plan.save(folder / "plan.json")
         np.save(folder / "inputs.npy", inputs.numpy())
         np.save(folder / "targets.npy", targets.numpy())
-        rehearsal = VerificationRun(
+        computation = Computation(
             folder=str(folder),
-            run=secrets.token_hex(16),
-            task=TaskSpec(model=spec, train=DataSpec(factory="none:none"), loss=loss),
-            sample=sample,
-            plan=str(folder / "plan.json"),
             weights=str(folder / "w.safetensors"),
             inputs=str(folder / "inputs.npy"),
             targets=str(folder / "targets.npy"),
             n_samples=plan.batch,
             n_steps=n_steps + N_WARM,
             n_warm=N_WARM,
-            import_paths=(str(Path.cwd()),),
         )
-        _make_room(rehearsal, graph, tensors)
-        seen = run_verification(rehearsal, n_machines=plan.cluster.n_machines)
-        found = _found(rehearsal, graph, tensors, seen)
+        job = resolve(
+            {
+                "model": {"factory": factory},
+                "data": {"train": {"factory": "none:none"}},  # there is `inputs`
+                "algorithm": {
+                    "name": "downpour",
+                    "loss": loss,
+                    "batch_size": plan.batch,
+                    "rule": {"name": "sgd", "learning_rate": 1.0},
+                },
+                "stop": {"epochs": 1},
+            },
+            file="partition.toml",
+        )
+        _make_room(computation, graph, tensors)
+        seen = compute(
+            job,
+            computation,
+            plan=folder / "plan.json",
+            sample=sample,
+            n_ranks=plan.cluster.n_machines,
+            launcher=launcher,
+        )
+        found = _found(computation, graph, tensors, seen)
     function = loss_function(loss)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         alone = _seconds(module, inputs, targets, function, n_steps=n_steps)
         # The last step is compared.
-        seed = step_seed(SEED, (rehearsal.n_steps - 1) * plan.batch)
+        seed = step_seed(SEED, (computation.n_steps - 1) * plan.batch)
         single = _reference(module, inputs, targets, function, graph=graph, seed=seed)
         exact = _reference(
             module.double(), _double(inputs), _double(targets), function, graph=graph, seed=seed
@@ -307,7 +331,7 @@ def verify(
         agreements=_compared(found, single, exact),
         links=_links(plan, graph, seen, n_steps=n_steps + N_WARM),
         predicted_seconds=plan.predicted.step_seconds if plan.predicted else None,
-        measured_seconds=max(median(machine.seconds) for machine in seen),
+        measured_seconds=max(rank["step_seconds"] for rank in seen),
         alone_seconds=alone,
         cluster=plan.cluster.name,
         n_cores=n_cores,
@@ -363,32 +387,31 @@ def _n_words(graph: LayerGraph) -> int:
     return 1 if hides else min(known, default=1)
 
 
-def _make_room(rehearsal: VerificationRun, graph: LayerGraph, tensors: Tensors) -> None:
-    shape = (rehearsal.n_samples, *graph[graph.outputs[0]].shape)
+def _make_room(computation: Computation, graph: LayerGraph, tensors: Tensors) -> None:
+    shape = (computation.n_samples, *graph[graph.outputs[0]].shape)
     names = [(OUTPUT, shape)] + [
         (gradient_file(index), tuple(tensors[name].shape))
         for index, name in enumerate(sorted(tensors))
     ]
     for name, wanted in names:
-        np.lib.format.open_memmap(rehearsal.path(name), mode="w+", dtype=np.float32, shape=wanted)
+        np.lib.format.open_memmap(computation.path(name), mode="w+", dtype=np.float32, shape=wanted)
 
 
 def _found(
-    rehearsal: VerificationRun, graph: LayerGraph, tensors: Tensors, seen: Sequence[Seen]
+    computation: Computation, graph: LayerGraph, tensors: Tensors, seen: Counters
 ) -> dict[str, torch.Tensor]:
-    losses = [machine.loss for machine in seen if machine.loss is not None]
     found = {
-        "outputs": _load(rehearsal, OUTPUT),
-        "loss": torch.tensor(sum(losses) / rehearsal.n_samples),
+        "outputs": _load(computation, OUTPUT),
+        "loss": torch.tensor(sum(rank["loss"] for rank in seen) / computation.n_samples),
     }
     for index, name in enumerate(sorted(tensors)):
         if name in graph.tensors:
-            found[name] = _load(rehearsal, gradient_file(index))
+            found[name] = _load(computation, gradient_file(index))
     return found
 
 
-def _load(rehearsal: VerificationRun, name: str) -> torch.Tensor:
-    array: Array = np.load(rehearsal.path(name))
+def _load(computation: Computation, name: str) -> torch.Tensor:
+    array: Array = np.load(computation.path(name))
     return torch.from_numpy(array)
 
 
@@ -454,7 +477,7 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _links(plan: Plan, graph: LayerGraph, seen: Sequence[Seen], *, n_steps: int) -> list[Link]:
+def _links(plan: Plan, graph: LayerGraph, seen: Counters, *, n_steps: int) -> list[Link]:
     compiled = compile_plan(
         graph, plan.placements, batch=plan.batch, n_machines=plan.cluster.n_machines
     )
@@ -464,8 +487,9 @@ def _links(plan: Plan, graph: LayerGraph, seen: Sequence[Seen], *, n_steps: int)
         predicted[key] = predicted.get(key, 0) + message.n_bytes
     sent = {
         (sender, receiver): n_bytes // n_steps
-        for sender, machine in enumerate(seen)
-        for receiver, n_bytes in machine.n_bytes.items()
+        for sender, rank in enumerate(seen)
+        for receiver in range(plan.cluster.n_machines)
+        if (n_bytes := int(rank.get(f"bytes_to_{receiver}", 0)))
     }
     return [
         Link(sender=key[0], receiver=key[1], predicted=predicted.get(key, 0), sent=sent.get(key, 0))

@@ -13,7 +13,7 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from distbelief.graph.operator import Step
-from distbelief.partition.verify import SharedDropoutMasks
+from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
 
 

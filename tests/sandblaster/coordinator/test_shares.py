@@ -7,8 +7,7 @@ from distbelief.roles.role import Address, Received, Seconds
 from distbelief.simulation.faults import DiskFull
 from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.metrics import TimeShares
-from sandblaster.coordinator.workers import WorkerPool
+from sandblaster.coordinator.workers import TimeShares, WorkerPool
 from tests.simulation.sandblasts import Sandblast, play
 
 

@@ -1,0 +1,93 @@
+"""Runs the ranks of one plan as a job without shards: fork server, supervisor, heartbeats.
+
+The files of the run lie in the folder of the `Computation`, beside its results.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from distbelief.config.job import Job
+from distbelief.errors import DistBeliefError
+from distbelief.launch.local import LocalLauncher
+from distbelief.launch.role_process import RoleSpec
+from distbelief.parameter_server.layout import Layout
+from distbelief.roles.role import SUPERVISOR
+from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.supervisor import Supervisor
+from distbelief.task.task import Sample
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
+from distbelief.worker.build import replica_entries
+from distbelief.worker.computation import Computation
+
+
+def compute(
+    job: Job,
+    computation: Computation,
+    *,
+    plan: Path,
+    sample: Sample,
+    n_ranks: int,
+    launcher: LocalLauncher,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Mapping[str, float]]:
+    """Run all ranks until they end; return the last counters of each.
+
+    Args:
+        job: Names the model and its loss.
+        computation: What to compute.
+        plan: File of the plan.
+        sample: One sample of the data.
+        n_ranks: Of the plan.
+        launcher: Starts the processes; the caller closes it.
+        tell: Called with a line about a rank that is silent, or back.
+
+    Raises:
+        DistBeliefError: a rank failed, or was silent for too long.
+    """
+    folder, run = Path(computation.folder), secrets.token_hex(16)
+    reach = ListenConfig(directory=str(folder))
+    # A rank that fails once would fail again.
+    supervisor = Supervisor(
+        SupervisorConfig(
+            roster=tuple((entry.name, entry.kind) for entry in replica_entries(1, n_ranks)),
+            stop=None,
+            replica_restarts_max=0,
+        )
+    )
+
+    def log(level: str, text: str) -> None:
+        with (folder / "supervisor.log").open("a") as file:
+            file.write(f"{level}: {text}\n")
+        if level != "info":
+            tell(text)
+
+    transport = reach.transport(name=SUPERVISOR, incarnation=1, run=run, log=log)
+    with transport:
+        spec = RoleSpec(
+            job=msgspec.Raw(job.to_json()),
+            run=run,
+            supervisor=transport.endpoint,
+            memory="",
+            snapshots=str(folder),
+            layout=Layout.of([], n_shards=1).spec,
+            initials={},
+            initial_file=None,
+            plan=str(plan.absolute()),
+            sample=sample,
+            reach=reach,
+            computation=computation,
+        )
+        (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+        launcher.start()
+        launcher.serve(
+            spec=folder / "spec.json", log_of=lambda name: folder / f"{name}.log", has_ranks=True
+        )
+        error = RoleRunner(supervisor, transport=transport, log=log, launcher=launcher).run()
+    if error is not None:
+        raise DistBeliefError(error)
+    return [role.counters for role in supervisor.view(time.monotonic()).roles]

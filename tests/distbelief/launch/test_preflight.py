@@ -1,0 +1,105 @@
+"""What the check of model and data reports, tried in this process."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from distbelief.config.load import parse_job
+from distbelief.launch import preflight
+from distbelief.launch.preflight import PreflightRequest, PreflightResult, check_main, read_result
+
+
+JOB = f"""
+    model.factory = "{__name__}:tied"
+    data.train.factory = "{__name__}:points"
+    data.test.factory = "{__name__}:points"
+    stop.epochs = 1
+    [algorithm]
+    name = "downpour"
+    loss = "cross_entropy"
+    batch_size = 4
+    rule = {{ name = "sgd", learning_rate = 0.1 }}
+"""
+
+done: list[str] = []
+
+
+def tied() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    assert isinstance(net[0], nn.Linear)
+    net[2].weight = net[0].weight
+    return net
+
+
+def points() -> TensorDataset:
+    done.append("points")
+    return TensorDataset(torch.zeros(9, 3), torch.zeros(9, dtype=torch.int64))
+
+
+def prepare() -> None:
+    done.append("prepare")
+
+
+def checked(folder: Path, *overrides: str) -> PreflightResult:
+    done.clear()
+    job = parse_job(JOB, path=folder / "job.toml", overrides=overrides)
+    content = PreflightRequest(
+        job=msgspec.Raw(job.to_json()),
+        answer=str(folder / "answer.json"),
+        initial_file=str(folder / "initial.safetensors"),
+        plan=str(folder / "plan.json"),
+    )
+    request = folder / "request.json"
+    request.write_bytes(msgspec.json.encode(content))
+    assert check_main("check", 1, str(request)) == 0
+    found = read_result(folder / "answer.json")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    n_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(n_threads)
+
+
+def test_types_and_names_of_tensors_are_reported(tmp_path: Path) -> None:
+    """The supervisor's process builds no model, and writes one with all names and types."""
+    found = checked(tmp_path)
+    assert found.error is None
+    assert found.aliases == {"2.weight": "0.weight"}
+    assert found.dtypes["1.num_batches_tracked"] == "int64"
+    assert found.dtypes["0.weight"] == "float32"
+    assert {spec.name for spec in found.tensors} == found.dtypes.keys()
+    assert load_file(tmp_path / "initial.safetensors").keys() == found.dtypes.keys()
+    assert (found.metric_name, found.task.n_parameters) == ("accuracy", 21)
+
+
+def test_data_are_prepared_first_and_built_once(tmp_path: Path) -> None:
+    checked(tmp_path)
+    assert done == ["prepare", "prepare", "points", "points"]  # of [data.train] and [data.test]
+    assert preflight.prepared_mark(tmp_path / "request.json").exists()
+
+
+def test_what_the_user_can_mend_is_told_from_what_he_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = checked(tmp_path, "algorithm.loss=crossentropy")
+    assert (found.is_users, "there is no loss" in str(found.error)) == (True, True)
+
+    def fail(*_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(preflight, "answer_to", fail)
+    found = checked(tmp_path)
+    claim = "model and data failed the check: OSError: no memory (test_preflight.py, line "
+    assert str(found.error).startswith(claim)

@@ -1,0 +1,58 @@
+"""The training objective of one rank, step by step."""
+
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.execution.executor import StepResult
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import Evaluate
+from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.config import DownpourConfig
+from distbelief.worker.gradients import Items, Trainer
+from distbelief.worker.group import GroupLeader
+from distbelief.worker.policy import Async
+from distbelief.worker.training import TrainingObjective
+
+
+class Client:
+    """A client whose shards have the pushes of 8 samples."""
+
+    samples = 8
+    clocks = (2,)
+    unacknowledged = 0
+    can_push = ready = False
+
+
+def rank() -> TrainingObjective:
+    items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
+    trainer = Trainer(items, Async(), clip_norm=None, n_ranks=1, is_whole=False)
+    config = DownpourConfig(batch_size=4)
+    return TrainingObjective(config, client=cast("ParameterClient", Client()), trainer=trainer)
+
+
+def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
+    """The group begins where the rank that has pushed least left off."""
+    objective = rank()
+    objective.begin(0, 0.0)
+    counted = []
+    for step in range(4):
+        batch = BatchIndices(position=4 * step, indices=np.arange(4))
+        batch_slice = BatchSlice(generation=1, step=step, samples=batch)
+        objective.open(step, batch, batch_slice)(0, torch.ones(2))
+        found = StepResult(loss=4.0, averages={}, outputs=())
+        objective.closed(objective.close(found), found, batch, 0.0)
+        counted.append(objective.counters.gradients)
+    assert counted == [0, 0, 1, 2]
+    due = [objective.is_due]
+    objective.drop()
+    assert [*due, objective.is_due] == [True, False]
+    assert objective.pushed == 8
+
+
+def test_requests_of_evaluations_are_rejected() -> None:
+    with pytest.raises(RemoteProtocolError, match="Evaluate is not for a role that is computing"):
+        rank().command(GroupLeader(1), Evaluate(request=1, whole=True), 0.0)
