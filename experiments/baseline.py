@@ -45,7 +45,6 @@ class Point:
 
 
 def train(job: Job, *, rule: str, learning_rate: float, steps: int, seed: int) -> Iterator[Point]:
-    """Train, and measure `reports` times on the way."""
     assert job.data.test is not None
     torch.manual_seed(seed)
     net, loss = build_model(job.model), build_loss(job.task)
@@ -86,7 +85,6 @@ def draw_batches(n_samples: int, *, size: int, seed: int) -> Iterator[list[int]]
 
 @torch.no_grad()
 def measure(net: nn.Module, test: Dataset, job: Job) -> tuple[float, float]:
-    """Return metric and loss of held-out samples, the same every time."""
     metric, loss = build_metric(job.task), build_loss(job.task)
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(TEST_SEED))
     chosen = order[: job.evaluation.subset or len(test)]

@@ -203,9 +203,6 @@ def hold(entry: Entry, course: Course, *, target: float, seconds_max: float) -> 
 
     It reads the board to know when all workers have begun and when all are done, lets them go, and
     evaluates afterwards what worker 0 has recorded.
-
-    Raises:
-        EntrantFailedError: it fails, or takes longer than `seconds_max`.
     """
     path, folder = course.write(), Path(course.run_folder)
     program = Program(
@@ -269,7 +266,6 @@ def _environment(entry: Entry, folder: Path) -> dict[str, str]:
 
 
 def _judge(course: Course, used: Usage, *, n_bytes: int, target: float) -> Run:
-    """Evaluate what was recorded, and find when the target was reached."""
     board = course.board()
     n = int(board[0, N_RECORDS])
     begun = float(board[:-1, BEGUN].min())

@@ -171,7 +171,6 @@ class Arena:
         return sum(worker.ledger.n_acknowledged for worker in self.workers)
 
     def _look(self, now: float) -> None:
-        """Restart who is dead, wake who has slept enough, note who stands still."""
         self._hands.turn(now)
         if now >= self._paused_until:
             self._paused_worker = None
@@ -239,7 +238,6 @@ class Arena:
             self._paused_until, self._paused_worker = now + seconds, worker
 
     def _note_gaps(self) -> None:
-        """Remember how long the workers stood still after a fault of a shard."""
         if self._watched:
             self.tally.gaps.append(max(worker.gap for worker in self.workers))
         self._watched = False

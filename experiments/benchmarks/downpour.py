@@ -190,7 +190,6 @@ class Race:
         self._rest(contestant)
 
     def _rest(self, contestant: Contestant) -> None:
-        """Let nobody run, and wait until what is under way is done."""
         self._track.give(len(CONTESTANTS))  # nobody's
         deadline = time.monotonic() + QUIET_SECONDS_MAX
         used = contestant.processes.cpu_seconds()

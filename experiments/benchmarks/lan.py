@@ -58,17 +58,12 @@ class Link:
 
     @property
     def beyond(self) -> float:
-        """How much more passed, both ways, than was foretold, as a share."""
         foretold = self.foretold_received + self.foretold_sent
         return (self.received + self.sent) / foretold - 1.0
 
 
 def links_of(lan: Lan, text: str) -> Sequence[Link]:
-    """Run a job over all hosts; return what passed each of their links.
-
-    Raises:
-        RuntimeError: it fails; its words.
-    """
+    """Run a job over all hosts; return what passed each of their links."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
         placement, before = _run(folder, lan, text, stack)

@@ -68,12 +68,7 @@ TORN_WAIT_SECONDS: Final = 1e-3
 
 @final
 class BareClient:
-    """A worker of the server at `address`; use it in a `with` statement.
-
-    Args:
-        parameters: What is fetched is copied into these.
-        address: `ParameterServer.address`.
-    """
+    """A worker of the server at `address`; use it in a `with` statement."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], address: str) -> None:
         self._session = ClientSession(list(parameters), ServerAddress.parse(address))
@@ -161,7 +156,6 @@ class Times:
         self.cpu_seconds.append(used.cpu_seconds / n)
 
     def forget(self) -> None:
-        """Forget the turns so far, which were to get warm."""
         self.pushes, self.fetches, self.cpu_seconds = [], [], []
 
 
@@ -246,7 +240,6 @@ def _asked(workers: Workers, n: int) -> Pairs:
 
 
 def _bytes_of_an_empty_shard(folder: Path) -> int:
-    """Return the peak memory of a shard's process that holds next to nothing."""
     directory = folder / "empty"
     server = ParameterServer(
         [torch.nn.Parameter(torch.zeros(64))],
@@ -261,7 +254,6 @@ def _bytes_of_an_empty_shard(folder: Path) -> int:
 
 
 def _peaks(directory: Path) -> list[int]:
-    """Return the peak memory of each shard that writes its log there."""
     return [
         measurement.peak_bytes(pid)
         for name, pid in measurement.roles_in(directory).items()

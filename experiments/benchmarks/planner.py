@@ -91,7 +91,6 @@ def order_of(
 
 
 def choice_of(done: Planned) -> Choice | None:
-    """Return the plan among its candidates, or None if it is none of them."""
     return done.solved.decoder.choice(done.best.placements)
 
 

@@ -171,7 +171,6 @@ def _started(
 
 
 def _look(run: Path) -> tuple[int, int, bool]:
-    """Return a run's samples so far, replica 1's process, and if that trains."""
     try:
         status = json.loads((run / "status.json").read_text())
     except (OSError, json.JSONDecodeError):

@@ -208,12 +208,11 @@ def _built(
 
 
 def _acquainted(one: Address, other: Address) -> bool:
-    """Return whether these two have to do with each other: replicas have not."""
+    """Return whether these two exchange messages: replicas do not."""
     return not (one.startswith("replica") and other.startswith("replica"))
 
 
 def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:
-    """Return a machine for each, of a rack of 10 Gbit/s as large as need be."""
     shards = [name for name in names if name.startswith("shard")]
     others = [name for name in names if not name.startswith("shard")]
     n_of_shards = len(shards) * n_per_shard

@@ -120,11 +120,6 @@ def _draw(
 
 
 def gather(entries: Sequence[Entry], options: argparse.Namespace, runs: Runs) -> list[Course]:
-    """Return all courses of these entries, kept or run now, seed by seed.
-
-    Raises:
-        ValueError: courses of one seed began from different warm starts.
-    """
     if options.only and not options.run:
         runs.print("--only chooses what --run runs; all that is kept is drawn")
     settings: dict[Entry, float] = {}

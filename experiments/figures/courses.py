@@ -167,11 +167,6 @@ report_every = "{every} s"
 
 
 def check_warm_starts(courses: Sequence[Course]) -> None:
-    """Refuse courses of one seed that did not begin from one warm start.
-
-    Raises:
-        ValueError: naming two of them.
-    """
     first: dict[int, Course] = {}
     for course in courses:
         other = first.setdefault(course.seed, course)
@@ -280,7 +275,6 @@ def find_pace(entry: Entry, *, preparation: Preparation, tell: Tell) -> Pace:
 
 
 def pace(entry: Entry) -> Pace | None:
-    """Return how long an evaluation by all replicas takes, if that is known."""
     return kept(_pace_path(entry), pace_fingerprint(entry), Pace)
 
 
@@ -293,6 +287,7 @@ def stale(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def interval(begun: Sequence[Seconds]) -> Seconds:
+    """Return the mean time between evaluations, the first left out."""
     later = begun[1:EVALUATIONS]
     return (later[-1] - later[0]) / (len(later) - 1)
 

@@ -43,7 +43,6 @@ _EVALUATOR_MACHINES: Final = 64
 
 
 def shard_machines(n_replicas: int) -> int:
-    """Return how many machines the shards of so many replicas have together."""
     return max(2, min(n_replicas // 2, SHARD_MACHINES_MAX))
 
 

@@ -33,7 +33,6 @@ PAPERS_CROSSING_CORES: Final = 30_000  # with which Sandblaster may win
 
 
 def by_label(courses: Sequence[Course]) -> dict[str, list[Course]]:
-    """Return courses by method and replicas, as the paper's legend has them."""
     groups: dict[str, list[Course]] = defaultdict(list)
     for course in courses:
         groups[f"{course.name} [{course.replicas}]"].append(course)
@@ -49,7 +48,6 @@ def times_of(courses: Sequence[Course]) -> dict[int, float]:
 
 
 def order_lines(courses: Sequence[Course]) -> Iterator[str]:
-    """Tell times to the target, and in how many seeds the paper's order holds."""
     times = {label: times_of(own) for label, own in by_label(courses).items()}
     for label, own in times.items():
         yield f"{label:26} {TARGET:.0%} held out after {_spread(list(own.values()))}"

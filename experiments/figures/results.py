@@ -25,13 +25,11 @@ _Value = TypeVar("_Value")
 
 
 def fingerprint(*parts: object) -> str:
-    """Return 16 hexadecimal digits of what msgspec can write as JSON."""
     text = msgspec.json.encode(parts, order="deterministic")
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def keep(path: Path, value: object, *, of: str) -> None:
-    """Write a value as JSON with its fingerprint, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(msgspec.json.encode({"of": of, "value": value}) + b"\n")
@@ -49,7 +47,6 @@ def kept(path: Path, of: str, kind: type[_Value]) -> _Value | None:
 
 
 def cache() -> Path:
-    """Return the folder of what is quickly made again: warm starts."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "distbelief" / "figures"
 

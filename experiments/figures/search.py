@@ -75,7 +75,6 @@ def tries_of(entry: Entry, attempt: Callable[[Entry, float], Course] | None = No
 
 
 def setting_of(entry: Entry) -> float | None:
-    """Return the best setting of an entry, None if its search is not over."""
     entry = LEARNER if entry.kind == "l-bfgs" else entry
     tries = tries_of(entry)
     return best(tries) if len(tries) == len(entry.candidates) else None

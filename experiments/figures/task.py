@@ -67,6 +67,7 @@ def train() -> Held:
 
 @cache
 def held_out() -> Held:
+    """Return frames of voices and sentences that are not trained on."""
     return _picked(frames("test", hours=0.5), N_MEASURED)
 
 

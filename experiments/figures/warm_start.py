@@ -38,16 +38,7 @@ class WarmStart:
 def warm_start(
     seed: int, *, data: task.Held | None = None, folder: Path | None = None
 ) -> WarmStart:
-    """Return the warm start of a seed; it is made unless one of just this is kept.
-
-    Args:
-        seed: Of its first weights, and of the order of samples.
-        data: To learn from; None: those of the task.
-        folder: Where it is kept; None: the user's cache.
-
-    Raises:
-        ValueError: a file of that name says that it is of something else.
-    """
+    """Return the warm start of a seed; it is made unless one of just this is kept."""
     torch.manual_seed(seed)
     net, data = task.net(), task.train() if data is None else data
     initial = torch.nn.utils.parameters_to_vector(net.parameters())

@@ -47,9 +47,6 @@ class Watch:
     """Notes forbidden audit events within `on`.
 
     An audit hook cannot be removed: have one watch for a process.
-
-    Args:
-        hears: Whether to install the hook; otherwise nothing is seen.
     """
 
     def __init__(self, *, hears: bool = True) -> None:
@@ -105,7 +102,6 @@ class Trial:
         self.n = self.n_accepted = 0
 
     def mutate(self, *, n: int, seconds: float, seed: int) -> None:
-        """Try `n` mutations, or for so many seconds of processor time."""
         mutator = Mutator(self.decoder.seeds, draw=numbers(seed))
         begun = time.process_time()
         with self.watch.on():

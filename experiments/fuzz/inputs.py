@@ -71,7 +71,7 @@ class Mutator:
         return data[:N_BYTES_MAX]
 
     def accepted(self, data: bytes) -> None:
-        """These were legal: go on from them as well, now and then."""
+        """Go on from these legal bytes as well, now and then."""
         if self._draw(64) or len(data) > self._n_bytes_kept:
             return
         if len(self._kept) < N_KEPT_MAX:
@@ -136,50 +136,50 @@ class Sampler:
     def of(self, kind: object) -> object:
         return self._value(inspect.type_info(kind))
 
-    def _value(self, told: inspect.Type) -> object:
-        match told:
+    def _value(self, kind: inspect.Type) -> object:
+        match kind:
             case inspect.StructType() | inspect.DataclassType():
-                return told.cls(**{f.name: self._value(f.type) for f in told.fields})
+                return kind.cls(**{f.name: self._value(f.type) for f in kind.fields})
             case inspect.Metadata():
-                return self._value(told.type)
+                return self._value(kind.type)
             case inspect.UnionType():
-                return self._value(self._one_of(told.types))
+                return self._value(self._one_of(kind.types))
             case inspect.VarTupleType() | inspect.ListType():
-                items = [self._value(told.item_type) for _ in range(self._n(told))]
-                return tuple(items) if isinstance(told, inspect.VarTupleType) else items
+                items = [self._value(kind.item_type) for _ in range(self._n(kind))]
+                return tuple(items) if isinstance(kind, inspect.VarTupleType) else items
             case inspect.DictType():
-                keys = [self._value(told.key_type) for _ in range(self._draw(N_ITEMS))]
-                return {key: self._value(told.value_type) for key in keys}
+                keys = [self._value(kind.key_type) for _ in range(self._draw(N_ITEMS))]
+                return {key: self._value(kind.value_type) for key in keys}
             case _:
-                return self._plain(told)
+                return self._plain(kind)
 
-    def _plain(self, told: inspect.Type) -> object:
-        match told:
+    def _plain(self, kind: inspect.Type) -> object:
+        match kind:
             case inspect.IntType():
-                low = told.ge if told.ge is not None else 0
-                high = told.le if told.le is not None else 1 << 30
+                low = kind.ge if kind.ge is not None else 0
+                high = kind.le if kind.le is not None else 1 << 30
                 return min(max(self._one_of(_NUMBERS), low), high)
-            case inspect.FloatType() if told.ge is not None and told.le is not None:
-                within = [real for real in _REALS if told.ge <= real <= told.le]
-                return self._one_of([float(told.ge), float(told.le), *within])
+            case inspect.FloatType() if kind.ge is not None and kind.le is not None:
+                within = [real for real in _REALS if kind.ge <= real <= kind.le]
+                return self._one_of([float(kind.ge), float(kind.le), *within])
             case inspect.StrType():
-                named = told.pattern is not None  # of a vector
-                return "s0" if named else self._one_of(_WORDS)[: told.max_length]
+                named = kind.pattern is not None  # of a vector
+                return "s0" if named else self._one_of(_WORDS)[: kind.max_length]
             case inspect.TupleType():
-                return tuple(self._value(item) for item in told.item_types)
+                return tuple(self._value(item) for item in kind.item_types)
             case inspect.LiteralType():
-                return self._one_of(told.values)
+                return self._one_of(kind.values)
             case _:
-                blob = isinstance(told, inspect.CustomType) and told.cls is Blob
-                return self._plainest[Blob if blob else type(told)]()
+                blob = isinstance(kind, inspect.CustomType) and kind.cls is Blob
+                return self._plainest[Blob if blob else type(kind)]()
 
     def _array(self) -> object:
         dtype = self._one_of(list(ELEMENT_TYPES.values()))
         return np.zeros(self._draw(16), dtype)
 
-    def _n(self, told: inspect.VarTupleType | inspect.ListType) -> int:
-        least = told.min_length or 0
-        return max(least, min(self._draw(N_ITEMS), told.max_length or N_ITEMS))
+    def _n(self, kind: inspect.VarTupleType | inspect.ListType) -> int:
+        least = kind.min_length or 0
+        return max(least, min(self._draw(N_ITEMS), kind.max_length or N_ITEMS))
 
     def _one_of(self, choices: Sequence[Choice]) -> Choice:
         return choices[self._draw(len(choices))]

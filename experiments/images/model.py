@@ -78,11 +78,7 @@ class Stage:
 
 
 def image_net(maps: Maps, categories: int = N_CATEGORIES, size: int = IMAGE_SIZE) -> nn.Sequential:
-    """Three stages of the paper's, then the outputs; (n, 3, size, size) in.
-
-    Raises:
-        ValueError: a stage has no map, or the image is too small for the windows.
-    """
+    """Three stages of the paper's, then the outputs; (n, 3, size, size) in."""
     if len(maps) != len(POOLS) or min(maps) < 1:
         raise ValueError(f"maps = {list(maps)}: use three numbers of maps, 1 or more each")
     stages = [
@@ -95,17 +91,7 @@ def image_net(maps: Maps, categories: int = N_CATEGORIES, size: int = IMAGE_SIZE
 def staged_net(
     stages: Sequence[Stage | dict[str, int]], categories: int, size: int, colours: int = N_COLOURS
 ) -> nn.Sequential:
-    """Stages of any size, then the outputs; (n, colours, size, size) in.
-
-    Args:
-        stages: As `ShutdownStage`, or as tables of a job file.
-        categories: Scores that come out.
-        size: Rows and columns of an image.
-        colours: Channels of an image.
-
-    Raises:
-        ValueError: a number is below 1, or the image is too small for the windows.
-    """
+    """Stages of any size, then the outputs; (n, colours, size, size) in."""
     staged = [s if isinstance(s, Stage) else Stage(**s) for s in stages]
     numbers = [n for s in staged for n in (s.maps, s.filter, s.pool, s.step)]
     if min([*numbers, categories, colours]) < 1:

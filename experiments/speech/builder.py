@@ -61,7 +61,6 @@ class Tape:
             self._write_header()
 
     def copy(self, source: Path) -> None:
-        """Append every row of another .npy file of the same row shape and type."""
         rows = np.load(source, mmap_mode="r", allow_pickle=False)
         assert rows.shape[1:] == self._row_shape
         assert rows.dtype == self._dtype
@@ -161,7 +160,6 @@ class Builder:
         self._n_frames = len(volume.features)
 
     def record(self, casting: Casting, *, n_frames: int, n_workers: int) -> None:
-        """Hold the sessions that are missing to `n_frames`, or a few more."""
         if not self._voices:
             self._tapes["boundaries"].append(np.zeros(1, np.int64))
         studio = Studio(Espeak(), casting=casting, n_workers=n_workers)

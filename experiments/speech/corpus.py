@@ -22,13 +22,7 @@ STOP_SECONDS = 10.0
 
 
 def ensure(recipes: Sequence[Recipe], *, cache: Path, n_workers: int | None = None) -> None:
-    """Build the recipes that are not in `cache`, in a fresh process, in this order.
-
-    Args:
-        recipes: what is needed.
-        cache: folder of all corpora.
-        n_workers: sessions at a time; as many as there are cores, if not given.
-    """
+    """Build the recipes that are not in `cache`, in a fresh process, in this order."""
     missing = [recipe for recipe in recipes if not is_built(recipe, cache=cache)]
     if not missing:
         return

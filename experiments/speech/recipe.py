@@ -44,7 +44,6 @@ class Recipe:
 
     @classmethod
     def read(cls, spelling: str) -> "Recipe":
-        """The recipe of a PART:HOURS[:SEED[:clean]], as `spell` writes it."""
         part, *rest = spelling.split(":")
         match rest:
             case [hours]:
@@ -79,7 +78,6 @@ class Recipe:
 
 
 def find_cache(cache: str | os.PathLike[str] | None) -> Path:
-    """The folder of all corpora: `cache`, or the user's cache directory."""
     if cache is not None:
         return Path(cache).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(recipe: Recipe, *, cache: Path, n_workers: int) -> None:
-    """Build one corpus, unless somebody else did while we waited for the lock."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with hold_lock(cache / f"{recipe.name}.lock"):
@@ -51,7 +50,6 @@ def build(recipe: Recipe, *, cache: Path, n_workers: int) -> None:
 
 
 def explain(error: OSError, *, recipe: Recipe, cache: Path) -> CorpusError:
-    """The user's words for what the system said: which file, why, what to do."""
     reason = error.strerror or str(error)
     name = error.filename or str(cache)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

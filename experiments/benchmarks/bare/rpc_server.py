@@ -69,7 +69,6 @@ def values() -> Tensor:
 
 
 def join(name: str, meeting: Path, *, rank: int, n_servers: int, tcp: bool) -> None:
-    """Meet the others, as one of `n_servers` + 1 processes."""
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=meeting.as_uri(),
         _transports=["uv"] if tcp else None,

@@ -62,11 +62,7 @@ class MarkedNet(nn.Module):
 
 @final
 class Ledger:
-    """What one worker has issued, and knows to be acknowledged, in each of its lives.
-
-    Args:
-        path: Of the file; must have been made by `make`.
-    """
+    """What one worker has issued, and knows to be acknowledged, in each of its lives."""
 
     def __init__(self, path: Path) -> None:
         self._counts = np.memmap(path, dtype=np.int64, mode="r+", shape=_SHAPE)
@@ -83,7 +79,6 @@ class Ledger:
         return number
 
     def acknowledge(self, life: int, n_acknowledged: int) -> None:
-        """Note how many of this life's pushes, in order, are acknowledged."""
         self._counts[life, _ACKNOWLEDGED] = n_acknowledged
 
     @property
@@ -142,7 +137,6 @@ def work(
     n_workers: int,
     n_shards: int,
 ) -> None:
-    """Train until the file `stop_path` exists, then leave in order."""
     torch.set_num_threads(1)
     torch.manual_seed(worker)
     ledger, stop = Ledger(Path(ledger_path)), Path(stop_path)

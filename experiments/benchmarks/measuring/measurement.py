@@ -70,7 +70,6 @@ class Spread:
 
 
 def show(title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
-    """Print a table: one row per contestant, one column per key of theirs."""
     table = Table(title=title)
     table.add_column("")
     columns = list(dict.fromkeys(key for cells in rows.values() for key in cells))
@@ -83,7 +82,6 @@ def show(title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def conclude(benchmark: str, figures: Mapping[str, float]) -> None:
-    """Print the last line of a benchmark."""
     rounded = {key: float(f"{value:.4g}") for key, value in figures.items()}
     print(json.dumps({"benchmark": benchmark, "figures": rounded}), flush=True)
 
@@ -124,7 +122,6 @@ def bind(pid: int, core: int) -> None:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the processor time that these processes have taken so far."""
     ticks = 0
     for pid in pids:
         with suppress(OSError):

@@ -46,7 +46,6 @@ class Track:
         return True
 
     def steps(self, contestant: int) -> dict[int, NDArray[np.float64]]:
-        """Return the times at which steps of a contestant began, by process."""
         found = {}
         for path in self._folder.glob(f"{contestant}.*.steps"):
             times = np.fromfile(path)

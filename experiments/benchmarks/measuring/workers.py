@@ -56,7 +56,6 @@ def serve_steps(step: Callable[[], None]) -> None:
 
 
 def timed(step: Callable[[], object], *, n_steps: int) -> list[float]:
-    """Return the seconds of each of so many steps."""
     times = [time.perf_counter()]
     for _ in range(n_steps):
         step()
@@ -106,13 +105,7 @@ class Turn(NamedTuple):
 
 
 class Processes:
-    """Processes started together and ended together; a context manager.
-
-    Args:
-        name: Of them all; their log is NAME.log.
-        programs: Each.
-        folder: For their log.
-    """
+    """Processes started together and ended together; a context manager."""
 
     def __init__(self, name: str, programs: Sequence[Program], folder: Path) -> None:
         self.name = name
@@ -223,11 +216,7 @@ class Workers(Processes):
         self._stopped = stopped
 
     def ask(self, request: object, *, of: Sequence[int] | None = None) -> list[Any]:
-        """Send one request to all, or to those `of` which the places are given; return answers.
-
-        Raises:
-            RuntimeError: one has ended; with the end of the log.
-        """
+        """Send one request to all, or to those `of` which the places are given; return answers."""
         asked = self._processes if of is None else [self._processes[i] for i in of]
         if self._stopped:
             self.signal(signal.SIGCONT)

@@ -64,7 +64,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return image_net((maps, maps, maps), self.n_classes, self.input_shape[-1])
 
     def graph(self) -> LayerGraph:
-        """Return its layers and the loss, without memory for its tensors."""
         with torch.device("meta"):
             module = self.module()
         return append_loss(capture(module, [InputSpec(shape=self.input_shape)]), self.loss)

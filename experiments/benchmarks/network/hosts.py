@@ -57,11 +57,7 @@ def obstacle() -> str | None:
 
 @contextmanager
 def linked(*, bits_per_second: float) -> Iterator[tuple[Host, Host]]:
-    """Make two hosts and the link between them; take them away afterwards.
-
-    Raises:
-        OSError: a command failed; its words.
-    """
+    """Make two hosts and the link between them; take them away afterwards."""
     link = next(_LINKS)
     names = [f"distbelief-{os.getpid()}-{2 * link + end}" for end in range(2)]
     addresses = ["10.77.0.1", "10.77.0.2"]
@@ -102,7 +98,6 @@ class Lan:
         self._set(host, "up")
 
     def n_bytes(self, host: Host) -> tuple[int, int]:
-        """Return how many bytes this host has received, and sent, so far."""
         command = ["ip", "-n", host.name, "-s", "-j", "link", "show", INTERFACE]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         counts = json.loads(done.stdout)[0]["stats64"]
@@ -118,11 +113,6 @@ class Lan:
 
 @contextmanager
 def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
-    """Make so many hosts, and take them away afterwards.
-
-    Raises:
-        OSError: a command failed; its words.
-    """
     base = f"distbelief-{os.getpid()}-lan{next(_LINKS)}"
     switch = f"{base}-switch"
     names = [f"{base}-{index}" for index in range(n_hosts)]

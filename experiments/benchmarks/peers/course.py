@@ -95,7 +95,6 @@ class Course:
         return self._map("recorded", shape, torch.float32)
 
     def net(self) -> nn.Sequential:
-        """Return the net with its initial weights, the same for everybody."""
         layers: list[nn.Module] = []
         for inputs, outputs in zip(self.sizes, self.sizes[1:], strict=False):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -262,11 +261,7 @@ class Entrant:
 def run_together(
     target: Callable[..., None], arguments: Sequence[tuple[object, ...]], *, forever: int = 0
 ) -> None:
-    """Run `target(*a)` for each a in a process of its own, until all have ended.
-
-    Raises:
-        ChildProcessError: one of them failed; the others are ended.
-    """
+    """Run `target(*a)` for each a in a process of its own, until all have ended."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=target, args=each) for each in arguments]
     for process in processes:

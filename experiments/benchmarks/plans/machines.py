@@ -68,7 +68,6 @@ def kept_network(folder: Path, *, seconds: float) -> Network:
 
 
 def order_here(workload: Workload, between: Network, *, stages: bool = False) -> PlanningRequest:
-    """Return what is to be planned: for machines like this one, measured now."""
     profile = profiled(workload.graph(), batch=workload.batch_size)
     return order_by(profile, workload, between, stages=stages)
 
@@ -76,7 +75,6 @@ def order_here(workload: Workload, between: Network, *, stages: bool = False) ->
 def order_by(
     profile: Profile, workload: Workload, between: Network, *, stages: bool = False
 ) -> PlanningRequest:
-    """Return what is to be planned, by a profile of machines like this one."""
     graph, batch = workload.graph(), workload.batch_size
     cluster, single = here(N_MACHINES, network=between), single_sample(graph)
     by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single)

@@ -32,13 +32,13 @@ class Net:
     classes: int = 0  # the dimension of the classes in its output
 
     def graph(self) -> LayerGraph:
-        """Return its layers and the loss, without any memory for its tensors."""
         with torch.device("meta"):
             module = self.make()
         return append_loss(capture(module, [self.input]), self.loss, dim=self.classes)
 
 
 def alexnet(n_classes: int = 1000) -> nn.Module:
+    """Krizhevsky et al. 2012."""
     return nn.Sequential(
         *(nn.Conv2d(3, 96, 11, stride=4, padding=2), nn.ReLU()),
         *(nn.LocalResponseNorm(5, k=2.0), nn.MaxPool2d(3, stride=2)),
@@ -54,6 +54,7 @@ def alexnet(n_classes: int = 1000) -> nn.Module:
 
 
 def vgg16(n_classes: int = 1000) -> nn.Module:
+    """Simonyan and Zisserman 2014, configuration D."""
     layers: list[nn.Module] = []
     before = 3
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):

@@ -43,16 +43,6 @@ def search(
     tries: int,
     seed: int,
 ) -> float:
-    """Return the seconds of the best choice that is found.
-
-    Args:
-        problem: Whose candidates there are.
-        words: What they are called, of each node.
-        seconds_of: Prices a choice; infinite for what does not fit.
-        starts: Where to begin, one after the other; then at random.
-        tries: How many choices are priced.
-        seed: Of all chance.
-    """
     draws = _Draws(problem, words, seed=seed)
     waiting = list(starts)
     best = now = np.inf
@@ -92,7 +82,6 @@ class _Draws:
         return choice
 
     def move(self, choice: Choice) -> Choice:
-        """Return a choice in which a node, or a run of nodes, is split otherwise."""
         node = int(self._rng.integers(len(choice)))
         changed = (*choice[:node], self._drawn(choice, node), *choice[node + 1 :])
         if self._rng.random() < 0.5:

@@ -50,7 +50,7 @@ class Paces(msgspec.Struct, frozen=True, kw_only=True):
         return sum(sum(passes) for pace in (self.alone, self.together) for passes in pace.values())
 
     def at(self, overlap: float) -> Pace:
-        """Return the pace of who computes this share while others compute as well."""
+        """Return the pace of a machine that computes this share while others compute as well."""
         return {
             key: (
                 overlap * both[0] + (1.0 - overlap) * self.alone[key][0],
@@ -78,7 +78,6 @@ def slower(profile: Profile, pace: Pace) -> float:
 
 
 def at_pace(profile: Profile, pace: Pace) -> Profile:
-    """Return a profile as it would be, had it been measured at that pace."""
     layers: dict[str, Mapping[str, Slices]] = dict(profile.layers)
     for key, (forward, backward) in pace.items():
         if key in layers:
@@ -142,11 +141,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         return self.others > OTHERS_MAX or changes
 
     def pace(self, overlap: float) -> Pace:
-        """Return the machine's during the turn, as well as can be told.
-
-        Args:
-            overlap: Which share is computed while other machines compute as well.
-        """
         return mean_pace([self.before.at(overlap), self.after.at(overlap)])
 
 
@@ -243,7 +237,6 @@ class Verdict:
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Return how well predictions do: error, rank."""
     names = list(predicted)
     errors = [abs(predicted[name] / measured[name] - 1.0) for name in names]
     rank = spearmanr([predicted[name] for name in names], [measured[name] for name in names])
@@ -281,7 +274,6 @@ def verdict(
 
 
 def simulated(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, SimulatedPlan]:
-    """Return each plan played through, as the planner would print it."""
     player = PlanSimulator(order)
     return {
         name: player.way(

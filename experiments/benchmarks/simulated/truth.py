@@ -109,7 +109,6 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str], ...] = ()
 
     def error_of(self, figure: str) -> float | None:
-        """Return how far a simulated figure is from the real one, as a share."""
         simulated: float | None = getattr(self.simulated, figure)
         real: float | None = getattr(self.real, figure)
         if simulated is None or not real:
@@ -128,9 +127,6 @@ def both_ways(
         seed: Of the simulation.
         blows: What breaks, in both.
         horizon: Seconds of training that blows are laid over.
-
-    Raises:
-        JobError: the job cannot be run.
     """
     # A machine is as fast as it is just now: what was kept may be of another day, and
     # within a minute, of virtual machines, the same step takes a fifth more or less.
@@ -149,9 +145,6 @@ def simulated_side(
 
     Returns:
         What came of it, and every constant it rests on.
-
-    Raises:
-        JobError: the job cannot be run.
     """
     job = _reporting(job)
     hosts = HostCosts(None, machines=None, measures=True)
@@ -198,11 +191,7 @@ def training_begins(staged: PreparedJob, hosting: PlacedCluster, *, seed: int) -
 
 
 def real_side(job: Job, *, blows: Sequence[FaultEvent] = (), horizon: Seconds = 1.0) -> Side:
-    """Run a job in processes of this host; what it leaves behind is removed.
-
-    Raises:
-        JobError: the job cannot be run.
-    """
+    """Run a job in processes of this host; what it leaves behind is removed."""
     views: list[JobView] = []
 
     def look(view: JobView) -> bool:
