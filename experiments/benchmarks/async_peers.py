@@ -35,7 +35,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import final
 
 import torch
 
@@ -62,7 +61,6 @@ _ROOT = Path(__file__).parents[2]
 ADAGRAD_RATE = 0.01
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A system in the contest."""
@@ -91,7 +89,6 @@ class Entry:
         return done.stdout.strip().partition("+")[0] or None  # without "+cpu"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What one entrant did in one turn."""
@@ -105,7 +102,6 @@ class Run:
     shares: tuple[int, ...]  # gradients of each worker
 
 
-@final
 class EntrantFailedError(Exception):
     """It did not run to the end; the text says why."""
 
@@ -137,7 +133,6 @@ SMALL = {
 OURS = ("ours", "ours_adagrad", "ours_every_5")
 
 
-@final
 @dataclass(slots=True)
 class Row:
     """One entrant in one setting, all its turns."""

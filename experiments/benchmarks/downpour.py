@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -53,7 +53,6 @@ QUIET_SECONDS_MAX: Final = 30.0
 LEARNING_RATE: Final = 1e-3
 
 
-@final
 @dataclass(slots=True)
 class Contestant:
     """Processes that train together, and what their turns came to."""
@@ -65,7 +64,6 @@ class Contestant:
     n_bytes: int = 0  # of all its processes, at the end of some turn
 
 
-@final
 class Race:
     """The contestants of one batch size.
 
@@ -218,7 +216,11 @@ class Race:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
+    options = measurement.options_of(parser, arguments, small=SMALL)
     figures: dict[str, float] = {}
     for batch_size in options.batch_sizes:
         with TemporaryDirectory(prefix="distbelief-downpour-") as folder:
@@ -264,14 +266,6 @@ def _report(contestants: dict[str, Contestant], *, batch_size: int) -> dict[str,
         figures[f"{key}_bytes"] = contestant.n_bytes
     over_kept = rates["downpour"].median / rates["kept"].median
     return figures | {f"downpour_bs{batch_size}_over_kept": over_kept}
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, final
+from typing import Final
 
 from distbelief.config.load import load_job
 from distbelief.forecast.prepare import Preparation, PreparedJob
@@ -45,7 +45,6 @@ TASK: Final = "experiments.benchmarks.simulated.task"
 _MACHINE: Final = Machine(flops=2e10, memory_rate=1e10, bandwidth=1.25e8)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One host's link, in bytes."""
@@ -160,7 +159,6 @@ def start(
 # -------------------------------------------------------------------- in virtual time
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hosts:
     """Machines of a simulation, like those of the real run."""

@@ -41,7 +41,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -81,7 +81,6 @@ PLAN: Final = "plan"  # the only one of machines
 PLAIN: Final = ("torch", "2 threads", "dtensor", APART)  # others than machines
 
 
-@final
 class Turn(NamedTuple):
     """One turn."""
 
@@ -91,7 +90,6 @@ class Turn(NamedTuple):
     seconds: float = 0.0  # of a step
 
 
-@final
 class Contest:
     """Workers that compute the same batch in turns."""
 
@@ -182,7 +180,12 @@ def ratios(taken: Sequence[Turn]) -> dict[str, list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--folder", type=Path, help="keep there what is measured once")
+    options = measurement.options_of(parser, arguments, small=SMALL)
     keep_memory()  # as machines do, and
     torch.set_num_threads(1)  # so: what is measured of layers depends on both
     figures: dict[str, float] = {}
@@ -290,15 +293,6 @@ def _raw(key: str, contest: Contest) -> dict[str, float]:
         figures[f"{start}_cpu_ms"] = 1e3 * each.cpu.median
         figures[f"{start}_bytes"] = each.n_bytes_max
     return figures
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--folder", type=Path, help="keep there what is measured once")
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

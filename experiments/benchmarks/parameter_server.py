@@ -40,8 +40,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, Self
 
 import msgspec
 import torch
@@ -66,7 +65,6 @@ TIMEOUT_SECONDS: Final = 60.0
 TORN_WAIT_SECONDS: Final = 1e-3
 
 
-@final
 class BareClient:
     """A worker of the server at `address`; use it in a `with` statement."""
 
@@ -79,12 +77,7 @@ class BareClient:
         self._wait(lambda: self._client.ready)
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._session.close()
 
     def push(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -128,12 +121,11 @@ COMPARED: Final = {  # figure -> ours, or the first; theirs
     "zmq_over_torch_rpc": ("zmq", "rpc"),
     "sockets_over_torch_rpc": ("sockets", "rpc"),
 }
-SMALL: Final = {"rounds": 1, "repetitions": 1}  # of a tiny net
+SMALL: Final = {"rounds": 1, "repetitions": 20}  # of a tiny net
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
 BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
 
 
-@final
 @dataclass(slots=True)
 class Times:
     """Seconds of each push (or update) and fetch (or copy) of one contestant."""
@@ -159,7 +151,6 @@ class Times:
         self.pushes, self.fetches, self.cpu_seconds = [], [], []
 
 
-@final
 class Floor:
     """One copy, one fused update: what any parameter server does at the least."""
 
@@ -176,7 +167,14 @@ class Floor:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each")
+    parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument(
+        "--without", nargs="+", default=[], choices=CONTESTANTS[1:], help="leave out"
+    )
+    options = measurement.options_of(parser, arguments, small=SMALL)
     keep_memory()  # as every replica does
     torch.set_num_threads(1)
     net = acoustic_net([64], 64) if options.small else acoustic_net([2560] * 4, 8192)
@@ -304,19 +302,8 @@ def _report(times: dict[str, Times], *, peak: float, n_elements: int) -> dict[st
         if ours in times and theirs in times:
             ratios[key] = times[theirs].both / times[ours].both
             cpu_seconds = median(times[theirs].cpu_seconds), median(times[ours].cpu_seconds)
-            ratios[f"{key}_cpu"] = cpu_seconds[0] / cpu_seconds[1]
+            ratios[f"{key}_cpu"] = cpu_seconds[0] / max(cpu_seconds[1], 1e-3)
     return ratios | figures
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each")
-    parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=CONTESTANTS[1:], help="leave out"
-    )
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,19 @@ _EVENTS_MAX: Final = 60_000  # tasks and messages that a search plays through, b
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--machines", type=int, nargs="+", default=COUNTS, help="of the paper's pair"
+    )
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument(
+        "--tries",
+        type=int,
+        help=f"plans that a random search plays through; by default at most {_TRIES}, "
+        "fewer of large nets",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random searches")
+    options = measurement.options_of(parser, arguments, small=SMALL)
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     rows: dict[str, dict[str, str]] = {}
@@ -181,22 +193,6 @@ def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:
         for key, value in figures.items()
         if key.startswith(start)
     }
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument(
-        "--machines", type=int, nargs="+", default=COUNTS, help="of the paper's pair"
-    )
-    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
-    parser.add_argument(
-        "--tries",
-        type=int,
-        help=f"plans that a random search plays through; by default at most {_TRIES}, "
-        "fewer of large nets",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random searches")
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

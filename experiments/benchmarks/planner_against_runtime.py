@@ -68,7 +68,18 @@ BATCH_SIZES: Final[Mapping[NetName, int]] = {"speech": 256, "image": 64}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each plan")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn that count")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300.0,
+        help="seconds after which no other round begins; a net takes two minutes more",
+    )
+    parser.add_argument("--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES))
+    parser.add_argument("--folder", type=Path, help="keep what was measured there")
+    options = measurement.options_of(parser, arguments, small=SMALL)
     keep_memory()  # as machines do, and
     torch.set_num_threads(1)  # so: what is measured of layers depends on both
     figures: dict[str, float] = {}
@@ -141,21 +152,6 @@ def _row(
         "CPU ms": f"{1e3 * median(turn.cpu_seconds for turn in own):.0f}",
         "others": f"{max(turn.others for turn in own):.2f}",
     }
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each plan")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn that count")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=300.0,
-        help="seconds after which no other round begins; a net takes two minutes more",
-    )
-    parser.add_argument("--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES))
-    parser.add_argument("--folder", type=Path, help="keep what was measured there")
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import msgspec
 import torch
@@ -96,7 +96,6 @@ TASK: Final = TaskSpec(
 )
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """A simulated cluster, and how many of its roles end by themselves."""
@@ -226,7 +225,6 @@ def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:
     return options_for(cluster, placement, threads=8)
 
 
-@final
 class Answering:
     """Answers every word of its peer with one; the first of the two begins."""
 

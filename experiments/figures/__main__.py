@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -41,7 +41,6 @@ from experiments.figures.speedup import COUNTS, NETS, speed_ups
 ENTRIES: Final = {"search": search.ENTRIES, "methods": FIGURE_4, "crossings": FIGURE_5}
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Runs, one after the other, and their progress."""

@@ -13,7 +13,7 @@ fingerprint of the code that it was found with.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -35,7 +35,6 @@ TARGET: Final = 0.23  # held out, of Figure 5: what one replica of SGD takes mor
 STOP_AT: Final = 0.236
 
 
-@final
 class Point(msgspec.Struct, frozen=True, array_like=True):
     """One evaluation: seconds of the large cluster, samples, and accuracies."""
 
@@ -45,7 +44,6 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     held_out: float
 
 
-@final
 class Course(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
@@ -212,7 +210,6 @@ PACE_HISTORY: Final = 10.0
 PACE_FOLDERS: Final = ("sandblaster", "distbelief/parameter_server", "distbelief/simulation")
 
 
-@final
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How long an evaluation takes."""
 

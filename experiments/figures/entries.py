@@ -13,7 +13,7 @@ heartbeats and time-outs do not scale; reported seconds are those of the large c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, final
+from typing import Final, Literal
 
 import msgspec
 
@@ -46,7 +46,6 @@ def shard_machines(n_replicas: int) -> int:
     return max(2, min(n_replicas // 2, SHARD_MACHINES_MAX))
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class ScaledMachines:
     """The scaled machines for so many replicas: a host as `run_simulated` wants it."""
@@ -107,7 +106,6 @@ class ScaledMachines:
                 return self.n_machines + _EVALUATOR_MACHINES
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class _Timed:
     """A coordinator that notes when it begins an evaluation."""
@@ -142,7 +140,6 @@ NAMES: Final[Mapping[Kind, str]] = {
 }
 
 
-@final
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A method with so many replicas."""
 

@@ -7,7 +7,7 @@ first at the target; if none comes there, the most accurate at its end. All trie
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -26,7 +26,6 @@ ENTRIES: Final = (
 )
 
 
-@final
 class Try(msgspec.Struct, frozen=True, kw_only=True):
     """How one candidate did."""
 

@@ -5,7 +5,7 @@ machines, and every layer cut evenly over all of them; at the median of the mach
 """
 
 from dataclasses import replace
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -28,7 +28,6 @@ NETS: Final[dict[str, Net]] = {
 }
 
 
-@final
 class SpeedUp(msgspec.Struct, frozen=True, kw_only=True):
     """One net on so many machines."""
 

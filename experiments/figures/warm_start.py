@@ -8,7 +8,7 @@ would otherwise all be taken at the full rate, and undo it.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import torch
 from safetensors import safe_open
@@ -25,7 +25,6 @@ BATCH: Final = 8
 SETTINGS: Final = {"steps": STEPS, "rate": RATE, "batch": BATCH}
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class WarmStart:
     """What was learnt before the methods part."""

@@ -8,7 +8,6 @@ The exit code is 1 if there is one.
 """
 
 import argparse
-import json
 import math
 import resource
 import subprocess
@@ -18,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from experiments.benchmarks.measuring import measurement
 from experiments.fuzz.decoders import DECODERS, Decoder
 from experiments.fuzz.inputs import Mutator, numbers
 
@@ -42,7 +40,6 @@ SECONDS_GRACE: Final = 60
 N_BETWEEN_LOOKS: Final = 1024  # executions between two looks at the clock
 
 
-@final
 class Watch:
     """Notes forbidden audit events within `on`.
 
@@ -68,7 +65,6 @@ class Watch:
             self.seen.append(f"{event}{arguments!r:.200}")
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class Trial:
     """One decoder under trial."""
@@ -127,7 +123,6 @@ def bound_process(seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (most, most))
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What one process found."""
@@ -144,19 +139,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _try(options)
         return
     found = {name: _run(name, options) for name in options.names or DECODERS}
-    table = Table("decoder", "executions", "accepted", "per second", "findings")
-    for name, result in found.items():
-        rate = result.n / result.seconds if result.seconds else 0.0
-        accepted = f"{result.n_accepted / max(1, result.n):.1%}"
-        table.add_row(name, f"{result.n:,}", accepted, f"{rate:,.0f}", str(len(result.findings)))
-    Console(width=110).print(table)
-    figures = {
-        "decoders": len(found),
-        "executions_least": min(result.n for result in found.values()),
-        "findings": sum(len(result.findings) for result in found.values()),
+    rows = {
+        name: {
+            "executions": f"{result.n:,}",
+            "accepted": f"{result.n_accepted / max(1, result.n):.1%}",
+            "per second": f"{result.n / result.seconds if result.seconds else 0.0:,.0f}",
+            "findings": f"{len(result.findings)}",
+        }
+        for name, result in found.items()
     }
-    print(json.dumps({"benchmark": "fuzz", "figures": figures}))
-    if figures["findings"]:
+    measurement.show("decoders", rows)
+    n_findings = sum(len(result.findings) for result in found.values())
+    least = min(result.n for result in found.values())
+    figures = {"decoders": len(found), "executions_least": least, "findings": n_findings}
+    measurement.conclude("fuzz", figures)
+    if n_findings:
         raise SystemExit(1)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, cast, final, get_args
+from typing import Final, cast, get_args
 
 import msgspec
 import numpy as np
@@ -57,7 +57,6 @@ from experiments.fuzz.inputs import Sampler, numbers
 Decode = Callable[[bytes], object]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """What reads bytes."""

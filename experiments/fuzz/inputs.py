@@ -7,7 +7,7 @@ with bytes that are refused at once.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Final, TypeVar, final
+from typing import Final, TypeVar
 
 import numpy as np
 from msgspec import inspect
@@ -45,7 +45,6 @@ def numbers(seed: int) -> Callable[[int], int]:
     return lambda n: next(stream) % n
 
 
-@final
 class Mutator:
     """Draws bytes."""
 
@@ -118,7 +117,6 @@ _NUMBERS: Final = (0, 1, 2, 3, 7, 64, 255, 65536, (1 << 31) - 1, (1 << 63) - 1)
 _REALS: Final = (0.0, -0.0, 1.5, -1e300, float("inf"), float("nan"))
 
 
-@final
 class Sampler:
     """Draws legal values."""
 

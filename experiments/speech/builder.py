@@ -14,7 +14,6 @@ import shutil
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -50,12 +49,7 @@ class Tape:
         self._write_header()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         with self._file:
             self._file.seek(0)
             self._write_header()

@@ -8,7 +8,7 @@ As in a step: numbers leave when work is done, and work begins when numbers have
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 
@@ -35,7 +35,6 @@ from experiments.benchmarks.measuring.workers import serve_steps
 NAMES: Final = (Address("machine-0"), Address("machine-1"))
 
 
-@final
 class Echo:
     """Machine 0 sends numbers at each `STEP`; machine 1 sends them back."""
 

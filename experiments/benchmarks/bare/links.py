@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Final, Protocol, Self, final
+from typing import Final, Protocol, Self
 
 import numpy as np
 import torch
@@ -54,7 +54,6 @@ class Link(Protocol):
     def receive(self, values: memoryview) -> None: ...
 
 
-@final
 class SocketLink:
     """A TCP connection."""
 
@@ -81,7 +80,6 @@ class SocketLink:
             done += self._connection.recv_into(values[done:])
 
 
-@final
 class ZmqLink:
     """Two connections, one for each way."""
 
@@ -138,7 +136,6 @@ def serve(link: Link, n_elements: int) -> None:
             link.send(bytes_of(mine.values))
 
 
-@final
 class Client:
     """Pushes to all servers, and fetches from them, side by side."""
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -53,7 +53,6 @@ RESEND_SECONDS: Final = 0.25
 _RESEND: Final = "resend"
 
 
-@final
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What machines compute."""
 
@@ -63,7 +62,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # where they exchange their addresses
 
 
-@final
 class _SameBatch:
     """Steps that all have the same samples."""
 
@@ -78,7 +76,6 @@ class _SameBatch:
         return self._chosen
 
 
-@final
 class BareMachine:
     """Takes one step for each `STEP`."""
 
@@ -174,7 +171,6 @@ class BareMachine:
         return [*actions, SetTimer(name=_RESEND, at=now + RESEND_SECONDS)]
 
 
-@final
 class Machine:
     """Bare machines of several plans, one of which computes at a time.
 

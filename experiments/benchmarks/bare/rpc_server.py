@@ -19,7 +19,7 @@ import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ LEARNING_RATE: Final = 1e-3
 EPSILON: Final = 1e-10
 
 
-@final
 class Slice:
     """Values and state of some parameters."""
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import final
 
 import numpy as np
 import torch
@@ -53,7 +52,6 @@ print(json.dumps([seconds, weights]))
 """
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a contestant came to."""
@@ -64,7 +62,6 @@ class Outcome:
     error: str | None = None  # why there is no more, if there is not
 
 
-@final
 class Watched:
     """An objective that notes when it first is at a target."""
 
@@ -172,7 +169,6 @@ def _write_text(path: Path, inputs: torch.Tensor, targets: torch.Tensor) -> None
             file.write(f"{label:g} |f {values}\n")
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """What is raced for."""

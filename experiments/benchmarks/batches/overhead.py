@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -43,7 +43,6 @@ HISTORY: Final = 2
 N_GROWING: Final = 6
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """One evaluation of the job, or more: an iteration may take several."""
@@ -63,7 +62,6 @@ class Stretch:
         return self.cpu_seconds / self.plain_cpu_seconds - 1.0
 
 
-@final
 @dataclass(slots=True)
 class _Side:
     """What one side has done since the stretch began."""
@@ -73,7 +71,6 @@ class _Side:
     n_examples: int = 0
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turns:
     """Watches a job, and takes the machine from it for every other turn.

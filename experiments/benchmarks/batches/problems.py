@@ -9,7 +9,6 @@ paced      a linear model whose processes sleep instead of computing; one of the
 
 import time
 from pathlib import Path
-from typing import final
 
 import numpy as np
 import torch
@@ -81,7 +80,6 @@ def paced_net(seconds: float = 1e-3, slowness: float = 5.0) -> nn.Module:
     return Paced(seconds * (slowness if is_slow else 1.0))
 
 
-@final
 class Paced(nn.Module):
     """Sleeps, then computes next to nothing."""
 
@@ -98,7 +96,6 @@ class Paced(nn.Module):
         return outputs
 
 
-@final
 class Objective:
     """Loss and gradient of one flat vector, by torch alone; counts its evaluations."""
 

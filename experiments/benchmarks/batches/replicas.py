@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, final
+from typing import Final
 
 from distbelief.config import toml
 from distbelief.config.load import parse_job
@@ -23,7 +23,6 @@ PROBLEMS: Final = "experiments.benchmarks.batches.problems"
 N_REPLICAS: Final = 2
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Ours:
     """What a job came to."""
@@ -125,7 +124,6 @@ def killed(*, small: bool) -> dict[str, float]:
     return {}
 
 
-@final
 class Killer:
     """Kills one replica after the other, in the midst of each iteration."""
 

@@ -14,7 +14,7 @@ All of a worker is here, a module of its own, so that a process can be forked to
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, final
+from typing import Self
 
 import numpy as np
 import torch
@@ -60,7 +60,6 @@ class MarkedNet(nn.Module):
         self.marks.grad = gradient
 
 
-@final
 class Ledger:
     """What one worker has issued, and knows to be acknowledged, in each of its lives."""
 
@@ -87,24 +86,17 @@ class Ledger:
 
     def by_residue(self) -> tuple[Counts, Counts]:
         """Return acknowledged and issued pushes per residue, each (N_RESIDUES,)."""
-        acknowledged = np.zeros(N_RESIDUES, np.int64)
-        issued = np.zeros(N_RESIDUES, np.int64)
-        first = 0
-        for n_issued, n_acknowledged in self._counts:
-            _add_range(issued, first, int(n_issued))
-            _add_range(acknowledged, first, int(n_acknowledged))
-            first += int(n_issued)
-        return acknowledged, issued
+        issued, acknowledged = self._counts.T
+        first = np.cumsum(issued) - issued  # number of the first push of each life
+        numbers = [np.arange(n) + begin for begin, n in zip(first, acknowledged, strict=True) if n]
+        known = np.concatenate([np.zeros(0, np.int64), *numbers])
+        return _per_residue(known), _per_residue(np.arange(issued.sum()))
 
 
-def _add_range(counts: Counts, first: int, n: int) -> None:
-    counts += n // N_RESIDUES
-    begin = (first + n // N_RESIDUES * N_RESIDUES) % N_RESIDUES
-    for number in range(begin, begin + n % N_RESIDUES):
-        counts[number % N_RESIDUES] += 1
+def _per_residue(numbers: Counts) -> Counts:
+    return np.bincount(numbers % N_RESIDUES, minlength=N_RESIDUES)
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What the marks say, over all shards, workers and residues."""

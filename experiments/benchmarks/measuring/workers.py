@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 from typing_extensions import override
 
@@ -73,7 +73,6 @@ def timed_pairs(
 # ------------------------------------------------------------------- in the benchmark
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """How one process is started."""
@@ -196,7 +195,6 @@ class Processes:
     def _warm_up(self) -> None: ...
 
 
-@final
 class Workers(Processes):
     """Processes that `serve` requests.
 

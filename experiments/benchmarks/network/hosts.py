@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 
 INTERFACE: Final = "veth"
@@ -23,7 +23,6 @@ _QUEUE_BYTES: Final = 1 << 23
 _LINKS: Final = itertools.count()  # of this process, each with names of its own
 
 
-@final
 class Host(NamedTuple):
     """One end of the link."""
 
@@ -83,7 +82,6 @@ def linked(*, bits_per_second: float) -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-@final
 class Lan:
     """Hosts at one switch."""
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self, final
+from typing import Self
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ RELEASED = 0
 N_COLUMNS = 8
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Course:
     """One task, and how it is to be trained."""
@@ -171,7 +170,6 @@ def load(net: nn.Module, flat: torch.Tensor) -> None:
             start = stop
 
 
-@final
 class Entrant:
     """One worker on the course: its net, its batches, its notes."""
 

@@ -6,7 +6,7 @@ their numbers begin with does not matter.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
     """A net and what a step of it is."""
@@ -153,7 +152,6 @@ def convolution(
     return [connected, nn.BatchNorm2d(after), nn.ReLU()]
 
 
-@final
 class Residual(nn.Module):
     """What is added to a shortcut: two convolutions, or a bottleneck of three."""
 
@@ -179,7 +177,6 @@ class Residual(nn.Module):
         return functional.relu(self.added(x) + self.shortcut(x))
 
 
-@final
 class Inception(nn.Module):
     """Four branches side by side; widths are those of the paper's table 1."""
 
@@ -201,7 +198,6 @@ class Inception(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
-@final
 class DenseBlock(nn.Module):
     """Every layer reads all before it."""
 
@@ -223,7 +219,6 @@ class DenseBlock(nn.Module):
         return x
 
 
-@final
 class UNet(nn.Module):
     """Ronneberger et al. 2015, with edges padded: long skips over four levels."""
 
@@ -258,7 +253,6 @@ class UNet(nn.Module):
         return result
 
 
-@final
 class Lstm(nn.Module):
     """Zaremba et al. 2014: the next word; the medium one of their nets."""
 
@@ -275,7 +269,6 @@ class Lstm(nn.Module):
         return scores
 
 
-@final
 class Encoder(nn.Module):
     """Vaswani et al. 2017: the encoder of their base model, words at its end."""
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 
@@ -62,7 +62,6 @@ def search(
     return float(best)
 
 
-@final
 class _Draws:
     """Random choices and moves."""
 
@@ -112,7 +111,6 @@ IS_INSTALLED: Final = find_spec("pymetis") is not None
 _WEIGHT_MAX: Final = 1 << 20  # METIS computes with whole numbers, and adds them up in 32 bits
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Cells:
     """A graph of cells."""

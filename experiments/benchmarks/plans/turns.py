@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Final, Self, cast, final
+from typing import Final, Self, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -38,7 +38,6 @@ from experiments.benchmarks.plans.machines import machines
 Pace = dict[str, tuple[float, float]]
 
 
-@final
 class Paces(msgspec.Struct, frozen=True, kw_only=True):
     """Paces of one moment."""
 
@@ -122,7 +121,6 @@ OTHERS_MAX: Final = 0.2  # processors that others may have
 CHANGE_MAX: Final = 0.35  # share by which layers may become slower or faster meanwhile
 
 
-@final
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of one plan."""
 
@@ -150,7 +148,6 @@ def counting(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in turns if not turn.is_void or turn.plan not in alone]
 
 
-@final
 class Plans:
     """Machines that take turns by several plans; a context manager."""
 
@@ -216,7 +213,6 @@ class Plans:
 N_FINALISTS: Final = 3  # the plan that is preferred and the fastest others, until there are so many
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Seconds of a step of each plan."""

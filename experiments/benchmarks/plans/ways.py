@@ -14,7 +14,7 @@ planner         the planner's choice, for two machines at most
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -34,7 +34,6 @@ PLACES: Final = {"rows": 1, "columns": 2}  # dimensions of images, channels bein
 Choose = Callable[[Layer, int], Placement]  # choose(layer, its place in the net) -> where it is
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A way to split a net."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -45,7 +45,6 @@ EDGE: Final = 0.1
 N_POINTS_MIN: Final = 4
 
 
-@final
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two runs."""
 
@@ -99,7 +98,6 @@ def steady_rate(history: Sequence[Point]) -> float | None:
 REPORT_SECONDS: Final = 0.25
 
 
-@final
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """Both runs of a job, and what the simulated one rests on."""
 
@@ -260,7 +258,6 @@ PAUSED: Final = FaultEvent(kind="pause", role="replica-1", at=0.2, lasts=0.2)
 SLOWED: Final = FaultEvent(kind="slow", role="replica-1", at=0.1, lasts=10.0, factor=3.0)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A job to be run both ways."""
