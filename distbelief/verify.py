@@ -4,7 +4,7 @@ Outputs, loss and gradients are compared; step seconds and bytes per link, with 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, final
@@ -246,6 +246,7 @@ Counters = Sequence[Mapping[str, float]]  # of each rank, at its end
 
 def verify(
     result: PlanningResult,
+    show: Callable[[str], None] = lambda _: None,
     *,
     factory: str,
     loss: str,
@@ -261,6 +262,7 @@ def verify(
         loss: Its name.
         n_cores: Of this host.
         launcher: Starts the processes; the caller closes it.
+        show: Called with what the ranks are doing.
         n_steps: Number of steps after the warm-up.
 
     Raises:
@@ -311,6 +313,7 @@ def verify(
             sample=sample,
             n_ranks=plan.cluster.n_machines,
             launcher=launcher,
+            show=show,
         )
         found = _found(computation, graph, tensors, seen)
     function = loss_function(loss)

@@ -34,6 +34,7 @@ def compute(
     n_ranks: int,
     launcher: LocalLauncher,
     tell: Callable[[str], None] = lambda _: None,
+    show: Callable[[str], None] = lambda _: None,
 ) -> list[Mapping[str, float]]:
     """Run all ranks until they end; return the last counters of each.
 
@@ -45,6 +46,7 @@ def compute(
         n_ranks: Of the plan.
         launcher: Starts the processes; the caller closes it.
         tell: Called with a line about a rank that is silent, or back.
+        show: Called with what the ranks are doing, four times a second.
 
     Raises:
         DistBeliefError: a rank failed, or was silent for too long.
@@ -87,7 +89,14 @@ def compute(
         launcher.serve(
             spec=folder / "spec.json", log_of=lambda name: folder / f"{name}.log", has_ranks=True
         )
-        error = RoleRunner(supervisor, transport=transport, log=log, launcher=launcher).run()
+        error = RoleRunner(supervisor, transport=transport, log=log, launcher=launcher).run(
+            on_tick=lambda: show(_states(supervisor))
+        )
     if error is not None:
         raise DistBeliefError(error)
     return [role.counters for role in supervisor.view(time.monotonic()).roles]
+
+
+def _states(supervisor: Supervisor) -> str:
+    roles = supervisor.view(time.monotonic()).roles
+    return ", ".join(f"{role.name} {role.state or 'importing'}" for role in roles)

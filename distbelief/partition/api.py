@@ -342,14 +342,15 @@ def run(
     request: Request,
     make: Callable[[], object],
     *,
-    verify: Callable[[PlanningResult], Trial] | None = None,
+    verify: Callable[[PlanningResult, Callable[[str], None]], Trial] | None = None,
 ) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
     Args:
         request: The arguments of the command.
         make: Makes the model; called on the meta device, so that it takes no memory.
-        verify: Runs that plan; if its result is wrong, the plan does not fit.
+        verify: Runs that plan, and tells what it is doing; if its result is wrong, the plan does
+            not fit.
 
     Raises:
         GraphError: the model cannot be captured, a pin is impossible, or a count is too high.
@@ -384,8 +385,8 @@ def run(
     explained = [result.explain(layer) for layer in request.explain]
     trial: Trial | None = None
     if verify is not None:
-        with console.status("running the plan"):
-            trial = verify(result)
+        with console.status("running the plan") as status:
+            trial = verify(result, lambda text: status.update(f"running the plan: {escape(text)}"))
     if request.as_json:
         tried = {} if trial is None else {"verified": trial.plain()}
         print(json.dumps({**result.plain(), **tried}))  # noqa: T201 -- the output of the command

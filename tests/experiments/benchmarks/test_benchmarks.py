@@ -167,7 +167,7 @@ def test_the_simulation_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     simulation.main(["--small", "--only", "speed", "large"])
     figures = figures_in(capsys.readouterr().out, "simulation")
     speeds = {key for key in FIGURES["simulation"] if key.startswith("messages")}
-    assert {*speeds, "sandblaster_seconds"} == figures.keys()
+    assert {*speeds, "driver_over_roles", "sandblaster_seconds"} == figures.keys()
 
 
 @pytest.mark.processes

@@ -56,7 +56,7 @@ def test_one_vs_all_is_the_sum_of_logistic_losses() -> None:
 def test_the_plain_loop_learns_a_few_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(FOLDER / "demo.toml"), "--reports", "1"]
+    arguments = [str(FOLDER / "demo.toml"), "--reports", "1", "--learning-rate", "0.02"]
     stages = "[{ maps = 4, filter = 3, pool = 3, step = 2 }]"
     small = {"categories": 3, "copies": 20, "size": 12, "script": '"latin"'}
     for part in ("train", "test"):
@@ -71,4 +71,4 @@ def test_the_plain_loop_learns_a_few_images(
     assert summary["samples"] == 600
     assert summary["accuracy"] > 0.6
     assert baseline.main([*arguments, "--set", "algorithm.batch_size=61"]) == 1
-    assert "more than the 60 images" in capsys.readouterr().err
+    assert "more than the 60 samples" in capsys.readouterr().err
