@@ -57,13 +57,16 @@ from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.network import hosts
 from experiments.benchmarks.network.hosts import HERE, Host
 from experiments.benchmarks.plans.machines import (
+    N_MACHINES,
+    Way,
+    by_places,
     kept_network,
     machines,
     network,
+    on_one_machine,
     order_here,
     plan_of,
 )
-from experiments.benchmarks.plans.ways import N_MACHINES, Way, by_places, on_one_machine
 
 
 IMAGES: Final = 64  # samples of a step of the image net

@@ -45,7 +45,7 @@ from distbelief.partition.profiling.layer_timer import profiled
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workload import NetName, Workload
-from experiments.benchmarks.plans.machines import kept_network, order_by, plan_of
+from experiments.benchmarks.plans.machines import kept_network, order_by, plan_of, ways
 from experiments.benchmarks.plans.turns import (
     Plans,
     Turn,
@@ -55,7 +55,6 @@ from experiments.benchmarks.plans.turns import (
     regret,
     verdict,
 )
-from experiments.benchmarks.plans.ways import ways
 
 
 N_FINAL_ROUNDS: Final = 6  # how often the finalists meet again

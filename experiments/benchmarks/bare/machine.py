@@ -43,7 +43,7 @@ from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
 from distbelief.worker.objective import StepOutcome
 from distbelief.worker.steps import StepRunner
 from distbelief.worker.transfers import RankLink
-from experiments.benchmarks.bare.nodes import attached, take_step
+from experiments.benchmarks.bare.exchange import attached, take_step
 from experiments.benchmarks.measuring.workers import serve, timed
 from experiments.benchmarks.measuring.workload import Workload
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import Address
-from experiments.figures import machines, task
+from experiments.figures import entries, task
 from experiments.figures.entries import (
     BATCH,
     N_PARAMETERS,
@@ -22,7 +22,7 @@ from experiments.figures.warm_start import warm_start
 
 def test_the_net_has_the_parameters_that_its_price_is_for() -> None:
     n = sum(parameter.numel() for parameter in task.net().parameters())
-    assert n == machines.N_PARAMETERS
+    assert n == entries.N_PARAMETERS
 
 
 @pytest.mark.parametrize(("trained", "held_out"), [(0, 0), (7, 3), (3, 0), (0, 9)])

@@ -13,16 +13,15 @@ from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.compiler import compile_plan
 from distbelief.roles.role import Action, Compute, Computed, Event, Received, Send, Started
 from distbelief.worker.batches import micro_sizes
+from experiments.benchmarks.bare.exchange import STEP
 from experiments.benchmarks.bare.machine import (
     BareMachine,
     Machine as PlansMachine,
     Setting,
     machine_of,
 )
-from experiments.benchmarks.bare.nodes import STEP
 from experiments.benchmarks.measuring.workload import NetName, Workload
-from experiments.benchmarks.plans.machines import plan_of
-from experiments.benchmarks.plans.ways import Way, ways
+from experiments.benchmarks.plans.machines import Way, plan_of, ways
 
 
 MACHINE = Machine(flops=1e11, memory_rate=2e10, overhead=1e-5, bandwidth=1e9)

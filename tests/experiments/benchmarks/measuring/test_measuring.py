@@ -70,11 +70,12 @@ def test_what_others_compute_is_measured_in_cores(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(measurement, "_PROC", tmp_path)
     stat.write_text(BEGUN.format(user=1000))
-    with measurement.usage() as used:
+    own = iter([100.0, 300.0])
+    with measurement.usage(lambda: next(own)) as used:
         now[0] += 1000.0
-        stat.write_text(BEGUN.format(user=51_000))
-    # 500 s at 100 ticks a second, less the moment that this test has taken.
-    assert used.others == pytest.approx(0.5, abs=0.01)
+        stat.write_text(BEGUN.format(user=71_000))
+    assert used.cpu_seconds == 200.0
+    assert used.others == pytest.approx(0.5)  # 700 s at 100 ticks a second, less those 200
     for _ in range(2):  # what is ours is not others'; nor is anything without /proc/stat
         with measurement.usage() as used:
             sum(range(100_000))
