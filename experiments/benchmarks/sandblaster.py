@@ -23,9 +23,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
+from experiments.benchmarks.batches.costs import killed, overhead, straggler
 from experiments.benchmarks.batches.optima import optimum
-from experiments.benchmarks.batches.overhead import overhead
-from experiments.benchmarks.batches.replicas import killed, straggler
 from experiments.benchmarks.measuring import measurement
 
 

@@ -21,24 +21,28 @@ from rich.console import Console
 from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.run import Tell
-from experiments.figures import search
 from experiments.figures.courses import (
+    SEARCHED,
     Course,
+    best,
     check_warm_starts,
     composed,
     course_of,
     find_pace,
     kept_course,
     learn,
+    run_candidate,
+    setting_of,
     show,
     stale,
+    tries_of,
 )
 from experiments.figures.entries import FIGURE_4, FIGURE_5, Entry
 from experiments.figures.findings import crossing_lines, order_lines
 from experiments.figures.speedup import COUNTS, NETS, speed_ups
 
 
-ENTRIES: Final = {"search": search.ENTRIES, "methods": FIGURE_4, "crossings": FIGURE_5}
+ENTRIES: Final = {"search": SEARCHED, "methods": FIGURE_4, "crossings": FIGURE_5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ def gather(entries: Sequence[Entry], options: argparse.Namespace, runs: Runs) ->
         runs.print("--only chooses what --run runs; all that is kept is drawn")
     settings: dict[Entry, float] = {}
     for entry in entries:
-        setting = search.setting_of(entry)
+        setting = setting_of(entry)
         if setting is None:
             runs.print(f"{entry.label}: no setting yet: run experiments.figures search")
         else:
@@ -170,17 +174,17 @@ def _run(entry: Entry, setting: float, seed: int, runs: Runs) -> Course | None:
 
 
 def _search(options: argparse.Namespace) -> None:
-    entries = [entry for entry in search.ENTRIES if options.only in entry.label]
+    entries = [entry for entry in SEARCHED if options.only in entry.label]
     with running(len(entries)) as runs:
 
         def attempt(entry: Entry, setting: float) -> Course:
             with runs.one(f"{entry.label}, {setting:g}") as tell:
-                return search.run_candidate(entry, setting, preparation=runs.preparation, tell=tell)
+                return run_candidate(entry, setting, preparation=runs.preparation, tell=tell)
 
         for entry in entries:
-            tries = search.tries_of(entry, attempt if options.run else None)
+            tries = tries_of(entry, attempt if options.run else None)
             for each in tries:
-                mark = "*" if each.setting == search.best(tries) else " "
+                mark = "*" if each.setting == best(tries) else " "
                 at = each.target_seconds
                 when = "never" if at is None else f"{at:,.0f} s"
                 runs.print(

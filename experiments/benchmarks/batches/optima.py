@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.task.losses import Loss
+from experiments.benchmarks.batches.costs import N_REPLICAS, PROBLEMS, job
 from experiments.benchmarks.batches.problems import (
     Doubles,
     Objective,
@@ -30,7 +31,6 @@ from experiments.benchmarks.batches.problems import (
     logistic_loss,
     logistic_net,
 )
-from experiments.benchmarks.batches.replicas import N_REPLICAS, PROBLEMS, job
 from experiments.benchmarks.measuring import measurement
 
 

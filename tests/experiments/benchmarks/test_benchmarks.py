@@ -19,7 +19,6 @@ from experiments.benchmarks import async_peers, parameter_server, planner, ray_h
 from experiments.benchmarks.async_peers import Entry
 from experiments.benchmarks.batches import optima
 from experiments.benchmarks.network.hosts import obstacle
-from experiments.benchmarks.plans import rivals
 from tests.experiments.benchmarks.runs import FOLDER, figures_in, figures_of
 
 
@@ -201,7 +200,7 @@ def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
 def test_without_metis_its_row_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rivals, "IS_INSTALLED", False)
+    monkeypatch.setattr(planner, "IS_INSTALLED", False)
     planner.main(["--small", "--machines", "1"])
     told = capsys.readouterr().out
     assert "METIS is left out: pip install pymetis" in told

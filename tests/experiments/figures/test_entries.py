@@ -2,9 +2,9 @@ import pytest
 
 from distbelief.config.load import parse_job
 from experiments.figures.__main__ import gather, parse, running
+from experiments.figures.courses import SEARCHED, Try, best
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
 from experiments.figures.findings import PAPERS_ORDER
-from experiments.figures.search import ENTRIES, Try, best
 
 
 @pytest.mark.parametrize("entry", [*FIGURE_4, *FIGURE_5, LEARNER], ids=lambda e: e.label)
@@ -35,7 +35,7 @@ def test_figure_4_has_the_methods_of_the_paper() -> None:
 
 
 def test_every_entry_is_searched_with_the_same_number_of_tries() -> None:
-    assert {len(entry.candidates) for entry in ENTRIES} == {4}
+    assert {len(entry.candidates) for entry in SEARCHED} == {4}
 
 
 def attempt(setting: float, seconds: float | None, held_out: float) -> Try:

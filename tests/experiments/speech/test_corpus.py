@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.speech.builder import Tape
+from experiments.speech.builder import Tape, explain
 from experiments.speech.casting import choose_variants
 from experiments.speech.corpus import ensure
 from experiments.speech.errors import CorpusError
 from experiments.speech.lock import hold_lock
 from experiments.speech.progress import show_progress
 from experiments.speech.recipe import Recipe, find_cache
-from experiments.speech.synthesis import explain
 from experiments.speech.volume import ARRAYS, Volume, open_volume
 from tests.experiments.speech.conftest import BEGINNING, CLEAN, TEST, TRAIN
 

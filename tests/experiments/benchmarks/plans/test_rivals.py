@@ -7,7 +7,7 @@ from distbelief.graph.graph import LayerGraph
 from distbelief.partition.cost_model import AnalyticCosts
 from distbelief.partition.solvers.problem import Choice, Problem
 from distbelief.program.compiler import compile_plan
-from experiments.benchmarks.plans.rivals import IS_INSTALLED, cells_of, metis, search
+from experiments.benchmarks.planner import IS_INSTALLED, cells_of, metis, search
 from tests.distbelief.partition.plans import convolutional, equal, fully_connected
 from tests.distbelief.partition.solvers.problems import chain, choices, problems
 

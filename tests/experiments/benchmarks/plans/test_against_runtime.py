@@ -10,8 +10,7 @@ from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine
 from experiments.benchmarks.measuring.workload import Workload
-from experiments.benchmarks.plans.machines import Way, by_units, on_one_machine, plan_of, ways
-from experiments.benchmarks.plans.turns import (
+from experiments.benchmarks.planner_against_runtime import (
     Paces,
     Plans,
     Turn,
@@ -24,6 +23,7 @@ from experiments.benchmarks.plans.turns import (
     slower,
     verdict,
 )
+from experiments.benchmarks.plans.machines import Way, by_units, on_one_machine, plan_of, ways
 from tests.experiments.benchmarks.bare.test_machine import order_of
 
 
