@@ -2,9 +2,8 @@
 
     python -m experiments.baseline JOB.toml [--rule sgd] [--set KEY=VALUE]
 
-It takes net, data, batch size and loss from a job file, so that what Downpour does is compared
-with the same samples through the same net. It prints a table and, as its last line, the same
-as JSON.
+It takes net, data, batch size and loss from a job file, so that what Downpour does is compared with
+the same samples through the same net. It prints a table and, as its last line, the same as JSON.
 """
 
 import argparse
@@ -14,11 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from distbelief.config.job import Job
@@ -26,6 +22,7 @@ from distbelief.config.load import load_job
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.task.task import build_dataset, build_loss, build_metric, build_model, prepare
+from experiments.benchmarks.measuring.measurement import show
 
 
 LEARNING_RATES = {"sgd": 0.1, "adagrad": 0.01}
@@ -33,7 +30,6 @@ TEST_BATCH = 2_000
 TEST_SEED = 1  # of the choice of held-out samples
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One measurement on held-out samples."""
@@ -46,7 +42,6 @@ class Point:
 
 
 def train(job: Job, *, rule: str, learning_rate: float, steps: int, seed: int) -> Iterator[Point]:
-    """Train, and measure `reports` times on the way."""
     assert job.data.test is not None
     torch.manual_seed(seed)
     net, loss = build_model(job.model), build_loss(job.task)
@@ -87,7 +82,6 @@ def draw_batches(n_samples: int, *, size: int, seed: int) -> Iterator[list[int]]
 
 @torch.no_grad()
 def measure(net: nn.Module, test: Dataset, job: Job) -> tuple[float, float]:
-    """Return metric and loss of held-out samples, the same every time."""
     metric, loss = build_metric(job.task), build_loss(job.task)
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(TEST_SEED))
     chosen = order[: job.evaluation.subset or len(test)]
@@ -137,18 +131,16 @@ def _run(job: Job, options: argparse.Namespace) -> None:
         print(f"{point.samples:,} samples: accuracy {point.accuracy:.1%}", file=sys.stderr)
         if len(points) == options.reports:
             break
-    table = Table(title=f"one process, {options.rule}, rate {rate:g}, batch {job.batch_size}")
-    for column in ("samples", "seconds", "samples/s", "held-out accuracy", "loss"):
-        table.add_column(column, justify="right")
-    for point in points:
-        table.add_row(
-            f"{point.samples:,}",
-            f"{point.seconds:.1f}",
-            f"{point.samples_per_second:,.0f}",
-            f"{point.accuracy:.1%}",
-            f"{point.loss:.3f}",
-        )
-    Console().print(table)
+    rows = {
+        f"{point.samples:,} samples": {
+            "seconds": f"{point.seconds:.1f}",
+            "samples/s": f"{point.samples_per_second:,.0f}",
+            "held-out accuracy": f"{point.accuracy:.1%}",
+            "loss": f"{point.loss:.3f}",
+        }
+        for point in points
+    }
+    show(f"one process, {options.rule}, rate {rate:g}, batch {job.batch_size}", rows)
     settings = {"rule": options.rule, "learning_rate": rate, "seed": options.seed}
     curve = [asdict(point) for point in points]
     print(json.dumps({**settings, **curve[-1], "curve": curve}))

@@ -3,12 +3,11 @@
     python experiments/benchmarks/async_peers.py [--rounds 5] [--peer-python NAME=PATH]
         [--small]
 
-Everybody trains the same net (784-512-512-10) from the same weights on the same 60,000
-samples that a random net has classified, in batches of 64 by plain SGD at one rate,
-with two workers and, where there is one, one server process; one thread each. The
-target is the held-out loss of plain training in one process after 1.25 epochs. Then the
-same with a worker slowed 5 times: it sleeps 4 step-times of the plain process after
-each step.
+Everybody trains the same net (784-512-512-10) from the same weights on the same 60,000 samples that
+a random net has classified, in batches of 64 by plain SGD at one rate, with two workers and, where
+there is one, one server process; one thread each. The target is the held-out loss of plain training
+in one process after 1.25 epochs. Then the same with a worker slowed 5 times: it sleeps 4 step-times
+of the plain process after each step.
 
     single               one process, torch.optim.SGD (the origin of the target)
     ours                 DownpourSGD loops, ParameterServer of one shard
@@ -28,26 +27,84 @@ Ctrl+C ends the turn under way, and reports what there is.
 import argparse
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import final
 
 import torch
 
-from experiments.benchmarks.measuring import contest, measurement
-from experiments.benchmarks.measuring.contest import EntrantFailedError, Entry, Run
-from experiments.benchmarks.measuring.measurement import Spread
-from experiments.benchmarks.peers.course import Course
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.measurement import Spread, Usage
+from experiments.benchmarks.measuring.workers import Processes, Program
+from experiments.benchmarks.peers.course import (
+    BEGUN,
+    DONE,
+    N_GRADIENTS,
+    N_RECORDS,
+    READY,
+    RELEASED,
+    Course,
+    load,
+)
 
 
 EPOCHS_TO_TARGET = 1.25
 MARGIN = 1.4  # gradients that may be used, over those of the plain process
 SLOWED = "_slowed"
+POLL_SECONDS = 0.01
+_ROOT = Path(__file__).parents[2]
 ADAGRAD_RATE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A system in the contest."""
+
+    name: str
+    module: str  # of `experiments.benchmarks.peers`
+    distribution: str = "torch"  # whose version is shown
+    install: str = ""  # what to install, if it is not there
+    rule: str = "sgd"
+    every: int = 1  # steps between fetches, and between pushes, of ours
+    python: str = sys.executable
+
+    def version(self) -> str | None:
+        """Return the version that its Python has; `None`: it is not installed."""
+        code = f"import importlib.metadata as m; print(m.version({self.distribution!r}))"
+        try:
+            done = subprocess.run(
+                [self.python, "-P", "-c", code],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except OSError:
+            return None
+        return done.stdout.strip().partition("+")[0] or None  # without "+cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one entrant did in one turn."""
+
+    seconds: float | None  # to the target loss; None: never reached
+    samples_per_second: float
+    cpu_seconds: float  # to the target, of all its processes
+    n_bytes: int  # of all its processes, shared pages counted once
+    losses: tuple[float, ...]  # held out, as recorded
+    at: tuple[float, ...]  # seconds from the beginning, of each loss
+    shares: tuple[int, ...]  # gradients of each worker
+
+
+class EntrantFailedError(Exception):
+    """It did not run to the end; the text says why."""
+
 
 ENTRIES = (
     Entry(name="ours", module="ours", distribution="distbelief"),
@@ -76,7 +133,6 @@ SMALL = {
 OURS = ("ours", "ours_adagrad", "ours_every_5")
 
 
-@final
 @dataclass(slots=True)
 class Row:
     """One entrant in one setting, all its turns."""
@@ -137,6 +193,107 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _report(plain, rows, target=target, step_seconds=step_seconds)
 
 
+def hold(entry: Entry, course: Course, *, target: float, seconds_max: float) -> Run:
+    """Let one entrant train, and measure it, descendants included.
+
+    It reads the board to know when all workers have begun and when all are done, lets them go, and
+    evaluates afterwards what worker 0 has recorded.
+    """
+    path, folder = course.write(), Path(course.run_folder)
+    program = Program(
+        command=[entry.python, "-P", "-m", "experiments.benchmarks.peers", entry.module, str(path)],
+        folder=folder,
+        environment=_environment(entry, folder),
+    )
+    with Processes("entrant", [program], folder) as entrant:
+        try:
+            used, n_bytes = _watch(entrant, course, seconds_max=seconds_max)
+        except BaseException:
+            entrant.signal(signal.SIGKILL)
+            raise
+    return _judge(course, used, n_bytes=n_bytes, target=target)
+
+
+def _watch(entrant: Processes, course: Course, *, seconds_max: float) -> tuple[Usage, int]:
+    board = course.board()
+    deadline = time.monotonic() + seconds_max
+
+    def wait_for(column: int, what: str) -> None:
+        while not bool((board[:-1, column] > 0).all()):
+            time.sleep(POLL_SECONDS)
+            if entrant.status is not None:
+                raise EntrantFailedError(f"status {entrant.status}: {_error_in(entrant.log)}")
+            if time.monotonic() > deadline:
+                counts = board[:-1, N_GRADIENTS].int().tolist()
+                raise EntrantFailedError(
+                    f"not {what} after {seconds_max:g} s, gradients so far {counts}; "
+                    + _error_in(entrant.log)
+                )
+
+    wait_for(READY, "begun")
+    with measurement.usage(entrant.cpu_seconds) as used:
+        wait_for(DONE, "done")
+    n_bytes = entrant.n_bytes
+    board[-1, RELEASED] = 1.0
+    return used, n_bytes
+
+
+def _error_in(log: Path) -> str:
+    """Return the first error: it is the cause, later ones are of those who waited for it."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line.strip() for line in lines if "Error" in line and line[:1] != " "]
+    return (errors or lines[-1:] or ["nothing was printed"])[0][:300]
+
+
+def _environment(entry: Entry, folder: Path) -> dict[str, str]:
+    # Ours finds the whole checkout; the others only `experiments`: one of them has our name.
+    root = _ROOT
+    if entry.module != "ours":
+        root = folder / "path"
+        root.mkdir(exist_ok=True)
+        (root / "experiments").symlink_to(_ROOT / "experiments")
+    return {
+        "PYTHONPATH": str(root),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def _judge(course: Course, used: Usage, *, n_bytes: int, target: float) -> Run:
+    board = course.board()
+    n = int(board[0, N_RECORDS])
+    begun = float(board[:-1, BEGUN].min())
+    at = [float(second) - begun for second in course.times()[:n]]
+    net, losses = course.net(), []
+    for values in course.recorded()[:n]:
+        load(net, values)
+        losses.append(course.held_out_loss(net))
+    seconds = crossing(at, losses, target=target)
+    length = float(board[:-1, DONE].max()) - begun
+    shares = [int(count) for count in board[:-1, N_GRADIENTS]]
+    return Run(
+        seconds=seconds,
+        samples_per_second=sum(shares) * course.batch_size / length,
+        cpu_seconds=used.cpu_seconds * (length if seconds is None else seconds) / length,
+        n_bytes=n_bytes,
+        losses=tuple(losses),
+        at=tuple(at),
+        shares=tuple(shares),
+    )
+
+
+def crossing(at: list[float], losses: list[float], *, target: float) -> float | None:
+    """Return when the loss first was `target`: linearly between two records."""
+    for index, loss in enumerate(losses):
+        if loss <= target:
+            if index == 0:
+                return at[0]
+            share = (losses[index - 1] - target) / (losses[index - 1] - loss)
+            return at[index - 1] + share * (at[index] - at[index - 1])
+    return None
+
+
 def _course(options: argparse.Namespace, folder: Path) -> Course:
     batches = options.samples / 64
     return Course(
@@ -161,10 +318,10 @@ def _plain(course: Course, folder: Path, options: argparse.Namespace) -> tuple[R
         alone = replace(
             course, run_folder=str(folder / f"plain-{turn}"), n_workers=1, n_gradients=n_gradients
         )
-        run = contest.hold(SINGLE, alone, target=target, seconds_max=options.seconds_max)
+        run = hold(SINGLE, alone, target=target, seconds_max=options.seconds_max)
         # Every run of one process computes the same losses; the target is the last.
         target = options.target or run.losses[-1]
-        seconds = contest.crossing(list(run.at), list(run.losses), target=target)
+        seconds = crossing(list(run.at), list(run.losses), target=target)
         row.runs.append(replace(run, seconds=seconds))
         step_seconds.append(course.batch_size / run.samples_per_second)
     return row, target, median(step_seconds)
@@ -184,7 +341,6 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
 
 
 def _rows(entries: list[Entry], options: argparse.Namespace) -> dict[str, Row]:
-    """Return a row without runs for everybody in each setting."""
     rows = {}
     for entry in entries:
         version = entry.version()
@@ -217,7 +373,7 @@ def _hold_all(
             pause_seconds=pause_seconds if name.endswith(SLOWED) else 0.0,
         )
         try:
-            run = contest.hold(row.entry, turned, target=target, seconds_max=options.seconds_max)
+            run = hold(row.entry, turned, target=target, seconds_max=options.seconds_max)
         except EntrantFailedError as error:
             row.error = str(error)
             row.runs.clear()
@@ -233,7 +389,6 @@ def _hold_all(
 
 
 def _report(plain: Row, rows: dict[str, Row], *, target: float, step_seconds: float) -> None:
-    """Print the tables, and the figures as the last line."""
     figures = {"target_loss": target, "step_ms": 1000 * step_seconds}
     for suffix, title in (("", "all equally fast"), (SLOWED, "one worker slowed")):
         chosen = {

@@ -2,11 +2,10 @@
 
     python experiments/benchmarks/chaos.py [--minutes 10] [--seed 0] [--small]
 
-Four workers (ordinary loops with `DownpourSGD`, a tiny net, batches of 64) train
-against two shards with two copies each. About every ten seconds a process drawn by a
-seeded generator, worker or shard, is killed (-9) or paused for up to five seconds.
-Stretches of chaos and of peace alternate, so that a machine that becomes slower spoils
-neither.
+Four workers (ordinary loops with `DownpourSGD`, a tiny net, batches of 64) train against two shards
+with two copies each. About every ten seconds a process drawn by a seeded generator, worker or
+shard, is killed (-9) or paused for up to five seconds. Stretches of chaos and of peace alternate,
+so that a machine that becomes slower spoils neither.
 
     throughput_kept    pushes acknowledged per second in chaos, over those in peace
     standstill_share   of the seconds in chaos, those in which for a tenth of a second
@@ -17,7 +16,6 @@ neither.
 """
 
 import argparse
-import json
 import multiprocessing
 import signal
 import time
@@ -27,7 +25,6 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import final
 
 import numpy as np
 import torch
@@ -37,14 +34,14 @@ from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.marks import worker as marked_worker
-from experiments.benchmarks.marks.ledger import Ledger, MarkedNet, Verdict, judge
+from experiments.benchmarks.marks.worker import Ledger, MarkedNet, Verdict, judge
 from experiments.benchmarks.measuring import measurement
 
 
 N_WORKERS = 4
 N_SHARDS = 2
 HANG_SECONDS = 30.0
-STANDSTILL_SECONDS = 2.0  # after which one that moves again is told of
+STANDSTILL_SECONDS = 2.0  # after which one that moves again is reported
 SETTLE = 0.6  # after the last fault of a stretch, before peace is measured; these
 FAULTS = (0.5, 1.5)  # between two faults, drawn evenly; and
 PAUSE = (0.1, 0.5)  # are shares of the mean time between two faults
@@ -53,7 +50,6 @@ TICK_SECONDS = 0.02
 STILL_SECONDS = 0.1
 
 
-@final
 @dataclass(slots=True)
 class Worker:
     """One worker, over all its lives."""
@@ -68,9 +64,8 @@ class Worker:
     gap: float = 0.0  # longest standstill since the last fault
 
 
-@final
 @dataclass(slots=True)
-class Tally:
+class Counts:
     """What happened."""
 
     pushes: dict[str, int] = field(default_factory=lambda: {"chaos": 0, "peace": 0})
@@ -81,7 +76,6 @@ class Tally:
     hangs: int = 0
 
 
-@final
 class Arena:
     """The server, its workers, and whoever attacks them."""
 
@@ -102,12 +96,12 @@ class Arena:
         suffixes = ["", "b"][:shard_copies]
         self._shards = [f"shard-{k}{s}" for k in range(N_SHARDS) for s in suffixes]
         self._stop = folder / "stop"
-        self._hands = ProcessFaults()
+        self._faults = ProcessFaults()
         self._paused_until = 0.0
         self._paused_worker: Worker | None = None
         self._begun = time.monotonic()
         self._watched = False  # the last fault was a shard's, and is being measured
-        self.tally = Tally()
+        self.counts = Counts()
         self.workers = [
             Worker(index, Ledger.make(path), path)
             for index in range(N_WORKERS)
@@ -123,7 +117,7 @@ class Arena:
                     self._launch(worker)
                 yield
             finally:
-                self._hands.release()
+                self._faults.release()
                 for worker in self.workers:
                     if worker.process is not None:
                         worker.process.kill()
@@ -132,7 +126,6 @@ class Arena:
     # ----------------------------------------------------------------- the course
 
     def stretch(self, kind: str, seconds: float) -> None:
-        """Let the workers train for so long, in "chaos" or in "peace"."""
         begun = now = moved_at = time.monotonic()
         n_begun = n_seen = self._n_acknowledged
         standstill = 0.0
@@ -151,20 +144,19 @@ class Arena:
                 self._attack(now)
                 next_fault = now + self._draw(FAULTS)
         n_pushes = self._n_acknowledged - n_begun
-        self.tally.standstill[kind] = self.tally.standstill.get(kind, 0.0) + standstill
-        self.tally.pushes[kind] = self.tally.pushes.get(kind, 0) + n_pushes
-        self.tally.seconds[kind] = self.tally.seconds.get(kind, 0.0) + now - begun
-        self._say(f"{kind}: {n_pushes / (now - begun):,.1f} pushes/s")
+        self.counts.standstill[kind] = self.counts.standstill.get(kind, 0.0) + standstill
+        self.counts.pushes[kind] = self.counts.pushes.get(kind, 0) + n_pushes
+        self.counts.seconds[kind] = self.counts.seconds.get(kind, 0.0) + now - begun
+        self._log(f"{kind}: {n_pushes / (now - begun):,.1f} pushes/s")
 
     def finish(self) -> Verdict:
-        """Let the workers end, and look at the marks."""
         self._stop.touch()
         for worker in self.workers:
             assert worker.process is not None
             worker.process.join(HANG_SECONDS)
             if worker.process.exitcode is None:
-                self.tally.hangs += 1
-                self._say(f"worker {worker.index} does not end")
+                self.counts.hangs += 1
+                self._log(f"worker {worker.index} does not end")
         optimizer = DownpourSGD(self._net.parameters(), server=self._server.address)
         optimizer.close()
         return judge(self._net.marks, [worker.ledger for worker in self.workers])
@@ -174,28 +166,27 @@ class Arena:
         return sum(worker.ledger.n_acknowledged for worker in self.workers)
 
     def _look(self, now: float) -> None:
-        """Restart who is dead, wake who has slept enough, note who stands still."""
-        self._hands.turn(now)
+        self._faults.turn(now)
         if now >= self._paused_until:
             self._paused_worker = None
         for worker in self.workers:
             assert worker.process is not None
             if worker.process.exitcode is not None:
                 if worker.process.exitcode != -signal.SIGKILL:
-                    self.tally.hangs += 1
-                    self._say(f"worker {worker.index} failed: {worker.process.exitcode}")
+                    self.counts.hangs += 1
+                    self._log(f"worker {worker.index} failed: {worker.process.exitcode}")
                 self._launch(worker)
             n_seen = worker.ledger.n_acknowledged
             if n_seen != worker.n_seen or worker is self._paused_worker:
                 if now - worker.moved_at > STANDSTILL_SECONDS:
                     stood = now - worker.moved_at
-                    self._say(f"worker-{worker.index} moves, after {stood:.1f} s")
+                    self._log(f"worker-{worker.index} moves, after {stood:.1f} s")
                 worker.n_seen, worker.moved_at = n_seen, now
             worker.gap = max(worker.gap, now - worker.moved_at)
             if now - worker.moved_at > HANG_SECONDS:
-                self.tally.hangs += 1
+                self.counts.hangs += 1
                 worker.moved_at = now
-                self._say(f"worker {worker.index} has stood still for 30 s")
+                self._log(f"worker {worker.index} has stood still for 30 s")
 
     def _launch(self, worker: Worker) -> None:
         worker.life += 1
@@ -215,7 +206,6 @@ class Arena:
     # ------------------------------------------------------------------ the attack
 
     def _attack(self, now: float) -> None:
-        """Kill or pause one process."""
         self._note_gaps()
         n_roles = N_WORKERS + len(self._shards)
         victim = int(self._random.integers(n_roles))
@@ -230,22 +220,21 @@ class Arena:
             name, pid = f"worker-{victim}", worker.process.pid
         what = "kill" if kills else "pause"
         key = f"{what} {'shard' if worker is None else 'worker'}"
-        self.tally.faults[key] = self.tally.faults.get(key, 0) + 1
-        self._say(f"{what} {name}" + ("" if kills else f" for {seconds:.1f} s"))
+        self.counts.faults[key] = self.counts.faults.get(key, 0) + 1
+        self._log(f"{what} {name}" + ("" if kills else f" for {seconds:.1f} s"))
         if pid is None:
             return
         self._watched = worker is None
         for other in self.workers:
             other.gap = 0.0
         if kills:
-            self._hands.kill(pid)  # nobody, if it is just being restarted
-        elif self._hands.pause(pid, now=now, seconds=seconds):
+            self._faults.kill(pid)  # nobody, if it is just being restarted
+        elif self._faults.pause(pid, now=now, seconds=seconds):
             self._paused_until, self._paused_worker = now + seconds, worker
 
     def _note_gaps(self) -> None:
-        """Remember how long the workers stood still after a fault of a shard."""
         if self._watched:
-            self.tally.gaps.append(max(worker.gap for worker in self.workers))
+            self.counts.gaps.append(max(worker.gap for worker in self.workers))
         self._watched = False
 
     def _pid_of(self, name: str) -> int | None:
@@ -254,13 +243,20 @@ class Arena:
     def _draw(self, shares: tuple[float, float]) -> float:
         return self._every * float(self._random.uniform(*shares))
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         seconds = time.monotonic() - self._begun
         print(f"{seconds:7.1f} s  {text}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="of chaos")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule of faults")
+    parser.add_argument("--copies", type=int, default=2, help="of each shard")
+    parser.add_argument(
+        "--every", type=float, default=10.0, help="seconds between faults, on average"
+    )
+    options = measurement.options_of(parser, arguments, small=SMALL)
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="distbelief-chaos-") as folder:
         arena = Arena(
@@ -275,40 +271,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 arena.stretch("chaos", chaos)
             arena.stretch("peace", chaos / 4)
             verdict = arena.finish()
-        report(arena.tally, verdict, seed=options.seed)
+        report(arena.counts, verdict, seed=options.seed)
 
 
-def report(tally: Tally, verdict: Verdict, *, seed: int) -> None:
-    """Print what happened, and the figures as the last line."""
-    rates = {kind: tally.pushes[kind] / tally.seconds[kind] for kind in tally.seconds}
-    gaps = tally.gaps or [0.0]
-    for what, count in sorted(tally.faults.items()):
+def report(counts: Counts, verdict: Verdict, *, seed: int) -> None:
+    rates = {kind: counts.pushes[kind] / counts.seconds[kind] for kind in counts.seconds}
+    gaps = counts.gaps or [0.0]
+    for what, count in sorted(counts.faults.items()):
         print(f"{what:>14}  {count}")
     print(f"{verdict.n_applied:,} pushes applied; seed {seed}")
     figures = {
-        "throughput_kept": round(rates["chaos"] / rates["peace"], 4),
+        "throughput_kept": rates["chaos"] / rates["peace"],
         "acknowledged_lost": verdict.n_lost,
         "applied_twice": verdict.n_twice,
-        "hangs": tally.hangs,
-        "faults": sum(tally.faults.values()),
-        "chaos_pushes_per_second": round(rates["chaos"], 1),
-        "peace_pushes_per_second": round(rates["peace"], 1),
-        "standstill_share": round(tally.standstill["chaos"] / tally.seconds["chaos"], 4),
-        "standstill_after_shard_fault_p50_seconds": round(float(np.quantile(gaps, 0.5)), 3),
-        "standstill_after_shard_fault_p95_seconds": round(float(np.quantile(gaps, 0.95)), 3),
+        "hangs": counts.hangs,
+        "faults": sum(counts.faults.values()),
+        "chaos_pushes_per_second": rates["chaos"],
+        "peace_pushes_per_second": rates["peace"],
+        "standstill_share": counts.standstill["chaos"] / counts.seconds["chaos"],
+        "standstill_after_shard_fault_p50_seconds": float(np.quantile(gaps, 0.5)),
+        "standstill_after_shard_fault_p95_seconds": float(np.quantile(gaps, 0.95)),
     }
-    print(json.dumps({"benchmark": "chaos", "figures": figures}))
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=10.0, help="of chaos")
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule of faults")
-    parser.add_argument("--copies", type=int, default=2, help="of each shard")
-    parser.add_argument(
-        "--every", type=float, default=10.0, help="seconds between faults, on average"
-    )
-    return measurement.options_of(parser, arguments, small=SMALL)
+    measurement.conclude("chaos", figures)
 
 
 if __name__ == "__main__":

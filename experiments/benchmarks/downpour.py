@@ -14,13 +14,13 @@ thread per process, two processes that train. Per batch size:
 
 All are started, take some steps to get warm, and then take turns. A turn's rate is
 samples per second over whole steps, both processes together, without its first steps.
-The figures are medians of Downpour and DDP over that of `alone`; Downpour's is told
-over that of `kept` as well (downpour_over_kept_bs64, ...).
+
+    downpour_bsN, ddp_bsN    over `alone`, medians
+    downpour_bsN_over_kept   over `kept`, two processes with the same allocator setting
 """
 
 import argparse
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,16 +28,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
 from distbelief.config import toml
-from experiments.benchmarks.bare import plain_loop
 from experiments.benchmarks.bare.plain_loop import Setting
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.track import OVER, Track
+from experiments.benchmarks.measuring.workers import Processes, Program, module
 
 
 CONTESTANTS: Final = ("alone", "downpour", "ddp", "kept")
@@ -53,24 +53,17 @@ QUIET_SECONDS_MAX: Final = 30.0
 LEARNING_RATE: Final = 1e-3
 
 
-@final
 @dataclass(slots=True)
 class Contestant:
     """Processes that train together, and what their turns came to."""
 
     index: int
-    processes: list["subprocess.Popen[bytes]"]
-    log: Path
+    processes: Processes
     rates: list[float] = field(default_factory=list)  # samples per second
     cpu_shares: list[float] = field(default_factory=list)  # seconds per 1000 samples
     n_bytes: int = 0  # of all its processes, at the end of some turn
 
-    @property
-    def pids(self) -> list[int]:
-        return measurement.families(process.pid for process in self.processes)
 
-
-@final
 class Race:
     """The contestants of one batch size.
 
@@ -89,35 +82,34 @@ class Race:
     @contextmanager
     def open(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.callback(self._end)
             for index, name in enumerate(CONTESTANTS):
                 self._track.give(index)
-                self.contestants[name] = self._start(name, index)
-                self._warm_up(name)
+                processes = stack.enter_context(Processes(name, *self._programs(name, index)))
+                stack.callback(processes.signal, signal.SIGTERM)
+                self.contestants[name] = Contestant(index, processes)
+                self._warm_up(self.contestants[name])
+            stack.callback(self._track.give, OVER)
             yield
 
     def turn(self, name: str) -> None:
         """Let one contestant run, and measure it; longer, if its steps are too few."""
         contestant = self.contestants[name]
-        pids = contestant.pids
-        used, begun = measurement.cpu_seconds(pids), time.monotonic()
-        self._track.give(contestant.index)
-        rate = None
-        while rate is None:
-            time.sleep(self._seconds)
-            seconds = time.monotonic() - begun
-            rate = self._rate(contestant, begun, begun + seconds)
-            if rate is None and seconds > N_LONGER_MAX * self._seconds:
-                raise RuntimeError(
-                    f"{name}: its processes take no {N_SKIPPED + 2} steps each in "
-                    f"{seconds:.0f} s: raise --seconds"
-                )
-        used = measurement.cpu_seconds(pids) - used
-        seconds = time.monotonic() - begun
+        pids = contestant.processes.pids
+        begun, rate = time.monotonic(), None
+        with measurement.usage(lambda: measurement.cpu_seconds(pids)) as used:
+            self._track.give(contestant.index)
+            while rate is None:
+                time.sleep(self._seconds)
+                seconds = time.monotonic() - begun
+                rate = self._rate(contestant, begun, begun + seconds)
+                if rate is None and seconds > N_LONGER_MAX * self._seconds:
+                    raise RuntimeError(
+                        f"{name}: its processes take no {N_SKIPPED + 2} steps each in "
+                        f"{seconds:.0f} s: raise --seconds"
+                    )
         contestant.rates.append(rate)
-        contestant.cpu_shares.append(1000.0 * used / (rate * seconds))
-        n_bytes = measurement.shared_out_bytes(pids)
-        contestant.n_bytes = max(contestant.n_bytes, n_bytes)
+        contestant.cpu_shares.append(1000.0 * used.cpu_seconds / (rate * used.seconds))
+        contestant.n_bytes = max(contestant.n_bytes, measurement.shared_out_bytes(pids))
         self._rest(contestant)
         print(
             f"batch {self._setting.batch_size:4d}  {name:9}  {rate:8,.1f} samples/s  "
@@ -128,30 +120,22 @@ class Race:
 
     # ------------------------------------------------------------------ start, end
 
-    def _start(self, name: str, index: int) -> Contestant:
-        log = self._folder / f"{name}.log"
+    def _programs(self, name: str, index: int) -> tuple[list[Program], Path]:
+        if name == "downpour":
+            job = self._folder / "job.toml"
+            job.write_text(self._job(index))
+            command = str(Path(sys.executable).with_name("distbelief"))
+            return [Program(command=[command, "train", str(job)])], self._folder
+        file = self._folder / f"{name}.json"
         setting = msgspec.structs.replace(
             self._setting,
             contestant=index,
             n_ranks=N_PROCESSES if name == "ddp" else 1,
             keeps_memory=name == "kept",
         )
-        if name == "downpour":
-            job = self._folder / "job.toml"
-            job.write_text(self._job(index))
-            commands = [[str(Path(sys.executable).with_name("distbelief"))]]
-            commands[0] += ["train", str(job)]
-        else:
-            file = self._folder / f"{name}.json"
-            file.write_bytes(msgspec.json.encode(setting))
-            module = ["-m", plain_loop.__name__, str(file)]
-            commands = [[sys.executable, *module, str(k)] for k in range(N_PROCESSES)]
-        with log.open("wb") as output:
-            processes = [
-                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-                for command in commands
-            ]
-        return Contestant(index, processes, log)
+        file.write_bytes(msgspec.json.encode(setting))
+        programs = [module("bare.plain_loop", file, rank) for rank in range(N_PROCESSES)]
+        return programs, self._folder
 
     def _job(self, index: int) -> str:
         setting = self._setting
@@ -190,48 +174,28 @@ class Race:
         }
         return toml.write(tables)
 
-    def _warm_up(self, name: str) -> None:
-        contestant = self.contestants[name]
+    def _warm_up(self, contestant: Contestant) -> None:
         deadline = time.monotonic() + START_SECONDS_MAX
         while True:
-            alive = set(contestant.pids)
+            alive = set(contestant.processes.pids)
             steps = self._track.steps(contestant.index)
-            warm = [pid for pid in alive & steps.keys() if len(steps[pid]) >= 1]
-            n_least = min((len(steps[pid]) for pid in warm), default=0)
-            if len(warm) >= N_PROCESSES and n_least >= N_WARM_STEPS:
+            n_steps = [len(steps[pid]) for pid in alive & steps.keys() if len(steps[pid])]
+            if len(n_steps) >= N_PROCESSES and min(n_steps) >= N_WARM_STEPS:
                 break
-            ended = [p for p in contestant.processes if p.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{name} does not run; its log ends:\n"
-                    f"{contestant.log.read_text(errors='replace')[-4000:]}"
-                )
+            if contestant.processes.status is not None or time.monotonic() > deadline:
+                raise contestant.processes.failure("does not run")
             time.sleep(0.1)
         self._rest(contestant)
 
     def _rest(self, contestant: Contestant) -> None:
-        """Let nobody run, and wait until what is under way is done."""
         self._track.give(len(CONTESTANTS))  # nobody's
-        pids = contestant.pids
         deadline = time.monotonic() + QUIET_SECONDS_MAX
-        used = measurement.cpu_seconds(pids)
+        used = contestant.processes.cpu_seconds()
         while time.monotonic() < deadline:
             time.sleep(QUIET_SECONDS)
-            before, used = used, measurement.cpu_seconds(pids)
+            before, used = used, contestant.processes.cpu_seconds()
             if used - before <= 0.25 * QUIET_SECONDS:
                 return
-
-    def _end(self) -> None:
-        self._track.give(OVER)
-        processes = [p for c in self.contestants.values() for p in c.processes]
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            try:
-                process.wait(20.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
     # ------------------------------------------------------------------ measurement
 
@@ -240,7 +204,7 @@ class Race:
 
         None if one of them has too few: leaving it out would tell half of the rate.
         """
-        alive = set(contestant.pids)
+        alive = set(contestant.processes.pids)
         rates = []
         for pid, times in self._track.steps(contestant.index).items():
             own = times[(times >= begin) & (times < end)][N_SKIPPED:]
@@ -252,7 +216,11 @@ class Race:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
+    options = measurement.options_of(parser, arguments, small=SMALL)
     figures: dict[str, float] = {}
     for batch_size in options.batch_sizes:
         with TemporaryDirectory(prefix="distbelief-downpour-") as folder:
@@ -297,15 +265,7 @@ def _report(contestants: dict[str, Contestant], *, batch_size: int) -> dict[str,
         figures[f"{key}_cpu_seconds_per_1000"] = cpu.median
         figures[f"{key}_bytes"] = contestant.n_bytes
     over_kept = rates["downpour"].median / rates["kept"].median
-    return figures | {f"downpour_over_kept_bs{batch_size}": over_kept}
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
-    return measurement.options_of(parser, arguments, small=SMALL)
+    return figures | {f"downpour_bs{batch_size}_over_kept": over_kept}
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ For these the planner is told what a message takes there, and may choose stages.
     ..._apart                          half of side by side / 2 machines: 1 if talking,
                                        and waiting for each other, cost nothing
 
-One core may be faster than the other, and all become slower and faster in the course of
-minutes. So each process with one thread has a core to itself, whoever it belongs to;
-who has one process only computes on each core in turn, and the mean of both counts.
-"2 machines" has a turn between any two others, and each is divided by those beside it;
-of the rounds the median counts.
+One core may be faster than the other, and all become slower and faster in the course of minutes. So
+each process with one thread has a core to itself, whoever it belongs to; who has one process only
+computes on each core in turn, and the mean of both counts. "2 machines" has a turn between any two
+others, and each is divided by those beside it; of the rounds the median counts.
 
 A part at a time, each with the figures that it has, where a machine is lent for a few
 minutes only: with a folder, what was measured of layers is kept for the other parts.
@@ -42,7 +41,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -52,24 +51,25 @@ from distbelief.partition.planner import plan
 from distbelief.partition.profiling.this_host import Network
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.crews import Crew
-from experiments.benchmarks.measuring.hands import Hand
 from experiments.benchmarks.measuring.measurement import Spread
+from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.network import hosts
 from experiments.benchmarks.network.hosts import HERE, Host
 from experiments.benchmarks.plans.machines import (
+    N_MACHINES,
+    Way,
+    by_places,
     kept_network,
+    machines,
     network,
+    on_one_machine,
     order_here,
     plan_of,
-    replica,
 )
-from experiments.benchmarks.plans.ways import N_MACHINES, Way, by_places, on_one_machine
 
 
-IMAGES: Final = 64
-"""Samples of a step of the image net."""
+IMAGES: Final = 64  # samples of a step of the image net
 
 SPEECH: Final = {"speech_bs64": 64, "speech_bs256": 256}
 LINKS: Final = {"1gbit": 1e9, "100mbit": 1e8}
@@ -80,9 +80,10 @@ ONE: Final = ("torch", "1 machine")
 APART: Final = "side by side"
 TWO: Final = "2 machines"
 N_RANKS: Final = 2
+PLAN: Final = "plan"  # the only one of machines
+PLAIN: Final = ("torch", "2 threads", "dtensor", APART)  # others than machines
 
 
-@final
 class Turn(NamedTuple):
     """One turn."""
 
@@ -92,18 +93,11 @@ class Turn(NamedTuple):
     seconds: float = 0.0  # of a step
 
 
-@final
 class Contest:
-    """Crews that compute the same batch in turns; a context manager.
-
-    Args:
-        workload: What they compute.
-        folder: For their files.
-        ends: Where the two processes of a crew are.
-    """
+    """Workers that compute the same batch in turns."""
 
     def __init__(self, workload: Workload, folder: Path, *, ends: tuple[Host, Host] = HERE) -> None:
-        self.crews: dict[str, Crew] = {}
+        self.workers: dict[str, Workers] = {}
         self._workload = workload
         self._folder = folder
         self._ends = ends
@@ -112,48 +106,43 @@ class Contest:
         self._file.write_bytes(msgspec.json.encode(workload))
 
     def whole(self, name: str, *, n_threads: int = 1, n_processes: int = 1) -> None:
-        hand = Hand(
-            module="bare.whole_net",
-            arguments=[str(self._file), str(n_threads)],
-            host=HERE[0],
-            n_threads=n_threads,
-        )
-        self.crews[name] = Crew(name, [hand] * n_processes, self._folder)
+        program = module("bare.whole_net", self._file, n_threads, n_threads=n_threads)
+        self.workers[name] = Workers(name, [program] * n_processes, self._folder)
 
     def machines(self, name: str, way: Way, order: PlanningRequest) -> None:
-        self.crews[name] = replica(
-            name,
-            plan_of(way, order, loss=self._workload.loss),
-            workload=self._workload,
-            folder=self._folder,
-            ends=self._ends,
+        plan = plan_of(way, order, loss=self._workload.loss)
+        self.workers[name] = machines(
+            name, {PLAN: plan}, workload=self._workload, folder=self._folder, ends=self._ends
         )
 
     def dtensor(self) -> None:
-        meeting = str(self._folder / "meeting")
-        hands = [
-            Hand(
-                module="peers.dtensor",
-                arguments=[str(self._file), str(rank), str(N_RANKS), meeting],
+        meeting = self._folder / "meeting"
+        programs = [
+            module(
+                *("peers.dtensor", self._file, rank, N_RANKS, meeting),
                 host=host,
                 environment={"GLOO_SOCKET_IFNAME": host.interface},
             )
             for rank, host in enumerate(self._ends)
         ]
-        self.crews["dtensor"] = Crew("dtensor", hands, self._folder)
+        self.workers["dtensor"] = Workers("dtensor", programs, self._folder)
 
     def hold(self, title: str, options: argparse.Namespace) -> dict[str, float]:
         """Let all take turns; return by how many times each is slower than `TWO`."""
         taken: list[Turn] = []
         with ExitStack() as stack:
-            for crew in self.crews.values():
-                stack.enter_context(crew)
-            for turn in turns(list(self.crews), n_rounds=options.rounds):
-                crew = self.crews[turn.name]
-                crew.turn(seconds=options.seconds, first_core=turn.core)
-                taken.append(turn._replace(seconds=crew.seconds[-1]))
+            for each in self.workers.values():
+                stack.enter_context(each)
+            for turn in turns(list(self.workers), n_rounds=options.rounds):
+                each, by_plan = self.workers[turn.name], turn.name not in PLAIN
+                done = each.turn(
+                    seconds=options.seconds,
+                    request=(lambda n: (PLAN, n)) if by_plan else int,
+                    first_core=turn.core,
+                )
+                taken.append(turn._replace(seconds=done.seconds))
         found = ratios(taken)
-        rows = {name: crew.row() for name, crew in self.crews.items()}
+        rows = {name: each.row() for name, each in self.workers.items()}
         for name, values in found.items():
             rows[name]["/ 2 machines"] = Spread.of(values).show(2)
         measurement.show(f"{title}, load {measurement.load():.1f}", rows)
@@ -194,7 +183,12 @@ def ratios(taken: Sequence[Turn]) -> dict[str, list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--folder", type=Path, help="keep there what is measured once")
+    options = measurement.options_of(parser, arguments, small=SMALL)
     keep_memory()  # as machines do, and
     torch.set_num_threads(1)  # so: what is measured of layers depends on both
     figures: dict[str, float] = {}
@@ -219,12 +213,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def preferred(order: PlanningRequest, *, exactly: bool) -> tuple[Way, str]:
-    """Return the planner's plan for two machines, and what found it.
-
-    Args:
-        order: What is to be planned.
-        exactly: Use both, even if one were faster.
-    """
     done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].best
     way = Way(placements=done.placements, micro_batches=done.cost.micro_batches)
     return way, f"{done.method}, {1e3 * done.seconds[1]:.0f} ms expected"
@@ -302,21 +290,12 @@ def _enter_usual(contest: Contest, order: PlanningRequest) -> None:
 
 def _raw(key: str, contest: Contest) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for name, crew in contest.crews.items():
+    for name, each in contest.workers.items():
         start = f"{key}_{name.replace(' ', '_')}"
-        figures[f"{start}_ms"] = 1e3 * crew.step.median
-        figures[f"{start}_cpu_ms"] = 1e3 * Spread.of(crew.cpu_seconds).median
-        figures[f"{start}_bytes"] = crew.n_bytes
+        figures[f"{start}_ms"] = 1e3 * each.step.median
+        figures[f"{start}_cpu_ms"] = 1e3 * each.cpu.median
+        figures[f"{start}_bytes"] = each.n_bytes_max
     return figures
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--folder", type=Path, help="keep there what is measured once")
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

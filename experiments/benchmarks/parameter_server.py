@@ -32,33 +32,80 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
 """
 
 import argparse
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Final, final
+from typing import Final, Self
 
 import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
 from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.roles.role import Computed
+from distbelief.serve.address import ServerAddress
+from distbelief.serve.client_session import ClientSession
 from distbelief.serve.server import ParameterServer
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush
 from experiments.benchmarks.bare import links as bare_links, rpc_server
-from experiments.benchmarks.bare.client import BareClient
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread
+from experiments.benchmarks.measuring.workers import Pairs, Workers, module, timed_pairs
 from experiments.speech.model import acoustic_net
+
+
+TIMEOUT_SECONDS: Final = 60.0
+TORN_WAIT_SECONDS: Final = 1e-3
+
+
+class BareClient:
+    """A worker of the server at `address`; use it in a `with` statement."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], address: str) -> None:
+        self._session = ClientSession(list(parameters), ServerAddress.parse(address))
+        self._client = self._session.client
+
+    def __enter__(self) -> Self:
+        self._session.join(TIMEOUT_SECONDS)
+        self._wait(lambda: self._client.ready)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._session.close()
+
+    def push(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Push; return when every shard has applied it."""
+        client = self._client
+        self._wait(lambda: client.can_push)
+        outcome = client.stage(gradients, self._session.values)()
+        push = StagedPush(outcome=outcome, n_gradients=1, samples=1)
+        self._command(Computed(name=PUSHED, result=push))
+        self._wait(lambda: client.unacknowledged == 0)
+
+    def fetch(self) -> None:
+        """Fetch; return when the values are in the parameters."""
+        client = self._client
+        self._command(Computed(name=FETCH))
+        while True:
+            self._wait(lambda: client.fetch_complete)
+            outcome = client.install(self._session.values)()
+            self._command(Computed(name=INSTALLED, result=outcome))
+            if not outcome.torn:
+                return
+            self._session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+
+    def _command(self, command: Computed) -> None:
+        self._session.command(command, TIMEOUT_SECONDS)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        self._session.wait(until, "an answer", TIMEOUT_SECONDS)
 
 
 OURS: Final = ("shared", "files", "tcp")
@@ -74,62 +121,36 @@ COMPARED: Final = {  # figure -> ours, or the first; theirs
     "zmq_over_torch_rpc": ("zmq", "rpc"),
     "sockets_over_torch_rpc": ("sockets", "rpc"),
 }
-SMALL: Final = {"rounds": 1, "repetitions": 1}  # of a tiny net
+SMALL: Final = {"rounds": 1, "repetitions": 20}  # of a tiny net
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
 BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
-END_SECONDS_MAX: Final = 2.0
 
 
-Seconds = tuple[list[float], list[float]]  # of each push, of each fetch
-
-
-@final
 @dataclass(slots=True)
 class Times:
     """Seconds of each push (or update) and fetch (or copy) of one contestant."""
 
-    measure: Callable[[int], Seconds]
+    measure: Callable[[int], Pairs]
     pushes: list[float] = field(default_factory=list)
     fetches: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)  # of both, by turn
 
     @property
     def both(self) -> float:
-        """Median of the push, plus that of the fetch."""
         return median(self.pushes) + median(self.fetches)
 
     def turn(self, n: int) -> None:
-        """Push and fetch n times."""
         pids = measurement.family(os.getpid())
-        used = measurement.cpu_seconds(pids)
-        pushes, fetches = self.measure(n)
+        with measurement.usage(lambda: measurement.cpu_seconds(pids)) as used:
+            pushes, fetches = self.measure(n)
         self.pushes += pushes
         self.fetches += fetches
-        self.cpu_seconds.append((measurement.cpu_seconds(pids) - used) / n)
+        self.cpu_seconds.append(used.cpu_seconds / n)
 
     def forget(self) -> None:
-        """The turns so far were to get warm."""
         self.pushes, self.fetches, self.cpu_seconds = [], [], []
 
 
-def timing(push: Callable[[], None], fetch: Callable[[], None]) -> Callable[[int], Seconds]:
-    """Return what measures these two."""
-
-    def measure(n: int) -> Seconds:
-        pushes, fetches = [], []
-        for _ in range(n):
-            begun = time.perf_counter()
-            push()
-            pushed = time.perf_counter()
-            fetch()
-            pushes.append(pushed - begun)
-            fetches.append(time.perf_counter() - pushed)
-        return pushes, fetches
-
-    return measure
-
-
-@final
 class Floor:
     """One copy, one fused update: what any parameter server does at the least."""
 
@@ -139,16 +160,21 @@ class Floor:
         self._slot = torch.zeros(n_elements)
 
     def update(self) -> None:
-        """Apply what lies in the slot."""
         self._slice.update(self._slot)
 
     def copy(self) -> None:
-        """Copy the gradient into the slot."""
         self._slot.copy_(self._gradient)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each")
+    parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument(
+        "--without", nargs="+", default=[], choices=CONTESTANTS[1:], help="leave out"
+    )
+    options = measurement.options_of(parser, arguments, small=SMALL)
     keep_memory()  # as every replica does
     torch.set_num_threads(1)
     net = acoustic_net([64], 64) if options.small else acoustic_net([2560] * 4, 8192)
@@ -159,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with TemporaryDirectory() as folder, ExitStack() as stack:
         empty_bytes = _bytes_of_an_empty_shard(Path(folder))
         floor = Floor(n_elements)
-        times = {"floor": Times(timing(floor.update, floor.copy))}
+        times = {"floor": Times(partial(timed_pairs, floor.update, floor.copy))}
         for name in [name for name in names if name in OURS]:
             server = ParameterServer(
                 parameters,
@@ -174,20 +200,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 request = msgspec.structs.replace(server._request, reach=reach)  # noqa: SLF001
                 server._request = request  # noqa: SLF001 -- users have `distbelief serve` for it
             client = stack.enter_context(_client(server, parameters))
-            times[name] = Times(timing(_pusher(client, gradients), client.fetch))
+            times[name] = Times(partial(timed_pairs, partial(client.push, gradients), client.fetch))
+        size = -(-n_elements // options.shards)
         programs = {
-            "rpc": _rpc(n_elements, options.shards, Path(folder) / "rpc", tcp=True),
-            "rpc_local": _rpc(n_elements, options.shards, Path(folder) / "rpc_local", tcp=False),
-            **{kind: _bare_links(kind, n_elements, options.shards) for kind in BARE},
-        }
+            name: [
+                module("bare.rpc_server", Path(folder) / name, rank, options.shards, size, kind)
+                for rank in range(options.shards + 1)
+            ]
+            for name, kind in (("rpc", "tcp"), ("rpc_local", "local"))
+        } | {kind: [module("bare.links", kind, options.shards, size)] for kind in BARE}
         for name in [name for name in names if name in programs]:
-            times[name] = Times(stack.enter_context(_told(programs[name])))
+            # They are stopped between turns: tensorpipe polls without a pause.
+            workers = Workers(f"{name}-workers", programs[name], Path(folder), stopped=True)
+            times[name] = Times(partial(_asked, stack.enter_context(workers)))
         for name in names:
             times[name].turn(2)
             times[name].forget()
         for name in measurement.turns(names, n_rounds=options.rounds):
             times[name].turn(options.repetitions)
-            _tell(name, times[name], options.repetitions)
+            _print(name, times[name], options.repetitions)
         peaks = _peaks(Path(folder) / "shared")
     per_shard = n_elements / options.shards
     peak = (max(peaks, default=0) - empty_bytes) / per_shard
@@ -200,71 +231,13 @@ def _client(server: ParameterServer, parameters: list[torch.nn.Parameter]) -> It
         yield client
 
 
-def _pusher(client: BareClient, gradients: list[torch.Tensor]) -> Callable[[], None]:
-    return lambda: client.push(gradients)
-
-
-def _rpc(n_elements: int, n_servers: int, meeting: Path, *, tcp: bool) -> list[list[str]]:
-    """Return the commands of a client and its servers."""
-    size = -(-n_elements // n_servers)
-    command = [sys.executable, "-m", rpc_server.__name__, str(meeting)]
-    kind = "tcp" if tcp else "local"
-    return [[*command, str(rank), str(n_servers), str(size), kind] for rank in range(n_servers + 1)]
-
-
-def _bare_links(kind: str, n_elements: int, n_servers: int) -> list[list[str]]:
-    """Return the command of a client, which starts its servers."""
-    size = -(-n_elements // n_servers)
-    command = [sys.executable, "-m", bare_links.__name__, kind]
-    return [[*command, str(n_servers), str(size)]]
-
-
-@contextmanager
-def _told(commands: list[list[str]]) -> Iterator[Callable[[int], Seconds]]:
-    """Start these, the first of which is told what to do; they are stopped else."""
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL if rank else subprocess.PIPE,
-            stdout=None if rank else subprocess.PIPE,
-        )
-        for rank, command in enumerate(commands)
-    ]
-    told, answers = processes[0].stdin, processes[0].stdout
-    assert told is not None
-    assert answers is not None
-
-    def send_all(number: signal.Signals) -> None:
-        for process in processes:
-            process.send_signal(number)
-
-    def measure(n: int) -> Seconds:
-        send_all(signal.SIGCONT)
-        told.write(b"%d\n" % n)
-        told.flush()
-        line = answers.readline()
-        if not line:
-            raise RuntimeError(f"{' '.join(commands[0])} has ended")
-        send_all(signal.SIGSTOP)
-        pushes, fetches = json.loads(line)
-        return pushes, fetches
-
-    try:
-        yield measure
-    finally:
-        # Whoever has started others ends them when nobody tells it any more.
-        send_all(signal.SIGCONT)
-        told.close()
-        with suppress(subprocess.TimeoutExpired):
-            processes[0].wait(END_SECONDS_MAX)
-        for process in processes:
-            process.kill()
-            process.wait()
-        answers.close()
+def _asked(workers: Workers, n: int) -> Pairs:
+    """Let the first of the workers, which is the client, push and fetch n times."""
+    pushes, fetches = workers.ask(n, of=[0])[0]
+    return pushes, fetches
 
 
 def _bytes_of_an_empty_shard(folder: Path) -> int:
-    """Return the peak memory of a shard's process that holds next to nothing."""
     directory = folder / "empty"
     server = ParameterServer(
         [torch.nn.Parameter(torch.zeros(64))],
@@ -279,7 +252,6 @@ def _bytes_of_an_empty_shard(folder: Path) -> int:
 
 
 def _peaks(directory: Path) -> list[int]:
-    """Return the peak memory of each shard that writes its log there."""
     return [
         measurement.peak_bytes(pid)
         for name, pid in measurement.roles_in(directory).items()
@@ -287,7 +259,7 @@ def _peaks(directory: Path) -> list[int]:
     ]
 
 
-def _tell(name: str, times: Times, n: int) -> None:
+def _print(name: str, times: Times, n: int) -> None:
     push, fetch = (1000 * median(of[-n:]) for of in (times.pushes, times.fetches))
     words = ("update", "copy") if name == "floor" else ("push", "fetch")
     print(
@@ -300,9 +272,9 @@ def _tell(name: str, times: Times, n: int) -> None:
 def _report(times: dict[str, Times], *, peak: float, n_elements: int) -> dict[str, float]:
     rows, figures = {}, {}
     for name, of in times.items():
-        push = Spread.of([1000 * seconds for seconds in of.pushes])
-        fetch = Spread.of([1000 * seconds for seconds in of.fetches])
-        cpu = Spread.of([1000 * seconds for seconds in of.cpu_seconds])
+        push, fetch, cpu = (
+            Spread.of(seconds, scale=1e3) for seconds in (of.pushes, of.fetches, of.cpu_seconds)
+        )
         rows[name] = {
             "push (or update), ms": push.show(),
             "fetch (or copy), ms": fetch.show(),
@@ -330,19 +302,8 @@ def _report(times: dict[str, Times], *, peak: float, n_elements: int) -> dict[st
         if ours in times and theirs in times:
             ratios[key] = times[theirs].both / times[ours].both
             cpu_seconds = median(times[theirs].cpu_seconds), median(times[ours].cpu_seconds)
-            ratios[f"{key}_cpu"] = cpu_seconds[0] / cpu_seconds[1]
+            ratios[f"{key}_cpu"] = cpu_seconds[0] / max(cpu_seconds[1], 1e-3)
     return ratios | figures
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each")
-    parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=CONTESTANTS[1:], help="leave out"
-    )
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

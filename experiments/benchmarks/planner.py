@@ -21,33 +21,193 @@ prints; random plans that lack memory do not count.
                             pymetis is there, of the extra peers
     speed_up_NET_N          over one machine, with up to N of them
     best_machines_speech    the fewest that reach the highest speed-up
+
+METIS (Karypis and Kumar 1998) balances the parts of a graph. Its vertices are the cells of `even`,
+as heavy as they take long; edges are what passes between two of them. It ignores when a machine
+waits for another, and has to use all machines. The random search knows nothing of how the planner
+searches: half of its moves change neighbours together, to splits that are called alike.
 """
 
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
+import numpy as np
 import torch
 
 from distbelief.graph.graph import LayerGraph
+from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, Variance, single_sample
+from distbelief.partition.grouping import groups
 from distbelief.partition.planner import Planned, each_plan, plan
 from distbelief.partition.search import PlanningRequest, PlanSimulator
-from distbelief.partition.solvers.problem import Choice
+from distbelief.partition.solvers.problem import Choice, Problem
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
+from distbelief.program.compiler import compile_plan
+from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.plans import metis
 from experiments.benchmarks.plans.nets import IMAGES, NETS, SPEECH, Net
-from experiments.benchmarks.plans.random_search import search
+
+
+SecondsOf = Callable[[Choice], float]
+
+_N_DRAWN: Final = 3
+_PATIENCE: Final = 40  # moves in a row without a gain, after which it begins elsewhere
+
+
+def search(
+    problem: Problem,
+    words: Sequence[Sequence[str]],
+    seconds_of: SecondsOf,
+    starts: Sequence[Choice],
+    *,
+    tries: int,
+    seed: int,
+) -> float:
+    draws = _Draws(problem, words, seed=seed)
+    waiting = list(starts)
+    best = now = np.inf
+    choice: Choice | None = None
+    failed = 0
+    for _ in range(tries):
+        if choice is None or failed >= _PATIENCE:
+            choice = waiting.pop(0) if waiting else draws.start()
+            now, failed = seconds_of(choice), 0
+        else:
+            other = draws.move(choice)
+            seconds = seconds_of(other)
+            failed = 0 if seconds < now else failed + 1
+            if seconds <= now:
+                choice, now = other, seconds
+        best = min(best, now)
+    return float(best)
+
+
+class _Draws:
+    """Random choices and moves."""
+
+    def __init__(self, problem: Problem, words: Sequence[Sequence[str]], *, seed: int) -> None:
+        self._problem = problem
+        self._places = [{word: index for index, word in enumerate(row)} for row in words]
+        self._words = words
+        self._rng = np.random.default_rng(seed)
+
+    def start(self) -> Choice:
+        """Return a choice of few words: every run of nodes is split alike."""
+        choice = tuple(int(self._rng.integers(n)) for n in self._problem.sizes)
+        node = 0
+        while node < len(choice):
+            choice = self._alike(choice, node, until=self._end(node))
+            node = self._end(node)
+        return choice
+
+    def move(self, choice: Choice) -> Choice:
+        node = int(self._rng.integers(len(choice)))
+        changed = (*choice[:node], self._drawn(choice, node), *choice[node + 1 :])
+        if self._rng.random() < 0.5:
+            return changed
+        return self._alike(changed, node, until=self._end(node))
+
+    def _end(self, node: int) -> int:
+        return node + 1 + int(self._rng.geometric(0.25))
+
+    def _drawn(self, choice: Choice, node: int) -> int:
+        """Return, of a few candidates, the one that the solver's model likes best."""
+        totals = self._problem.costs[node]
+        for neighbour, table in self._problem.neighbours[node]:
+            totals = totals + table[:, choice[neighbour]]
+        drawn = self._rng.integers(len(totals), size=_N_DRAWN)
+        return int(min(drawn, key=lambda index: totals[index]))
+
+    def _alike(self, choice: Choice, node: int, *, until: int) -> Choice:
+        word = self._words[node][choice[node]]
+        changed = list(choice)
+        for other in range(node + 1, min(until, len(choice))):
+            changed[other] = self._places[other].get(word, changed[other])
+        return tuple(changed)
+
+
+IS_INSTALLED: Final = find_spec("pymetis") is not None
+
+_WEIGHT_MAX: Final = 1 << 20  # METIS computes with whole numbers, and adds them up in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """A graph of cells."""
+
+    placements: Mapping[str, Placement]  # of every layer, as if each cell had a machine of its own
+    seconds: Sequence[float]  # of each cell
+    n_bytes: Mapping[tuple[int, int], int]  # between cells, by both, the lower first
+
+
+def cells_of(graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> Cells:
+    """Return the graph that METIS is to cut for these machines, which are equal."""
+    placements: dict[str, Placement] = {}
+    n_cells = 0
+    cut = even(graph, cluster)
+    for group in groups(graph):
+        here = {m: n_cells + m for m in range(len(cluster))}
+        placements |= group.placements(moved(cut[group.root.name], here))
+        n_cells += len(cluster)
+    compiled = compile_plan(graph, placements, batch=batch, n_machines=n_cells)
+    seconds = [0.0] * n_cells
+    for task in compiled.tasks:
+        if task.phase != "combine":
+            back = task.phase in {"backward", "partial_backward"}
+            layer = graph[task.layer]
+            passes = costs.passes(layer, task.region, 0, partial=task.is_partial)
+            seconds[task.machine] += passes.backward if back else passes.forward
+    n_bytes: dict[tuple[int, int], int] = {}
+    for way in compiled.traffic:
+        pairs = zip(way.senders.tolist(), way.receivers.tolist(), strict=True)
+        for (sender, receiver), each in zip(pairs, way.n_bytes.tolist(), strict=True):
+            ends = (min(sender, receiver), max(sender, receiver))
+            n_bytes[ends] = n_bytes.get(ends, 0) + each
+    return Cells(placements, seconds, n_bytes)
+
+
+def metis(graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> dict[str, Placement]:
+    import pymetis  # noqa: PLC0415 -- of an extra
+
+    cells = cells_of(graph, cluster, batch=batch, costs=costs)
+    beside: list[dict[int, int]] = [{} for _ in cells.seconds]
+    largest = max(cells.n_bytes.values(), default=1)
+    for (one, other), n_bytes in cells.n_bytes.items():
+        weight = math.ceil(_WEIGHT_MAX * n_bytes / largest)
+        beside[one][other] = beside[other][one] = weight
+    starts = [0]
+    for row in beside:
+        starts.append(starts[-1] + len(row))
+    slowest = max(cells.seconds)
+    _, parts = pymetis.part_graph(
+        len(cluster),
+        pymetis.CSRAdjacency(starts, [other for row in beside for other in row]),
+        vweights=[round(_WEIGHT_MAX * each / slowest) for each in cells.seconds],
+        eweights=[weight for row in beside for weight in row.values()],
+    )
+    machine_of = dict(enumerate(parts))
+    return {name: moved(p, machine_of) for name, p in cells.placements.items()}
+
+
+def moved(placement: Placement, to: Mapping[int, int]) -> Placement:
+    combine = placement.combine
+    return Placement(
+        cuts=placement.cuts,
+        machines=tuple(to[machine] for machine in placement.machines),
+        combine=None if combine is None else moved(combine, to),
+    )
 
 
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 144)
 FEW: Final = (2, 4, 8)
-LARGE: Final = 150
-"""Layers above which a net is planned for one number of machines only."""
+LARGE: Final = 150  # layers above which a net is planned for one number of machines only
 
 SMALL: Final = {"machines": (1, 2), "nets": ("speech",), "tries": 3}
 
@@ -56,7 +216,19 @@ _EVENTS_MAX: Final = 60_000  # tasks and messages that a search plays through, b
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--machines", type=int, nargs="+", default=COUNTS, help="of the paper's pair"
+    )
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument(
+        "--tries",
+        type=int,
+        help=f"plans that a random search plays through; by default at most {_TRIES}, "
+        "fewer of large nets",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random searches")
+    options = measurement.options_of(parser, arguments, small=SMALL)
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     rows: dict[str, dict[str, str]] = {}
@@ -69,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures.pop(f"seconds_last_{name}") for name in ("speech", "images")
     )
     worst = {"search": 0.0, "even": 0.0, "whole_layer": 0.0}
-    if metis.IS_INSTALLED:
+    if IS_INSTALLED:
         worst["metis"] = 0.0
     else:
         print("METIS is left out: pip install pymetis", flush=True)
@@ -86,7 +258,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def order_of(
     graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True
 ) -> PlanningRequest:
-    """Return what is to be planned, without pins."""
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     return PlanningRequest(
         graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search
@@ -94,19 +265,11 @@ def order_of(
 
 
 def choice_of(done: Planned) -> Choice | None:
-    """Return the plan among its candidates, or None if it is none of them."""
     return done.solved.decoder.choice(done.best.placements)
 
 
 def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int = 0) -> float:
-    """Return the plan's seconds over the best that random search finds.
-
-    Args:
-        order: What was planned.
-        done: The plan.
-        tries: Plans that are played through.
-        seed: Of the search.
-    """
+    """Return the plan's seconds over the best that random search finds."""
     jitter, player = Variance(order.graph, order.cluster), PlanSimulator(order)
     n_machines = done.n_machines
     caps = [machine.memory for machine in order.cluster.first(n_machines).machines]
@@ -127,7 +290,6 @@ def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int 
 
 
 def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict[str, float]:
-    """Plan one of the pair for all numbers of machines."""
     begun = time.perf_counter()
     order = order_of(net.graph(), cluster, batch=net.batch)
     last = time.perf_counter()
@@ -156,7 +318,6 @@ def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict
 def _compared(
     name: str, net: Net, cluster: Cluster, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Plan one net, and compare each plan with what else there is."""
     graph = net.graph()
     order = order_of(graph, cluster, batch=net.batch)
     thorough = options.tries is not None
@@ -171,7 +332,7 @@ def _compared(
             "/ even": done.median / done.baselines["even"],
             "/ whole_layer": done.median / done.baselines["whole layers"],
         }
-        if metis.IS_INSTALLED:
+        if IS_INSTALLED:
             ratios["/ metis"] = done.median / _metis_seconds(order, done)
         row = f"{name}, {done.n_machines}"
         rows[row] = ratios | {"speed-up": done.speed_up}
@@ -183,7 +344,7 @@ def _compared(
 def _metis_seconds(order: PlanningRequest, done: Planned) -> float:
     n_machines = done.n_machines
     cluster = order.cluster.first(n_machines)
-    placed = metis.metis(order.graph, cluster, batch=order.batch, costs=order.costs)
+    placed = metis(order.graph, cluster, batch=order.batch, costs=order.costs)
     return PlanSimulator(order).way("metis", placed, n_machines=n_machines).seconds[1]
 
 
@@ -194,22 +355,6 @@ def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:
         for key, value in figures.items()
         if key.startswith(start)
     }
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument(
-        "--machines", type=int, nargs="+", default=COUNTS, help="of the paper's pair"
-    )
-    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
-    parser.add_argument(
-        "--tries",
-        type=int,
-        help=f"plans that a random search plays through; by default at most {_TRIES}, "
-        "fewer of large nets",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random searches")
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -19,42 +19,292 @@ played through, and run, in turns of a few steps, all plans once a round.
     drift_NET    the largest of that over the smallest, - 1
     raw_error_NET, raw_rank_NET    the same with predictions by the profile as it is
 
-A host that is shared changes its speed by a third within minutes, and a prediction is
-no better than its profile is new. So whole layers are measured again just before and
-after each turn, in one process and in as many at once as the plan has machines
-(`pace`); each prediction is by the profile at that pace, and measured seconds that are
-compared with each other are brought to the profile's pace likewise. And so all plans
-are known to the same two processes (`company`), and of each the median over its turns
-counts: one turn in a process of its own says more of that minute than of the plan.
+A host that is shared changes its speed by a third within minutes, and a prediction is no better
+than its profile is new. So whole layers are measured again just before and after each turn, in one
+process and in as many at once as the plan has machines (`pace`); each prediction is by the profile
+at that pace, and measured seconds that are compared with each other are brought to the profile's
+pace likewise. And so all plans are known to the same two processes (`turn`), and of each the median
+over its turns counts: one turn in a process of its own says more of that minute than of the plan.
 """
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, Self, cast
 
 import msgspec
 import torch
+from msgspec.structs import replace
+from scipy.stats import spearmanr
 
 from distbelief.core.memory import keep_memory
 from distbelief.partition.profiling.layer_timer import profiled
-from experiments.benchmarks.measuring import measurement
+from distbelief.partition.profiling.profile import WHOLE, Profile, Slices
+from distbelief.partition.search import PlanningRequest, PlanSimulator, SimulatedPlan
+from distbelief.program.plan import Plan
+from distbelief.program.step_cost import StepCost
+from experiments.benchmarks.measuring import measurement, workers
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workload import NetName, Workload
-from experiments.benchmarks.plans.company import Company
-from experiments.benchmarks.plans.machines import kept_network, order_by, plan_of
-from experiments.benchmarks.plans.turn import Turn, counting, rounds
-from experiments.benchmarks.plans.verdict import Verdict, compared, regret, verdict
-from experiments.benchmarks.plans.ways import ways
+from experiments.benchmarks.plans.machines import kept_network, machines, order_by, plan_of, ways
 
 
-N_FINAL_ROUNDS: Final = 6
-"""How often the finalists meet again."""
+# Seconds of the forward and backward pass of whole layers, by key
+Pace = dict[str, tuple[float, float]]
+
+
+class Paces(msgspec.Struct, frozen=True, kw_only=True):
+    """Paces of one moment."""
+
+    alone: Pace  # of a process while no other measures
+    together: Pace  # of all of them at once
+
+    @property
+    def seconds(self) -> float:
+        return sum(sum(passes) for pace in (self.alone, self.together) for passes in pace.values())
+
+    def at(self, overlap: float) -> Pace:
+        """Return the pace of a machine that computes this share while others compute as well."""
+        return {
+            key: (
+                overlap * both[0] + (1.0 - overlap) * self.alone[key][0],
+                overlap * both[1] + (1.0 - overlap) * self.alone[key][1],
+            )
+            for key, both in self.together.items()
+            if key in self.alone
+        }
+
+
+def mean_pace(paces: Sequence[Pace]) -> Pace:
+    return {
+        key: (fmean(pace[key][0] for pace in paces), fmean(pace[key][1] for pace in paces))
+        for key in set(paces[0]).intersection(*paces[1:])
+    }
+
+
+def slower(profile: Profile, pace: Pace) -> float:
+    keys = pace.keys() & profile.layers.keys()
+    then = sum(
+        profile.layers[key][WHOLE].forward[-1] + profile.layers[key][WHOLE].backward[-1]
+        for key in keys
+    )
+    return sum(sum(pace[key]) for key in keys) / then
+
+
+def at_pace(profile: Profile, pace: Pace) -> Profile:
+    layers: dict[str, Mapping[str, Slices]] = dict(profile.layers)
+    for key, (forward, backward) in pace.items():
+        if key in layers:
+            whole = layers[key][WHOLE]
+            factors = _ratio(forward, whole.forward), _ratio(backward, whole.backward)
+            layers[key] = {
+                word: replace(
+                    slices,
+                    forward=tuple(factors[0] * seconds for seconds in slices.forward),
+                    backward=tuple(factors[1] * seconds for seconds in slices.backward),
+                )
+                for word, slices in layers[key].items()
+            }
+    return replace(profile, layers=layers)
+
+
+def _ratio(now: float, then: Sequence[float]) -> float:
+    return now / then[-1] if then[-1] else 1.0
+
+
+def overlap(price: StepCost) -> float:
+    """Return which share of a plan's computing is done while other machines compute as well.
+
+    They share memory and caches of this host: two layers at once take longer each.
+    """
+    n_tasks = price.simulated.n_tasks
+    begins = [(float(begin), 1) for begin in price.simulated.starts[:n_tasks]]
+    ends = [(float(end), -1) for end in price.simulated.ends[:n_tasks]]
+    every = shared = last = 0.0
+    n_computing = 0
+    for at, change in sorted(begins + ends):
+        computed = n_computing * (at - last)
+        every += computed
+        shared += computed if n_computing > 1 else 0.0
+        n_computing += change
+        last = at
+    return shared / every if every else 0.0
+
+
+# Of a turn that counts:
+OTHERS_MAX: Final = 0.2  # processors that others may have
+CHANGE_MAX: Final = 0.35  # share by which layers may become slower or faster meanwhile
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one plan."""
+
+    plan: str  # its name
+    seconds: float  # of a step, the median of those after the first
+    cpu_seconds: float  # of all its processes, per step
+    others: float  # processors that others kept busy meanwhile
+    before: Paces  # how fast the machine was just before
+    after: Paces  # and just after
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the machine was not alone, or another one before than after."""
+        before, after = self.before.seconds, self.after.seconds
+        changes = max(before / after, after / before) > 1.0 + CHANGE_MAX
+        return self.others > OTHERS_MAX or changes
+
+    def pace(self, overlap: float) -> Pace:
+        return mean_pace([self.before.at(overlap), self.after.at(overlap)])
+
+
+def counting(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns that count: all of a plan, if none of them does."""
+    alone = {turn.plan for turn in turns if not turn.is_void}
+    return [turn for turn in turns if not turn.is_void or turn.plan not in alone]
+
+
+class Plans:
+    """Machines that take turns by several plans; a context manager."""
+
+    def __init__(self, workload: Workload, plans: Mapping[str, Plan], folder: Path) -> None:
+        self._needed = {name: plan.cluster.n_machines for name, plan in plans.items()}
+        self._machines = machines("machines", plans, workload=workload, folder=folder)
+        self._n_paces = 0
+        self._last: tuple[int, Paces] | None = None  # machines, and their last pace
+
+    def __enter__(self) -> Self:
+        self._machines.__enter__()
+        self._machines.bind()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._machines.end()
+
+    def steps(self, plan: str, *, n_steps: int) -> workers.Turn:
+        """Take so many steps by a plan, beside the first, which warms up."""
+        taken = self._machines.turn(n_steps=1 + n_steps, request=lambda n: (plan, n))
+        return taken._replace(steps=taken.steps[1:])
+
+    def rounds(self, *, n_rounds: int, n_steps: int, seconds_max: float) -> Iterator[Turn]:
+        """Yield the turns of all plans, one of each a round; after `seconds_max` no other round."""
+        until = time.monotonic() + seconds_max
+        plans = list(self._needed)
+        for index, plan in enumerate(measurement.turns(plans, n_rounds=n_rounds)):
+            if index and index % len(plans) == 0 and time.monotonic() > until:
+                return
+            yield self._turn(plan, n_steps=n_steps)
+
+    def _turn(self, plan: str, *, n_steps: int) -> Turn:
+        n_machines = self._needed[plan]
+        last, self._last = self._last, None
+        before = last[1] if last and last[0] == n_machines else self.paces(n_machines)
+        taken = self.steps(plan, n_steps=n_steps)
+        after = self.paces(n_machines)
+        self._last = n_machines, after
+        return Turn(
+            plan=plan,
+            seconds=taken.seconds,
+            cpu_seconds=taken.cpu_seconds,
+            others=taken.others,
+            before=before,
+            after=after,
+        )
+
+    def paces(self, n_machines: int) -> Paces:
+        """Measure all layers: on one of so many machines, then on all at once.
+
+        Which one it is changes from time to time: cores are not all as fast.
+        """
+        self._n_paces += 1
+        alone = self._layers([self._n_paces % n_machines])
+        if n_machines == 1:
+            return Paces(alone=alone, together=alone)
+        return Paces(alone=alone, together=self._layers(range(n_machines)))
+
+    def _layers(self, of: Sequence[int]) -> Pace:
+        return mean_pace(self._machines.ask(None, of=of))
+
+
+N_FINALISTS: Final = 3  # the plan that is preferred and the fastest others, until there are so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Seconds of a step of each plan."""
+
+    predicted: dict[str, float]  # by the profile
+    measured: dict[str, float]  # as taken, in the middle
+    brought: dict[str, float]  # as they would have been at the profile's pace, in the middle
+    slower: list[float]  # layers during each turn / in the profile
+
+    @property
+    def preferred(self) -> str:
+        return min(self.predicted, key=self.predicted.__getitem__)
+
+    @property
+    def finalists(self) -> list[str]:
+        others = sorted(self.brought, key=self.brought.__getitem__)
+        return list(dict.fromkeys([self.preferred, *others]))[:N_FINALISTS]
+
+
+def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+    names = list(predicted)
+    errors = [abs(predicted[name] / measured[name] - 1.0) for name in names]
+    rank = spearmanr([predicted[name] for name in names], [measured[name] for name in names])
+    return {"error": sum(errors) / len(errors), "rank": float(cast("float", rank.statistic))}
+
+
+def regret(preferred: str, final: Mapping[str, Sequence[float]]) -> float:
+    """Return by which share the preferred plan is slower than the fastest one."""
+    return median(final[preferred]) / min(map(median, final.values())) - 1.0
+
+
+def verdict(
+    turns: Sequence[Turn],
+    plans: Mapping[str, Plan],
+    profile: Profile,
+    order_by: Callable[[Profile], PlanningRequest],
+) -> Verdict:
+    found = simulated(order_by(profile), plans)
+    predicted = {name: way.seconds[1] for name, way in found.items()}
+    shared = {name: overlap(way.cost) for name, way in found.items()}
+    brought: dict[str, list[float]] = {name: [] for name in plans}
+    paces = [turn.pace(shared[turn.plan]) for turn in turns]
+    for turn, pace in zip(turns, paces, strict=True):
+        order, name = order_by(at_pace(profile, pace)), turn.plan
+        then = simulated(order, {name: plans[name]})[name].seconds[1]
+        brought[name].append(turn.seconds * predicted[name] / then)
+    return Verdict(
+        predicted=predicted,
+        measured={
+            name: median(turn.seconds for turn in turns if turn.plan == name) for name in plans
+        },
+        brought={name: median(seconds) for name, seconds in brought.items()},
+        slower=[slower(profile, pace) for pace in paces],
+    )
+
+
+def simulated(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, SimulatedPlan]:
+    player = PlanSimulator(order)
+    return {
+        name: player.way(
+            name,
+            plan.placements,
+            n_machines=plan.cluster.n_machines,
+            micro_batches=plan.micro_batches,
+        )
+        for name, plan in plans.items()
+    }
+
+
+N_FINAL_ROUNDS: Final = 6  # how often the finalists meet again
 
 SMALL: Final = {"rounds": 1, "steps": 1, "nets": ("speech",)}  # of tiny nets
 
@@ -64,7 +314,18 @@ BATCH_SIZES: Final[Mapping[NetName, int]] = {"speech": 256, "image": 64}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each plan")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn that count")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300.0,
+        help="seconds after which no other round begins; a net takes two minutes more",
+    )
+    parser.add_argument("--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES))
+    parser.add_argument("--folder", type=Path, help="keep what was measured there")
+    options = measurement.options_of(parser, arguments, small=SMALL)
     keep_memory()  # as machines do, and
     torch.set_num_threads(1)  # so: what is measured of layers depends on both
     figures: dict[str, float] = {}
@@ -94,14 +355,10 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
     order_of = partial(order_by, workload=workload, between=between, stages=True)
     order = order_of(profile)
     plans = {name: plan_of(way, order, loss=workload.loss) for name, way in ways(order).items()}
-    with Company(workload, plans, folder) as company:
+    with Plans(workload, plans, folder) as machines:
         every: list[Turn] = []
-        for turn in rounds(
-            company,
-            list(plans),
-            n_rounds=options.rounds,
-            n_steps=options.steps,
-            seconds_max=options.limit,
+        for turn in machines.rounds(
+            n_rounds=options.rounds, n_steps=options.steps, seconds_max=options.limit
         ):
             every.append(turn)
             (folder / "turns.json").write_bytes(msgspec.json.encode(every))
@@ -109,14 +366,13 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
         found = verdict(turns, plans, profile, order_of)
         final: dict[str, list[float]] = {name: [] for name in found.finalists}
         for name in measurement.turns(found.finalists, n_rounds=N_FINAL_ROUNDS):
-            taken = company.take(name, n_steps=1 + options.steps)
-            final[name].append(median(taken.seconds[1:]))
+            final[name].append(machines.steps(name, n_steps=options.steps).seconds)
     rows = {
         name: _row(name, found, turns, final)
         for name in sorted(found.brought, key=found.brought.__getitem__)
     }
     measurement.show(f"{net}, load {measurement.load():.1f}", rows)
-    told = {
+    found_figures = {
         **compared(found.predicted, found.brought),
         "regret": regret(found.preferred, final),
         "plans": len(plans),
@@ -125,7 +381,7 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
         "drift": max(found.slower) / min(found.slower) - 1.0,
         **{f"raw_{key}": value for key, value in compared(found.predicted, found.measured).items()},
     }
-    return {f"{key}_{net}": value for key, value in told.items()}
+    return {f"{key}_{net}": value for key, value in found_figures.items()}
 
 
 def _row(
@@ -142,21 +398,6 @@ def _row(
         "CPU ms": f"{1e3 * median(turn.cpu_seconds for turn in own):.0f}",
         "others": f"{max(turn.others for turn in own):.2f}",
     }
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each plan")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn that count")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=300.0,
-        help="seconds after which no other round begins; a net takes two minutes more",
-    )
-    parser.add_argument("--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES))
-    parser.add_argument("--folder", type=Path, help="keep what was measured there")
-    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -18,19 +18,17 @@ on `ray` one of them is at a node. Turns alternate.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 
 from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.workers import Processes, Program
 from experiments.benchmarks.simulated.truth import JOB
 
 
@@ -41,7 +39,6 @@ N_TICKS: Final = 100  # that the replica is seen to train before its node is rem
 ON_RAY: Final = ("--on", "ray", "--hosts", "1", "--cores", "1", "--hosts-seconds", "60")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
     """One run."""
@@ -49,12 +46,16 @@ class Course:
     start_seconds: float  # from the command to the first samples
     rate: float  # samples a second from then on
     exit_code: int  # of the command
-    away_seconds: float | None  # from a node's end to the replica's next life; None: none ended
-    said: str  # by the command
+    away_seconds: float | None  # from a node's end to the replica's restart; None: none ended
+    output: str  # of the command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=2, help="0: only a node removed")
+    parser.add_argument("--steps", type=int, default=400, help="of a replica")
+    parser.add_argument("--job", type=Path, help="a job file of your own")
+    options = measurement.options_of(parser, arguments, small=SMALL)
     try:
         from ray.cluster_utils import Cluster  # noqa: PLC0415 -- an extra
     except ImportError as error:
@@ -68,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in measurement.turns(tuple(found), n_rounds=options.rounds):
             words = ON_RAY if name == "ray" else ()
             found[name].append(_run(options, words, cluster.address))
-            _tell(name, found[name][-1])
+            _print(name, found[name][-1])
 
         def remove() -> None:
-            # At once, as if its power were gone: nobody has time for a farewell.
+            # At once, as if its power were gone: nothing is shut down in order.
             cluster.remove_node(nodes.pop(), allow_graceful=False)
             cluster.add_node(num_cpus=1)
 
         lost = _run(options, ON_RAY, cluster.address, attack=remove)
-        _tell("a node removed", lost)
+        _print("a node removed", lost)
     finally:
         cluster.shutdown()
     report(found, lost)
@@ -112,66 +113,45 @@ def _run(
     *,
     attack: Callable[[], None] | None = None,
 ) -> Course:
-    with _started(options, words, address) as (process, run):
-        begun = time.monotonic()
-        views: list[tuple[float, int]] = []  # when, samples
-        attacked = back = None
-        n_ticks, pid_before = 0, 0
-        while process.poll() is None and time.monotonic() < begun + SECONDS_MAX:
-            time.sleep(TICK_SECONDS)
-            now, (samples, pid, is_training) = time.monotonic(), _look(run)
-            if samples and (not views or samples != views[-1][1]):
-                views.append((now, samples))
-            n_ticks += is_training
-            if attack is not None and attacked is None and n_ticks > N_TICKS:
-                attack()
-                attacked, pid_before = time.monotonic(), pid
-            elif attacked and back is None and is_training and pid != pid_before:
-                back = now
-        said, _ = process.communicate()
-    if len(views) < 2:
-        raise SystemExit(f"the job ended with {process.returncode}: {said}")
+    with TemporaryDirectory(prefix="distbelief-ray-") as name:
+        folder = Path(name)
+        job, run = folder / "job.toml", folder / "run"
+        job.write_text(JOB if options.job is None else options.job.read_text())
+        command = [sys.executable, "-c", "from distbelief.cli.entry import main; main()"]
+        command += ["train", str(job), *words, "--set", "cluster.replicas=2"]
+        command += ["--set", f"algorithm.max_steps={options.steps}"]
+        command += ["--set", f"output.directory={run}", "--set", "output.report_every=250 ms"]
+        program = Program(command=command, environment={"RAY_ADDRESS": address})
+        with Processes("job", [program], folder) as process:
+            begun = time.monotonic()
+            views: list[tuple[float, int]] = []  # when, samples
+            attacked = back = None
+            n_ticks, pid_before = 0, 0
+            while process.status is None and time.monotonic() < begun + SECONDS_MAX:
+                time.sleep(TICK_SECONDS)
+                now, (samples, pid, is_training) = time.monotonic(), _look(run)
+                if samples and (not views or samples != views[-1][1]):
+                    views.append((now, samples))
+                n_ticks += is_training
+                if attack is not None and attacked is None and n_ticks > N_TICKS:
+                    attack()
+                    attacked, pid_before = time.monotonic(), pid
+                elif attacked and back is None and is_training and pid != pid_before:
+                    back = now
+        exit_code, output = process.status, process.log.read_text()
+    if len(views) < 2 or exit_code is None:
+        raise SystemExit(f"the job ended with {exit_code}: {output}")
     (first_at, first), (last_at, last) = views[0], views[-1]
     return Course(
         start_seconds=first_at - begun,
         rate=(last - first) / (last_at - first_at),
-        exit_code=process.returncode,
+        exit_code=exit_code,
         away_seconds=None if attacked is None or back is None else back - attacked,
-        said=said,
+        output=output,
     )
 
 
-@contextmanager
-def _started(
-    options: argparse.Namespace, words: Sequence[str], address: str
-) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
-    with TemporaryDirectory(prefix="distbelief-ray-") as folder:
-        job = Path(folder) / "job.toml"
-        text = JOB if options.job is None else options.job.read_text()
-        job.write_text(text)
-        run = Path(folder) / "run"
-        command = [sys.executable, "-c", "from distbelief.cli.entry import main; main()"]
-        command += ["train", str(job), *words, "--set", "cluster.replicas=2"]
-        command += ["--set", f"algorithm.max_steps={options.steps}"]
-        command += ["--set", f"output.directory={run}"]
-        command += ["--set", "output.report_every=250 ms"]
-        process = subprocess.Popen(
-            command,
-            env=os.environ | {"RAY_ADDRESS": address},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            yield process, run
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-
-
 def _look(run: Path) -> tuple[int, int, bool]:
-    """Return a run's samples so far, replica 1's process, and if that trains."""
     try:
         status = json.loads((run / "status.json").read_text())
     except (OSError, json.JSONDecodeError):
@@ -184,22 +164,14 @@ def _look(run: Path) -> tuple[int, int, bool]:
     return int(view["samples"]), 0, False
 
 
-def _tell(name: str, course: Course) -> None:
+def _print(name: str, course: Course) -> None:
     print(
         f"{name}: start {course.start_seconds:.1f} s, {course.rate:,.0f} samples/s, "
         f"exit code {course.exit_code}, away {course.away_seconds}",
         flush=True,
     )
     if course.away_seconds is not None:
-        print(course.said, flush=True)
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=2, help="0: only a node removed")
-    parser.add_argument("--steps", type=int, default=400, help="of a replica")
-    parser.add_argument("--job", type=Path, help="a job file of your own")
-    return measurement.options_of(parser, arguments, small=SMALL)
+        print(course.output, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,46 @@
 """Courses of training in virtual time, at the price of the paper's speech net.
 
-The job is an ordinary one, and its roles are the real ones; only machines and clock are
-those of `rig`. A course that was run is kept, and not run again.
+The job is an ordinary one, and its roles are the real ones; only machines and clock are those of
+`entries.ScaledMachines`. A course that was run is kept, and not run again.
+
+Sandblaster with 2,000 replicas is put together from two runs that can be afforded. A batch is all
+the data, and its gradient is summed in a fixed order: what L-BFGS does next does not depend on the
+number of replicas. It learns with eight (`LEARNER`); how long an evaluation takes is found by as
+many as there are to be (`pace`), from the beginning of the second to that of the last, because at
+first a cluster meets and waits for time-outs, which do not shrink with it. A pace is kept with a
+fingerprint of the code that it was found with.
+
+As in the paper each method is shown at its best. So that none is given more care than another, each
+entry has four candidates for its setting (a learning rate; of Sandblaster, how many pairs it
+remembers), tried once, all with one seed. The best is the first at the target; if none comes there,
+the most accurate at its end. All tries are kept.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
 from distbelief.config.load import parse_job
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.run import RunHost, Tell, run_simulated
+from distbelief.forecast.run import Tell, run_simulated
+from distbelief.roles.role import Seconds
 from experiments.figures import task
-from experiments.figures.entries import Entry
-from experiments.figures.results import RESULTS, fingerprint, keep, kept, slug
-from experiments.figures.rig import N_SHARDS, Rig
+from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, N_SHARDS, Entry, ScaledMachines
+from experiments.figures.results import RESULTS, code_of, fingerprint, keep, kept, slug
+from experiments.figures.task import N_TRAIN
 from experiments.figures.warm_start import SETTINGS, warm_start
 
 
-TARGET: Final = 0.23
-"""Held out, of Figure 5: what one replica of SGD takes more than an hour for."""
+TARGET: Final = 0.23  # held out, of Figure 5: what one replica of SGD takes more than an hour for
 
+# Where a course ends that is only asked when it reached the target: some way above it, for one
+# measurement may be lucky
 STOP_AT: Final = 0.236
-"""Where a course ends that is only asked when it reached the target: some way above it,
-for one measurement may be lucky."""
 
 
-@final
 class Point(msgspec.Struct, frozen=True, array_like=True):
     """One evaluation: seconds of the large cluster, samples, and accuracies."""
 
@@ -38,7 +50,6 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     held_out: float
 
 
-@final
 class Course(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
@@ -73,34 +84,21 @@ def reached(points: Sequence[Point], target: float) -> float | None:
 
 
 def course_of(
-    entry: Entry, *, setting: float, seed: int, staging: Preparation, tell: Tell | None = None
+    entry: Entry, *, setting: float, seed: int, preparation: Preparation, tell: Tell | None = None
 ) -> Course:
-    """Run an entry once; what was run before is read from its file.
-
-    Args:
-        entry: Method and replicas.
-        setting: Of the method.
-        seed: Of the warm start, of the order of samples, of the machines' jitter.
-        staging: Keeps what the jobs of one seed have in common.
-        tell: Told how far it is.
-    """
+    """Run an entry once; what was run before is read from its file."""
     known = kept_course(entry, setting=setting, seed=seed)
     if known is not None:
         return known
+    stop_at = STOP_AT if entry.stops else None
     found = run(
-        entry,
-        setting=setting,
-        seed=seed,
-        staging=staging,
-        stop_at=STOP_AT if entry.stops else None,
-        tell=tell,
+        entry, setting=setting, seed=seed, preparation=preparation, stop_at=stop_at, tell=tell
     )
     keep(_path(entry, seed), found, of=_identity(entry, setting, seed))
     return found
 
 
 def kept_course(entry: Entry, *, setting: float, seed: int) -> Course | None:
-    """Return what was run before of just this, if it was."""
     return kept(_path(entry, seed), _identity(entry, setting, seed), Course)
 
 
@@ -109,17 +107,14 @@ def run(
     *,
     setting: float,
     seed: int,
-    staging: Preparation,
+    preparation: Preparation,
     stop_at: float | None = None,
     tell: Tell | None = None,
-    host: RunHost | None = None,
+    machines: ScaledMachines | None = None,
 ) -> Course:
-    """Run an entry once, whatever is kept; to the end, or to an accuracy held out.
-
-    Its machines are those of `Rig`, unless another `host` is given.
-    """
+    """Run an entry once, whatever is kept; to the end, or to an accuracy held out."""
     begin = warm_start(seed)
-    every = entry.every / entry.haste
+    every = entry.every / entry.time_scale
     text = f"""
 [model]
 factory = "experiments.figures.task:net"
@@ -146,10 +141,9 @@ directory = "unused"
 snapshot_every = "1 h"
 report_every = "{every} s"
 """
-    rig = Rig(entry.replicas, entry.haste)
+    machines = machines or ScaledMachines(entry.replicas, entry.time_scale)
     job = parse_job(text, path="figure.toml")
-    host = rig if host is None else host
-    outcome = run_simulated(staging.stage(job), host, seed=seed, tell=tell).outcome
+    outcome = run_simulated(preparation.stage(job), machines, seed=seed, tell=tell).outcome
     begun = outcome.seconds - outcome.training_seconds
     points: list[Point] = []
     for point in outcome.history:
@@ -159,17 +153,17 @@ report_every = "{every} s"
         accuracies = (round(trained, 4), round(held_out, 4))
         if points and (points[-1].trained, points[-1].held_out) == accuracies:
             continue  # the same evaluation
-        seconds = max(0.0, point.seconds - begun) * entry.haste
+        seconds = max(0.0, point.seconds - begun) * entry.time_scale
         points.append(Point(round(seconds, 1), point.samples, *accuracies))
     return Course(
         name=entry.name,
         replicas=entry.replicas,
-        machines=rig.n_machines,
+        machines=machines.n_machines,
         seed=seed,
         setting=setting,
         warm_start=begin.of,
         points=tuple(points),
-        seconds=round(outcome.training_seconds * entry.haste, 1),
+        seconds=round(outcome.training_seconds * entry.time_scale, 1),
         samples=outcome.samples,
         staleness=outcome.staleness_mean,
         ended=outcome.error or outcome.ended or "",
@@ -177,11 +171,6 @@ report_every = "{every} s"
 
 
 def check_warm_starts(courses: Sequence[Course]) -> None:
-    """Refuse courses of one seed that did not begin from one warm start.
-
-    Raises:
-        ValueError: naming two of them.
-    """
     first: dict[int, Course] = {}
     for course in courses:
         other = first.setdefault(course.seed, course)
@@ -193,9 +182,9 @@ def check_warm_starts(courses: Sequence[Course]) -> None:
             )
 
 
-def show(course: Course, tell: Callable[[str], None] = print) -> None:
+def show(course: Course, report: Callable[[str], None]) -> None:
     last, at = course.points[-1] if course.points else None, course.target_seconds
-    tell(
+    report(
         f"{course.name} [{course.replicas}] seed {course.seed} setting "
         f"{course.setting:g}: {TARGET:.0%} "
         + ("not reached" if at is None else f"after {at:,.0f} s")
@@ -207,8 +196,8 @@ def show(course: Course, tell: Callable[[str], None] = print) -> None:
 
 def identity(entry: Entry, *, setting: float) -> str:
     """Return a fingerprint of all that decides a course, but for its seed and data."""
-    machine = Rig(entry.replicas, entry.haste).machine
-    parts = (entry.algorithm(setting, squares=0.0), entry.replicas, entry.haste)
+    machine = ScaledMachines(entry.replicas, entry.time_scale).machine
+    parts = (entry.algorithm(setting, squares=0.0), entry.replicas, entry.time_scale)
     return fingerprint(parts, machine, task.identity(), SETTINGS)
 
 
@@ -218,3 +207,163 @@ def _identity(entry: Entry, setting: float, seed: int) -> str:
 
 def _path(entry: Entry, seed: int) -> Path:
     return RESULTS / f"{slug(entry.name)}-{entry.replicas}-{seed}.json"
+
+
+EVALUATIONS: Final = 4
+PACE_SEED: Final = 0
+PACE_HISTORY: Final = 10.0
+# The code that decides how long an evaluation takes
+PACE_FOLDERS: Final = ("sandblaster", "distbelief/parameter_server", "distbelief/simulation")
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an evaluation takes."""
+
+    seconds: float  # of the large cluster
+    code: str  # with which that was found
+
+    @property
+    def is_stale(self) -> bool:
+        return self.code != code_of(*PACE_FOLDERS)
+
+
+def composed(entry: Entry, *, setting: float, seed: int) -> Course | None:
+    learnt = kept_course(LEARNER, setting=setting, seed=seed)
+    known = pace(entry)
+    if learnt is None or known is None:
+        return None
+    return at_pace(learnt, entry, known.seconds)
+
+
+def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
+    """Return what was learnt as if every evaluation had taken so long."""
+    points = tuple(
+        msgspec.structs.replace(point, seconds=round(seconds * point.samples / N_TRAIN, 1))
+        for point in learnt.points
+    )
+    return msgspec.structs.replace(
+        learnt,
+        name=entry.name,
+        replicas=entry.replicas,
+        machines=ScaledMachines(entry.replicas, entry.time_scale).n_machines,
+        points=points,
+        seconds=round(seconds * learnt.samples / N_TRAIN, 1),
+        staleness=None,
+    )
+
+
+def learn(setting: float, *, seed: int, preparation: Preparation, tell: Tell) -> Course:
+    return course_of(LEARNER, setting=setting, seed=seed, preparation=preparation, tell=tell)
+
+
+def find_pace(entry: Entry, *, preparation: Preparation, tell: Tell) -> Pace:
+    """Run a few evaluations with all replicas, unless that is kept, of this code."""
+    known = pace(entry)
+    if known is None or known.is_stale:
+        short = msgspec.structs.replace(entry, samples=EVALUATIONS * N_TRAIN)
+        begun: list[Seconds] = []
+        machines = ScaledMachines(entry.replicas, entry.time_scale, begun)
+        run(
+            short,
+            setting=PACE_HISTORY,
+            seed=PACE_SEED,
+            preparation=preparation,
+            tell=tell,
+            machines=machines,
+        )
+        seconds = round(entry.time_scale * interval(begun), 2)
+        known = Pace(seconds=seconds, code=code_of(*PACE_FOLDERS))
+        keep(_pace_path(entry), known, of=pace_fingerprint(entry))
+    return known
+
+
+def pace(entry: Entry) -> Pace | None:
+    return kept(_pace_path(entry), pace_fingerprint(entry), Pace)
+
+
+def stale(entries: Sequence[Entry]) -> list[Entry]:
+    return [
+        entry
+        for entry in entries
+        if entry.kind == "l-bfgs" and (known := pace(entry)) and known.is_stale
+    ]
+
+
+def interval(begun: Sequence[Seconds]) -> Seconds:
+    """Return the mean time between evaluations, the first left out."""
+    later = begun[1:EVALUATIONS]
+    return (later[-1] - later[0]) / (len(later) - 1)
+
+
+def pace_fingerprint(entry: Entry) -> str:
+    return fingerprint(identity(entry, setting=PACE_HISTORY), EVALUATIONS, "between", "code")
+
+
+def _pace_path(entry: Entry) -> Path:
+    return RESULTS / f"pace-{entry.replicas}.json"
+
+
+SEARCH_SEED: Final = 100  # that no figure shows
+
+SEARCHED: Final = (
+    *(e for e in dict.fromkeys((*FIGURE_4, *FIGURE_5)) if e.kind != "l-bfgs"),
+    LEARNER,  # what L-BFGS learns does not depend on its replicas (`batched`)
+)
+
+
+class Try(msgspec.Struct, frozen=True, kw_only=True):
+    """How one candidate did."""
+
+    setting: float  # the candidate
+    target_seconds: float | None  # when it was at the target, if it was
+    held_out: float  # accuracy: the mean of its last three evaluations
+    seconds: float  # of its end
+
+
+def best(tries: Sequence[Try]) -> float:
+    """Return the setting first at the target; of several, the most accurate."""
+
+    def rank(each: Try) -> tuple[float, float]:
+        at = each.target_seconds
+        return math.inf if at is None else at, -each.held_out
+
+    return min(tries, key=rank).setting
+
+
+def run_candidate(entry: Entry, setting: float, *, preparation: Preparation, tell: Tell) -> Course:
+    return run(
+        entry,
+        setting=setting,
+        seed=SEARCH_SEED,
+        preparation=preparation,
+        stop_at=STOP_AT,
+        tell=tell,
+    )
+
+
+def tries_of(entry: Entry, attempt: Callable[[Entry, float], Course] | None = None) -> list[Try]:
+    """Return what was found for an entry; with `attempt`, what is missing is tried."""
+    of = fingerprint([identity(entry, setting=each) for each in entry.candidates], SEARCH_SEED)
+    path = RESULTS / f"search-{slug(entry.name)}-{entry.replicas}.json"
+    found = kept(path, of, list[Try]) or []
+    for setting in entry.candidates[len(found) :]:
+        if attempt is None:
+            break
+        course = attempt(entry, setting)
+        last = [point.held_out for point in course.points[-3:]]
+        found.append(
+            Try(
+                setting=setting,
+                target_seconds=course.target_seconds,
+                held_out=round(sum(last) / max(1, len(last)), 4),
+                seconds=course.points[-1].seconds if course.points else 0.0,
+            )
+        )
+        keep(path, found, of=of)
+    return found
+
+
+def setting_of(entry: Entry) -> float | None:
+    entry = LEARNER if entry.kind == "l-bfgs" else entry
+    tries = tries_of(entry)
+    return best(tries) if len(tries) == len(entry.candidates) else None

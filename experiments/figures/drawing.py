@@ -12,18 +12,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter, StrMethodFormatter
 
 from experiments.figures.courses import TARGET, Course
-from experiments.figures.entries import NAMES
+from experiments.figures.entries import CORES, NAMES
 from experiments.figures.findings import PAPERS_CORES, PAPERS_CROSSING_CORES, PAPERS_ORDER, by_label
-from experiments.figures.planned import SpeedUp
 from experiments.figures.results import FOLDER
-from experiments.figures.rig import CORES
+from experiments.figures.speedup import SpeedUp
 
 
+# What section 5 of Dean et al. 2012 says in words: machines, and times as fast.
 PAPERS_SPEED_UPS: Final[Mapping[str, tuple[float, float]]] = {
     "speech 42M": (8, 2.2),
     "images 1.7B": (81, 12.0),
 }
-"""What section 5 of Dean et al. 2012 says in words: machines, and times as fast."""
 
 COLOURS: Final = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e")
 
@@ -77,7 +76,7 @@ def draw_methods(courses: Sequence[Course]) -> None:
     _save(figure, "figure4.png")
 
 
-def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
+def draw_crossings(courses: Sequence[Course]) -> None:
     figure, panels = _figure(2, width=11.0)
     for axes, factor, what in zip(panels, (1, CORES), ("machines", "cores"), strict=True):
         for name, colour in zip(NAMES.values(), COLOURS[1:], strict=False):
@@ -92,8 +91,8 @@ def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
             for at, hours, (_, times, n_seeds) in zip(x, middle, rows, strict=True):
                 if len(times) < n_seeds:
-                    _tell_missed(axes, at, hours, n_seeds - len(times))
-        axes.set(xlabel=what, ylabel=f"hours to {target:.0%} held out", xscale="log")
+                    _mark_missed(axes, at, hours, n_seeds - len(times))
+        axes.set(xlabel=what, ylabel=f"hours to {TARGET:.0%} held out", xscale="log")
         axes.set_yscale("log")
         axes.set_yticks([0.03, 0.1, 0.3, 1.0])
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -115,8 +114,7 @@ def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
     _save(figure, "figure5.png")
 
 
-def _tell_missed(axes: Axes, x: float, y: float, n_missed: int) -> None:
-    """Write beside a point how many seeds never reached the target."""
+def _mark_missed(axes: Axes, x: float, y: float, n_missed: int) -> None:
     axes.annotate(f"-{n_missed}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
 
 

@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 
 from experiments.figures.courses import TARGET, Course
-from experiments.figures.entries import NAMES
-from experiments.figures.rig import CORES
+from experiments.figures.entries import CORES, NAMES
 
 
 PAPERS_ORDER: Final = (
@@ -28,15 +27,12 @@ PAPERS_ORDER: Final = (
     "Downpour + Adagrad [200]",
 )
 
-PAPERS_CORES: Final = 2_000
-"""Up to which Downpour with Adagrad is the fastest."""
+PAPERS_CORES: Final = 2_000  # up to which Downpour with Adagrad is the fastest
 
-PAPERS_CROSSING_CORES: Final = 30_000
-"""With which Sandblaster may win."""
+PAPERS_CROSSING_CORES: Final = 30_000  # with which Sandblaster may win
 
 
 def by_label(courses: Sequence[Course]) -> dict[str, list[Course]]:
-    """Return courses by method and replicas, as the paper's legend has them."""
     groups: dict[str, list[Course]] = defaultdict(list)
     for course in courses:
         groups[f"{course.name} [{course.replicas}]"].append(course)
@@ -52,7 +48,6 @@ def times_of(courses: Sequence[Course]) -> dict[int, float]:
 
 
 def order_lines(courses: Sequence[Course]) -> Iterator[str]:
-    """Tell times to the target, and in how many seeds the paper's order holds."""
     times = {label: times_of(own) for label, own in by_label(courses).items()}
     for label, own in times.items():
         yield f"{label:26} {TARGET:.0%} held out after {_spread(list(own.values()))}"

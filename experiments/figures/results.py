@@ -1,10 +1,12 @@
-"""Where runs are kept, so that a figure can be drawn again, or gone on with.
+"""Where runs are kept, so that a figure can be drawn again, or continued.
 
-A kept file says what it is of: a fingerprint of all that it depends on. One that is of
-something else (another net, other machines, another rate) is not taken for what is
-asked for.
+A kept file carries a fingerprint of all that it depends on: one of another net, other machines or
+another rate is not taken. `code_of` is the fingerprint of code: statements count; comments,
+documentation and layout do not.
 """
 
+import ast
+import functools
 import hashlib
 import os
 from pathlib import Path
@@ -15,27 +17,27 @@ import msgspec
 
 FOLDER: Final = Path(__file__).parent
 RESULTS: Final = FOLDER / "results"
+ROOT: Final = FOLDER.parents[1]  # of the repository
+
+_WITH_BODY: Final = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 _Value = TypeVar("_Value")
 
 
 def fingerprint(*parts: object) -> str:
-    """Return 16 hexadecimal digits of what msgspec can write as JSON."""
     text = msgspec.json.encode(parts, order="deterministic")
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def keep(path: Path, value: object, *, of: str) -> None:
-    """Write a value as JSON, with what it is of; whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.encode({"of": of, "value": value})
     unfinished = path.with_suffix(".part")
-    unfinished.write_bytes(text + b"\n")
+    unfinished.write_bytes(msgspec.json.encode({"of": of, "value": value}) + b"\n")
     unfinished.replace(path)
 
 
 def kept(path: Path, of: str, kind: type[_Value]) -> _Value | None:
-    """Return what was kept, if it was, and is of this."""
+    """Return a kept value, None if there is none with this fingerprint."""
     if not path.is_file():
         return None
     found = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
@@ -45,11 +47,36 @@ def kept(path: Path, of: str, kind: type[_Value]) -> _Value | None:
 
 
 def cache() -> Path:
-    """Return the folder of what is quickly made again: warm starts."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "distbelief" / "figures"
 
 
 def slug(text: str) -> str:
-    """Return a text as a part of a file's name."""
     return "".join(c if c.isalnum() else "-" for c in text.lower())
+
+
+@functools.cache
+def code_of(*folders: str, root: Path = ROOT) -> str:
+    """Return 16 hexadecimal digits of all modules in these folders, which are paths from `root`."""
+    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
+        digest.update(statements(path.read_text(encoding="utf-8")).encode())
+    return digest.hexdigest()[:16]
+
+
+def statements(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, _WITH_BODY):
+            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

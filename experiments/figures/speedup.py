@@ -1,39 +1,67 @@
-"""Figure 3: how much faster a step of one replica is on several machines, of four nets.
+"""How much faster a step of one replica is on several machines: planned, and kept.
 
-    python -m experiments.figures.speedup [--only NAME]
-
-What was planned (`planned`) is kept in experiments/figures/results.
+From the planner: the best plan that it finds for cluster commodity-2012 with up to so many
+machines, and every layer cut evenly over all of them; at the median of the machines' jitter.
 """
 
-import argparse
-from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
-import torch
+import msgspec
 
-from experiments.figures.planned import COUNTS, NETS, SpeedUp, speed_ups
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", help="part of a net's name")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    found: list[SpeedUp] = []
-    for name in NETS:
-        if options.only and options.only not in name:
-            continue
-        found += speed_ups(name)
-        for each in found[-len(COUNTS) :]:
-            print(
-                f"{each.net:12} {each.machines:4} machines, {each.used:3} used: "
-                f"{each.seconds[1]:.4g} s, {each.speed_up:.2f}x, "
-                f"evenly {each.even:.2f}x",
-                flush=True,
-            )
-    from experiments.figures.drawing import draw_speed_up  # noqa: PLC0415 -- slow
-
-    draw_speed_up(found)
+from distbelief.partition.cost_model import AnalyticCosts, single_sample
+from distbelief.partition.planner import plan
+from distbelief.partition.search import PlanningRequest
+from distbelief.program.cluster_file import load_cluster
+from experiments.benchmarks.plans.nets import IMAGES, SPEECH, Net
+from experiments.figures.results import RESULTS
+from experiments.images.model import paper_net
 
 
-if __name__ == "__main__":
-    main()
+COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 128)
+
+NETS: Final[dict[str, Net]] = {
+    "speech 42M": SPEECH,
+    "images 80M": replace(IMAGES, make=lambda: paper_net("80M")),
+    "images 330M": replace(IMAGES, make=lambda: paper_net("330M")),
+    "images 1.7B": IMAGES,
+}
+
+
+class SpeedUp(msgspec.Struct, frozen=True, kw_only=True):
+    """One net on so many machines."""
+
+    net: str  # its name
+    machines: int  # that there are
+    used: int  # that the plan uses
+    # of a step: tenth, median, ninetieth of its draws of jitter
+    seconds: tuple[float, float, float]
+    speed_up: float  # of the median, over that of one machine
+    even: float  # of every layer cut evenly over all machines, likewise
+
+
+def speed_ups(name: str) -> list[SpeedUp]:
+    """Return a net's speed-ups; what was planned before is read from its file."""
+    path = RESULTS / f"speedup-{name.replace(' ', '-')}.json"
+    if path.is_file():
+        return msgspec.json.decode(path.read_bytes(), type=list[SpeedUp])
+    net, cluster = NETS[name], load_cluster("commodity-2012")
+    graph = net.graph()
+    costs = AnalyticCosts(cluster, batch=net.batch, single=single_sample(graph))
+    order = PlanningRequest(
+        graph=graph, cluster=cluster, batch=net.batch, costs=costs, pins={}, search=True
+    )
+    found = [
+        SpeedUp(
+            net=name,
+            machines=done.n_machines,
+            used=len(done.used),
+            seconds=done.best.seconds,
+            speed_up=done.speed_up,
+            even=done.one_machine_seconds / done.baselines.get("even", done.one_machine_seconds),
+        )
+        for done in plan(order, COUNTS)
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    return found

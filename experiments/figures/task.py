@@ -1,8 +1,7 @@
 """The scaled-down task of Figures 4 and 5: synthetic speech, 41,874 parameters.
 
-The paper's net has 41,777,152, so ours is to it as 1 to 998. Data are frames of the
-corpus in `experiments.speech`: 65,536 to train on, 4,096 of them and as many held-out
-ones to measure.
+The paper's net has 41,777,152, so ours is to it as 1 to 998. Data are frames of the corpus in
+`experiments.speech`: 65,536 to train on, 4,096 of them and as many held-out ones to measure.
 """
 
 import hashlib
@@ -22,8 +21,7 @@ from experiments.speech.model import acoustic_net
 N_STATES = 210
 N_TRAIN = 65_536
 N_MEASURED = 4_096
-PART = 10_000
-"""Added to the target of a measured sample that is one of those trained on."""
+PART = 10_000  # added to the target of a measured sample that is one of those trained on
 
 
 class Held(Dataset[tuple[torch.Tensor, int]]):

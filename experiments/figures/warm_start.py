@@ -8,7 +8,7 @@ would otherwise all be taken at the full rate, and undo it.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import torch
 from safetensors import safe_open
@@ -25,7 +25,6 @@ BATCH: Final = 8
 SETTINGS: Final = {"steps": STEPS, "rate": RATE, "batch": BATCH}
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class WarmStart:
     """What was learnt before the methods part."""
@@ -38,16 +37,7 @@ class WarmStart:
 def warm_start(
     seed: int, *, data: task.Held | None = None, folder: Path | None = None
 ) -> WarmStart:
-    """Return the warm start of a seed; it is made unless one of just this is kept.
-
-    Args:
-        seed: Of its first weights, and of the order of samples.
-        data: To learn from; None: those of the task.
-        folder: Where it is kept; None: the user's cache.
-
-    Raises:
-        ValueError: a file of that name says that it is of something else.
-    """
+    """Return the warm start of a seed; it is made unless one of just this is kept."""
     torch.manual_seed(seed)
     net, data = task.net(), task.train() if data is None else data
     initial = torch.nn.utils.parameters_to_vector(net.parameters())

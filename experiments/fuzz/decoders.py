@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, cast, final, get_args
+from typing import Final, cast, get_args
 
 import msgspec
 import numpy as np
@@ -51,14 +51,12 @@ from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import KeyConfig
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
-from experiments.fuzz.mutating import numbers
-from experiments.fuzz.samples import Sampler
+from experiments.fuzz.inputs import Sampler, numbers
 
 
 Decode = Callable[[bytes], object]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """What reads bytes."""
@@ -77,8 +75,8 @@ class Decoder:
         return True
 
 
+# A decoder may need a file, or the like, for as long as it is tried
 Open = Callable[[], AbstractContextManager[Decoder]]
-"""A decoder may need a file, or the like, for as long as it is tried."""
 
 
 def plain(make: Callable[[], Decoder]) -> Open:
@@ -89,49 +87,9 @@ def plain(make: Callable[[], Decoder]) -> Open:
     return opened
 
 
-JOB: Final = """
-[model]
-factory = "nets:make"
-arguments = { width = 16 }
-[data.train]
-factory = "nets:samples"
-[algorithm]
-name = "downpour"
-loss = "cross_entropy"
-batch_size = 32
-rule = { name = "adagrad", learning_rate = 0.03 }
-[cluster]
-replicas = 2
-shards = 2
-[stop]
-epochs = 2
-[output]
-directory = "runs/x"
-"""
-
-SANDBLASTER: Final = """
-name = "x"
-[model]
-factory = "nets:make"
-[data.train]
-factory = "nets:samples"
-arguments = { n = 9 }
-[data.test]
-factory = "nets:samples"
-[algorithm]
-name = "sandblaster"
-loss = "mse"
-[cluster]
-replicas = 3
-shards = 2
-[evaluation]
-every = "2 s"
-[stop]
-seconds = "1 h"
-[output]
-directory = "runs/x"
-report_every = "250 ms"
-"""
+_FOLDER: Final = Path(__file__).parents[1]
+JOB: Final = (_FOLDER / "digits" / "digits.toml").read_text()
+SANDBLASTER: Final = (_FOLDER / "speech" / "sandblaster.toml").read_text()
 
 N_SAMPLES: Final = 12  # of each kind of message
 _HEAD: Final = struct.Struct("<HB")  # bytes of the header, arrays; both follow
@@ -145,9 +103,9 @@ def _wire() -> Decoder:
         n_header, n_arrays = _HEAD.unpack(data[:3].ljust(3, b"\x00"))
         header, array = data[3 : 3 + n_header], data[3 + n_header :]
         frames: list[Frame] = [header, *[array] * (n_arrays % 4)]
-        told = wire.decode(frames)
-        # What was taken can be said again.
-        again = wire.encode(told.message, sender=told.sender, incarnation=told.incarnation)
+        found = wire.decode(frames)
+        # What was accepted can be encoded again.
+        again = wire.encode(found.message, sender=found.sender, incarnation=found.incarnation)
         wire.decode(again)
 
     return Decoder(what="messages", seeds=tuple(map(_joined, _messages(wire))), decode=read)
@@ -338,8 +296,8 @@ def _facts() -> Decoder:
     def read(data: bytes) -> None:
         pairs = [line.partition(b"\x1f") for line in data.split(b"\x1e")]
         facts = {a.decode("utf-8", "replace"): b for a, _, b in pairs}
-        told = {name: text.decode("utf-8", "replace") for name, text in facts.items()}
-        other = replace(snapshot, facts=told)
+        texts = {name: text.decode("utf-8", "replace") for name, text in facts.items()}
+        other = replace(snapshot, facts=texts)
         restore(other, identity=identity, incarnation=9)
 
     def written(facts: Mapping[str, str]) -> bytes:
@@ -387,7 +345,7 @@ def _cut() -> Decoder:
 
 
 def _samples_of(kind: type) -> list[object]:
-    """Return some that JSON can say: it knows neither infinity nor NaN."""
+    """Return some that JSON can hold: it knows neither infinity nor NaN."""
     sampler = Sampler(numbers(0))
     found: list[object] = []
     while len(found) < N_SAMPLES:

@@ -6,7 +6,7 @@ shape of the paper's task, not its photographs: accuracies do not compare.
 
 import os
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.utils.data import Dataset
@@ -17,20 +17,14 @@ from experiments.images.fonts import Part, choose_script
 from experiments.speech.progress import show_progress
 
 
-COPIES: Final = {"train": 200, "test": 10}
-"""Images of each category, where `copies` is not given."""
+COPIES: Final = {"train": 200, "test": 10}  # images of each category, where `copies` is not given
 
 _MIDDLE: Final = 128.0
 _SCALE: Final = 1 / 64.0
 
 
 class Glyphs(Dataset[tuple[torch.Tensor, int]]):
-    """Images and categories of an album.
-
-    Args:
-        album: Where they are.
-        colours: Channels, all alike.
-    """
+    """Images and categories of an album."""
 
     def __init__(self, album: Album, *, colours: int) -> None:
         self.album = album
@@ -80,7 +74,9 @@ def glyphs(
         cache: Folder of all albums, if not the user's cache directory.
         seed: Of all that is left to chance.
     """
-    recipe = _recipe(part, categories, copies, size, script, seed)
+    recipe = _recipe(
+        part, categories=categories, copies=copies, size=size, script=script, seed=seed
+    )
     folder = ensure(recipe, cache=find_cache(cache))
     return Glyphs(open_album(folder), colours=colours)
 
@@ -88,20 +84,16 @@ def glyphs(
 def prepare(
     part: str,
     *,
-    categories: int = 400,
-    copies: int | None = None,
-    size: int = 32,
     colours: int = 1,
-    script: str = "auto",
     cache: str | os.PathLike[str] | None = None,
-    seed: int = 0,
+    **chosen: Any,  # noqa: ANN401 -- the other arguments of `glyphs`
 ) -> None:
     """Draw and check what `glyphs` with the same arguments will open.
 
     Call it once before several processes call `glyphs`.
     """
     del colours  # no pixel depends on them
-    recipe = _recipe(part, categories, copies, size, script, seed)
+    recipe = _recipe(part, **chosen)
     found = find_cache(cache)
     if not (found / recipe.name).exists():
         title = f"drawing {recipe.n_images:,} images, {part} part, {recipe.script}"
@@ -111,7 +103,13 @@ def prepare(
 
 
 def _recipe(
-    part: str, categories: int, copies: int | None, size: int, script: str, seed: int
+    part: str,
+    *,
+    categories: int = 400,
+    copies: int | None = None,
+    size: int = 32,
+    script: str = "auto",
+    seed: int = 0,
 ) -> Recipe:
     return Recipe(
         script=choose_script(script),

@@ -1,9 +1,4 @@
-"""Every exception this folder raises on purpose.
-
-* ImagesError
-  + FontError   -- a font is missing, cannot be read, or lacks a character
-  + AlbumError  -- a set of images cannot be made, or cannot be trusted
-"""
+"""Every exception this folder raises on purpose."""
 
 
 class ImagesError(Exception):

@@ -28,8 +28,8 @@ FOLDERS: Final = (
     Path("~/.local/share/fonts"),
     Path("~/.fonts"),
 )
+# What tests, where it is there: a brush and a serif; else the last design found
 HAN_HELD_OUT: Final = ("TW-Kai", "HanaMin")
-"""What tests, where it is there: a brush and a serif; else the last design found."""
 
 PACKAGES: Final = (
     "fonts-droid-fallback fonts-wqy-zenhei fonts-babelstone-han fonts-hanazono "
@@ -74,11 +74,7 @@ LATIN: Final = (
 
 
 def choose_script(script: str, *, folders: Sequence[Path] = FOLDERS) -> Script:
-    """Return the script meant: with "auto", "han" if two of its designs are there.
-
-    Raises:
-        FontError: there is no such script.
-    """
+    """Return the script meant: with "auto", "han" if two of its designs are there."""
     match script:
         case "han" | "latin":
             return "han" if script == "han" else "latin"
@@ -90,11 +86,6 @@ def choose_script(script: str, *, folders: Sequence[Path] = FOLDERS) -> Script:
 
 
 def faces(script: Script, part: Part, *, folders: Sequence[Path] = FOLDERS) -> tuple[Face, ...]:
-    """Return the faces that draw this part, with their paths.
-
-    Raises:
-        FontError: there are too few to hold one design out.
-    """
     if script == "latin":
         found = find(LATIN, [Path(mpl.get_data_path()) / "fonts" / "ttf"])
         held_out = {"STIX"}
@@ -122,11 +113,6 @@ def find(wanted: Iterable[Face], folders: Sequence[Path]) -> list[Face]:
 
 
 def check_covers(face: Face, text: Iterable[str]) -> None:
-    """Check that a face has these characters.
-
-    Raises:
-        FontError: it cannot be read, or lacks one.
-    """
     try:
         covered = _covered(face)
     except (OSError, RuntimeError) as error:

@@ -16,13 +16,12 @@
 A filter has weights of its own at every place. Each output is a logistic classifier,
 one category against all others; the function belongs to the loss "one_vs_all".
 
-What Dean et al. 2012 say (section 5, figure 3): images of 100 x 100; three stages of
-filtering, pooling and local contrast normalisation; filters of 10 x 10, between 8 and
-36 of them at a place; 21 thousand one-vs-all outputs; nets of 80, 330 and 1700 million
-parameters. They refer to Le et al. 2012, "Building high-level features using large
-scale unsupervised learning": filters are linear, and pooling is the root of a sum of
-squares over windows that overlap. Windows of 5 x 5 for pooling and contrast are Le's
-from memory, unchecked.
+What Dean et al. 2012 say (section 5, figure 3): images of 100 x 100; three stages of filtering,
+pooling and local contrast normalisation; filters of 10 x 10, between 8 and 36 of them at a place;
+21 thousand one-vs-all outputs; nets of 80, 330 and 1700 million parameters. They refer to Le et al.
+2012, "Building high-level features using large scale unsupervised learning": filters are linear,
+and pooling is the root of a sum of squares over windows that overlap. Windows of 5 x 5 for pooling
+and contrast are Le's from memory, unchecked.
 
 What neither says, and is chosen here: colour; windows that stay inside the image; a
 step of one place everywhere but in the last pooling. Only so do 36 maps have so many
@@ -30,9 +29,8 @@ parameters: a step of two in the first pooling leaves a fifth of stage 2. The la
 pooling is 6 x 6 with a step of 3 because then the largest net has 1.7 thousand million
 parameters, five sixths of them where only neighbours talk to each other.
 
-The two smaller nets differ by their maps only. The smallest has fewer than 8, for
-parameters grow at most with the square of the maps: 20 times from 8 to 36, and 80 to
-1700 million is 21 times.
+The two smaller nets differ by their maps only. The smallest has fewer than 8, for parameters grow
+at most with the square of the maps: 20 times from 8 to 36, and 80 to 1700 million is 21 times.
 """
 
 import math
@@ -80,16 +78,7 @@ class Stage:
 
 
 def image_net(maps: Maps, categories: int = N_CATEGORIES, size: int = IMAGE_SIZE) -> nn.Sequential:
-    """Three stages of the paper's, then the outputs; (n, 3, size, size) in.
-
-    Args:
-        maps: Of each stage.
-        categories: Scores that come out.
-        size: Rows and columns of an image.
-
-    Raises:
-        ValueError: a stage has no map, or the image is too small for the windows.
-    """
+    """Three stages of the paper's, then the outputs; (n, 3, size, size) in."""
     if len(maps) != len(POOLS) or min(maps) < 1:
         raise ValueError(f"maps = {list(maps)}: use three numbers of maps, 1 or more each")
     stages = [
@@ -102,17 +91,7 @@ def image_net(maps: Maps, categories: int = N_CATEGORIES, size: int = IMAGE_SIZE
 def staged_net(
     stages: Sequence[Stage | dict[str, int]], categories: int, size: int, colours: int = N_COLOURS
 ) -> nn.Sequential:
-    """Stages of any size, then the outputs; (n, colours, size, size) in.
-
-    Args:
-        stages: As `ShutdownStage`, or as tables of a job file.
-        categories: Scores that come out.
-        size: Rows and columns of an image.
-        colours: Channels of an image.
-
-    Raises:
-        ValueError: a number is below 1, or the image is too small for the windows.
-    """
+    """Stages of any size, then the outputs; (n, colours, size, size) in."""
     staged = [s if isinstance(s, Stage) else Stage(**s) for s in stages]
     numbers = [n for s in staged for n in (s.maps, s.filter, s.pool, s.step)]
     if min([*numbers, categories, colours]) < 1:
@@ -144,11 +123,7 @@ def staged_net(
 
 
 def paper_net(size: Size = "1.7B") -> nn.Sequential:
-    """The paper's network; 1,728,571,440 parameters, 6.4 GiB.
-
-    Args:
-        size: "80M", "330M" or "1.7B" parameters.
-    """
+    """The paper's network; 1,728,571,440 parameters, 6.4 GiB."""
     if size not in MAPS:
         raise ValueError(f"size = {size!r} must be one of {', '.join(MAPS)}")
     return image_net(MAPS[size])

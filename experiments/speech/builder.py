@@ -1,34 +1,93 @@
-"""Makes one volume: recording sessions in order, until there are hours enough.
+"""Makes corpora: recording sessions in order, until there are hours enough.
 
-It is filled in a sibling folder and renamed when all of it is on disk: an interrupted
-build leaves nothing that looks whole, and the next one clears it away. A shorter volume
-of the same recipe, if the cache has one, is copied and continued, not made again.
+`corpus` starts this as a program of its own, because sessions are forked, and a fork of a process
+in which torch has started threads may hang; and because BLAS must run on one thread, for the last
+bit of a sum depends on how many there are.
+
+A volume is filled in a sibling folder and renamed when all of it is on disk: an interrupted build
+leaves nothing that looks whole, and the next one clears it away. A shorter volume of the same
+recipe, if the cache has one, is copied and continued, not made again.
 """
 
+import argparse
 import errno
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
+import signal
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.lib.format as npy
+from numpy.typing import DTypeLike, NDArray
 
 from experiments.speech import text
 from experiments.speech.casting import Casting, cast
+from experiments.speech.errors import CorpusError, SpeechError
 from experiments.speech.espeak import SILENCE, Espeak
 from experiments.speech.features import FRAMES_PER_HOUR, N_MELS
+from experiments.speech.lock import hold_lock
 from experiments.speech.progress import show_progress
 from experiments.speech.recipe import Recipe
 from experiments.speech.session import Recording
 from experiments.speech.studio import Studio
-from experiments.speech.tape import Tape
 from experiments.speech.volume import ARRAYS, FACTS, Volume, hash_file, open_volume
+
+
+class Tape:
+    """Rows of one shape and type; use it in a `with` statement."""
+
+    def __init__(self, path: Path, *, row_shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        self._path = path
+        self._row_shape = row_shape
+        self._dtype: np.dtype[np.generic] = np.dtype(dtype)
+        self._n_rows = 0
+
+    @property
+    def n_rows(self) -> int:
+        return self._n_rows
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("w+b")
+        self._write_header()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
+
+    def copy(self, source: Path) -> None:
+        rows = np.load(source, mmap_mode="r", allow_pickle=False)
+        assert rows.shape[1:] == self._row_shape
+        assert rows.dtype == self._dtype
+        with source.open("rb") as file:
+            file.seek(rows.offset)
+            shutil.copyfileobj(file, self._file, 1 << 22)
+        self._n_rows += len(rows)
+
+    def append(self, rows: NDArray[np.generic]) -> None:
+        """Append `rows`, (n, *row_shape)."""
+        assert rows.shape[1:] == self._row_shape
+        self._file.write(np.ascontiguousarray(rows, self._dtype).tobytes())
+        self._n_rows += len(rows)
+
+    def _write_header(self) -> None:
+        npy.write_array_header_1_0(
+            self._file,
+            {
+                "descr": npy.dtype_to_descr(self._dtype),
+                "fortran_order": False,
+                "shape": (self._n_rows, *self._row_shape),
+            },
+        )
 
 
 LIBRARIES = ("numpy", "scipy", "espeakng-loader")
@@ -105,7 +164,6 @@ class Builder:
         self._n_frames = len(volume.features)
 
     def record(self, casting: Casting, *, n_frames: int, n_workers: int) -> None:
-        """Hold the sessions that are missing to `n_frames`, or a few more."""
         if not self._voices:
             self._tapes["boundaries"].append(np.zeros(1, np.int64))
         studio = Studio(Espeak(), casting=casting, n_workers=n_workers)
@@ -179,3 +237,51 @@ def _sync(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build what the command line names; an error is one line on stdout."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("recipes", nargs="+")
+    options = parser.parse_args(arguments)
+    # Both ways to be ended unwind the stack, so that nothing half built is left.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for spelling in options.recipes:
+            recipe = Recipe.read(spelling)
+            build(recipe, cache=options.cache, n_workers=options.workers)
+    except SpeechError as error:
+        print(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def build(recipe: Recipe, *, cache: Path, n_workers: int) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with hold_lock(cache / f"{recipe.name}.lock"):
+            if not (cache / recipe.name).exists():
+                build_volume(recipe, cache=cache, n_workers=n_workers)
+    except OSError as error:
+        raise explain(error, recipe=recipe, cache=cache) from error
+
+
+def explain(error: OSError, *, recipe: Recipe, cache: Path) -> CorpusError:
+    reason = error.strerror or str(error)
+    name = error.filename or str(cache)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        mend = (
+            f"building {recipe.name} needs {recipe.n_bytes / 1e6:,.0f} MB: make space, "
+            "or name another folder with the argument cache or with XDG_CACHE_HOME"
+        )
+    else:
+        mend = "name another folder with the argument cache or with XDG_CACHE_HOME"
+    return CorpusError(f"cannot write {name}: {reason}; {mend}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

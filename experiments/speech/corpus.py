@@ -3,7 +3,7 @@
     python -m experiments.speech.corpus --cache FOLDER train:2 test:0.5
 
 A corpus is built once and mapped by every process that trains on it. The work is done
-by `synthesis`, in a process of its own.
+by `builder`, in a process of its own.
 """
 
 import argparse
@@ -22,18 +22,12 @@ STOP_SECONDS = 10.0
 
 
 def ensure(recipes: Sequence[Recipe], *, cache: Path, n_workers: int | None = None) -> None:
-    """Build the recipes that are not in `cache`, in a fresh process, in this order.
-
-    Args:
-        recipes: what is needed.
-        cache: folder of all corpora.
-        n_workers: sessions at a time; as many as there are cores, if not given.
-    """
+    """Build the recipes that are not in `cache`, in a fresh process, in this order."""
     missing = [recipe for recipe in recipes if not is_built(recipe, cache=cache)]
     if not missing:
         return
     arguments = [
-        *(sys.executable, "-m", "experiments.speech.synthesis"),
+        *(sys.executable, "-m", "experiments.speech.builder"),
         *("--cache", str(cache)),
         *("--workers", str(n_workers or len(os.sched_getaffinity(0)))),
         *(recipe.spell() for recipe in missing),

@@ -26,16 +26,11 @@ HOURS = {"train": 2.0, "test": 0.5}  # where `hours` is not given
 
 
 class PhoneFrames(Dataset[tuple[torch.Tensor, int]]):
-    """Frames with their context and phone state.
-
-    Attributes:
-        n_states: how many phone states there are.
-        volume: where the frames lie.
-    """
+    """Frames with their context and phone state."""
 
     def __init__(self, volume: Volume, *, survey: Volume, inventory: labelling.Inventory) -> None:
-        self.volume = volume
-        self.n_states = inventory.n_states
+        self.volume = volume  # where the frames lie
+        self.n_states = inventory.n_states  # how many phone states there are
         targets = inventory.label(volume.contexts, names=volume.phones)
         self._targets = torch.from_numpy(targets)  # (frames,)
         self._features = torch.from_numpy(volume.features)  # (frames, 40), mapped

@@ -1,10 +1,4 @@
-"""Every exception this folder raises on purpose.
-
-* SpeechError
-  + MissingExtraError  -- the synthesiser is not installed
-  + SessionError       -- a recording session failed, died or hung
-  + CorpusError        -- the set on disk cannot be built, or cannot be trusted
-"""
+"""Every exception this folder raises on purpose."""
 
 
 class SpeechError(Exception):

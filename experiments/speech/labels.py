@@ -73,7 +73,6 @@ def derive(labels: str, *, contexts: Contexts, names: Sequence[str]) -> Inventor
 
 
 def count_states(labels: str) -> int:
-    """How many states a labelling has: 210 for "mono", N for "cdN"."""
     if labels == "mono":
         return N_MONO
     match = re.fullmatch(r"cd([0-9]+)", labels)
@@ -88,7 +87,6 @@ def count_states(labels: str) -> int:
 def _translate(
     contexts: Contexts, names: Sequence[str], phones: Sequence[str]
 ) -> tuple[NDArray[np.int64], ...]:
-    """The four columns, phones renumbered from `names` to the inventory's."""
     numbers = {phone: number for number, phone in enumerate(phones)}
     table = np.array([numbers.get(name, REST) for name in names], np.int64)
     neighbours = (table[contexts[:, column]] for column in range(3))

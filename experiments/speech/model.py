@@ -26,14 +26,7 @@ RELU_GAIN = math.sqrt(2.0)  # He, Zhang, Ren and Sun (2015), equation 10
 def acoustic_net(
     hidden: list[int], states: int, activation: Activation = "sigmoid", inputs: int = N_INPUTS
 ) -> nn.Sequential:
-    """Linear layers with an activation between them; (n, inputs) -> (n, states).
-
-    Args:
-        hidden: units of each hidden layer.
-        states: phone states, the scores that come out.
-        activation: "sigmoid" or "relu".
-        inputs: values of one sample.
-    """
+    """Linear layers with an activation between them; (n, inputs) -> (n, states)."""
     if activation not in ("sigmoid", "relu"):
         raise ValueError(f"activation = {activation!r} must be 'sigmoid' or 'relu'")
     sizes = [inputs, *hidden, states]

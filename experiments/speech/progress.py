@@ -15,60 +15,30 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def show_progress(title: str, *, n_frames: int, unit: str = "frames") -> Iterator[Advance]:
-    """Report on stderr; the function it yields takes the frames made since last time.
-
-    Args:
-        title: what is made.
-        n_frames: how many frames there will be, about.
-        unit: what they are, if not frames.
-    """
+    """Report on stderr; the function it yields takes the frames made since last time."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _print_lines(console, title, n_frames=n_frames, unit=unit)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn(f"{{task.fields[rate]:,.0f}} {unit}/s"),
-        TimeRemainingColumn(),
+    begun, n_done = time.monotonic(), 0
+    next_line = begun + LINE_SECONDS
+    rate = TextColumn(f"{{task.fields[rate]:,.0f}} {unit}/s")
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), rate)
+    bar = Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
     )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=n_frames, rate=0.0)
-        rate = _Rate()
+    with bar:
+        task = bar.add_task(title, total=n_frames, rate=0.0)
 
         def advance(frames: int) -> None:
-            progress.update(task, advance=frames, rate=rate.advance(frames))
+            nonlocal n_done, next_line
+            n_done += frames
+            now = time.monotonic()
+            speed = n_done / max(1e-9, now - begun)
+            bar.update(task, advance=frames, rate=speed)
+            if console.is_terminal or (now < next_line and n_done < n_frames):
+                return
+            next_line = now + LINE_SECONDS
+            left = max(0.0, (n_frames - n_done) / max(1e-9, speed))
+            share = min(1.0, n_done / n_frames)
+            line = f"{title}: {share:4.0%}, {speed:,.0f} {unit}/s, {left:.0f} s left"
+            console.print(line, highlight=False, soft_wrap=True)
 
         yield advance
-
-
-class _Rate:
-    """Frames a second since it was made."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self.n_frames = 0
-
-    def advance(self, frames: int) -> float:
-        self.n_frames += frames
-        return self.n_frames / max(1e-9, time.monotonic() - self._begin)
-
-
-def _print_lines(console: Console, title: str, *, n_frames: int, unit: str) -> Advance:
-    rate = _Rate()
-    next_line = time.monotonic() + LINE_SECONDS
-
-    def advance(frames: int) -> None:
-        nonlocal next_line
-        speed = rate.advance(frames)
-        done = rate.n_frames >= n_frames
-        if time.monotonic() < next_line and not done:
-            return
-        next_line = time.monotonic() + LINE_SECONDS
-        left = max(0.0, (n_frames - rate.n_frames) / max(1e-9, speed))
-        share = min(1.0, rate.n_frames / n_frames)
-        line = f"{title}: {share:4.0%}, {speed:,.0f} {unit}/s, {left:.0f} s left"
-        console.print(line, highlight=False, soft_wrap=True)
-
-    return advance

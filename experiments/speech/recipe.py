@@ -44,7 +44,6 @@ class Recipe:
 
     @classmethod
     def read(cls, spelling: str) -> "Recipe":
-        """The recipe of a PART:HOURS[:SEED[:clean]], as `spell` writes it."""
         part, *rest = spelling.split(":")
         match rest:
             case [hours]:
@@ -62,7 +61,6 @@ class Recipe:
 
     @property
     def n_bytes(self) -> int:
-        """About what it takes on disk, with a tenth to spare."""
         return round(1.1 * self.n_frames * BYTES_PER_FRAME)
 
     @property
@@ -75,13 +73,11 @@ class Recipe:
 
     @property
     def pattern(self) -> str:
-        """A glob of the folders that differ in hours alone."""
         quality = "-clean" if self.clean else ""
         return f"{self.part}-*h-seed{self.seed}{quality}-{_digest_makers()}"
 
 
 def find_cache(cache: str | os.PathLike[str] | None) -> Path:
-    """The folder of all corpora: `cache`, or the user's cache directory."""
     if cache is not None:
         return Path(cache).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

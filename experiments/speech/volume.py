@@ -41,7 +41,7 @@ class Volume:
         return tuple(self.facts["phones"])
 
     def verify(self) -> None:
-        """Read every array and compare it with the hash taken when it was written."""
+        """Compare every array with the hash taken when it was written."""
         for name in ARRAYS:
             path = self.folder / f"{name}.npy"
             found, written = hash_file(path), self.facts["sha256"][name]

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from distbelief.chaos.local_faults import run_local_chaos
-from experiments.benchmarks.simulated.agreement import both_ways
+from experiments.benchmarks.simulated.truth import both_ways
 from tests.distbelief.forecast.jobs import TEXT, small
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.transport.keys import Allowed, KeyFiles
-from experiments.benchmarks.network.hosts import Host, obstacle
-from experiments.benchmarks.network.switch import Lan, switched
+from experiments.benchmarks.network.hosts import Host, Lan, obstacle, switched
 from tests.processes.commands import BATCH_JOB, COMMAND, JOB, LONG, MODULE, Command, poll, sets
 
 

@@ -1,14 +1,18 @@
-"""What a message takes: to another machine, through its compute lane, and back.
+"""Roles over the real network without a supervisor, and what a message between them takes.
 
     python -m experiments.benchmarks.bare.exchange N_NUMBERS MACHINE ADDRESS FOLDER
 
-As in a step: numbers leave when work is done, and work begins when numbers have come.
+Each role writes its address into a file of its own and waits for the others'. Then it takes a step
+whenever its process is asked to. Here numbers go to another machine, through its compute lane, and
+back. As in a step they leave when work is done, and work begins when they have come.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -27,36 +31,115 @@ from distbelief.roles.role import (
     Send,
     TimerFired,
 )
+from distbelief.transport.address import Endpoint
+from distbelief.transport.authenticator import Socket, Verdict
+from distbelief.transport.node import RoleRunner
+from distbelief.transport.zmq_transport import ZmqTransport
 from distbelief.worker.transfers import Reassembly, StreamKey, blocks_of
-from experiments.benchmarks.measuring import paced
-from experiments.benchmarks.measuring.meeting import attached, take_step
+from experiments.benchmarks.measuring.workers import serve_steps
+
+
+STEP: Final = TimerFired(name="step")  # begins one
+STEP_SECONDS_MAX: Final = 120.0
+
+
+class Stepper(Protocol):
+    """A role that counts its steps."""
+
+    @property
+    def accepts(self) -> frozenset[type]: ...
+
+    @property
+    def n_done(self) -> int: ...
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]: ...
+
+    def status(self) -> tuple[str, Mapping[str, float]]: ...
+
+
+class OpenGuard:
+    """Lets in everybody, in the clear: on a network where nobody else is."""
+
+    encrypts: Final = False
+
+    def listen(self, inbox: Socket, endpoint: str) -> str:
+        del inbox, endpoint
+        return ""
+
+    def address(self, endpoint: str) -> str:
+        return endpoint
+
+    def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None: ...
+
+    def judge(self, request: Sequence[bytes]) -> Verdict:
+        del request
+        return Verdict()
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def attached(
+    role: Stepper, machine: int, names: Sequence[Address], *, address: str, folder: Path
+) -> Iterator[RoleRunner]:
+    """Connect a role with the other machines; they find each other in `folder`."""
+    transport = ZmqTransport(
+        name=names[machine],
+        incarnation=1,
+        run="benchmark",
+        bind=f"tcp://{address}:*",
+        guard=OpenGuard(),
+        log=_log,
+    )
+    with transport, RoleRunner(role, transport=transport, log=_log) as node:
+        _exchange_addresses(transport, machine, folder, names)
+        yield node
+
+
+def take_step(node: RoleRunner, role: Stepper) -> None:
+    wanted = role.n_done + 1
+    node.tell(STEP)
+    node.pump(lambda: role.n_done >= wanted, timeout_seconds=STEP_SECONDS_MAX)
+    if role.n_done < wanted:
+        raise RuntimeError(f"a step does not end: {node.error}")
+
+
+def _exchange_addresses(
+    transport: ZmqTransport, machine: int, folder: Path, names: Sequence[Address]
+) -> None:
+    draft = folder / f".{machine}.address"
+    draft.write_text(transport.endpoint)
+    draft.rename(folder / f"{machine}.address")
+    deadline = time.monotonic() + STEP_SECONDS_MAX
+    for peer, name in enumerate(names):
+        path = folder / f"{peer}.address"
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} does not come")
+            time.sleep(0.01)
+        if peer != machine:
+            transport.connect(name, 1, path.read_text())
+
+
+def _log(level: str, text: str) -> None:
+    print(f"{level}: {text}", file=sys.stderr, flush=True)
 
 
 NAMES: Final = (Address("machine-0"), Address("machine-1"))
 
 
-@final
 class Echo:
-    """Machine 0 sends numbers whenever it is told to; machine 1 sends them back.
-
-    Args:
-        machine: Which one this is.
-        n_numbers: In a message.
-
-    Attributes:
-        n_done: Round trips.
-    """
+    """Machine 0 sends numbers at each `STEP`; machine 1 sends them back."""
 
     accepts = ALL_MESSAGES
 
     def __init__(self, machine: int, n_numbers: int) -> None:
-        self.n_done = 0
+        self.n_done = 0  # round trips
         self._machine = machine
         self._values = np.zeros(n_numbers, np.float32)
         self._inbox = Reassembly()
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
         del now
         match event:
             case TimerFired() if not self._machine:
@@ -69,7 +152,6 @@ class Echo:
                 return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it does."""
         return "echoing", {}
 
     def _work(self) -> Compute:
@@ -113,7 +195,7 @@ def main(n_numbers: int, machine: int, address: str, folder: str) -> None:
     keep_memory()
     role = Echo(machine, n_numbers)
     with attached(role, machine, NAMES, address=address, folder=Path(folder)) as node:
-        paced.obey(lambda: take_step(node, role))
+        serve_steps(lambda: take_step(node, role))
 
 
 if __name__ == "__main__":

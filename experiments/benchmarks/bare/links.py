@@ -13,19 +13,16 @@ copied once, so that the model may go on, and go to each server over loopback:
     zmq_curve  the same, encrypted
     zmq_files  the same over sockets in files, not encrypted
 
-For each number n that it reads from its standard input it pushes and fetches n times,
-and writes a line with the seconds of each push and of each fetch.
+Asked for n, it pushes and fetches n times, and answers the seconds of each push and fetch.
 """
 
-import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Final, Protocol, Self, final
+from typing import Final, Protocol, Self
 
 import numpy as np
 import torch
@@ -35,6 +32,7 @@ from distbelief.core.memory import KEPT_BYTES_MAX, keep_memory
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.transport.keys import KEY_BYTES, KeyPair
 from experiments.benchmarks.bare.rpc_server import Slice
+from experiments.benchmarks.measuring import workers
 
 
 MESSAGES_MAX: Final = 128
@@ -47,24 +45,15 @@ PAIR: Final = KeyPair.of(bytes(range(KEY_BYTES)))  # no secret: all processes of
 class Link(Protocol):
     """One end of a connection between two processes."""
 
-    def tell(self, word: bytes) -> None:
-        """Send a short word."""
-        ...
+    def send_word(self, word: bytes) -> None: ...
 
-    def hear(self) -> bytes:
-        """Wait for a short word."""
-        ...
+    def receive_word(self) -> bytes: ...
 
-    def send(self, values: memoryview) -> None:
-        """Send a vector's bytes, which stay as they are until they are answered."""
-        ...
+    def send(self, values: memoryview) -> None: ...
 
-    def receive(self, values: memoryview) -> None:
-        """Fill a vector with what comes."""
-        ...
+    def receive(self, values: memoryview) -> None: ...
 
 
-@final
 class SocketLink:
     """A TCP connection."""
 
@@ -74,29 +63,23 @@ class SocketLink:
 
     @classmethod
     def to(cls, port: str) -> Self:
-        """Connect, as a server, to the client."""
         return cls(socket.create_connection((HOST, int(port))))
 
-    def tell(self, word: bytes) -> None:
-        """Send a short word."""
+    def send_word(self, word: bytes) -> None:
         self._connection.sendall(word)
 
-    def hear(self) -> bytes:
-        """Wait for a short word."""
+    def receive_word(self) -> bytes:
         return self._connection.recv(1)
 
     def send(self, values: memoryview) -> None:
-        """Send a vector's bytes."""
         self._connection.sendall(values)
 
     def receive(self, values: memoryview) -> None:
-        """Fill a vector with what comes."""
         done = 0
         while done < len(values):
             done += self._connection.recv_into(values[done:])
 
 
-@final
 class ZmqLink:
     """Two connections, one for each way."""
 
@@ -114,54 +97,45 @@ class ZmqLink:
 
     @classmethod
     def to(cls, endpoint: str, kind: str) -> Self:
-        """Connect, as a server, to the client."""
         link = cls(zmq.Context(), kind)
         link.connect(endpoint)
-        link.tell(link.endpoint.encode())
+        link.send_word(link.endpoint.encode())
         return link
 
     def connect(self, endpoint: str) -> None:
-        """Send there."""
         self._outbox.connect(endpoint)
 
-    def tell(self, word: bytes) -> None:
-        """Send a short word."""
+    def send_word(self, word: bytes) -> None:
         self._outbox.send(word)
 
-    def hear(self) -> bytes:
-        """Wait for a short word."""
+    def receive_word(self) -> bytes:
         return self._inbox.recv()
 
     def send(self, values: memoryview) -> None:
-        """Send a vector's bytes."""
         for start in range(0, len(values), BLOCK_BYTES):
             self._outbox.send(values[start : start + BLOCK_BYTES], copy=False)
 
     def receive(self, values: memoryview) -> None:
-        """Fill a vector with what comes."""
         for start in range(0, len(values), BLOCK_BYTES):
             block = self._inbox.recv(copy=False).buffer
             values[start : start + len(block)] = block
 
 
 def bytes_of(vector: torch.Tensor) -> memoryview:
-    """Return the memory of a vector."""
     return vector.numpy().view(np.uint8).data
 
 
 def serve(link: Link, n_elements: int) -> None:
-    """Take pushes, and answer fetches, until the client ends it."""
     mine, slot = Slice(n_elements), torch.zeros(n_elements)
-    while (word := link.hear()) not in {END, b""}:
+    while (word := link.receive_word()) not in {END, b""}:
         if word == PUSH:
             link.receive(bytes_of(slot))
             mine.update(slot)
-            link.tell(DONE)
+            link.send_word(DONE)
         else:
             link.send(bytes_of(mine.values))
 
 
-@final
 class Client:
     """Pushes to all servers, and fetches from them, side by side."""
 
@@ -173,17 +147,14 @@ class Client:
         self._values = [torch.zeros(n_elements) for _ in links]
 
     def push(self) -> None:
-        """Return when all have applied theirs."""
         self._side_by_side(self._push)
 
     def fetch(self) -> None:
-        """Return when all values are in place."""
         self._side_by_side(self._fetch)
 
     def end(self) -> None:
-        """Let the servers end."""
         for link in self._links:
-            link.tell(END)
+            link.send_word(END)
         self._threads.shutdown()
 
     def _side_by_side(self, work: Callable[[int], None]) -> None:
@@ -191,12 +162,12 @@ class Client:
 
     def _push(self, k: int) -> None:
         self._slots[k].copy_(self._gradients[k])
-        self._links[k].tell(PUSH)
+        self._links[k].send_word(PUSH)
         self._links[k].send(bytes_of(self._slots[k]))
-        self._links[k].hear()
+        self._links[k].receive_word()
 
     def _fetch(self, k: int) -> None:
-        self._links[k].tell(FETCH)
+        self._links[k].send_word(FETCH)
         self._links[k].receive(bytes_of(self._values[k]))
 
 
@@ -212,7 +183,7 @@ def links_of(kind: str, n_servers: int, start: Callable[[str], None]) -> Iterato
     for _ in range(n_servers):
         link = ZmqLink(context, kind)
         start(link.endpoint)
-        link.connect(link.hear().decode())
+        link.connect(link.receive_word().decode())
         yield link
 
 
@@ -233,18 +204,8 @@ def main(kind: str, n_servers: int, n_elements: int, endpoint: str = "") -> None
             servers.enter_context(subprocess.Popen([*command, *arguments]))
 
         client = Client(list(links_of(kind, n_servers, start)), n_elements)
-        for line in sys.stdin:
-            times = [_timed(client) for _ in range(int(line))]
-            print(json.dumps(list(zip(*times, strict=True))), flush=True)
+        workers.serve(lambda n: workers.timed_pairs(client.push, client.fetch, n))
         client.end()
-
-
-def _timed(client: Client) -> tuple[float, float]:
-    begun = time.perf_counter()
-    client.push()
-    pushed = time.perf_counter()
-    client.fetch()
-    return pushed - begun, time.perf_counter() - pushed
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
-"""One machine of a replica as in a job, but without a parameter server.
+"""One machine of a replica as in a job, but without a parameter server; it knows several plans.
 
     python -m experiments.benchmarks.bare.machine SETTING.json MACHINE ADDRESS
 
-Steps, messages, node and network are the runtime's; parameters are made at the start
-and stay, the batch is always the same, and gradients are left where they are. So what
-is measured is a step's computation, and what its machines say to each other.
+    ["rows", 3]  ->  [0.7, 0.7, 0.7]                seconds of three steps by plan "rows"
+    null         ->  {"9f0c...": [0.02, 0.04], ..}  seconds of the net's layers now: both passes
+
+Steps, messages, node and network are the runtime's; parameters stay, the batch is always the same,
+and gradients are left where they are. So a step's computation is measured, and its messages. Plans
+that are compared share everything else: processes, memory, cores, and the moment.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -19,6 +23,7 @@ import torch
 from distbelief.core.memory import keep_memory
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import PartitionExecutor, StepResult
+from distbelief.partition.profiling.layer_timer import present
 from distbelief.program import plan as plans
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.protocol import TransferAck, TransferBlock
@@ -38,34 +43,27 @@ from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
 from distbelief.worker.objective import StepOutcome
 from distbelief.worker.steps import StepRunner
 from distbelief.worker.transfers import RankLink
-from experiments.benchmarks.measuring import paced
-from experiments.benchmarks.measuring.meeting import attached, take_step
+from experiments.benchmarks.bare.exchange import attached, take_step
+from experiments.benchmarks.measuring.workers import serve, timed
 from experiments.benchmarks.measuring.workload import Workload
 
 
-LIFE: Final = 1
-REMIND_SECONDS: Final = 0.25
-_REMIND: Final = "remind"
+N_WARM_STEPS: Final = 2  # of each plan
+RESEND_SECONDS: Final = 0.25
+_RESEND: Final = "resend"
 
 
-@final
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What machines compute.
-
-    Attributes:
-        workload: The net and the batch.
-        plan: The file of the plan.
-        folder: Where they tell each other their addresses.
-    """
+    """What machines compute."""
 
     workload: Workload
-    plan: str
-    folder: str
+    plans: dict[str, str]  # their files, by name
+    n_machines: int
+    folder: str  # where they exchange their addresses
 
 
-@final
 class _SameBatch:
-    """The course of steps that all have the same samples."""
+    """Steps that all have the same samples."""
 
     def __init__(self, n_samples: int) -> None:
         self._chosen = BatchIndices(position=0, indices=np.arange(n_samples))
@@ -74,28 +72,12 @@ class _SameBatch:
         """Do nothing."""
 
     def batch(self, step: int) -> BatchIndices:
-        """Return the samples."""
         del step
         return self._chosen
 
 
-@final
 class BareMachine:
-    """Takes a step whenever it is told to: `STEP`.
-
-    Args:
-        compiled: The plan, for one micro-batch.
-        machine: Which one this is.
-        workload: The net and the batch.
-        micro_batches: Parts of a batch.
-        tensors: The net's, whole, if the process has them already.
-        generation: What its messages are marked with.
-
-    Attributes:
-        n_done: Steps that are done.
-        loss: Sum over the samples in the last one, if it is computed here.
-        gradients: Per tensor and region, those of the last step.
-    """
+    """Takes one step for each `STEP`."""
 
     accepts = ALL_MESSAGES
 
@@ -106,29 +88,28 @@ class BareMachine:
         *,
         workload: Workload,
         micro_batches: int,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        generation: int = LIFE,
+        tensors: Mapping[str, torch.Tensor],
+        generation: int = 1,
     ) -> None:
         flow = dataflow(compiled, machine, loss=workload.loss_layer)
-        self.n_done = 0
-        self.loss: float | None = None
-        self.gradients: dict[int, torch.Tensor] = {}
+        self.n_done = 0  # steps that are done
+        self.loss: float | None = None  # sum over the last step's samples, if computed here
+        self.gradients: dict[int, torch.Tensor] = {}  # of the last step, per tensor and region
         self.items = flow.items
         self.names = [Address(f"machine-{m}") for m in range(compiled.n_machines)]
-        self._couriers = {
+        self._links = {
             peer: RankLink(name) for peer, name in enumerate(self.names) if peer != machine
         }
-        self._stepping = StepRunner(
+        self._steps = StepRunner(
             PartitionExecutor(flow),
-            links=self._couriers,
+            links=self._links,
             batch_plan=_SameBatch(workload.batch_size),
             micro_batches=micro_batches,
             training=True,
             seed=(0,),
         )
         self._generation = generation
-        values = tensors or workload.tensors()
-        self._parameters = [values[name][region.slices].clone() for name, region in flow.items]
+        self._parameters = [tensors[name][region.slices].clone() for name, region in flow.items]
         samples = workload.inputs()
         self._inputs = {
             name: [samples[name][(slice(None), *region.slices)].contiguous() for region in regions]
@@ -137,40 +118,38 @@ class BareMachine:
         self._computing = False
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
         actions: list[Action] = []
         match event:
             case Started():
-                self._stepping.begin(self._generation)
-                actions = [*self._stepping.place(now), *self._remind(now)]
-            case TimerFired(name=name) if name == _REMIND:
-                actions = self._remind(now)
+                self._steps.begin(self._generation)
+                actions = [*self._steps.place(now), *self._resend(now)]
+            case TimerFired(name=name) if name == _RESEND:
+                actions = self._resend(now)
             case TimerFired():
                 self._open()
             case Received(sender=sender, message=TransferBlock() as message):
                 peer = self.names.index(sender)
-                actions = self._stepping.take(peer, message, now)
+                actions = self._steps.take(peer, message, now)
             case Received(sender=sender, message=TransferAck() as message):
                 peer = self.names.index(sender)
-                actions = self._couriers[peer].acked(message.taken, now)
+                actions = self._links[peer].acked(message.taken, now)
             case Computed():
                 actions = self._computed(event, now)
             case _:
                 pass
         if self._computing:
             return actions
-        begun = self._stepping.chain()
+        begun = self._steps.chain()
         self._computing = bool(begun)
         return [*begun, *actions]  # it computes on while the driver sends
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it does."""
         return "computing" if self._computing else "waiting", {}
 
     def _open(self) -> None:
         self.gradients.clear()
-        self._stepping.open(
-            BatchSlice(generation=self._generation, step=self._stepping.step, inputs=self._inputs),
+        self._steps.open(
+            BatchSlice(generation=self._generation, step=self._steps.step, inputs=self._inputs),
             self._parameters,
             put=self.gradients.__setitem__,
             close=_close,
@@ -181,36 +160,111 @@ class BareMachine:
             raise event.error
         self._computing = False
         assert isinstance(event.result, StepOutcome)
-        actions = self._stepping.ran(event.result, now)
+        actions = self._steps.ran(event.result, now)
         if event.result.found is not None:
             self.loss = event.result.found.loss
             self.n_done += 1
         return actions
 
-    def _remind(self, now: Seconds) -> list[Action]:
-        actions = [a for c in self._couriers.values() for a in c.remind(now)]
-        return [*actions, SetTimer(name=_REMIND, at=now + REMIND_SECONDS)]
+    def _resend(self, now: Seconds) -> list[Action]:
+        actions = [a for c in self._links.values() for a in c.remind(now)]
+        return [*actions, SetTimer(name=_RESEND, at=now + RESEND_SECONDS)]
+
+
+class Machine:
+    """Bare machines of several plans, one of which computes at a time.
+
+    The generation of each, by which messages are told apart, is its place in `plans`, from 1.
+    """
+
+    accepts = ALL_MESSAGES
+
+    def __init__(self, plans: Mapping[str, BareMachine], names: Sequence[Address]) -> None:
+        self.names = names
+        self._plans = plans
+        self._generations = list(plans.values())
+        self._now = self._generations[0]
+
+    @property
+    def n_done(self) -> int:
+        return self._now.n_done
+
+    @property
+    def loss(self) -> float | None:
+        return self._now.loss
+
+    def choose(self, plan: str) -> None:
+        """Let the next step be one of this plan; gradients of others are freed."""
+        self._now.gradients.clear()
+        self._now = self._plans[plan]
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                found = [each.handle(event, now) for each in self._generations]
+                return [action for actions in found for action in actions]
+            case Received(message=TransferBlock() | TransferAck() as message):
+                return self._generations[message.generation - 1].handle(event, now)
+            case _:
+                return self._now.handle(event, now)
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return self._now.status()
+
+
+def machine_of(setting: Setting, machine: int) -> Machine:
+    workload = setting.workload
+    tensors = workload.tensors()
+    found: dict[str, BareMachine] = {}
+    for generation, (name, path) in enumerate(setting.plans.items(), 1):
+        plan = plans.load(path)
+        compiled = compile_plan(
+            workload.graph(),
+            plan.placements,
+            batch=micro_sizes(workload.batch_size, plan.micro_batches)[0],
+            n_machines=setting.n_machines,
+        )
+        found[name] = BareMachine(
+            compiled,
+            machine,
+            workload=workload,
+            micro_batches=plan.micro_batches,
+            tensors=tensors,
+            generation=generation,
+        )
+    names = [Address(f"machine-{index}") for index in range(setting.n_machines)]
+    return Machine(found, names)
 
 
 def main(path: str, machine: int, address: str) -> None:
     keep_memory()
     torch.set_num_threads(1)
     setting = msgspec.json.decode(Path(path).read_bytes(), type=Setting)
-    plan = plans.load(setting.plan)
     workload = setting.workload
-    compiled = compile_plan(
-        workload.graph(),
-        plan.placements,
-        batch=micro_sizes(workload.batch_size, plan.micro_batches)[0],
-        n_machines=plan.cluster.n_machines,
-    )
-    role = BareMachine(compiled, machine, workload=workload, micro_batches=plan.micro_batches)
-    with attached(role, machine, role.names, address=address, folder=Path(setting.folder)) as node:
-        paced.obey(lambda: take_step(node, role))
+    role = machine_of(setting, machine)
+    names, folder = role.names, Path(setting.folder)
+    with attached(role, machine, names, address=address, folder=folder) as node:
+
+        @cache
+        def layers() -> Callable[[], object]:
+            found = present(workload.graph(), batch=workload.batch_size)
+            found()  # warms up
+            return found
+
+        def answer(request: tuple[str, int] | None) -> object:
+            if request is None:
+                return layers()()
+            plan, n_steps = request
+            role.choose(plan)
+            return timed(lambda: take_step(node, role), n_steps=n_steps)
+
+        for plan in setting.plans:
+            answer((plan, N_WARM_STEPS))
+        serve(answer)
 
 
 def _close(found: StepResult) -> None:
-    """Do nothing: gradients stay where they are."""
+    del found  # gradients stay where they are
 
 
 if __name__ == "__main__":

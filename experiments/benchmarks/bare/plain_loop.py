@@ -21,33 +21,20 @@ from experiments.speech.model import acoustic_net
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained, and how.
+    """What is trained, and how."""
 
-    Attributes:
-        folder: Of the track.
-        contestant: Whose turns these are.
-        n_ranks: Processes that train together by DDP; 1: each alone.
-        hidden: Units of each hidden layer of the net.
-        n_inputs: Numbers of a sample.
-        n_classes: Scores that come out.
-        batch_size: Samples of a step of one process.
-        learning_rate: Of Adagrad.
-        keeps_memory: Let the C library keep what is freed, as replicas do.
-    """
-
-    folder: str
-    contestant: int
-    n_ranks: int
-    hidden: list[int]
-    n_inputs: int
-    n_classes: int
-    batch_size: int
-    learning_rate: float
-    keeps_memory: bool = False
+    folder: str  # of the track
+    contestant: int  # whose turns these are
+    n_ranks: int  # processes that train together by DDP; 1: each alone
+    hidden: list[int]  # units of each hidden layer of the net
+    n_inputs: int  # numbers of a sample
+    n_classes: int  # scores that come out
+    batch_size: int  # samples of a step of one process
+    learning_rate: float  # of Adagrad
+    keeps_memory: bool = False  # let the C library keep what is freed, as replicas do
 
 
 def train(setting: Setting, *, rank: int) -> None:
-    """Train until the track says that it is over."""
     if setting.keeps_memory:
         keep_memory()
     torch.set_num_threads(1)

@@ -4,30 +4,28 @@
         N_ELEMENTS local|tcp
 
 Each server holds a slice of one flat vector, applies what is pushed to it by torch's
-fused Adagrad on one thread, and returns its values. Rank 0 is the client: for each
-number n that it reads from its standard input it pushes and fetches n times, and writes
-a line with the seconds of each push and of each fetch.
+fused Adagrad on one thread, and returns its values. Rank 0 is the client: asked for n, it
+pushes and fetches n times, and answers the seconds of each push and of each fetch.
 
-With `local` tensorpipe chooses by itself: between processes of one host it has the
-kernel copy from one address space into the other (process_vm_readv), which no two hosts
-can do. With `tcp` it may use what it would use between hosts: libuv's sockets, several
-at once for what is large.
+With `local` tensorpipe chooses by itself: between processes of one host it has the kernel copy from
+one address space into the other (process_vm_readv), which no two hosts can do. With `tcp` it may
+use what it would use between hosts: libuv's sockets, several at once for what is large.
 
 tensorpipe polls without a pause, even while nothing is asked of it: whoever measures
 something else meanwhile has to stop these processes (SIGSTOP).
 """
 
-import json
 import sys
-import time
 import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.distributed import rpc
+
+from experiments.benchmarks.measuring.workers import serve, timed_pairs
 
 
 CLIENT: Final = "client"
@@ -35,7 +33,6 @@ LEARNING_RATE: Final = 1e-3
 EPSILON: Final = 1e-10
 
 
-@final
 class Slice:
     """Values and state of some parameters."""
 
@@ -45,7 +42,6 @@ class Slice:
         self._clock = torch.zeros(())
 
     def update(self, gradient: Tensor) -> None:
-        """Take one step of Adagrad."""
         self._clock += 1
         torch._fused_adagrad_(
             [self.values],
@@ -64,17 +60,14 @@ _slices: list[Slice] = []  # of this process: what a remote call can reach
 
 
 def apply(gradient: Tensor) -> None:
-    """Apply a push, in the server's process."""
     _slices[0].update(gradient)
 
 
 def values() -> Tensor:
-    """Return the values, in the server's process."""
     return _slices[0].values
 
 
 def join(name: str, meeting: Path, *, rank: int, n_servers: int, tcp: bool) -> None:
-    """Meet the others, as one of `n_servers` + 1 processes."""
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=meeting.as_uri(),
         _transports=["uv"] if tcp else None,
@@ -96,7 +89,6 @@ def push(gradients: list[Tensor]) -> None:
 
 
 def fetch(n_servers: int) -> list[Tensor]:
-    """Return each server's values, in memory of their own."""
     calls = [rpc.rpc_async(f"server-{k}", values) for k in range(n_servers)]
     return [call.wait() for call in calls]
 
@@ -108,26 +100,11 @@ def main(meeting: str, rank: int, n_servers: int, n_elements: int, *, tcp: bool)
     if rank:
         _slices.append(Slice(n_elements))
     join(name, Path(meeting), rank=rank, n_servers=n_servers, tcp=tcp)
-    if not rank:
-        gradients = [torch.randn(n_elements) for _ in range(n_servers)]
-        for line in sys.stdin:
-            print(json.dumps(_measure(gradients, int(line))), flush=True)
+    gradients = [torch.randn(n_elements) for _ in range(0 if rank else n_servers)]
+    serve(lambda n: timed_pairs(lambda: push(gradients), lambda: fetch(n_servers), n))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rpc.shutdown()
-
-
-def _measure(gradients: list[Tensor], n: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of n pushes, and of n fetches in between."""
-    pushes, fetches = [], []
-    for _ in range(n):
-        begun = time.perf_counter()
-        push(gradients)
-        pushed = time.perf_counter()
-        fetch(len(gradients))
-        pushes.append(pushed - begun)
-        fetches.append(time.perf_counter() - pushed)
-    return pushes, fetches
 
 
 if __name__ == "__main__":

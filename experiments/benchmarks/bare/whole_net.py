@@ -1,6 +1,8 @@
 """The plain thing: one process computes the whole net, forward and backward.
 
-python -m experiments.benchmarks.bare.whole_net WORKLOAD.json N_THREADS
+    python -m experiments.benchmarks.bare.whole_net WORKLOAD.json N_THREADS [sum]
+
+With `sum` each gradient is added to those before it, as a replica of Sandblaster does.
 """
 
 import sys
@@ -10,11 +12,11 @@ import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
-from experiments.benchmarks.measuring import paced
+from experiments.benchmarks.measuring.workers import serve_steps
 from experiments.benchmarks.measuring.workload import Workload
 
 
-def main(path: str, n_threads: int) -> None:
+def main(path: str, n_threads: int, *, sums: bool) -> None:
     keep_memory()
     torch.set_num_threads(n_threads)
     workload = msgspec.json.decode(Path(path).read_bytes(), type=Workload)
@@ -22,11 +24,13 @@ def main(path: str, n_threads: int) -> None:
     inputs, labels = workload.samples()
 
     def step() -> None:
-        net.zero_grad()
-        workload.mean_loss(net(inputs), labels).backward()
+        if not sums:
+            net.zero_grad()
+        loss = workload.mean_loss(net(inputs), labels)
+        (loss * len(inputs) if sums else loss).backward()
 
-    paced.obey(step)
+    serve_steps(step)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sums=sys.argv[3:] == ["sum"])

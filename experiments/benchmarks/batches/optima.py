@@ -1,18 +1,29 @@
-"""Races to an optimum: Sandblaster, scipy, torch.optim.LBFGS and Vowpal Wabbit."""
+"""Races to an optimum: Sandblaster, scipy, torch.optim.LBFGS and Vowpal Wabbit.
 
+Each peer minimises the same objective in one process with as many threads as the job has replicas,
+and reports when it first was at the target, and after how many evaluations.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
+from scipy.optimize import minimize as scipy_minimize
 from torch import nn
 from torch.nn import functional
 
 from distbelief.task.losses import Loss
-from experiments.benchmarks.batches import peers
-from experiments.benchmarks.batches.jobs import N_REPLICAS, PROBLEMS, job
-from experiments.benchmarks.batches.peers import Outcome
+from experiments.benchmarks.batches.costs import N_REPLICAS, PROBLEMS, job
 from experiments.benchmarks.batches.problems import (
+    Doubles,
     Objective,
     digits_data,
     digits_net,
@@ -23,42 +34,162 @@ from experiments.benchmarks.batches.problems import (
 from experiments.benchmarks.measuring import measurement
 
 
-@final
+VW_HOME = "/tmp/peers/vw"  # pip install --target /tmp/peers/vw vowpalwabbit
+
+_VW = """
+import json, sys, time
+from vowpalwabbit import Workspace
+folder, width, l2, passes, threads = sys.argv[1:]
+begun = time.perf_counter()
+vw = Workspace(
+    f"--bfgs --loss_function logistic --l2 {l2} --passes {passes} --noconstant --quiet "
+    f"--holdout_off --termination 1e-12 -k --cache_file {folder}/cache -b 18 "
+    f"-d {folder}/data.txt"
+)
+seconds = time.perf_counter() - begun
+weights = [vw.get_weight_from_name(f"{j}", "f") for j in range(int(width))]
+print(json.dumps([seconds, weights]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a contestant came to."""
+
+    loss: float  # the best
+    seconds: float | None  # until it was at the target; None: it never was
+    n_evaluations: int | None  # likewise
+    error: str | None = None  # why there is no more, if there is not
+
+
+class Watched:
+    """An objective that notes when it first is at a target."""
+
+    def __init__(self, objective: Objective, target: float) -> None:
+        self._objective = objective
+        self._target = target
+        self._begun = time.perf_counter()
+        self.best = np.inf
+        self.seconds: float | None = None
+        self.n_evaluations: int | None = None
+
+    def __call__(self, point: Doubles) -> tuple[float, Doubles]:
+        loss, gradient = self._objective(point)
+        self.note(loss)
+        return loss, gradient
+
+    def note(self, loss: float) -> None:
+        self.best = min(self.best, loss)
+        if loss <= self._target and self.seconds is None:
+            self.seconds = time.perf_counter() - self._begun
+            self.n_evaluations = self._objective.n_evaluations
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(loss=self.best, seconds=self.seconds, n_evaluations=self.n_evaluations)
+
+
+def least_loss(objective: Objective, *, small: bool) -> float:
+    """Return the least loss that scipy finds: as exactly as it can, if not small."""
+    n_max = 60 if small else 5000
+    options = {"maxiter": n_max, "maxfun": 2 * n_max, "ftol": 0.0, "gtol": 1e-11}
+    found = scipy_minimize(  # type: ignore[call-overload]  # its stub wants *args
+        objective, objective.initial, jac=True, method="L-BFGS-B", options=options
+    )
+    return float(found.fun)
+
+
+def by_scipy(objective: Objective, target: float) -> Outcome:
+    watched = Watched(objective, target)
+    options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-15, "gtol": 1e-9}
+    scipy_minimize(  # type: ignore[call-overload]  # as above
+        watched, objective.initial, jac=True, method="L-BFGS-B", options=options
+    )
+    return watched.outcome
+
+
+def by_torch(objective: Objective, target: float) -> Outcome:
+    watched = Watched(objective, target)
+    optimizer = torch.optim.LBFGS(
+        objective.net.parameters(),
+        max_iter=2000,
+        max_eval=4000,
+        history_size=10,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-15,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> float:
+        loss = objective.backward()
+        watched.note(loss)
+        return loss
+
+    optimizer.step(closure)
+    return watched.outcome
+
+
+def by_vowpal_wabbit(
+    objective: Objective, target: float, *, data: tuple[torch.Tensor, torch.Tensor], l2: float
+) -> Outcome:
+    """Let Vowpal Wabbit's BFGS minimise a logistic loss; it reads text.
+
+    Its l2 is of the sum of losses. It says nothing on the way: it is run again with
+    more passes, until it is at the target, and the time of the last run is told.
+    """
+    inputs, targets = data
+    environment = {**os.environ, "PYTHONPATH": VW_HOME}
+    best, width = np.inf, inputs.shape[1]
+    with TemporaryDirectory() as folder:
+        _write_text(Path(folder) / "data.txt", inputs, targets)
+        for passes in (5, 10, 20, 40, 80):
+            arguments = [folder, str(width), str(l2 * len(inputs)), str(passes), "2"]
+            ended = subprocess.run(
+                [sys.executable, "-P", "-c", _VW, *arguments],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=environment,
+            )
+            if ended.returncode:
+                why = (ended.stderr.strip().splitlines() or ["it failed"])[-1]
+                return Outcome(loss=best, seconds=None, n_evaluations=None, error=why)
+            seconds, weights = json.loads(ended.stdout)
+            loss, _ = objective(np.array(weights, dtype=np.float64))
+            best = min(best, loss)
+            if loss <= target:
+                return Outcome(loss=best, seconds=seconds, n_evaluations=passes)
+    return Outcome(loss=best, seconds=None, n_evaluations=None)
+
+
+def _write_text(path: Path, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    with path.open("w") as file:
+        for row, label in zip(inputs.tolist(), targets.tolist(), strict=True):
+            values = " ".join(f"{j}:{value:.8g}" for j, value in enumerate(row))
+            file.write(f"{label:g} |f {values}\n")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is raced for.
+    """What is raced for."""
 
-    Attributes:
-        name: Of its functions in `batches.problems`.
-        data: Inputs and targets.
-        net: Makes the model.
-        loss: Of it.
-        loss_name: As a job file has it.
-        l2: Penalty.
-        share: Of the optimum, above which the target lies.
-        arguments: Of its data, in a job file.
-        portion: Samples that a replica computes at once.
-    """
-
-    name: str
-    data: tuple[torch.Tensor, torch.Tensor]
-    net: Callable[[], nn.Module]
-    loss: Loss
-    loss_name: str
-    l2: float
-    share: float
-    arguments: dict[str, object]
-    portion: int
+    name: str  # of its functions in `batches.problems`
+    data: tuple[torch.Tensor, torch.Tensor]  # inputs and targets
+    net: Callable[[], nn.Module]  # makes the model
+    loss: Loss  # of it
+    loss_name: str  # as a job file has it
+    l2: float  # penalty
+    share: float  # of the optimum, above which the target lies
+    arguments: dict[str, object]  # of its data, in a job file
+    portion: int  # samples that a replica computes at once
 
     def objective(self) -> Objective:
-        """Return it for one process, from the beginning."""
         # As in the process that tries a job out.
         torch.manual_seed(0)
         return Objective(self.net(), self.data, loss=self.loss, l2=self.l2)
 
 
 def by_sandblaster(problem: Problem, *, target: float) -> tuple[Outcome, float]:
-    """Return what we come to, and how long the start took."""
     ours = job(
         {
             "model": {"factory": f"{PROBLEMS}:{problem.name}_net"},
@@ -93,7 +224,6 @@ def by_sandblaster(problem: Problem, *, target: float) -> tuple[Outcome, float]:
 
 
 def problems(*, small: bool) -> list[Problem]:
-    """Return all."""
     n = 2_000 if small else 50_000
     pixels, labels = digits_data().tensors
     return [
@@ -123,20 +253,19 @@ def problems(*, small: bool) -> list[Problem]:
 
 
 def optimum(*, small: bool) -> dict[str, float]:
-    """Race to the optimum."""
     torch.set_num_threads(1 if small else N_REPLICAS)
     evaluations = {"ours": 0, "scipy": 0}
     for problem in problems(small=small):
-        least = peers.optimum(problem.objective(), small=small)
+        least = least_loss(problem.objective(), small=small)
         target = least * (1.0 + problem.share)
         ours, start = by_sandblaster(problem, target=target)
         outcomes = {
             "sandblaster": ours,
-            "scipy": peers.by_scipy(problem.objective(), target),
-            "torch": peers.by_torch(problem.objective(), target),
+            "scipy": by_scipy(problem.objective(), target),
+            "torch": by_torch(problem.objective(), target),
         }
         if problem.name == "logistic":
-            outcomes["vowpal wabbit"] = peers.by_vowpal_wabbit(
+            outcomes["vowpal wabbit"] = by_vowpal_wabbit(
                 problem.objective(), target, data=problem.data, l2=problem.l2
             )
         title = f"{problem.name}: to {problem.share:g} of the optimum"

@@ -2,13 +2,13 @@
 
 logistic   two classes, 50,000 x 500, l2: the optimum is unique
 digits     an MLP on 1,437 scans of digits, l2
+speech     the speech net of the paper, random frames
 paced      a linear model whose processes sleep instead of computing; one of them is
            slower. For measuring how batches are dealt, on fewer cores than replicas
 """
 
 import time
 from pathlib import Path
-from typing import final
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 from distbelief.task.losses import Loss
+from experiments.benchmarks.measuring.workload import Workload
 from sandblaster.problem_files import TensorPairs
 
 
@@ -29,7 +30,6 @@ SLOW_REPLICA = "replica-3"
 
 
 def logistic_data(n: int = 50_000, width: int = 500) -> TensorPairs:
-    """Return inputs, and noisy labels -1 or 1."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(n, width, generator=generator, dtype=torch.float64)
     inputs /= width**0.5
@@ -39,32 +39,36 @@ def logistic_data(n: int = 50_000, width: int = 500) -> TensorPairs:
 
 
 def logistic_net(width: int = 500) -> nn.Module:
-    """Return w . x, from w = 0."""
     net = nn.Linear(width, 1, bias=False).double()
     nn.init.zeros_(net.weight)
     return nn.Sequential(net, nn.Flatten(0))
 
 
 def logistic_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean of log(1 + exp(-target output))."""
     return functional.softplus(-targets * outputs).mean()
 
 
 def digits_data() -> TensorDataset:
-    """Return scans of 8 x 8 pixels from 0 to 1, and their digits."""
     digits = load_digits()
     pixels = torch.tensor(digits.data, dtype=torch.float64) / 16
     return TensorDataset(pixels[:1437], torch.tensor(digits.target)[:1437])
 
 
 def digits_net(width: int = 32) -> nn.Module:
-    """Return an MLP."""
     layers = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
     return layers.double()
 
 
+def speech_net(*, small: bool = False) -> nn.Module:
+    return Workload(net="speech", batch_size=1, small=small).module()
+
+
+def speech_frames(n: int, *, small: bool = False) -> TensorPairs:
+    inputs, targets = Workload(net="speech", batch_size=n, small=small).samples()
+    return TensorPairs(inputs, targets.to(torch.int64))
+
+
 def paced_data(n: int = 2000) -> TensorPairs:
-    """Return what is on a line."""
     inputs = torch.linspace(-1.0, 1.0, n)[:, None]
     return TensorPairs(inputs, 2.0 * inputs + 1.0)
 
@@ -76,7 +80,6 @@ def paced_net(seconds: float = 1e-3, slowness: float = 5.0) -> nn.Module:
     return Paced(seconds * (slowness if is_slow else 1.0))
 
 
-@final
 class Paced(nn.Module):
     """Sleeps, then computes next to nothing."""
 
@@ -87,14 +90,12 @@ class Paced(nn.Module):
 
     @override
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Take the time that a larger model would."""
         if self.training:
             time.sleep(self._seconds * len(inputs))
         outputs: torch.Tensor = self._line(inputs)
         return outputs
 
 
-@final
 class Objective:
     """Loss and gradient of one flat vector, by torch alone; counts its evaluations."""
 
@@ -109,12 +110,10 @@ class Objective:
 
     @property
     def initial(self) -> Doubles:
-        """Where it begins."""
         flat = parameters_to_vector(self.net.parameters())
         return flat.detach().numpy().copy()
 
     def __call__(self, point: Doubles) -> tuple[float, Doubles]:
-        """Return loss and gradient, penalty included."""
         parameters = list(self.net.parameters())
         vector_to_parameters(torch.from_numpy(point.copy()), parameters)
         value = self.backward()

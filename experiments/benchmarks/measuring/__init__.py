@@ -1,1 +1,1 @@
-"""What benchmarks have in common: turns, crews that take them, figures."""
+"""What benchmarks have in common: processes that take turns, what they use, tables, figures."""

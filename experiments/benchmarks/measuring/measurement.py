@@ -1,15 +1,17 @@
-"""What benchmarks have in common: turns, medians, processor time and memory, the end.
+"""Turns, spreads, processor time and memory, tables, and the JSON line of a benchmark.
 
-Whatever is compared takes turns within one run (A B C, C B A, ...), so that a machine
-that becomes slower spoils no ratio; of each contestant the median is told, and how far
-its turns lie apart. Processor time and memory are read from Linux's /proc.
+Whatever is compared takes turns within one run (A B C, C B A, ...), so that a machine that becomes
+slower changes no ratio; of each contestant the median is reported, and how far its turns lie
+apart. Processor time and memory are read from Linux's /proc.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,34 +27,15 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Several measurements of one thing."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        return cls(median=median(values), low=min(values), high=max(values))
-
-    def show(self, digits: int = 1) -> str:
-        """Return it as "median (low to high)"."""
-        low, high = f"{self.low:,.{digits}f}", f"{self.high:,.{digits}f}"
-        return f"{self.median:,.{digits}f} ({low} to {high})"
+# ----------------------------------------------------------------- options, turns, tables
 
 
 def options_of(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, small: Mapping[str, object]
 ) -> argparse.Namespace:
-    """Parse the command line, with one more option, the same in all benchmarks.
+    """Parse the command line with one more option, `--small`, the same in all benchmarks.
 
-    Args:
-        parser: With all others.
-        arguments: None: those of this process.
-        small: What `--small` puts in place of the usual values. What is given beside
-            it counts all the same.
+    It replaces the defaults by those in `small`; options that are given count all the same.
     """
     parser.add_argument(
         "--small", action="store_true", help="the least of everything, to see it run"
@@ -68,83 +51,25 @@ def turns(contestants: Sequence[Name], *, n_rounds: int) -> Iterator[Name]:
         yield from contestants if index % 2 == 0 else reversed(contestants)
 
 
-def family(pid: int) -> list[int]:
-    """Return a process and all its descendants that live now."""
-    pids = [pid]
-    for parent in pids:  # grows meanwhile
-        for thread in _children_files(parent):
-            with suppress(OSError):
-                pids += map(int, thread.read_text().split())
-    return pids
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Several measurements of one thing."""
 
+    median: float
+    low: float
+    high: float
 
-def families(pids: Iterable[int]) -> list[int]:
-    return sorted({member for pid in pids for member in family(pid)})
+    @classmethod
+    def of(cls, values: Iterable[float], *, scale: float = 1.0) -> Self:
+        scaled = [scale * value for value in values]
+        return cls(median=median(scaled), low=min(scaled), high=max(scaled))
 
-
-def bind(pid: int, core: int) -> None:
-    """Let all threads of a process run on this core only, those to come included."""
-    for thread in (_PROC / str(pid) / "task").iterdir():
-        with suppress(OSError):  # it has just ended
-            os.sched_setaffinity(int(thread.name), {core})
-
-
-def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the processor time that these processes have taken so far."""
-    ticks = 0
-    for pid in pids:
-        with suppress(OSError):
-            # After the name, in parentheses, which may hold anything: man 5 proc.
-            fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / _TICKS_PER_SECOND
-
-
-def roles_in(directory: Path) -> dict[str, int]:
-    """Return the processes of roles among this one's, by the role that each is.
-
-    Args:
-        directory: Where they write their logs: what a role prints goes there, too.
-    """
-    found, directory = {}, directory.resolve()
-    for pid in family(os.getpid()):
-        with suppress(OSError):  # it has just ended
-            log = (_PROC / str(pid) / "fd" / "1").readlink()
-            if log.parent == directory and log.suffix == ".log":
-                found[log.stem] = pid
-    return found
-
-
-def busy_seconds() -> float:
-    """Return the time that all processors were busy so far, with whatever it was.
-
-    What other guests of the same hardware took of them counts too.
-    """
-    first = (_PROC / "stat").read_text(encoding="ascii").splitlines()[0].split()
-    user, nice, system, _idle, _iowait, *others = map(int, first[1:9])
-    return (user + nice + system + sum(others)) / _TICKS_PER_SECOND
-
-
-def shared_out_bytes(pids: Iterable[int]) -> int:
-    """Return the memory that these processes hold now, what they share counted once."""
-    return sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids) * 1024
-
-
-def peak_bytes(pid: int) -> int:
-    """Return the most memory that this process has held, shared memory included."""
-    return _kilobytes(pid, "status", "VmHWM:") * 1024
-
-
-def load() -> float:
-    """Return how many processes of the whole machine wanted to run in the last minute.
-
-    Told beside the figures: those of others are in them.
-    """
-    return os.getloadavg()[0]
+    def show(self, digits: int = 1) -> str:
+        low, high = f"{self.low:,.{digits}f}", f"{self.high:,.{digits}f}"
+        return f"{self.median:,.{digits}f} ({low} to {high})"
 
 
 def show(title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
-    """Print a table: one row per contestant, one column per key of theirs."""
     table = Table(title=title)
     table.add_column("")
     columns = list(dict.fromkeys(key for cells in rows.values() for key in cells))
@@ -161,8 +86,102 @@ def conclude(benchmark: str, figures: Mapping[str, float]) -> None:
     print(json.dumps({"benchmark": benchmark, "figures": rounded}), flush=True)
 
 
-def _children_files(pid: int) -> list[Path]:
-    return list((_PROC / str(pid) / "task").glob("*/children"))
+# -------------------------------------------------------------------------- from /proc
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all its living descendants."""
+    pids = [pid]
+    for parent in pids:  # grows meanwhile
+        for children in (_PROC / str(parent) / "task").glob("*/children"):
+            with suppress(OSError):
+                pids += map(int, children.read_text().split())
+    return pids
+
+
+def families(pids: Iterable[int]) -> list[int]:
+    return sorted({member for pid in pids for member in family(pid)})
+
+
+def roles_in(directory: Path) -> dict[str, int]:
+    """Return the processes of roles among this one's, by role: those with a log in `directory`."""
+    found, directory = {}, directory.resolve()
+    for pid in family(os.getpid()):
+        with suppress(OSError):  # it has just ended
+            log = (_PROC / str(pid) / "fd" / "1").readlink()
+            if log.parent == directory and log.suffix == ".log":
+                found[log.stem] = pid
+    return found
+
+
+def bind(pid: int, core: int) -> None:
+    """Let all threads of a process, later ones included, run on this core only."""
+    for thread in (_PROC / str(pid) / "task").iterdir():
+        with suppress(OSError):  # it has just ended
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        with suppress(OSError):
+            # After the name, in parentheses, which may hold anything: man 5 proc.
+            fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / _TICKS_PER_SECOND
+
+
+def own_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def busy_seconds() -> float:
+    """Return the time that all processors were busy so far, with whatever it was.
+
+    What other guests of the same hardware took of them counts too. 0 without /proc/stat.
+    """
+    with suppress(OSError):
+        first = (_PROC / "stat").read_text(encoding="ascii").splitlines()[0].split()
+        user, nice, system, _idle, _iowait, *others = map(int, first[1:9])
+        return (user + nice + system + sum(others)) / _TICKS_PER_SECOND
+    return 0.0
+
+
+@dataclass(slots=True)
+class Usage:
+    """What was used within `usage`."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of those who are measured
+    others: float = 0.0  # processors that everybody else kept busy, on average
+
+
+@contextmanager
+def usage(cpu_seconds_so_far: Callable[[], float] = own_seconds) -> Iterator[Usage]:
+    """Measure what is used meanwhile; a turn that shared the processors measures nothing."""
+    found = Usage()
+    begun, used, busy = time.monotonic(), cpu_seconds_so_far(), busy_seconds()
+    yield found
+    found.seconds = max(time.monotonic() - begun, 1e-9)
+    found.cpu_seconds = cpu_seconds_so_far() - used
+    found.others = max(busy_seconds() - busy - found.cpu_seconds, 0.0) / found.seconds
+
+
+def shared_out_bytes(pids: Iterable[int]) -> int:
+    """Return the memory that these processes hold now, what they share counted once."""
+    return sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids) * 1024
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that this process has held, shared memory included."""
+    return _kilobytes(pid, "status", "VmHWM:") * 1024
+
+
+def load() -> float:
+    """Return how many processes of the whole machine wanted to run in the last minute."""
+    return os.getloadavg()[0]
 
 
 def _kilobytes(pid: int, file: str, key: str) -> int:

@@ -1,11 +1,10 @@
-"""A track that processes share: whose turn it is, and when each of them began a step.
+"""Turns of processes that nobody can ask: their data waits until it is their turn.
 
     folder/turn              one number: whose turn it is, `EVERYONE`, or `OVER`
     folder/NAME.PID.steps    times of the steps that process PID of NAME has begun
 
-A process asks before each step. So contestants that are all started, warm, and hold
-their memory run one after another, and nobody has to be stopped by force. Files mapped
-by all: the order of memory of one machine is all that is needed.
+So roles of a job take turns with plain loops while all are started, warm, and hold their memory.
+Files are mapped by all: the order of memory of one machine is all that is needed.
 """
 
 import os
@@ -47,7 +46,6 @@ class Track:
         return True
 
     def steps(self, contestant: int) -> dict[int, NDArray[np.float64]]:
-        """Return the times at which steps of a contestant began, by process."""
         found = {}
         for path in self._folder.glob(f"{contestant}.*.steps"):
             times = np.fromfile(path)
@@ -55,28 +53,8 @@ class Track:
         return found
 
 
-class Steps:
-    """Where one process writes down when it began each step."""
-
-    def __init__(self, folder: Path, *, contestant: int) -> None:
-        path = folder / f"{contestant}.{os.getpid()}.steps"
-        self._times = np.memmap(path, np.float64, "w+", shape=(N_STEPS_MAX,))
-        self._n = 0
-
-    def add(self) -> None:
-        self._times[self._n % N_STEPS_MAX] = time.monotonic()
-        self._n += 1
-
-
 class PacedFrames:
-    """Random samples in memory; a batch is handed out when it is one's turn.
-
-    Args:
-        folder: Of the track.
-        contestant: Who reads them.
-        n_inputs: Numbers of a sample.
-        n_classes: Targets are from 0 to one less.
-    """
+    """Random samples in memory; a batch is handed out when it is one's turn."""
 
     def __init__(self, folder: Path, *, contestant: int, n_inputs: int, n_classes: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -85,7 +63,8 @@ class PacedFrames:
         self._folder = folder
         self._contestant = contestant
         self._track = Track(folder)
-        self._steps: Steps | None = None  # of the process that reads first
+        self._times: NDArray[np.float64] | None = None  # of steps of the process that reads
+        self._n = 0
 
     def __len__(self) -> int:
         return N_SAMPLES
@@ -96,12 +75,14 @@ class PacedFrames:
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._track.await_turn(self._contestant):
             raise EOFError("the benchmark is over")
-        if self._steps is None:
-            self._steps = Steps(self._folder, contestant=self._contestant)
-        self._steps.add()
+        if self._times is None:
+            path = self._folder / f"{self._contestant}.{os.getpid()}.steps"
+            self._times = np.memmap(path, np.float64, "w+", shape=(N_STEPS_MAX,))
+        self._times[self._n % N_STEPS_MAX] = time.monotonic()
+        self._n += 1
         return self._inputs[indices], self._targets[indices]
 
 
+# The factory that the job file names.
 def paced_frames(folder: str, contestant: int, n_inputs: int, n_classes: int) -> PacedFrames:
-    """Return the samples; the factory that a job file names."""
     return PacedFrames(Path(folder), contestant=contestant, n_inputs=n_inputs, n_classes=n_classes)

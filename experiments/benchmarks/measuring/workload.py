@@ -8,7 +8,7 @@ What a step is: forward and backward of one batch of random samples, the gradien
 where they are. Nothing is read, updated, fetched or pushed.
 """
 
-from typing import Final, Literal, final
+from typing import Final, Literal
 
 import msgspec
 import torch
@@ -27,7 +27,6 @@ NetName = Literal["speech", "image"]
 _LOSS: Final[dict[NetName, str]] = {"speech": "cross_entropy", "image": "one_vs_all"}
 
 
-@final
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """What is computed."""
 
@@ -64,7 +63,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return image_net((maps, maps, maps), self.n_classes, self.input_shape[-1])
 
     def graph(self) -> LayerGraph:
-        """Return its layers and the loss, without memory for its tensors."""
         with torch.device("meta"):
             module = self.module()
         return append_loss(capture(module, [InputSpec(shape=self.input_shape)]), self.loss)

@@ -1,19 +1,20 @@
-"""Two hosts in one: network namespaces with a link of a given speed between them.
+"""Several hosts in one: network namespaces with links of a given speed.
 
-    distbelief-PID-0                        distbelief-PID-1
-    10.77.0.1  veth  <--- token bucket --->  veth  10.77.0.2
+    two joined directly                              several at a switch
+    10.77.0.1  veth  <-- token bucket -->  veth      10.78.0.1, 10.78.0.2, ...
 
-Each end sends through a token bucket (`tc tbf`), so the link carries that many bits
-per second each way, as full-duplex Ethernet does. Only root may make them.
+Each end sends through a token bucket (`tc tbf`), so a link carries that many bits per second each
+way, as full-duplex Ethernet does. Only root may make them.
 """
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final, NamedTuple, final
+from contextlib import contextmanager, suppress
+from typing import Final, NamedTuple
 
 
 INTERFACE: Final = "veth"
@@ -22,26 +23,18 @@ _QUEUE_BYTES: Final = 1 << 23
 _LINKS: Final = itertools.count()  # of this process, each with names of its own
 
 
-@final
 class Host(NamedTuple):
-    """One end of the link.
+    """One end of the link."""
 
-    Attributes:
-        name: Of its network namespace; "": the one that this process lives in.
-        address: Of its end of the link.
-    """
-
-    name: str
-    address: str
+    name: str  # of its network namespace; "": the one that this process lives in
+    address: str  # of its end of the link
 
     @property
     def prefix(self) -> list[str]:
-        """What to put before a command that shall run there."""
         return ["ip", "netns", "exec", self.name] if self.name else []
 
     @property
     def interface(self) -> str:
-        """Its end of the link."""
         return INTERFACE if self.name else "lo"
 
 
@@ -49,7 +42,6 @@ HERE: Final = (Host("", "127.0.0.1"), Host("", "127.0.0.1"))
 
 
 def obstacle() -> str | None:
-    """Return why there can be no such hosts, if so."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -64,11 +56,7 @@ def obstacle() -> str | None:
 
 @contextmanager
 def linked(*, bits_per_second: float) -> Iterator[tuple[Host, Host]]:
-    """Make two hosts and the link between them; take them away afterwards.
-
-    Raises:
-        OSError: a command failed; its words.
-    """
+    """Make two hosts and the link between them; take them away afterwards."""
     link = next(_LINKS)
     names = [f"distbelief-{os.getpid()}-{2 * link + end}" for end in range(2)]
     addresses = ["10.77.0.1", "10.77.0.2"]
@@ -86,15 +74,82 @@ def linked(*, bits_per_second: float) -> Iterator[tuple[Host, Host]]:
             _do([*inside, "addr", "add", f"{address}/24", "dev", INTERFACE])
             _do([*inside, "link", "set", "lo", "up"])
             _do([*inside, "link", "set", INTERFACE, "up"])
-            bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{_BURST_BYTES}"]
-            bucket += ["limit", f"{_QUEUE_BYTES}"]
-            root = ["dev", INTERFACE, "root", "tbf"]
-            _do(["tc", "-n", name, "qdisc", "add", *root, *bucket])
+            _limit(name, INTERFACE, bits_per_second)
         one, other = map(Host, names, addresses)
         yield one, other
     finally:
         for name in names:  # the link goes with them
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+class Lan:
+    """Hosts at one switch."""
+
+    def __init__(self, name: str, hosts: Sequence[Host]) -> None:
+        self._name = name
+        self.hosts = hosts  # in order of their addresses
+
+    def cut(self, host: Host) -> None:
+        self._set(host, "down")
+
+    def mend(self, host: Host) -> None:
+        self._set(host, "up")
+
+    def n_bytes(self, host: Host) -> tuple[int, int]:
+        command = ["ip", "-n", host.name, "-s", "-j", "link", "show", INTERFACE]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        counts = json.loads(done.stdout)[0]["stats64"]
+        return int(counts["rx"]["bytes"]), int(counts["tx"]["bytes"])
+
+    def limit(self, host: Host, *, bits_per_second: float) -> None:
+        _limit(host.name, INTERFACE, bits_per_second)
+
+    def _set(self, host: Host, state: str) -> None:
+        port = f"port{self.hosts.index(host)}"
+        _do(["ip", "-n", self._name, "link", "set", port, state])
+
+
+@contextmanager
+def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
+    base = f"distbelief-{os.getpid()}-lan{next(_LINKS)}"
+    switch = f"{base}-switch"
+    names = [f"{base}-{index}" for index in range(n_hosts)]
+    try:
+        _do(["ip", "netns", "add", switch])
+        _do(["ip", "-n", switch, "link", "add", "switch", "type", "bridge"])
+        _do(["ip", "-n", switch, "link", "set", "switch", "up"])
+        hosts = []
+        for index, name in enumerate(names):
+            address = f"10.78.0.{index + 1}"
+            _plug(name, switch, f"port{index}", address, bits_per_second)
+            hosts.append(Host(name, address))
+        yield Lan(switch, hosts)
+    finally:
+        for name in [*names, switch]:
+            with suppress(OSError):
+                _do(["ip", "netns", "del", name])
+
+
+def _plug(name: str, switch: str, port: str, address: str, bits_per_second: float) -> None:
+    _do(["ip", "netns", "add", name])
+    _do(
+        [
+            *("ip", "link", "add", INTERFACE, "netns", name),
+            *("type", "veth", "peer", "name", port, "netns", switch),
+        ]
+    )
+    _do(["ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE])
+    _do(["ip", "-n", name, "link", "set", "lo", "up"])
+    _do(["ip", "-n", name, "link", "set", INTERFACE, "up"])
+    _do(["ip", "-n", switch, "link", "set", port, "master", "switch", "up"])
+    for namespace, device in ((name, INTERFACE), (switch, port)):
+        _limit(namespace, device, bits_per_second)
+
+
+def _limit(namespace: str, device: str, bits_per_second: float) -> None:
+    bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{_BURST_BYTES}"]
+    root = ["dev", device, "root", "tbf", *bucket, "limit", f"{_QUEUE_BYTES}"]
+    _do(["tc", "-n", namespace, "qdisc", "replace", *root])
 
 
 def _do(command: Sequence[str]) -> None:

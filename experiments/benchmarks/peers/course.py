@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self, final
+from typing import Self
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ RELEASED = 0
 N_COLUMNS = 8
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Course:
     """One task, and how it is to be trained."""
@@ -60,7 +59,6 @@ class Course:
         return cls(**{**fields, "sizes": tuple(fields["sizes"])})
 
     def write(self) -> Path:
-        """Write it into the run's folder, with an empty board."""
         folder = Path(self.run_folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, n_bytes in (
@@ -84,7 +82,6 @@ class Course:
         return sum((inputs + 1) * outputs for inputs, outputs in pairs)
 
     def board(self) -> torch.Tensor:
-        """Return the notes of all, (n_workers + 1, N_COLUMNS)."""
         return self._map("board", (self.n_workers + 1, N_COLUMNS), torch.float64)
 
     def times(self) -> torch.Tensor:
@@ -97,7 +94,6 @@ class Course:
         return self._map("recorded", shape, torch.float32)
 
     def net(self) -> nn.Sequential:
-        """Return the net with its initial weights, the same for everybody."""
         layers: list[nn.Module] = []
         for inputs, outputs in zip(self.sizes, self.sizes[1:], strict=False):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -174,26 +170,20 @@ def load(net: nn.Module, flat: torch.Tensor) -> None:
             start = stop
 
 
-@final
 class Entrant:
-    """One worker on the course: its net, its batches, its notes.
-
-    Attributes:
-        net: With the initial weights.
-    """
+    """One worker on the course: its net, its batches, its notes."""
 
     def __init__(self, course: Course, worker: int, *, in_step: bool = False) -> None:
-        """Prepare; `batches.benchmark` begins.
+        """Prepare; `batches` begins.
 
         Args:
             course: The same for all.
             worker: From 0; each has its own part of the data.
-            in_step: Whether all workers make equally many gradients, because the
-                system under test lets none go ahead.
+            in_step: All workers make equally many gradients; the system lets none go ahead.
         """
         torch.set_num_threads(1)
         self.course = course
-        self.net = course.net()
+        self.net = course.net()  # with the initial weights
         self._worker = worker
         self._in_step = in_step
         self._board = course.board()
@@ -233,7 +223,6 @@ class Entrant:
         mine[DONE] = time.monotonic()
 
     def leave(self) -> None:
-        """Wait until the referee has read what this process used."""
         self._wait(lambda: bool(self._board[-1, RELEASED]))
 
     def _indices(self) -> Iterator[torch.Tensor]:
@@ -270,16 +259,7 @@ class Entrant:
 def run_together(
     target: Callable[..., None], arguments: Sequence[tuple[object, ...]], *, forever: int = 0
 ) -> None:
-    """Run `target(*a)` for each a in a process of its own, until all have ended.
-
-    Args:
-        target: Importable.
-        arguments: One tuple for each process.
-        forever: So many of the first do not end by themselves.
-
-    Raises:
-        ChildProcessError: one of them failed; the others are ended.
-    """
+    """Run `target(*a)` for each a in a process of its own, until all have ended."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=target, args=each) for each in arguments]
     for process in processes:

@@ -5,7 +5,6 @@ the others times the number of workers (Goyal et al. 2017, the linear scaling ru
 each sample then moves the parameters as far as with the others.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -37,7 +36,3 @@ def work(path: str, rank: int) -> None:
 def main(path: str) -> None:
     n_workers = Course.read(path).n_workers
     run_together(work, [(path, rank) for rank in range(n_workers)])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distbelief.core.memory import keep_memory
-from experiments.benchmarks.measuring import paced
+from experiments.benchmarks.measuring.workers import serve_steps
 from experiments.benchmarks.measuring.workload import Workload
 
 
@@ -45,12 +45,11 @@ def main(path: str, rank: int, n_ranks: int, meeting: str) -> None:
         with loss_parallel():
             workload.mean_loss(net(inputs), labels).backward()
 
-    paced.obey(step)
+    serve_steps(step)
     distributed.destroy_process_group()
 
 
 def parallel(net: nn.Module, *, n_ranks: int) -> nn.Module:
-    """Return a stack of Linear layers, cut over all ranks."""
     names = [name for name, part in net.named_children() if isinstance(part, nn.Linear)]
     if len(names) % 2 == 0:
         raise ValueError(f"{len(names)} Linear layers: the last must be cut by outputs")

@@ -1,7 +1,5 @@
 """`DownpourSGD` loops against a `ParameterServer` of one shard."""
 
-import sys
-
 import distbelief
 from experiments.benchmarks.peers.course import Course, Entrant, run_together
 
@@ -30,7 +28,3 @@ def main(path: str) -> None:
     with distbelief.ParameterServer(course.net().parameters(), rule=rule) as server:
         workers = [(path, k, server.address) for k in range(course.n_workers)]
         run_together(work, workers)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

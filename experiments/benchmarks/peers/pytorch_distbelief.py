@@ -63,7 +63,3 @@ def work(path: str, rank: int) -> None:
 def main(path: str) -> None:
     n_processes = Course.read(path).n_workers + 1
     run_together(work, [(path, rank) for rank in range(n_processes)], forever=1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

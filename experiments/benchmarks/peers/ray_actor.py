@@ -5,7 +5,6 @@ store, which both sides map, and the call's result is the parameters they led to
 actor does one call at a time, so an update is whole.
 """
 
-import sys
 import warnings
 from pathlib import Path
 
@@ -68,7 +67,3 @@ def main(path: str) -> None:
         ray.get([w.train.remote(path, k, server) for k, w in enumerate(workers)])
     finally:
         ray.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

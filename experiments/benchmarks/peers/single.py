@@ -1,7 +1,5 @@
 """Plain training in a single process: what the target loss is picked from."""
 
-import sys
-
 import torch
 
 from experiments.benchmarks.peers.course import Course, Entrant
@@ -17,7 +15,3 @@ def main(path: str) -> None:
         entrant.gradient(inputs, targets)
         optimizer.step()
     entrant.leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -5,7 +5,6 @@ per step. The lock makes an update whole; the copies that are returned keep a pa
 that is being sent from being changed by the other worker's update.
 """
 
-import sys
 from pathlib import Path
 from threading import Lock
 
@@ -65,7 +64,3 @@ def work(path: str, rank: int) -> None:
 def main(path: str) -> None:
     n_workers = Course.read(path).n_workers
     run_together(work, [(path, rank) for rank in range(n_workers + 1)])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,38 +1,150 @@
-"""Machines for benchmarks: what a message takes here, and replicas of bare machines."""
+"""Machines for benchmarks: what a message takes here, and ways to split a net over two of them.
 
-from collections.abc import Sequence
+one             everything on one machine
+units           every layer's outputs cut in two: neurons, maps
+rows, columns   images cut in two, other layers by outputs
+inputs          every layer that is a sum over its inputs cut along these
+in turn         by outputs, then by inputs (Shoeybi et al. 2019), and so on
+uneven          as `units` or `rows`, three quarters to the first machine
+layers          runs of whole layers, the batch in 1, 2 or 4 parts
+to and fro      each layer on the other machine
+even            the planner's baseline
+planner         the planner's choice, for two machines at most
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
+from distbelief.graph.graph import Layer, LayerGraph
+from distbelief.partition.baselines import even, whole_layers
+from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
 from distbelief.partition.cost_model import (
     AnalyticCosts,
     MicroBatchScaling,
     ProfiledCosts,
     single_sample,
 )
+from distbelief.partition.grouping import groups
+from distbelief.partition.planner import plan
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.profile import Profile
 from distbelief.partition.profiling.this_host import Network, here
 from distbelief.partition.search import PlanningRequest
+from distbelief.program.cluster import Cluster
+from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, plan_for
 from experiments.benchmarks.bare.machine import Setting
-from experiments.benchmarks.measuring.crews import Crew
-from experiments.benchmarks.measuring.hands import Hand
+from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import Workload
 from experiments.benchmarks.network.hosts import HERE, Host
-from experiments.benchmarks.plans.ways import N_MACHINES, Way
 
 
-SMALL: Final = 64
-LARGE: Final = 1 << 20
-"""Numbers of the messages that are timed."""
+N_MACHINES: Final = 2
+PLACES: Final = {"rows": 1, "columns": 2}  # dimensions of images, channels being the first
 
-N_ENDS: Final = 4
-"""Of the two messages of a round trip."""
+Choose = Callable[[Layer, int], Placement]  # choose(layer, its place in the net) -> where it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to split a net."""
+
+    placements: Mapping[str, Placement]  # of each layer
+    micro_batches: int = 1  # parts of a batch
+
+
+def ways(order: PlanningRequest) -> dict[str, Way]:
+    graph, cluster = order.graph, order.cluster.first(N_MACHINES)
+    layers = whole_layers(graph, cluster, costs=order.costs)
+    done = plan(order, [N_MACHINES])[-1].best
+    found = {
+        "one": on_one_machine(graph),
+        "planner": Way(placements=done.placements, micro_batches=done.cost.micro_batches),
+        **dict(_cut(graph, cluster)),
+        "layers": Way(placements=layers),
+        "layers, 2 parts": Way(placements=layers, micro_batches=2),
+        "layers, 4 parts": Way(placements=layers, micro_batches=4),
+        "to and fro": _placed(
+            graph, lambda layer, index: whole(layer, index % N_MACHINES).placement
+        ),
+        "even": Way(placements=even(graph, cluster)),
+    }
+    distinct: dict[str, Way] = {}
+    for name, way in found.items():
+        if way not in distinct.values():
+            distinct[name] = way
+    return distinct
+
+
+def on_one_machine(graph: LayerGraph) -> Way:
+    return _placed(graph, lambda layer, _: whole(layer, 0).placement)
+
+
+def by_places(order: PlanningRequest) -> dict[str, Way]:
+    graph, cluster = order.graph, order.cluster.first(N_MACHINES)
+    return {name: _images(graph, cluster, dim=dim) for name, dim in PLACES.items()}
+
+
+def by_units(graph: LayerGraph, cluster: Cluster) -> Way:
+    return _placed(graph, lambda layer, _: _split(layer, cluster, dim=0))
+
+
+def _cut(graph: LayerGraph, cluster: Cluster) -> Iterator[tuple[str, Way]]:
+    fast = cluster.machines[0]
+    slow = msgspec.structs.replace(fast, flops=fast.flops / 3)
+    uneven = msgspec.structs.replace(cluster, machines=(fast, slow))
+    yield "units", by_units(graph, cluster)
+    yield "units, uneven", by_units(graph, uneven)
+    if any(len(layer.shape) == 3 for layer in graph.layers):
+        for name, dim in PLACES.items():
+            for word, machines in (("", cluster), (", uneven", uneven)):
+                yield name + word, _images(graph, machines, dim=dim)
+    yield "inputs", _placed(graph, lambda layer, _: _summed(layer, cluster))
+    yield (
+        "in turn",
+        _placed(
+            graph,
+            lambda layer, index: (
+                _summed(layer, cluster) if index % 2 else _split(layer, cluster, dim=0)
+            ),
+        ),
+    )
+
+
+def _images(graph: LayerGraph, cluster: Cluster, *, dim: int) -> Way:
+    def choose(layer: Layer, _: int) -> Placement:
+        is_image = len(layer.shape) > dim
+        return _split(layer, cluster, dim=dim if is_image else 0)
+
+    return _placed(graph, choose)
+
+
+def _placed(graph: LayerGraph, choose: Choose) -> Way:
+    placements: dict[str, Placement] = {}
+    for index, group in enumerate(groups(graph)):
+        placements |= group.placements(choose(group.root, index))
+    return Way(placements=placements)
+
+
+def _split(layer: Layer, cluster: Cluster, *, dim: int) -> Placement:
+    parts = [N_MACHINES if other == dim else 1 for other in range(len(layer.shape))]
+    found = split(layer, cluster, parts)
+    return (found or whole(layer, 0)).placement
+
+
+def _summed(layer: Layer, cluster: Cluster) -> Placement:
+    dims = summed_dims(layer)
+    found = partial_sums(layer, cluster, N_MACHINES, dim=dims[0]) if dims else None
+    return found.placement if found else _split(layer, cluster, dim=0)
+
+
+SMALL, LARGE = 64, 1 << 20  # numbers of the messages that are timed
+N_ENDS: Final = 4  # of the two messages of a round trip
 
 
 def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Network:
@@ -46,17 +158,14 @@ def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Net
     for n_numbers in (SMALL, LARGE):
         place = folder / f"exchange-{n_numbers}"
         place.mkdir()
-        hands = [
-            Hand(
-                module="bare.exchange",
-                arguments=[str(n_numbers), str(index), host.address, str(place)],
-                host=host,
-            )
+        programs = [
+            module("bare.exchange", n_numbers, index, host.address, place, host=host)
             for index, host in enumerate(ends)
         ]
-        with Crew("exchange", hands, folder) as crew:
-            halves.append(median(crew.turn(seconds=seconds)) / 2)
-            handling.append(crew.cpu_seconds[-1] / N_ENDS)
+        with Workers("exchange", programs, folder) as workers:
+            turn = workers.turn(seconds=seconds)
+        halves.append(turn.seconds / 2)
+        handling.append(turn.cpu_seconds / N_ENDS)
     small, large = halves
     return Network(
         bandwidth=4.0 * (LARGE - SMALL) / max(large - small, 1e-6),
@@ -77,13 +186,6 @@ def kept_network(folder: Path, *, seconds: float) -> Network:
 
 
 def order_here(workload: Workload, between: Network, *, stages: bool = False) -> PlanningRequest:
-    """Return what is to be planned: for machines like this one, measured now.
-
-    Args:
-        workload: The net and the batch.
-        between: What lies between machines.
-        stages: Whether to try these too.
-    """
     profile = profiled(workload.graph(), batch=workload.batch_size)
     return order_by(profile, workload, between, stages=stages)
 
@@ -91,14 +193,6 @@ def order_here(workload: Workload, between: Network, *, stages: bool = False) ->
 def order_by(
     profile: Profile, workload: Workload, between: Network, *, stages: bool = False
 ) -> PlanningRequest:
-    """Return what is to be planned, by a profile of machines like this one.
-
-    Args:
-        profile: Of the net's layers.
-        workload: The net and the batch.
-        between: What lies between machines.
-        stages: Whether to try these too.
-    """
     graph, batch = workload.graph(), workload.batch_size
     cluster, single = here(N_MACHINES, network=between), single_sample(graph)
     by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single)
@@ -120,7 +214,6 @@ def order_by(
 
 
 def plan_of(way: Way, order: PlanningRequest, *, loss: str) -> Plan:
-    """Return a way of splitting a net as a plan."""
     n_machines = 1 + max(placed for each in way.placements.values() for placed in each.computing)
     plan = plan_for(
         order.graph,
@@ -132,21 +225,31 @@ def plan_of(way: Way, order: PlanningRequest, *, loss: str) -> Plan:
     return replace(plan, micro_batches=way.micro_batches)
 
 
-def replica(
-    name: str, plan: Plan, *, workload: Workload, folder: Path, ends: Sequence[Host] = HERE
-) -> Crew:
-    """Return the machines that compute a net by this plan."""
+def machines(
+    name: str,
+    plans: Mapping[str, Plan],
+    *,
+    workload: Workload,
+    folder: Path,
+    ends: Sequence[Host] = HERE,
+) -> Workers:
+    """Return machines that know all these plans; a request is a plan's name and a number."""
     place = folder / name.replace(" ", "_")
     place.mkdir()
-    plan.save(place / "plan.json")
-    setting = Setting(workload=workload, plan=str(place / "plan.json"), folder=str(place))
-    (place / "setting.json").write_bytes(msgspec.json.encode(setting))
-    hands = [
-        Hand(
-            module="bare.machine",
-            arguments=[str(place / "setting.json"), str(index), host.address],
-            host=host,
-        )
-        for index, host in enumerate(ends[: plan.cluster.n_machines])
+    paths = {key: place / f"plan-{index}.json" for index, key in enumerate(plans)}
+    for key, path in paths.items():
+        plans[key].save(path)
+    n_machines = max(each.cluster.n_machines for each in plans.values())
+    setting = Setting(
+        workload=workload,
+        plans={key: str(path) for key, path in paths.items()},
+        n_machines=n_machines,
+        folder=str(place),
+    )
+    file = place / "setting.json"
+    file.write_bytes(msgspec.json.encode(setting))
+    programs = [
+        module("bare.machine", file, index, host.address, host=host)
+        for index, host in enumerate(ends[:n_machines])
     ]
-    return Crew(name, hands, folder)
+    return Workers(name, programs, folder)

@@ -6,7 +6,7 @@ their numbers begin with does not matter.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,27 +20,17 @@ from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
-    """A net and what a step of it is.
+    """A net and what a step of it is."""
 
-    Attributes:
-        make: Makes it.
-        input: Of one sample.
-        batch: Samples of a step.
-        loss: Its name.
-        classes: The dimension of the classes in its output.
-    """
-
-    make: Callable[[], nn.Module]
-    input: InputSpec
-    batch: int
-    loss: str = "cross_entropy"
-    classes: int = 0
+    make: Callable[[], nn.Module]  # makes it
+    input: InputSpec  # of one sample
+    batch: int  # samples of a step
+    loss: str = "cross_entropy"  # its name
+    classes: int = 0  # the dimension of the classes in its output
 
     def graph(self) -> LayerGraph:
-        """Return its layers and the loss, without any memory for its tensors."""
         with torch.device("meta"):
             module = self.make()
         return append_loss(capture(module, [self.input]), self.loss, dim=self.classes)
@@ -156,14 +146,12 @@ def densenet(
 def convolution(
     before: int, after: int, size: int, *, stride: int = 1, groups: int = 1
 ) -> list[nn.Module]:
-    """Return a convolution, batch normalisation and a rectifier."""
     connected = nn.Conv2d(
         *(before, after, size), stride=stride, padding=size // 2, groups=groups, bias=False
     )
     return [connected, nn.BatchNorm2d(after), nn.ReLU()]
 
 
-@final
 class Residual(nn.Module):
     """What is added to a shortcut: two convolutions, or a bottleneck of three."""
 
@@ -189,7 +177,6 @@ class Residual(nn.Module):
         return functional.relu(self.added(x) + self.shortcut(x))
 
 
-@final
 class Inception(nn.Module):
     """Four branches side by side; widths are those of the paper's table 1."""
 
@@ -211,7 +198,6 @@ class Inception(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
-@final
 class DenseBlock(nn.Module):
     """Every layer reads all before it."""
 
@@ -233,7 +219,6 @@ class DenseBlock(nn.Module):
         return x
 
 
-@final
 class UNet(nn.Module):
     """Ronneberger et al. 2015, with edges padded: long skips over four levels."""
 
@@ -268,7 +253,6 @@ class UNet(nn.Module):
         return result
 
 
-@final
 class Lstm(nn.Module):
     """Zaremba et al. 2014: the next word; the medium one of their nets."""
 
@@ -285,7 +269,6 @@ class Lstm(nn.Module):
         return scores
 
 
-@final
 class Encoder(nn.Module):
     """Vaswani et al. 2017: the encoder of their base model, words at its end."""
 
@@ -309,10 +292,10 @@ _IMAGE: Final = InputSpec(shape=(3, 224, 224))
 SPEECH: Final = Net(
     make=lambda: acoustic_net([2560] * 4, 8192), input=InputSpec(shape=(440,)), batch=100
 )
+# The pair of Dean et al. 2012, section 5.
 IMAGES: Final = Net(
     make=paper_net, input=InputSpec(shape=(3, 100, 100)), batch=100, loss="one_vs_all"
 )
-"""The pair of Dean et al. 2012, section 5."""
 
 NETS: Final[Mapping[str, Net]] = {
     "speech": SPEECH,

@@ -12,7 +12,6 @@ N_CLASSES = 8
 
 
 def net(width: int = 16, hidden: int = 24, layers: int = 1) -> nn.Module:
-    """Return a perceptron."""
     sizes = [width, *[hidden] * layers]
     inner = [
         module for a, b in itertools.pairwise(sizes) for module in (nn.Linear(a, b), nn.Sigmoid())
@@ -22,7 +21,6 @@ def net(width: int = 16, hidden: int = 24, layers: int = 1) -> nn.Module:
 
 @lru_cache(maxsize=8)
 def samples(width: int = 16, n_samples: int = 4096) -> TensorDataset:
-    """Return random inputs, and which of random directions each is nearest to."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(n_samples, width, generator=generator)
     directions = torch.randn(width, N_CLASSES, generator=generator)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from experiments.benchmarks import async_peers
-from experiments.benchmarks.measuring import contest
-from experiments.benchmarks.measuring.contest import EntrantFailedError, Entry
+from experiments.benchmarks.async_peers import EntrantFailedError, Entry
 from experiments.benchmarks.peers.course import Course, load, run_together
 
 
@@ -57,7 +56,7 @@ def test_the_last_line_tells_the_figures_of_ours_and_of_the_single_process() -> 
 @pytest.mark.timeout(180)
 def test_a_run_has_a_loss_for_every_record_and_uses_the_budget(tmp_path: Path) -> None:
     alone = replace(course(tmp_path, n_workers=1), pause_seconds=1e-3)
-    run = contest.hold(async_peers.SINGLE, alone, target=0.0, seconds_max=50)
+    run = async_peers.hold(async_peers.SINGLE, alone, target=0.0, seconds_max=50)
     assert run.shares == (8,)
     assert len(run.losses) == len(run.at) == 9  # before the first, after each
     assert run.losses[0] == pytest.approx(alone.held_out_loss(alone.net()))
@@ -70,7 +69,7 @@ def test_a_run_has_a_loss_for_every_record_and_uses_the_budget(tmp_path: Path) -
 def test_an_entrant_that_fails_is_told_with_its_error(tmp_path: Path) -> None:
     entry = Entry(name="nobody", module="nobody")
     with pytest.raises(EntrantFailedError, match=r"status 1: .*peers.nobody"):
-        contest.hold(entry, course(tmp_path), target=0.0, seconds_max=50)
+        async_peers.hold(entry, course(tmp_path), target=0.0, seconds_max=50)
 
 
 def test_a_peer_that_is_not_installed_has_no_version() -> None:
@@ -86,9 +85,9 @@ def test_a_python_for_an_unknown_peer_is_refused() -> None:
 
 def test_the_target_is_crossed_between_two_records() -> None:
     at, losses = [0.0, 1.0, 2.0], [2.0, 1.5, 0.5]
-    assert contest.crossing(at, losses, target=1.0) == pytest.approx(1.5)
-    assert contest.crossing(at, losses, target=3.0) == 0.0
-    assert contest.crossing(at, losses, target=0.4) is None
+    assert async_peers.crossing(at, losses, target=1.0) == pytest.approx(1.5)
+    assert async_peers.crossing(at, losses, target=3.0) == 0.0
+    assert async_peers.crossing(at, losses, target=0.4) is None
 
 
 def test_a_course_is_read_as_it_was_written_and_generated_twice_alike(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks import async_peers, parameter_server, planner, ray_hosts
-from experiments.benchmarks.batches import optima, peers
-from experiments.benchmarks.measuring.contest import Entry
+from experiments.benchmarks import async_peers, parameter_server, planner, ray_hosts, simulation
+from experiments.benchmarks.async_peers import Entry
+from experiments.benchmarks.batches import optima
 from experiments.benchmarks.network.hosts import obstacle
-from experiments.benchmarks.plans import metis
-from experiments.benchmarks.simulated import benchmark as simulation
 from tests.experiments.benchmarks.runs import FOLDER, figures_in, figures_of
 
 
@@ -41,7 +39,7 @@ FIGURES: dict[str, set[str]] = {
         "standstill_after_shard_fault_p95_seconds",
     },
     "downpour": {
-        *("downpour_bs8", "ddp_bs8", "downpour_over_kept_bs8"),
+        *("downpour_bs8", "ddp_bs8", "downpour_bs8_over_kept"),
         *(
             f"{name}_bs8_{figure}"
             for name in ("alone", "kept", "downpour", "ddp")
@@ -202,7 +200,7 @@ def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
 def test_without_metis_its_row_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metis, "IS_INSTALLED", False)
+    monkeypatch.setattr(planner, "IS_INSTALLED", False)
     planner.main(["--small", "--machines", "1"])
     told = capsys.readouterr().out
     assert "METIS is left out: pip install pymetis" in told
@@ -210,10 +208,10 @@ def test_without_metis_its_row_is_left_out(
 
 
 def test_without_vowpal_wabbit_its_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "VW_HOME", "/nowhere")
+    monkeypatch.setattr(optima, "VW_HOME", "/nowhere")
     problem = optima.problems(small=True)[0]
     data = tuple(values[:4] for values in problem.data)
-    outcome = peers.by_vowpal_wabbit(
+    outcome = optima.by_vowpal_wabbit(
         problem.objective(), 0.0, data=(data[0], data[1]), l2=problem.l2
     )
     assert outcome.seconds is None

@@ -1,8 +1,35 @@
+"""Courses that nobody has run, what they come to, and how they are drawn."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
-from experiments.figures.courses import check_warm_starts, identity, reached
-from experiments.figures.entries import FIGURE_4
-from tests.experiments.figures.courses import course
+from experiments.figures import courses, drawing
+from experiments.figures.courses import (
+    TARGET,
+    Course,
+    Pace,
+    Point,
+    at_pace,
+    check_warm_starts,
+    identity,
+    interval,
+    pace,
+    reached,
+    stale,
+)
+from experiments.figures.entries import CORES, FIGURE_4, NAMES
+from experiments.figures.findings import (
+    PAPERS_ORDER,
+    crossing_cores,
+    crossing_lines,
+    order_lines,
+    times_of,
+)
+from experiments.figures.results import code_of, keep
+from experiments.figures.task import N_TRAIN
 
 
 def test_the_target_is_reached_when_two_of_three_evaluations_are_there() -> None:
@@ -32,3 +59,151 @@ def test_another_rate_is_another_course() -> None:
     entry = FIGURE_4[0]
     assert identity(entry, setting=0.1) != identity(entry, setting=0.2)
     assert identity(entry, setting=0.1) != identity(FIGURE_4[1], setting=0.1)
+
+
+HIT = TARGET + 0.01
+ADAGRAD, FIXED, SANDBLASTER = ("Downpour + Adagrad", "Downpour", "Sandblaster L-BFGS")
+
+
+def test_a_target_that_was_missed_took_for_ever() -> None:
+    courses = [course("SGD", 1, [0.0]), course("SGD", 1, [HIT], seed=1)]
+    assert times_of(courses) == {0: math.inf, 1: 100.0}
+
+
+def test_the_order_is_counted_seed_by_seed() -> None:
+    lines = list(
+        order_lines(
+            [
+                course("SGD", 1, [0.0, HIT]),
+                course(FIXED, 20, [HIT]),
+                course("SGD", 1, [HIT], seed=1),
+                course(FIXED, 20, [0.0, HIT], seed=1),
+            ]
+        )
+    )
+    assert lines[-1].endswith("as in the paper: 1 of 2 seeds")
+    assert "0.042 h (0.028 h to 0.056 h)" in lines[0]
+
+
+def test_a_crossing_is_where_the_line_of_sandblaster_meets_the_best() -> None:
+    """Ten times the cores are ten times as fast: 200 s, 20 s, so 2 s at 100 times."""
+    courses = [
+        course(SANDBLASTER, 10, [HIT], seconds=200.0),
+        course(SANDBLASTER, 100, [HIT], seconds=20.0),
+        course(ADAGRAD, 10, [HIT], seconds=2.0),
+        course(ADAGRAD, 20, [HIT], seconds=5.0),
+    ]
+    assert crossing_cores(courses) == pytest.approx(2 * 1000 * CORES)
+
+
+def test_there_is_no_crossing_without_gain_or_without_two_times() -> None:
+    best = course(ADAGRAD, 10, [HIT], seconds=2.0)
+    slow = course(SANDBLASTER, 10, [HIT], seconds=20.0)
+    slower = course(SANDBLASTER, 100, [HIT], seconds=30.0)
+    assert crossing_cores([best, slow]) is None
+    assert crossing_cores([best, slow, slower]) is None
+    assert crossing_cores([slow, slower]) is None
+
+
+def test_the_crossings_name_who_is_first_with_few_cores() -> None:
+    lines = list(
+        crossing_lines(
+            [
+                course(FIXED, 5, [0.0, 0.0]),
+                course(ADAGRAD, 10, [HIT]),
+                course(ADAGRAD, 500, [HIT], seconds=1.0),
+            ]
+        )
+    )
+    assert lines[0].endswith("never (never to never), missed by 1 of 1")
+    assert "first with at most 2000 cores: Downpour + Adagrad [10]" in lines
+
+
+def test_sandblaster_takes_its_time_from_the_evaluations_it_needs() -> None:
+    learnt = course(SANDBLASTER, 8, [0.1, 0.2])
+    found = at_pace(learnt, FIGURE_4[4], 20.0)
+    assert found.replicas == 2000
+    assert found.points[1].held_out == 0.2
+    assert found.points[1].seconds == round(20.0 * 2000 / N_TRAIN, 1)
+
+
+def test_the_pace_is_that_between_evaluations() -> None:
+    """How long 2,000 replicas took to meet was once counted as a part of each."""
+    assert interval([100.0, 140.0, 141.0, 143.0, 150.0]) == 1.5
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(drawing, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_figure_4_is_drawn(folder: Path) -> None:
+    courses = [
+        course(label.rpartition(" ")[0], 20, [0.1, 0.2, 0.3], seed=seed)
+        for label in PAPERS_ORDER
+        for seed in range(2)
+    ]
+    drawing.draw_methods(courses)
+    assert (folder / "figure4.png").stat().st_size > 1000
+
+
+def test_figure_5_is_drawn_without_those_that_missed_the_target(folder: Path) -> None:
+    courses = [
+        course(name, replicas, [TARGET] if replicas < 40 else [0.0], seed=seed)
+        for name in NAMES.values()
+        for replicas in (10, 20, 40)
+        for seed in range(2)
+    ]
+    drawing.draw_crossings(courses)
+    assert (folder / "figure5.png").stat().st_size > 1000
+
+
+ENTRY = next(entry for entry in FIGURE_4 if entry.kind == "l-bfgs")
+
+
+def kept_pace(code: str, *, folder: Path) -> None:
+    path = folder / f"pace-{ENTRY.replicas}.json"
+    keep(path, Pace(seconds=31.0, code=code), of=courses.pace_fingerprint(ENTRY))
+
+
+def test_a_pace_of_another_code_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dealing had changed; Figures 4 and 5 were drawn with paces of before."""
+    monkeypatch.setattr(courses, "RESULTS", tmp_path)
+    assert stale([ENTRY]) == []
+    kept_pace("of another time", folder=tmp_path)
+    assert stale([ENTRY]) == [ENTRY]
+    kept_pace(code_of(*courses.PACE_FOLDERS), folder=tmp_path)
+    assert stale([ENTRY]) == []
+    known = pace(ENTRY)
+    assert known is not None
+    assert known.seconds == 31.0
+
+
+def course(
+    name: str,
+    replicas: int,
+    accuracies: Sequence[float],
+    *,
+    seed: int = 0,
+    seconds: float = 100.0,
+    warm_start: str = "one",
+) -> Course:
+    """Return a course with an evaluation every so many seconds."""
+    points = tuple(
+        Point((index + 1) * seconds, 1000 * (index + 1), accuracy + 0.01, accuracy)
+        for index, accuracy in enumerate(accuracies)
+    )
+    return Course(
+        name=name,
+        replicas=replicas,
+        machines=2 * replicas,
+        seed=seed,
+        setting=0.01,
+        warm_start=warm_start,
+        points=points,
+        seconds=len(points) * seconds,
+        samples=1000 * len(points),
+        staleness=None,
+        ended="",
+    )

@@ -1,11 +1,10 @@
 import pytest
 
 from distbelief.config.load import parse_job
+from experiments.figures.__main__ import gather, parse, running
+from experiments.figures.courses import SEARCHED, Try, best
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
 from experiments.figures.findings import PAPERS_ORDER
-from experiments.figures.gathering import gather
-from experiments.figures.running import Options, Runs, options_from
-from experiments.figures.search import ENTRIES, Try, best
 
 
 @pytest.mark.parametrize("entry", [*FIGURE_4, *FIGURE_5, LEARNER], ids=lambda e: e.label)
@@ -36,37 +35,35 @@ def test_figure_4_has_the_methods_of_the_paper() -> None:
 
 
 def test_every_entry_is_searched_with_the_same_number_of_tries() -> None:
-    assert {len(entry.candidates) for entry in ENTRIES} == {4}
+    assert {len(entry.candidates) for entry in SEARCHED} == {4}
 
 
 def attempt(setting: float, seconds: float | None, held_out: float) -> Try:
     return Try(setting=setting, target_seconds=seconds, held_out=held_out, seconds=1.0)
 
 
-def test_the_best_setting_is_the_first_at_the_target() -> None:
-    tries = [attempt(1, 20.0, 0.3), attempt(2, 10.0, 0.25), attempt(3, None, 0.4)]
+@pytest.mark.parametrize(
+    "tries",
+    [
+        [attempt(1, 20.0, 0.3), attempt(2, 10.0, 0.25), attempt(3, None, 0.4)],
+        [attempt(1, 20.0, 0.3), attempt(2, 20.0, 0.4)],
+        [attempt(1, None, 0.1), attempt(2, None, 0.2)],
+    ],
+)
+def test_the_best_setting_is_first_at_the_target_then_most_accurate(tries: list[Try]) -> None:
     assert best(tries) == 2
 
 
-def test_of_two_at_the_target_at_once_the_most_accurate_is_best() -> None:
-    assert best([attempt(1, 20.0, 0.3), attempt(2, 20.0, 0.4)]) == 2
-
-
-def test_if_none_is_there_the_best_is_the_most_accurate() -> None:
-    assert best([attempt(1, None, 0.1), attempt(2, None, 0.2)]) == 2
-
-
 def test_a_label_that_there_is_not_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    """It was ignored without --run; with it, nothing was run, and nobody said why."""
+    """It was ignored without --run; with it, nothing was run, without a word."""
     with pytest.raises(SystemExit):
-        options_from("Figure 4.", ["--only", "Nobody [3]"], entries=FIGURE_4)
-    said = capsys.readouterr().err
-    assert "--only 'Nobody [3]' is part of no label: there are SGD [1], " in said
-    found = options_from("Figure 4.", ["--only", "SGD"], entries=FIGURE_4)
-    assert [entry for entry in FIGURE_4 if found.wants(entry)] == [FIGURE_4[0]]
+        parse(["methods", "--only", "Nobody [3]"])
+    printed = capsys.readouterr().err
+    assert "--only 'Nobody [3]' is part of no label: there are SGD [1], " in printed
+    assert parse(["speedup", "--only", "80M"]).only == "80M"
 
 
-def test_a_part_of_what_is_only_drawn_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
-    with Runs(0) as runs:
-        gather([], Options(run=False, seeds=1, only="SGD"), runs)
+def test_only_without_run_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(0) as runs:
+        gather([], parse(["methods", "--only", "SGD"]), runs)
     assert "--only chooses what --run runs" in capsys.readouterr().out

@@ -1,12 +1,28 @@
+"""The scaled-down task, its machines, and its warm starts."""
+
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from experiments.figures import rig, task
+from distbelief.program.cluster_file import load_cluster
+from distbelief.roles.role import Address
+from experiments.figures import entries, task
+from experiments.figures.entries import (
+    BATCH,
+    N_PARAMETERS,
+    PAPERS_BATCH,
+    PAPERS_PARAMETERS,
+    ScaledMachines,
+    shard_machines,
+)
+from experiments.figures.warm_start import warm_start
 
 
 def test_the_net_has_the_parameters_that_its_price_is_for() -> None:
     n = sum(parameter.numel() for parameter in task.net().parameters())
-    assert n == rig.N_PARAMETERS
+    assert n == entries.N_PARAMETERS
 
 
 @pytest.mark.parametrize(("trained", "held_out"), [(0, 0), (7, 3), (3, 0), (0, 9)])
@@ -43,3 +59,61 @@ def test_digests_tell_data_apart() -> None:
     assert one.digest == task.Held(torch.zeros(4, 2), torch.arange(4)).digest
     assert one.digest != task.Held(torch.ones(4, 2), torch.arange(4)).digest
     assert one.digest != task.Held(torch.zeros(4, 2), torch.arange(4) + 1).digest
+
+
+def test_a_step_of_the_small_net_takes_as_long_as_one_of_the_large() -> None:
+    given = load_cluster("commodity-2012").machines[0]
+    machine = ScaledMachines(20, time_scale=20.0).machine
+    small = 6 * N_PARAMETERS * BATCH / machine.flops
+    large = 6 * PAPERS_PARAMETERS * PAPERS_BATCH / given.flops
+    assert 20.0 * small == pytest.approx(large)
+    sent = 4 * N_PARAMETERS / machine.bandwidth
+    assert 20.0 * sent == pytest.approx(4 * PAPERS_PARAMETERS / given.bandwidth)
+
+
+@pytest.mark.parametrize(("replicas", "machines"), [(1, 2), (20, 10), (200, 100), (2000, 250)])
+def test_shards_have_half_as_many_machines_as_replicas(replicas: int, machines: int) -> None:
+    assert shard_machines(replicas) == machines
+    assert ScaledMachines(replicas, time_scale=20.0).n_machines == replicas + machines
+
+
+def test_nobody_shares_a_machine_but_who_computes_little() -> None:
+    rig = ScaledMachines(20, time_scale=20.0)
+    assert rig.place(Address("replica-19"), "replica") == 19
+    assert rig.place(Address("shard-0"), "shard") == (20, 10)
+    assert rig.place(Address("evaluator"), "evaluator") == (30, 64)
+    assert rig.place(Address("coordinator"), "coordinator") == 94
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.figures.warm_start.STEPS", 3)
+
+
+def data(seed: int) -> task.Held:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(64, 440, generator=generator)
+    return task.Held(inputs, torch.arange(64))
+
+
+def test_a_warm_start_is_kept_and_the_same_again(tmp_path: Path) -> None:
+    first = warm_start(3, data=data(0), folder=tmp_path)
+    written = Path(first.path).stat().st_mtime_ns
+    again = warm_start(3, data=data(0), folder=tmp_path)
+    assert again == first
+    assert Path(again.path).stat().st_mtime_ns == written
+    assert first.squares > 0
+
+
+def test_other_data_and_other_seeds_have_other_warm_starts(tmp_path: Path) -> None:
+    one = warm_start(3, data=data(0), folder=tmp_path)
+    assert warm_start(3, data=data(1), folder=tmp_path).of != one.of
+    assert warm_start(4, data=data(0), folder=tmp_path).of != one.of
+
+
+def test_a_file_that_is_of_something_else_is_refused(tmp_path: Path) -> None:
+    """A sigmoid net's warm start was once gone on with by a ReLU net."""
+    found = warm_start(3, data=data(0), folder=tmp_path)
+    save_file(load_file(found.path), found.path, {"of": "sigmoid", "squares": "1"})
+    with pytest.raises(ValueError, match=r"is of sigmoid, not of .*: remove it"):
+        warm_start(3, data=data(0), folder=tmp_path)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from typing_extensions import override
 
+from experiments.fuzz.__main__ import Trial, Watch
 from experiments.fuzz.decoders import DECODERS, Decoder
-from experiments.fuzz.trial import Trial, Watch
 
 
 pytestmark = pytest.mark.untraced

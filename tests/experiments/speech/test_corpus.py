@@ -1,3 +1,5 @@
+"""Corpora on disk."""
+
 import errno
 import json
 import shutil
@@ -7,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.speech.builder import Tape, explain
 from experiments.speech.casting import choose_variants
 from experiments.speech.corpus import ensure
 from experiments.speech.errors import CorpusError
 from experiments.speech.lock import hold_lock
+from experiments.speech.progress import show_progress
 from experiments.speech.recipe import Recipe, find_cache
-from experiments.speech.synthesis import explain
 from experiments.speech.volume import ARRAYS, Volume, open_volume
 from tests.experiments.speech.conftest import BEGINNING, CLEAN, TEST, TRAIN
 
@@ -184,3 +187,34 @@ def test_the_cache_is_where_the_user_keeps_caches(
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert find_cache(None) == Path.home() / ".cache" / "distbelief" / "speech"
     assert find_cache("~/here") == Path.home() / "here"
+
+
+def test_rows_written_bit_by_bit_load_as_one_array(tmp_path: Path) -> None:
+    rows = np.arange(30, dtype=np.float16).reshape(10, 3)
+    with Tape(tmp_path / "a.npy", row_shape=(3,), dtype=np.float16) as tape:
+        tape.append(rows[:4])
+    with Tape(tmp_path / "b.npy", row_shape=(3,), dtype=np.float16) as tape:
+        tape.copy(tmp_path / "a.npy")
+        for row in rows[4:]:
+            tape.append(row[None])
+        assert tape.n_rows == 10
+    np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), rows)
+
+
+def test_an_empty_tape_is_an_empty_array(tmp_path: Path) -> None:
+    with Tape(tmp_path / "a.npy", row_shape=(), dtype=np.int64):
+        pass
+    assert np.load(tmp_path / "a.npy").shape == (0,)
+
+
+def test_without_a_terminal_the_last_frames_are_a_plain_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with show_progress("synthesising", n_frames=10) as advance:
+        advance(4)
+        advance(6)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("synthesising: 100%, ")
+    assert line.endswith(" frames/s, 0 s left")

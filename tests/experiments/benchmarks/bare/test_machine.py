@@ -13,12 +13,15 @@ from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.compiler import compile_plan
 from distbelief.roles.role import Action, Compute, Computed, Event, Received, Send, Started
 from distbelief.worker.batches import micro_sizes
-from experiments.benchmarks.bare.machine import BareMachine
-from experiments.benchmarks.bare.repertoire import Repertoire, Setting, repertoire
-from experiments.benchmarks.measuring.meeting import STEP
+from experiments.benchmarks.bare.exchange import STEP
+from experiments.benchmarks.bare.machine import (
+    BareMachine,
+    Machine as PlansMachine,
+    Setting,
+    machine_of,
+)
 from experiments.benchmarks.measuring.workload import NetName, Workload
-from experiments.benchmarks.plans.machines import plan_of
-from experiments.benchmarks.plans.ways import Way, ways
+from experiments.benchmarks.plans.machines import Way, plan_of, ways
 
 
 MACHINE = Machine(flops=1e11, memory_rate=2e10, overhead=1e-5, bandwidth=1e9)
@@ -42,13 +45,14 @@ def order_of(workload: Workload) -> PlanningRequest:
 def replica(workload: Workload, way: Way) -> list[BareMachine]:
     sizes = micro_sizes(workload.batch_size, way.micro_batches)
     compiled = compile_plan(workload.graph(), way.placements, batch=sizes[0], n_machines=2)
+    tensors, n = workload.tensors(), way.micro_batches
     return [
-        BareMachine(compiled, index, workload=workload, micro_batches=way.micro_batches)
+        BareMachine(compiled, index, workload=workload, micro_batches=n, tensors=tensors)
         for index in range(2)
     ]
 
 
-def run(machines: Sequence[BareMachine | Repertoire], *, n_steps: int) -> None:
+def run(machines: Sequence[BareMachine | PlansMachine], *, n_steps: int) -> None:
     """Drive them by hand: work is done at once, messages arrive in order."""
     names = machines[0].names
     events: deque[tuple[int, Event]] = deque()
@@ -137,7 +141,7 @@ def test_machines_that_know_several_plans_take_steps_by_the_one_that_is_chosen(
         paths[name] = str(tmp_path / f"{name}.json")
         plan_of(found[name], order, loss=workload.loss).save(paths[name])
     setting = Setting(workload=workload, plans=paths, n_machines=2, folder=str(tmp_path))
-    machines = [repertoire(setting, index) for index in range(2)]
+    machines = [machine_of(setting, index) for index in range(2)]
     for n_done, name in enumerate(("units", "one", "layers, 2 parts", "units")):
         for machine in machines:
             machine.choose(name)
