@@ -118,7 +118,10 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
         (
             f"{HERE}:net",
             {"states": 3},
-            rf"^\[model.arguments\] {HERE}:net takes no argument 'states' \(it takes width, hi",
+            (
+                rf"^\[model.arguments\] {HERE}:net takes no argument 'states' "
+                r"\(it takes width, hidden, n_classes\)$"
+            ),
         ),
         (f"{HERE}:failing", {}, "needs the argument 'size'"),
         (f"{HERE}:failing", {"size": 5}, r"failing failed: KeyError: 5 \(examples.py, l"),
