@@ -39,5 +39,19 @@ report_every = "2 s"
 """
 
 
+def small(model: str, data: str) -> str:
+    """Return the text of a job of one epoch."""
+    return f"""
+model.factory = "{model}"
+data.train.factory = "{data}"
+stop.epochs = 1
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 8
+rule = {{ name = "sgd", learning_rate = 0.1 }}
+"""
+
+
 def speech(*overrides: str, path: str | Path = "speech.toml") -> Job:
     return parse_job(SPEECH, path=path, overrides=overrides)

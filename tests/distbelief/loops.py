@@ -30,15 +30,7 @@ from distbelief.worker.loop_worker import LoopWorker
 
 
 class Server:
-    """The shards and some loops.
-
-    Args:
-        parameters: Their values are the initial ones.
-        rule: Of the shards.
-        n_shards: Number of shards.
-        n_loops: At most.
-        host: "" for messages instead of shared memory.
-    """
+    """Shards that begin with the parameters' values, and some loops; host "": no shared memory."""
 
     def __init__(
         self,

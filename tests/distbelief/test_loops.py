@@ -1,5 +1,3 @@
-"""`DownpourSGD` as a torch optimizer, compared with torch's own, in virtual time."""
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +14,7 @@ from tests.distbelief.loops import Server
 
 
 RATE = 0.1
+RULE = distbelief.SGD(learning_rate=RATE)
 
 both_data_paths = pytest.mark.parametrize("host", ["host-0", ""])
 
@@ -24,6 +23,19 @@ both_data_paths = pytest.mark.parametrize("host", ["host-0", ""])
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def served(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    *,
+    rule: UpdateRule = RULE,
+    host: str = "host-0",
+    **options: float | bool,
+) -> tuple[Server, distbelief.DownpourSGD]:
+    """Return a server of the model, and the optimizer of a loop that trains with it."""
+    server = Server(list(model.parameters()), rule=rule, host=host)
+    return server, server.optimizer(monkeypatch, model.parameters(), **options)
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
@@ -53,16 +65,9 @@ def test_one_worker_alone_is_plain_sgd_however_seldom_it_fetches_and_pushes(
     """Regression: a fetch overwrote the local steps whose gradients were not pushed yet."""
     plain = copy.deepcopy(model)
     take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE), 23)
-    rule = distbelief.SGD(learning_rate=RATE)
-    server = Server(list(model.parameters()), rule=rule, host=host)
-    optimizer = server.optimizer(
-        monkeypatch,
-        model.parameters(),
-        n_fetch=n_fetch,
-        n_push=n_push,
-        learning_rate=RATE,
-        blocking=n_fetch == n_push == 1,
-    )
+    blocking = n_fetch == n_push == 1
+    options: dict[str, Any] = {"n_fetch": n_fetch, "n_push": n_push, "blocking": blocking}
+    server, optimizer = served(monkeypatch, model, host=host, learning_rate=RATE, **options)
     take_steps(model, optimizer, 23)
     optimizer.finish()
     assert_same(list(model.parameters()), plain)
@@ -73,17 +78,8 @@ def test_local_steps_are_overwritten_on_demand_as_in_the_paper(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
     """DB-6, DB-9: at step 4 the fetch comes first, and gradients 1 to 3 are unsent."""
-    rule = distbelief.SGD(learning_rate=RATE)
-    server = Server(list(model.parameters()), rule=rule)
-    optimizer = server.optimizer(
-        monkeypatch,
-        model.parameters(),
-        n_fetch=4,
-        n_push=4,
-        learning_rate=RATE,
-        blocking=True,
-        overwrite_local_steps=True,
-    )
+    options: dict[str, Any] = {"n_fetch": 4, "n_push": 4, "learning_rate": RATE, "blocking": True}
+    server, optimizer = served(monkeypatch, model, overwrite_local_steps=True, **options)
     take_steps(model, optimizer, 4)  # of which the last fetches for the next
     of_the_first = server.values()
     for one, other in zip(model.parameters(), of_the_first, strict=True):
@@ -140,8 +136,7 @@ def test_parameters_without_gradient_do_not_move_as_in_torch(
     model, plain = Gated(), Gated()
     frozen = plain.frozen.weight.detach().clone()
     take_steps(plain, torchs(plain.parameters(), **options), 20)
-    server = Server(list(model.parameters()), rule=rule, n_shards=2, host=host)
-    optimizer = server.optimizer(monkeypatch, model.parameters(), blocking=True)
+    server, optimizer = served(monkeypatch, model, rule=rule, host=host, blocking=True)
     take_steps(model, optimizer, 20)
     optimizer.finish()
     assert_same(server.values(), plain)
@@ -153,8 +148,7 @@ def test_one_gradient_in_any_step_of_a_push_is_enough_to_be_updated(
 ) -> None:
     model = Gated()
     rule = distbelief.SGD(learning_rate=RATE, weight_decay=0.1)
-    server = Server(list(model.parameters()), rule=rule)
-    optimizer = server.optimizer(monkeypatch, model.parameters(), n_push=2)
+    server, optimizer = served(monkeypatch, model, rule=rule, n_push=2)
     before = server.values()
     take_steps(model, optimizer, 4)  # pushes 0, then 1 and 2: the last uses `seldom`
     optimizer._wait(lambda: optimizer._session.client.unacknowledged == 0, "")
@@ -168,8 +162,7 @@ def test_a_step_without_any_gradient_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
     rule = distbelief.SGD(learning_rate=RATE, weight_decay=0.1)
-    server = Server(list(model.parameters()), rule=rule)
-    optimizer = server.optimizer(monkeypatch, model.parameters())
+    server, optimizer = served(monkeypatch, model, rule=rule)
     before = server.values()
     optimizer.zero_grad()
     optimizer.step()
@@ -187,11 +180,13 @@ def test_sparse_gradients_are_those_of_a_dense_embedding(
     for sparse in (False, True):
         torch.manual_seed(0)
         model = nn.Embedding(10, 4, sparse=sparse)
-        rule = distbelief.SGD(learning_rate=RATE)
-        server = Server(list(model.parameters()), rule=rule)
-        optimizer = server.optimizer(
-            monkeypatch, model.parameters(), n_fetch=n, n_push=n, learning_rate=RATE, blocking=True
-        )
+        options: dict[str, Any] = {
+            "n_fetch": n,
+            "n_push": n,
+            "learning_rate": RATE,
+            "blocking": True,
+        }
+        server, optimizer = served(monkeypatch, model, **options)
         for step in range(7):
             optimizer.zero_grad()
             model(torch.tensor([step, 2, 2])).square().sum().backward()
@@ -283,8 +278,7 @@ def test_a_state_dict_is_restored_and_another_optimizers_is_rejected(
 def test_a_closure_gives_the_loss_and_the_gradient(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
-    server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
-    optimizer = server.optimizer(monkeypatch, model.parameters(), blocking=True)
+    _, optimizer = served(monkeypatch, model, blocking=True)
 
     def closure() -> float:
         optimizer.zero_grad()

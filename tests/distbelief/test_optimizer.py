@@ -3,6 +3,8 @@
 import importlib
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -17,27 +19,42 @@ from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
-from distbelief.transport.zmq_transport import ZmqTransport
 from tests.elsewhere import answers
 from tests.links import link
 from tests.processes.commands import poll
 
 
+def connect(server: object, timeout_seconds: float = 5.0) -> None:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    distbelief.DownpourSGD(parameters, server=cast("str", server), timeout_seconds=timeout_seconds)
+
+
+@contextmanager
+def serving(serve: Callable[[], object]) -> Iterator[None]:
+    """Repeat this in another thread."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            serve()
+
+    server = threading.Thread(target=run)
+    server.start()
+    try:
+        yield
+    finally:
+        over.set()
+        server.join()
+
+
 @pytest.mark.parametrize("server", [5, None, b"tcp://127.0.0.1:41000"])
 def test_an_address_that_is_no_text_is_rejected(server: object) -> None:
-    parameters = [nn.Parameter(torch.zeros(3))]
     with pytest.raises(distbelief.JobError, match="use ParameterServer") as caught:
-        distbelief.DownpourSGD(parameters, server=cast("str", server))
+        connect(server)
     assert str(caught.value).startswith(f"server is {server!r}, which is no address")
 
 
 def test_a_server_of_another_run_is_distinguished_from_an_absent_one() -> None:
-    over = threading.Event()
-
-    def serve(transport: ZmqTransport) -> None:
-        while not over.is_set():
-            transport.poll(0.02)
-
     secrets = [new_secret() for _ in range(2)]
     links = ListenConfig(host=LOOPBACK, secret=secrets[0]).transport(
         name=SUPERVISOR, incarnation=1, run="r", log=lambda _level, _text: None
@@ -50,16 +67,9 @@ def test_a_server_of_another_run_is_distinguished_from_an_absent_one() -> None:
             n_shards=1,
             memory="",
         )
-        server = threading.Thread(target=serve, args=(transport,))
-        server.start()
-        try:
-            with pytest.raises(distbelief.PeerLostError) as caught:
-                distbelief.DownpourSGD(
-                    [nn.Parameter(torch.zeros(3))], server=str(address), timeout_seconds=1.0
-                )
-        finally:
-            over.set()
-            server.join()
+        lost = pytest.raises(distbelief.PeerLostError)
+        with serving(lambda: transport.poll(0.02)), lost as caught:
+            connect(str(address), timeout_seconds=1.0)
     told = str(caught.value)
     assert address.endpoint in told
     assert "has not the key in the address" in told
@@ -71,37 +81,28 @@ def test_a_server_whose_directory_is_gone_has_ended(tmp_path: Path) -> None:
         endpoint=f"ipc://{tmp_path}/gone/.supervisor.1", run="r", n_shards=1, memory=""
     )
     with pytest.raises(distbelief.PeerLostError, match="the process that made it has ended"):
-        distbelief.DownpourSGD([nn.Parameter(torch.zeros(3))], server=str(address))
+        connect(str(address))
 
 
 def test_a_worker_announces_that_it_leaves(tmp_path: Path) -> None:
     """Regression: a worker that had left counted as present for ten seconds and stayed known."""
-    over, told = threading.Event(), list[Message]()
+    told: list[Message] = []
 
-    def serve(transport: ZmqTransport) -> None:
-        entry = PeerEntry(name="shard-0", incarnation=1, endpoint=transport.endpoint, host="")
-        while not over.is_set():
-            transport.poll(0.02)
-            for envelope in transport.receive():
-                told.append(envelope.message)
-                if isinstance(envelope.message, Join):
-                    worker = envelope.sender
-                    transport.connect(worker, 1, envelope.message.endpoint)
-                    transport.send(worker, Peers(entries=(entry,)))
+    def serve() -> None:
+        transport.poll(0.02)
+        for envelope in transport.receive():
+            told.append(envelope.message)
+            if isinstance(envelope.message, Join):
+                transport.connect(envelope.sender, 1, envelope.message.endpoint)
+                transport.send(envelope.sender, Peers(entries=(entry,)))
 
     with link(SUPERVISOR, tmp_path) as transport:
+        entry = PeerEntry(name="shard-0", incarnation=1, endpoint=transport.endpoint, host="")
         address = ServerAddress(endpoint=transport.endpoint, run="run", n_shards=1, memory="")
-        server = threading.Thread(target=serve, args=(transport,))
-        server.start()
-        try:
+        with serving(serve):
             with pytest.raises(distbelief.PeerLostError, match="a session"):
-                distbelief.DownpourSGD(
-                    [nn.Parameter(torch.zeros(3))], server=str(address), timeout_seconds=2.0
-                )
+                connect(str(address), timeout_seconds=2.0)
             poll(lambda: isinstance(told[-1], Finished), seconds=5.0)
-        finally:
-            over.set()
-            server.join()
 
 
 def compilers_after_a_first_step() -> list[str]:

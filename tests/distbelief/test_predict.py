@@ -21,26 +21,11 @@ from distbelief.errors import JobError, StorageError
 from distbelief.predict import predict
 from distbelief.run.directory import RunDirectory
 from distbelief.worker.computation import Computation
+from tests.distbelief.jobs import small
 
 
 HERE = __name__
-
-JOB = f"""
-[model]
-factory = "{HERE}:net"
-
-[data.train]
-factory = "{HERE}:net"
-
-[algorithm]
-name = "downpour"
-loss = "cross_entropy"
-batch_size = 8
-rule = {{ name = "sgd", learning_rate = 0.1 }}
-
-[stop]
-epochs = 1
-"""
+JOB = small(f"{HERE}:net", f"{HERE}:net")
 
 
 def net() -> nn.Module:
@@ -63,6 +48,19 @@ def inputs_at(path: Path, *, n: int = 300) -> NDArray[np.float32]:
     else:
         save_arrays({"anything": inputs}, path)
     return inputs
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    inputs_at(tmp_path / "in.npy")
+    return tmp_path / "in.npy"
+
+
+def refuses(
+    run: RunDirectory, source: Path, claim: str, *, error: type[Exception] = JobError
+) -> None:
+    with pytest.raises(error, match=claim):
+        predict(run.path, source)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
@@ -89,18 +87,15 @@ def test_the_inputs_may_be_of_another_precision(run: RunDirectory, tmp_path: Pat
     assert predict(run.path, tmp_path / "in.npy", out=tmp_path / "o.npy").out.is_file()
 
 
-def test_a_run_without_a_model_is_told_how_to_go_on(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_without_a_model_is_told_how_to_go_on(run: RunDirectory, source: Path) -> None:
     run.model_file.unlink()
-    inputs_at(tmp_path / "in.npy")
-    with pytest.raises(JobError, match=r"does not exist: the run .*Ctrl"):
-        predict(run.path, tmp_path / "in.npy")
+    refuses(run, source, r"does not exist: the run .*Ctrl")
     run.close()
-    with pytest.raises(JobError, match=r"does not exist: .*--resume"):
-        predict(run.path, tmp_path / "in.npy")
+    refuses(run, source, r"does not exist: .*--resume")
 
 
 def test_where_outputs_cannot_be_nothing_is_computed(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That there is no such directory was told when all was computed, and lost."""
 
@@ -108,49 +103,42 @@ def test_where_outputs_cannot_be_nothing_is_computed(
         pytest.fail("it has computed")
 
     monkeypatch.setattr(predict_module, "_whole", compute)
-    inputs_at(tmp_path / "in.npy")
     with pytest.raises(StorageError, match=r"cannot write .*nowhere.*--out"):
-        predict(run.path, tmp_path / "in.npy", out=tmp_path / "nowhere" / "o.npy")
+        predict(run.path, source, out=source.parent / "nowhere" / "o.npy")
 
 
 def words() -> nn.Module:
     return nn.Embedding(50, 3)
 
 
-def test_words_that_the_model_does_not_know_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+def test_words_that_the_model_does_not_know_are_refused(run: RunDirectory, source: Path) -> None:
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
     save_file(words().state_dict(), run.model_file)
-    np.save(tmp_path / "in.npy", np.full((2, 4), 50))
-    with pytest.raises(JobError, match=r"int64 of shape \(2, 4\): index out of range"):
-        predict(run.path, tmp_path / "in.npy")
+    np.save(source, np.full((2, 4), 50))
+    refuses(run, source, r"int64 of shape \(2, 4\): index out of range")
 
 
-def test_other_kinds_of_files_are_refused(run: RunDirectory, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"in\.csv: use a file \.npy or \.safetensors"):
-        predict(run.path, tmp_path / "in.csv")
-    inputs_at(tmp_path / "in.npy")
+def test_other_kinds_of_files_are_refused(run: RunDirectory, source: Path) -> None:
+    refuses(run, source.with_suffix(".csv"), r"in\.csv: use a file \.npy or \.safetensors")
     with pytest.raises(JobError, match=r"out\.txt: use a file"):
-        predict(run.path, tmp_path / "in.npy", out=tmp_path / "out.txt")
+        predict(run.path, source, out=source.parent / "out.txt")
 
 
 def test_what_is_no_input_is_refused(run: RunDirectory, tmp_path: Path) -> None:
     path = tmp_path / "in.npy"
-    with pytest.raises(StorageError, match=r"cannot read .*in\.npy"):
-        predict(run.path, path)
+    refuses(run, path, r"cannot read .*in\.npy", error=StorageError)
     path.write_bytes(b"no array")
-    with pytest.raises(JobError, match="is not a plain array"):
-        predict(run.path, path)
+    refuses(run, path, "is not a plain array")
+    np.save(path, np.array([{}], object), allow_pickle=True)
+    refuses(run, path, "is not a plain array")  # objects are not unpickled
     for empty in (np.float32(1.0), np.zeros((0, 5), np.float32)):
         np.save(path, empty)
-        with pytest.raises(JobError, match="at least one sample"):
-            predict(run.path, path)
+        refuses(run, path, "at least one sample")
     np.save(path, np.ones((2, 4), np.float32))
-    with pytest.raises(JobError, match=r"does not take float32 of shape \(2, 4\)"):
-        predict(run.path, path)
+    refuses(run, path, r"does not take float32 of shape \(2, 4\)")
     several = tmp_path / "in.safetensors"
     save_arrays({"a": np.ones(2), "b": np.ones(2)}, several)
-    with pytest.raises(JobError, match="has tensors a, b: use a file with one"):
-        predict(run.path, several)
+    refuses(run, several, "has tensors a, b: use a file with one")
 
 
 @pytest.mark.parametrize("dtype", [">f4", "f2", "f8"])
@@ -164,53 +152,37 @@ def test_numbers_of_any_make_are_inputs(dtype: str, run: RunDirectory, tmp_path:
     np.testing.assert_allclose(other, usual, atol=1e-2)
 
 
-def test_numbers_that_no_model_takes_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+def test_numbers_that_no_model_takes_are_refused(run: RunDirectory, source: Path) -> None:
     """By a plan complex ones were taken for whole numbers, and lost what they had."""
     for odd, shown in (("c8", "complex64"), ("U3", "<U3"), ("M8[s]", "datetime64")):
-        np.save(tmp_path / "in.npy", np.zeros((2, 5), odd))
-        with pytest.raises(JobError, match=rf"in\.npy has type {shown}"):
-            predict(run.path, tmp_path / "in.npy")
-    np.save(tmp_path / "in.npy", np.zeros((2, 5), np.uint8))
-    with pytest.raises(JobError, match=r"uint8 of shape \(2, 5\): "):
-        predict(run.path, tmp_path / "in.npy")
+        np.save(source, np.zeros((2, 5), odd))
+        refuses(run, source, rf"in\.npy has type {shown}")
+    np.save(source, np.zeros((2, 5), np.uint8))
+    refuses(run, source, r"uint8 of shape \(2, 5\): ")
 
 
 def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
 
 
-def test_a_model_of_another_source_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_model_of_another_source_is_refused(run: RunDirectory, source: Path) -> None:
     """It was a RuntimeError of torch's, or with a plan one of some machine."""
-    inputs_at(tmp_path / "in.npy")
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:wider"))
-    claim = r"does not fit .*:wider: '0.bias' is \[3\] in the file, \[4\]"
-    with pytest.raises(JobError, match=claim):
-        predict(run.path, tmp_path / "in.npy")
+    refuses(run, source, r"does not fit .*:wider: '0.bias' is \[3\] in the file, \[4\]")
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
-    with pytest.raises(JobError, match=r"'0.bias' is \[3\] in the file, absent in the source"):
-        predict(run.path, tmp_path / "in.npy")
+    refuses(run, source, r"'0.bias' is \[3\] in the file, absent in the source")
 
 
-def test_a_damaged_model_is_told(run: RunDirectory, tmp_path: Path) -> None:
-    inputs_at(tmp_path / "in.npy")
+def test_a_damaged_model_is_told(run: RunDirectory, source: Path) -> None:
     run.model_file.write_bytes(run.model_file.read_bytes()[:100])
-    with pytest.raises(StorageError, match=r"model\.safetensors is damaged: "):
-        predict(run.path, tmp_path / "in.npy")
+    refuses(run, source, r"model\.safetensors is damaged: ", error=StorageError)
 
 
-def test_an_array_of_objects_is_not_unpickled(run: RunDirectory, tmp_path: Path) -> None:
-    np.save(tmp_path / "in.npy", np.array([{}], object), allow_pickle=True)
-    with pytest.raises(JobError, match="is not a plain array"):
-        predict(run.path, tmp_path / "in.npy")
-
-
-def test_the_command_line_tells_a_mistake_in_a_sentence(run: RunDirectory, tmp_path: Path) -> None:
-    inputs_at(tmp_path / "in.npy", n=2)
-    words = ["predict", str(run.path), str(tmp_path / "in.npy")]
-    done = CliRunner().invoke(app, [*words, "--json"])
+def test_the_command_line_tells_a_mistake_in_a_sentence(run: RunDirectory, source: Path) -> None:
+    done = CliRunner().invoke(app, ["predict", str(run.path), str(source), "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["shape"] == [2, 3]
-    failed = CliRunner().invoke(app, ["predict", str(tmp_path), words[2]])
+    assert json.loads(done.stdout)["shape"] == [300, 3]
+    failed = CliRunner().invoke(app, ["predict", str(source.parent), str(source)])
     assert failed.exit_code == 2
     assert "is not a run directory" in failed.stderr
 
@@ -221,7 +193,7 @@ def save_plan(run: RunDirectory) -> None:
 
 
 def test_a_run_of_gpus_is_told_how_to_predict_without(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trained where there is a GPU, used where there is none: each machine ended in
     torch's traceback.
@@ -229,18 +201,15 @@ def test_a_run_of_gpus_is_told_how_to_predict_without(
     save_plan(run)
     run.write(run.job_file, JOB + '[cluster]\npartitions = 2\ndevice = "cuda"\n')
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    inputs_at(tmp_path / "in.npy")
-    with pytest.raises(JobError, match=r"'cuda': torch .* sees no GPU .*--whole"):
-        predict(run.path, tmp_path / "in.npy")
-    assert predict(run.path, tmp_path / "in.npy", whole=True).shape == (300, 3)
+    refuses(run, source, r"'cuda': torch .* sees no GPU .*--whole")
+    assert predict(run.path, source, whole=True).shape == (300, 3)
 
 
 def test_sigterm_leaves_no_folder_behind(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM ended it at once; its folder, inputs and all, stayed in /tmp."""
     save_plan(run)
-    inputs_at(tmp_path / "in.npy")
     folders: list[Path] = []
 
     def end(_: object, computation: Computation, **__: object) -> None:
@@ -250,7 +219,7 @@ def test_sigterm_leaves_no_folder_behind(
 
     monkeypatch.setattr(predict_module, "compute", end)
     with pytest.raises(SystemExit) as caught:
-        predict(run.path, tmp_path / "in.npy")
+        predict(run.path, source)
     assert caught.value.code == 143
     assert not folders[0].exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

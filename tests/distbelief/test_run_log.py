@@ -1,5 +1,3 @@
-"""What a run says on the screen, and in its log."""
-
 from io import StringIO
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""What is done at each tick, and what becomes of a watcher who fails."""
-
 import pytest
 
 from distbelief.supervisor.view import JobView

@@ -1,5 +1,3 @@
-"""Model and data of a job, tried out in a process of their own."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

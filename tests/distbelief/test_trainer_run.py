@@ -1,8 +1,6 @@
-"""What a run says and leaves behind at its end, whatever the disk does meanwhile."""
-
 import errno
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,20 +28,11 @@ from distbelief.transport.keys import new_secret
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import net
+from tests.distbelief.jobs import small
 
 
 EXAMPLES = "tests.distbelief.examples"
-JOB = f"""
-    model.factory = "{EXAMPLES}:net"
-    data.train.factory = "{EXAMPLES}:frames"
-    stop.epochs = 1
-    cluster.shards = 2
-    [algorithm]
-    name = "downpour"
-    loss = "cross_entropy"
-    batch_size = 4
-    rule = {{ name = "sgd", learning_rate = 0.1 }}
-"""
+JOB = small(f"{EXAMPLES}:net", f"{EXAMPLES}:frames") + "[cluster]\nshards = 2\n"
 
 
 class Full(io.StringIO):
@@ -169,22 +158,11 @@ def test_who_interrupts_before_the_first_checkpoint_is_told_so_too(desk: Desk) -
     assert "no intact checkpoint of shard-0, shard-1" in desk.screen()
 
 
-def block_model(run: RunDirectory) -> Path:
-    run.model_file.mkdir()
-    return run.model_file
-
-
-def block_summary(run: RunDirectory) -> Path:
-    run.summary_file.mkdir()
-    return run.summary_file
-
-
-@pytest.mark.parametrize("block", [block_model, block_summary])
-def test_a_last_file_that_cannot_be_written_costs_no_other(
-    desk: Desk, block: Callable[[RunDirectory], Path]
-) -> None:
+@pytest.mark.parametrize("name", ["model_file", "summary_file"])
+def test_a_last_file_that_cannot_be_written_costs_no_other(desk: Desk, name: str) -> None:
     desk.save(0, 1)
-    blocked = block(desk.run)
+    blocked: Path = getattr(desk.run, name)
+    blocked.mkdir()
     desk.console.print(final_table(desk.life.conclude()))
     assert desk.life.exit_code == 1
     assert desk.screen().count(f"cannot write {blocked}: ") == 1

@@ -134,13 +134,8 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> Non
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(verify, "compute", end)
+    factory, launcher = f"{__name__}:net", LocalLauncher()
     with pytest.raises(SystemExit) as caught:
-        verify.verify(
-            result,
-            factory=f"{__name__}:net",
-            loss="cross_entropy",
-            n_cores=2,
-            launcher=LocalLauncher(),
-        )
+        verify.verify(result, factory=factory, loss="cross_entropy", n_cores=2, launcher=launcher)
     assert caught.value.code == 143
     assert not folders[0].exists()

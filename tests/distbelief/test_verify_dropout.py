@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import LayerGraph
 from distbelief.graph.operator import Step
 from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
@@ -45,14 +44,9 @@ class Words(nn.Module):
         self.last = nn.Linear(8, 3)
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> object:
         y = functional.dropout(self.encode(x), 0.2, self.training)
-        result: torch.Tensor = self.last(y.mean(1))
-        return result
-
-
-def graph_of(model: nn.Module, *shape: int) -> LayerGraph:
-    return capture(model, [InputSpec(shape=shape)])
+        return self.last(y.mean(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -64,13 +58,9 @@ def test_one_process_draws_the_masks_of_the_ranks(
     torch.manual_seed(0)
     model = net().to(dtype)
     x = torch.rand(6, *shape, dtype=dtype)
-    graph = graph_of(model, *shape)
-    found = evaluate(
-        graph,
-        {graph.layers[0].name: x},
-        dict(model.state_dict()),
-        step=Step(training=True, seed=SEED),
-    )[graph.outputs[0]]
+    graph = capture(model, [InputSpec(shape=shape)])
+    inputs, step = {graph.layers[0].name: x}, Step(training=True, seed=SEED)
+    found = evaluate(graph, inputs, dict(model.state_dict()), step=step)[graph.outputs[0]]
     masks = SharedDropoutMasks(graph, seed=SEED)
     with masks:
         expected = model(x)
@@ -90,7 +80,7 @@ class Noisy(nn.Module):
 )
 def test_other_random_numbers_are_rejected_by_name(part: nn.Module, said: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), part)
-    graph = graph_of(model, 4)
+    graph = capture(model, [InputSpec(shape=(4,))])
     with (
         pytest.raises(JobError, match=rf"{said}.*differ.*nn\.Dropout"),
         SharedDropoutMasks(graph, seed=SEED),
@@ -99,7 +89,8 @@ def test_other_random_numbers_are_rejected_by_name(part: nn.Module, said: str) -
 
 
 def test_a_mask_of_another_layer_is_no_mask_of_this_one() -> None:
-    graph = graph_of(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    graph = capture(model, [InputSpec(shape=(4,))])
     other = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4))
     with pytest.raises(JobError, match="'1'"), SharedDropoutMasks(graph, seed=SEED):
         other(torch.zeros(3, 4))

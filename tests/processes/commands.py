@@ -121,11 +121,18 @@ def sets(*overrides: str) -> list[str]:
 LONG = sets("stop.epochs=1000000")
 
 
+def ended(
+    folder: Path, *words: str | Path, seconds: float = 150.0
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end."""
+    return subprocess.run(
+        words, cwd=folder, check=False, capture_output=True, text=True, timeout=seconds
+    )
+
+
 def said(folder: Path, *words: str, code: int = 0, seconds: float = 150.0) -> str:
     """Run `distbelief WORDS...` to its end; return what it writes to standard output."""
-    done = subprocess.run(
-        [COMMAND, *words], cwd=folder, check=False, capture_output=True, text=True, timeout=seconds
-    )
+    done = ended(folder, COMMAND, *words, seconds=seconds)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
@@ -150,6 +157,16 @@ class Command:
         assert self.wait(seconds=seconds) == code, self.output
         assert not alive(self.all_pids())
         assert not self.shared_memory()
+
+    def interrupt(self) -> None:
+        """Press Ctrl+C, and wait for the end."""
+        self.signal(signal.SIGINT)
+        self.ends(130)
+
+    def metrics(self, name: str) -> list[Any]:
+        """Return this figure of each line of metrics.jsonl."""
+        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)[name] for line in lines]
 
     def summary(self) -> dict[str, Any]:
         return cast("dict[str, Any]", json.loads((self.run / "summary.json").read_text()))
@@ -182,8 +199,7 @@ class Command:
         return [int(pid) for pid in re.findall(r"process (\d+) begins", text)]
 
     def all_pids(self) -> list[int]:
-        logs = (self.run / "logs").glob("*.log")
-        return [pid for log in logs for pid in self.pids(log.stem)]
+        return [pid for log in (self.run / "logs").glob("*.log") for pid in self.pids(log.stem)]
 
     def shared_memory(self) -> list[Path]:
         return list(SHARED_MEMORY.glob(f"distbelief-{self.process.pid}-*"))
@@ -252,7 +268,6 @@ def train(
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Return those of these processes that run."""
     found = []
     for pid in pids:
         try:

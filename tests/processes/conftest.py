@@ -9,6 +9,5 @@ from tests.processes.commands import write_job
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a small job."""
     write_job(tmp_path)
     return tmp_path

@@ -119,7 +119,6 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Forget what it has written."""
         self._output.close()
 
 
@@ -169,7 +168,6 @@ class Subprocesses:
 
 
 def main() -> None:
-    """Fork commands until the tests are over."""
     link = socket.socket(fileno=int(sys.argv[1]))
     commands = ("distbelief.trainer", "distbelief.cli.main")
     for module in (*forkserver.MODULES, *commands):

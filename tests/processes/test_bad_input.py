@@ -27,7 +27,7 @@ from distbelief.config.load import load_job
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.task.validation import check
 from distbelief.transport.shared_memory import FileMemory
-from tests.processes.commands import COMMAND, LONG, Command, alive, poll, sets, train
+from tests.processes.commands import COMMAND, LONG, Command, alive, ended, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -255,9 +255,7 @@ LOOKED_AT = [
 
 
 @pytest.mark.parametrize(("override", "claim"), LOOKED_AT)
-def test_a_mistake_in_the_users_code_is_told_with_its_place(
-    importable: Path, override: str, claim: str
-) -> None:
+def test_a_users_mistake_is_shown_in_its_place(importable: Path, override: str, claim: str) -> None:
     job = load_job(importable / "tiny.toml", overrides=[override])
     with pytest.raises(JobError, match=claim) as caught:
         check(job.task, job.batch_size)
@@ -393,8 +391,7 @@ def listening(pids: list[int]) -> set[int]:
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile
-                target = str(descriptor.readlink())
-                sockets.update(re.findall(r"socket:\[(\d+)\]", target))
+                sockets.update(re.findall(r"socket:\[(\d+)\]", str(descriptor.readlink())))
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {
         int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets
@@ -486,14 +483,7 @@ def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
 @pytest.mark.soak
 def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(folder: Path) -> None:
     def say(*arguments: str) -> str:
-        done = subprocess.run(
-            [COMMAND, *arguments],
-            cwd=folder,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
+        done = ended(folder, COMMAND, *arguments)
         assert "Traceback" not in done.stderr
         return " ".join((done.stdout + done.stderr).split())
 

@@ -12,7 +12,7 @@ import pytest
 import distbelief
 import experiments.digits
 from experiments.digits.digits import net
-from tests.processes.commands import said
+from tests.processes.commands import ended, said
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -62,12 +62,6 @@ def test_two_ordinary_loops_share_one_server(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_a_loop_that_starts_the_server_trains_alone_too(folder: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "loop.py"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert accuracy(ended.stdout) >= 95.0, ended.stdout
+    done = ended(folder, sys.executable, "loop.py")
+    assert done.returncode == 0, done.stderr
+    assert accuracy(done.stdout) >= 95.0, done.stdout

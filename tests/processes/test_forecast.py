@@ -24,8 +24,7 @@ def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_bytes_are_the_same_in_virtual_time_and_for_real() -> None:
     """How near the times are says a benchmark: this machine may be busy."""
     without_test = TEXT.replace(TEXT[TEXT.index("[data.test]") : TEXT.index("[algorithm]")], "")
-    job = small("algorithm.max_steps=20", "stop.samples=1000000", text=without_test)
-    found = both_ways(job)
+    found = both_ways(small("algorithm.max_steps=20", "stop.samples=1000000", text=without_test))
     assert found.simulated.error is None
     assert found.real.error is None
     assert found.simulated.steps == found.real.steps == 40

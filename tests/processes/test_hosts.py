@@ -9,7 +9,7 @@ import pytest
 
 from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.network.hosts import Host, linked, obstacle
-from tests.processes.commands import COMMAND
+from tests.processes.commands import COMMAND, ended
 from tests.processes.test_serve import MODULE, Server
 
 
@@ -56,14 +56,7 @@ def test_a_loop_on_another_host_trains_over_tcp(tmp_path: Path) -> None:
             address = running.address().partition("&memory=")[0]
             port = address.split("?")[0].rpartition(":")[2]
             found = f"tcp://{here.address}:{port}?{address.partition('?')[2]}"
-            done = subprocess.run(
-                [*there.prefix, sys.executable, "-c", LOOP, found, "worker"],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+            done = ended(tmp_path, *there.prefix, sys.executable, "-c", LOOP, found, "worker")
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout)["pushes_acknowledged"] == 5
             assert running.end() == 0

@@ -38,7 +38,6 @@ class Machine:
         return self.output.read_text()
 
     def kill(self) -> None:
-        """End all that it runs, at once."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -127,7 +126,6 @@ def allow(at: Path, whom: Path, role: str) -> None:
 
 
 def listening(land: Land, *options: str, replicas: int) -> AbstractContextManager[Command]:
-    """Start a job that machines may join."""
     listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
     return train(land.here, *listen, *sets(f"cluster.replicas={replicas}"), *options)
 
@@ -179,8 +177,7 @@ def test_a_job_ends_and_so_does_the_machine_that_joined(land: Land) -> None:
         assert command.wait() == 0, command.output
         assert machine.wait() == 0, machine.said
     assert re.search(r"replica 1: on \S+ \(host-", command.output)
-    logs = list((land.there / "runs" / "joined").rglob("replica-1.log"))
-    assert len(logs) == 1
+    assert len(list((land.there / "runs" / "joined").rglob("replica-1.log"))) == 1
     assert not command.pids("replica-1")
 
 

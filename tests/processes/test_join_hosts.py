@@ -75,7 +75,6 @@ class Job:
 
 @contextmanager
 def job_at(folder: Path, text: str) -> Iterator[Job]:
-    """Lay out a job on four hosts."""
     if (why := obstacle()) is not None:
         pytest.skip(why)
     for index in range(N_HOSTS):
@@ -90,8 +89,7 @@ def job_at(folder: Path, text: str) -> Iterator[Job]:
         keys[0].allow(Allowed(key=key, roles=("host",), name=f"h{index}"))
         other.allow(server)
     with ExitStack() as stack:
-        lan = stack.enter_context(switched(N_HOSTS, bits_per_second=1e9))
-        yield Job(folder, lan, stack)
+        yield Job(folder, stack.enter_context(switched(N_HOSTS, bits_per_second=1e9)), stack)
 
 
 @pytest.mark.parametrize(
@@ -117,25 +115,18 @@ def test_a_job_runs_on_four_hosts(tmp_path: Path, text: str, options: list[str])
             assert sent > 10_000
 
 
-def test_a_host_cut_off_for_ten_seconds_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_job_does_without_a_host_that_is_cut_off(tmp_path: Path, *, for_good: bool) -> None:
+    """One that is back after ten seconds gets roles again."""
     with job_at(tmp_path, JOB) as job:
         job.start(*sets("cluster.replicas=4"), *LONG)
         poll(job.command.is_training)
         last = job.lan.hosts[-1]
         job.lan.cut(last)
-        poll(lambda: job.says("is lost"), seconds=30)
+        poll(lambda: job.says("waits for a host" if for_good else "is lost"), seconds=40)
         job.goes_on()
-        job.lan.mend(last)
-        poll(lambda: len(re.findall(r": on \S+ \(host-", job.told())) == N_HOSTS)
-        job.goes_on()
-        job.end()
-
-
-def test_a_job_does_without_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:
-    with job_at(tmp_path, JOB) as job:
-        job.start(*sets("cluster.replicas=4"), *LONG)
-        poll(job.command.is_training)
-        job.lan.cut(job.lan.hosts[-1])
-        poll(lambda: job.says("waits for a host"), seconds=40)
-        job.goes_on()
+        if not for_good:
+            job.lan.mend(last)
+            poll(lambda: len(re.findall(r": on \S+ \(host-", job.told())) == N_HOSTS)
+            job.goes_on()
         job.end()

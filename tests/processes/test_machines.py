@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 import experiments.digits
 from distbelief.program.plan import load
 from experiments.digits.digits import images, net
-from tests.processes.commands import COMMAND, Command, alive, poll, said, sets, train
+from tests.processes.commands import COMMAND, Command, alive, ended, poll, said, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -82,8 +81,7 @@ def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(folder: Path)
             poll(partial(begins_anew, command, killed), seconds=60.0)
             poll(partial(has_steps, command, killed), seconds=120.0)
             assert {name: command.pids(name) for name in before} == before
-        command.signal(signal.SIGINT)
-        command.ends(130)
+        command.interrupt()
     assert said_to_restart(command, "replica 0.1", "replica 0.0")
 
 
@@ -181,14 +179,7 @@ def private_bytes(pid: int) -> int:
 def with_limit(n_bytes: int, arguments: list[str], folder: Path) -> tuple[int, str]:
     """Run a command of which no process may have more private memory."""
     program = f"ulimit -d {n_bytes // 1024}; exec {COMMAND} {' '.join(arguments)}"
-    done = subprocess.run(
-        ["bash", "-c", program],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = ended(folder, "bash", "-c", program, seconds=900)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import distbelief
+from distbelief import ParameterServer
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -40,6 +41,13 @@ def flat(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+def served(model: nn.Module, *, shards: int = 1, shared_memory: bool = True) -> ParameterServer:
+    rule = distbelief.SGD(learning_rate=RATE)
+    return ParameterServer(
+        model.parameters(), rule=rule, shards=shards, shared_memory=shared_memory
+    )
+
+
 @pytest.mark.untraced
 @pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
@@ -48,12 +56,7 @@ def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
 ) -> None:
     plain = copy.deepcopy(model)
     take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE, fused=True), 20)
-    with distbelief.ParameterServer(
-        model.parameters(),
-        rule=distbelief.SGD(learning_rate=RATE),
-        shards=2,
-        shared_memory=shared_memory,
-    ) as server:
+    with served(model, shards=2, shared_memory=shared_memory) as server:
         optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address, blocking=True)
         take_steps(model, optimizer, 20)
         (model(torch.full((1, 7), torch.nan)).sum()).backward()
@@ -71,9 +74,7 @@ def test_between_fetches_the_worker_steps_locally_and_pushes_sums(model: nn.Modu
     # for a single blocking worker but the order of the sums.
     plain = copy.deepcopy(model)
     take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE), 13)
-    with distbelief.ParameterServer(
-        model.parameters(), rule=distbelief.SGD(learning_rate=RATE), shards=3
-    ) as server:
+    with served(model, shards=3) as server:
         optimizer = distbelief.DownpourSGD(
             model.parameters(),
             server=server.address,
@@ -91,9 +92,7 @@ def test_between_fetches_the_worker_steps_locally_and_pushes_sums(model: nn.Modu
 
 @pytest.mark.soak
 def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> None:
-    with distbelief.ParameterServer(
-        model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
-    ) as server:
+    with served(model) as server:
         optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address, n_push=5)
         take_steps(model, optimizer, 4)  # one push at step 0; three gradients are left
         assert optimizer.counters()["pushes_sent"] == 1
@@ -110,11 +109,8 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
 ) -> None:
     """The README's: its optimizer outlives its server until the script's end."""
     at_exit: list[Callable[[], None]] = []
-    stand_in = SimpleNamespace(register=at_exit.append)
-    monkeypatch.setattr("distbelief.optimizer.atexit", stand_in)
-    with distbelief.ParameterServer(
-        model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
-    ) as server:
+    monkeypatch.setattr("distbelief.optimizer.atexit", SimpleNamespace(register=at_exit.append))
+    with served(model) as server:
         optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address)
         take_steps(model, optimizer, 3)
         optimizer.finish()
@@ -129,9 +125,7 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
 
 @pytest.mark.soak
 def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(model: nn.Module) -> None:
-    server = distbelief.ParameterServer(
-        model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
-    ).start()
+    server = served(model).start()
     optimizer = distbelief.DownpourSGD(
         model.parameters(), server=server.address, timeout_seconds=5.0
     )

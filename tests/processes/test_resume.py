@@ -1,6 +1,5 @@
 """A run goes on with other numbers of shards and replicas, in real processes."""
 
-import json
 import signal
 from pathlib import Path
 
@@ -24,8 +23,7 @@ def go_on(folder: Path, shards: int, replicas: int, *more: str) -> Command:
 
 
 def curve(command: Command) -> list[int]:
-    lines = (command.run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["samples"] for line in lines]
+    return command.metrics("samples")
 
 
 def snapshots(command: Command) -> set[str]:
@@ -38,8 +36,7 @@ def snapshots(command: Command) -> set[str]:
 def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(folder: Path) -> None:
     with train(folder, *LONG) as first:
         poll(lambda: first.is_training() and first.samples() > 1000)
-        first.signal(signal.SIGINT)
-        first.ends(130)
+        first.interrupt()
     n_first, saved = first.summary()["samples"], snapshots(first)
 
     # A little more than was done: had it begun anew, it would end with less.

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -89,10 +88,24 @@ def check_end(run: Command, *, n_killed: int) -> None:
 
 
 @pytest.mark.untraced
-def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
-    options = sets("data.train.factory=tiny:slow", "algorithm.max_iterations=20")
+@pytest.mark.parametrize(
+    ("more", "killed"),
+    [
+        pytest.param((), ("coordinator", "replica-1", "shard-0"), id="replicas of one process"),
+        pytest.param(
+            ("cluster.partitions=2", "model.initial=seed"),
+            ("replica-0.1", "replica-1.0", "coordinator"),
+            id="replicas of two machines",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_whoever_is_killed_the_run_goes_on_to_the_same_end(
+    folder: Path, more: tuple[str, ...], killed: tuple[str, ...]
+) -> None:
+    options = sets("data.train.factory=tiny:slow", "algorithm.max_iterations=20", *more)
     with train(folder, *options) as run:
-        kill_each(run, "coordinator", "replica-1", "shard-0")
+        kill_each(run, *killed)
     check_end(run, n_killed=3)
 
 
@@ -118,8 +131,7 @@ def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> No
     slow = sets("data.train.factory=tiny:slow")
     with train(folder, *slow) as first:
         poll(lambda: first.samples() > 20_000, seconds=120)
-        first.signal(signal.SIGINT)
-        first.ends(130)
+        first.interrupt()
     before = first.summary()
     at_stop = objective(folder)
     assert before["loss"] == pytest.approx(at_stop, rel=1e-5)
@@ -176,9 +188,7 @@ def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) 
             assert parameter.grad.abs().max() <= 1.1e-5
         return int(result.nfev)
 
-    first = ends(l2=0.1, directory=run)
-    second = ends(l2=1.0, method="gradient-descent", resume=run)
-    assert first < second
+    assert ends(l2=0.1, directory=run) < ends(l2=1.0, method="gradient-descent", resume=run)
     log = (run / "logs" / "coordinator.log").read_text()
     assert log.count("the method restarts at the saved parameters") == 1
 
@@ -269,20 +279,6 @@ def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -
 
 
 @pytest.mark.soak
-@pytest.mark.untraced
-def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(folder: Path) -> None:
-    options = sets(
-        "data.train.factory=tiny:slow",
-        "algorithm.max_iterations=20",
-        "cluster.partitions=2",
-        "model.initial=seed",
-    )
-    with train(folder, *options) as run:
-        kill_each(run, "replica-0.1", "replica-1.0", "coordinator")
-    check_end(run, n_killed=3)
-
-
-@pytest.mark.soak
 def test_minimize_ends_when_its_callback_says_so(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # where the others find the factories, too
@@ -320,8 +316,7 @@ def test_what_the_callback_raises_ends_the_run_and_is_raised_then(folder: Path) 
         (last_call,) = seen
         now = parameters_to_vector(model.parameters()).detach()
         assert not torch.equal(now, begun)  # what was found until then
-        status = json.loads((where / "status.json").read_text())
-        assert status["ended"]
+        assert json.loads((where / "status.json").read_text())["ended"]
         stopped = json.loads((where / "summary.json").read_text())
         assert stopped["stop_reason"] == "stopped by the caller"
         again = sandblaster.minimize(
@@ -338,8 +333,7 @@ def test_a_job_that_is_refused_leaves_no_copy_of_model_and_data(folder: Path) ->
     data = torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64)
     with pytest.raises(JobError, match=r"there is no loss 'cross_entropi'"):
         sandblaster.minimize(model, "cross_entropi", data, directory=folder / "new")
-    left = {path.name for path in folder.iterdir()}
-    assert left == {"tiny.py", "tiny.toml"}
+    assert {path.name for path in folder.iterdir()} == {"tiny.py", "tiny.toml"}
 
 
 @pytest.mark.soak

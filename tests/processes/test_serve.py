@@ -100,7 +100,6 @@ def train(address: str, keys: Path | None, n_steps: int = 3) -> torch.Tensor:
 
 
 def told(address: str, keys: Path) -> str:
-    """Return why one loop cannot begin."""
     with pytest.raises(distbelief.DistBeliefError) as caught:
         train(address, keys)
     return str(caught.value)
@@ -148,10 +147,8 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
         assert first.end() == 0
     assert "the parameters are saved in" in first.said[-1]
     with serving(place, *options) as second:
-        again = second.address()
-        assert again.partition("&memory=")[0] == over_tcp
-        four = train(over_tcp, place / "worker", n_steps=0)
-        assert torch.equal(four, three)
+        assert second.address().partition("&memory=")[0] == over_tcp
+        assert torch.equal(train(over_tcp, place / "worker", n_steps=0), three)
         with serving(place, *options) as third:
             said, _ = third.process.communicate(timeout=60)
         assert third.process.returncode == 1

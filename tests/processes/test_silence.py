@@ -3,7 +3,6 @@
 In virtual time: `tests/simulation/test_job.py`.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -55,8 +54,7 @@ def check(command: Command, pids: list[int], *, applied: dict[str, int]) -> None
     assert summary["pushes_applied"] >= max(applied.values())
     assert "silent" not in command.output
     assert sorted(command.all_pids()) == pids
-    lines = (command.run / "metrics.jsonl").read_text().splitlines()
-    times = [json.loads(line)["time"] for line in lines]
+    times = command.metrics("time")
     assert times == sorted(times)
     assert times[-1] > 40.0
 
@@ -90,7 +88,6 @@ def test_ten_stops_in_a_row_are_none_too_many(tmp_path: Path, n_copies: int) -> 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk that can be made to hang."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a disk, and make it hang")
     image, disk = tmp_path / "image", tmp_path / "disk"

@@ -93,8 +93,7 @@ class Attack:
             with suppress(FileNotFoundError):  # it has ended
                 for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                     with suppress(FileNotFoundError):
-                        target = str(descriptor.readlink())
-                        inodes.update(re.findall(r"socket:\[(\d+)\]", target))
+                        inodes.update(re.findall(r"socket:\[(\d+)\]", str(descriptor.readlink())))
         assert self.process.stdin is not None
         order = {"inodes": sorted(inodes), "pids": list(pids)}
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -146,9 +145,7 @@ def take_last_step(model: nn.Module, optimizer: distbelief.DownpourSGD) -> None:
     ],
     ids=["files", "files, 20 deaths", "tcp, 20 deaths"],
 )
-def test_another_user_gains_nothing_from_roles_that_die(
-    tmp_path: Path, options: Sequence[str], n_deaths: int
-) -> None:
+def test_another_user_gains_nothing(tmp_path: Path, options: Sequence[str], n_deaths: int) -> None:
     (tmp_path / "nets.py").write_text(MODULE)
     with serving(tmp_path, *options) as server, attack() as thief:
         victim = Victim(server, tmp_path / "runs" / "server", server.address())

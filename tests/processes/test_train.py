@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.run.checkpoints import CheckpointStore
-from tests.processes.commands import LONG, SHARED_MEMORY, Command, alive, poll, sets, train
+from tests.processes.commands import LONG, SHARED_MEMORY, Command, alive, ended, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -50,8 +49,7 @@ def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
     assert not (run / "initial.safetensors").exists()
     net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
     net.load_state_dict(load_file(run / "model.safetensors"))
-    tiny = runpy.run_path(str(folder / "tiny.py"))
-    held_out = tiny["frames"](500, 7)
+    held_out = runpy.run_path(str(folder / "tiny.py"))["frames"](500, 7)
     with torch.no_grad():
         hits = net(held_out.inputs).argmax(1) == held_out.targets
     assert float(hits.float().mean()) == pytest.approx(summary["metric"])
@@ -72,15 +70,8 @@ def test_the_library_does_what_the_command_does(folder: Path) -> None:
         "run = distbelief.train('tiny.toml', show=False)\n"
         "print(run.exit_code, run.summary.samples >= 10_000, run.model[0].in_features)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.stdout == "0 True 10\n", ended.stderr
+    done = ended(folder, sys.executable, "-c", program)
+    assert done.stdout == "0 True 10\n", done.stderr
 
 
 @pytest.mark.soak
@@ -104,14 +95,13 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll(lambda: command.is_training() and command.samples() > 1000)
         command.signal(signal.SIGINT)
-        seconds = poll(lambda: not alive(command.all_pids()) and not command.shared_memory())
-        assert seconds < 2.0
+        assert poll(lambda: not alive(command.all_pids()) and not command.shared_memory()) < 2.0
         assert command.wait() == 130, command.output
     first = command.summary()
     assert first["stop_reason"] == "Ctrl+C"
     assert first["error"] is None
     assert (command.run / "model.safetensors").is_file()
-    n_lines = len((command.run / "metrics.jsonl").read_text().splitlines())
+    n_lines = len(command.metrics("samples"))
 
     resume = ("--resume", "runs/tiny")
     with train(folder, *resume, *sets("model.arguments.width=8"), job=()) as command:
@@ -124,9 +114,8 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     second = command.summary()
     assert second["samples"] >= first["samples"] + 1000
     assert second["seconds"] > first["seconds"]
-    lines = (command.run / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) > n_lines
-    samples = [json.loads(line)["samples"] for line in lines]
+    samples = command.metrics("samples")
+    assert len(samples) > n_lines
     assert samples == sorted(samples)
 
 
@@ -134,8 +123,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
 def test_ctrl_c_before_anything_runs_leaves_nothing(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll((command.run / "lock").exists)
-        command.signal(signal.SIGINT)
-        command.ends(130)
+        command.interrupt()
 
 
 @pytest.mark.untraced
@@ -156,7 +144,6 @@ def test_sigterm_to_all_processes_ends_a_job_in_order(folder: Path) -> None:
 
 @pytest.mark.untraced
 def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
-    """DB-12."""
     with train(folder, *LONG) as command:
         poll(command.is_training)
         poll((command.run / "snapshots" / "shard-0").is_dir)
@@ -164,13 +151,9 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
             command.kill(role)
             poll(partial(has_restarted, command, role))
             poll(partial(has_trained, command, command.samples() + 1000))
-        command.signal(signal.SIGINT)
-        command.ends(130)
-    for sentence in (
-        "replica 1 was ended by signal SIGKILL (out of memory?): restarting it",
-        "restarting it from checkpoint ",
-    ):
-        assert sentence in command.output
+        command.interrupt()
+    assert "replica 1 was ended by signal SIGKILL (out of memory?): restarting" in command.output
+    assert "restarting it from checkpoint " in command.output
 
 
 @pytest.mark.untraced

@@ -80,16 +80,9 @@ SAMPLE = Sample(
 def run(folder: Path, tell: Callable[[str], None]) -> None:
     computation = Computation(folder=str(folder), weights="", inputs="", n_samples=1, n_steps=1)
     job = parse_job(JOB, path=folder / "job.toml")
+    plan = folder / "no-plan.json"
     with closing(LocalLauncher()) as launcher:
-        compute(
-            job,
-            computation,
-            plan=folder / "no-plan.json",
-            sample=SAMPLE,
-            n_ranks=2,
-            launcher=launcher,
-            tell=tell,
-        )
+        compute(job, computation, plan=plan, sample=SAMPLE, n_ranks=2, launcher=launcher, tell=tell)
 
 
 @pytest.mark.soak

@@ -150,7 +150,6 @@ class Thief:
                 self.n_let_in += 1
 
     def _take_places(self, directory: Path) -> None:
-        """Listen in one's own directory where somebody else's was."""
         for name in self.names:
             path = str(directory / name)
             self._listen(f"file {path}", socket.AF_UNIX, path)

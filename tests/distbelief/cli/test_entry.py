@@ -1,5 +1,3 @@
-"""The entry point of the program, while it is still being imported."""
-
 import os
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""Options of `join`, and of `train` where other hosts may join."""
-
 import sys
 from pathlib import Path
 
@@ -13,7 +11,21 @@ from distbelief.transport.keys import KeyFiles
 from tests.distbelief.jobs import SPEECH
 
 
-MISTAKEN = 2
+SECRET = "5f" * 32
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "speech").mkdir()
+    (tmp_path / "speech.toml").write_text(SPEECH)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def mistaken(*words: str) -> str:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2, done.output
+    return done.stderr
 
 
 @pytest.mark.parametrize(
@@ -23,35 +35,18 @@ MISTAKEN = 2
         (["join", "tcp://h:7700?key=abc"], "not a public key"),
         (["join", "tcp://127.0.0.1:7700"], "distbelief keys new"),
         (["join", "tcp://127.0.0.1:7700", "--keys", "none"], "distbelief keys new"),
-        (
-            [
-                "join",
-                "tcp://127.0.0.1:1?secret=5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f",
-                "--memory",
-                "4",
-            ],
-            "has no unit",
-        ),
+        (["join", f"tcp://127.0.0.1:1?secret={SECRET}", "--memory", "4"], "has no unit"),
+        (["train", "speech.toml", "--hosts", "2"], "--listen tcp://0.0.0.0:7700"),
     ],
 )
-def test_mistakes_of_who_joins_are_named(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == MISTAKEN, done.output
-    assert said in done.stderr
+def test_mistakes_of_who_joins_or_lets_join_are_named(words: list[str], said: str) -> None:
+    assert said in mistaken(*words)
 
 
-def test_a_machine_that_knows_no_server_asks_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    KeyFiles(tmp_path / "keys").make()
-    words = ["join", "tcp://127.0.0.1:7700", "--keys", "keys"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == MISTAKEN
-    assert "allows 0 keys as a server" in done.stderr
+def test_a_machine_that_knows_no_server_asks_which(folder: Path) -> None:
+    KeyFiles(folder / "keys").make()
+    said = mistaken("join", "tcp://127.0.0.1:7700", "--keys", "keys")
+    assert "allows 0 keys as a server" in said
 
 
 def listening(
@@ -70,24 +65,8 @@ def test_where_a_job_listens_is_checked() -> None:
         listening(on="spark")
 
 
-def test_options_for_machines_need_somewhere_to_join(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "speech").mkdir()
-    (tmp_path / "speech.toml").write_text(SPEECH)
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["train", "speech.toml", "--hosts", "2"])
-    assert done.exit_code == MISTAKEN
-    assert "--listen tcp://0.0.0.0:7700" in done.stderr
-
-
-def test_without_ray_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_nothing_is_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run directory stayed behind, and the next run's was called speech.2."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    (tmp_path / "speech").mkdir()
-    (tmp_path / "speech.toml").write_text(SPEECH)
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["train", "speech.toml", "--on", "ray"])
-    assert done.exit_code == MISTAKEN, done.output
-    assert "pip install 'distbelief[ray]'" in done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"speech", "speech.toml"}
+    assert "pip install 'distbelief[ray]'" in mistaken("train", "speech.toml", "--on", "ray")
+    assert {path.name for path in folder.iterdir()} == {"speech", "speech.toml"}

@@ -35,6 +35,13 @@ def command(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
 
 
+def mistaken(*arguments: str) -> str:
+    done = command(*arguments)
+    assert done.exit_code == MISTAKEN, done.output
+    assert done.stdout == ""
+    return done.stderr
+
+
 @pytest.fixture(autouse=True)
 def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,23 +116,17 @@ def test_the_readme_says_which_of_its_commands_need_a_checkout() -> None:
         before = part
 
 
-def test_help_teaches_by_example() -> None:
-    assert "$ distbelief train digits.toml" in command("-h").stdout
-    said = command("train", "--help").stdout
-    assert "$ distbelief train speech.toml --set cluster.replicas=4" in said
-    assert "$ distbelief train --resume runs/speech" in said
-    assert "$ distbelief status runs/speech --json" in command("status", "-h").stdout
-
-
-def test_help_names_tables_of_the_job_file() -> None:
-    """[stop] was taken for a style: "reaches the target of  first"."""
-    said = command("simulate", "--help").stdout
-    assert "[stop]" in said
-
-
-@pytest.mark.parametrize("name", ["train", "simulate", "chaos"])
-def test_help_names_the_exit_code_of_an_interrupted_command(name: str) -> None:
-    assert str(INTERRUPTED) in command(name, "--help").stdout
+def test_help_teaches_by_example_and_names_tables_and_exit_codes() -> None:
+    for words, shown in [
+        ([], "$ distbelief train digits.toml"),
+        (["train"], "$ distbelief train speech.toml --set cluster.replicas=4"),
+        (["train"], "$ distbelief train --resume runs/speech"),
+        (["status"], "$ distbelief status runs/speech --json"),
+        # [stop] was taken for a style: "reaches the target of  first".
+        (["simulate"], "[stop]"),
+        *(([name], str(INTERRUPTED)) for name in ("train", "simulate", "chaos")),
+    ]:
+        assert shown in command(*words, "--help" if words else "-h").stdout
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -147,7 +148,7 @@ def loaded_by(*arguments: str) -> tuple[int, list[str]]:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     last = done.stdout.splitlines()[-1].split()
     assert last[0] == "LOADED"
@@ -167,32 +168,24 @@ def test_help_status_and_typing_errors_load_nothing_heavy() -> None:
 
 def test_a_mistake_in_the_job_file_is_one_message_and_exit_code_2() -> None:
     Path("speech.toml").write_text(SPEECH)
-    done = command("train", "speech.toml", "--set", "algorithm.n_pushes=5")
-    assert done.exit_code == MISTAKEN
-    assert done.stdout == ""
-    assert done.stderr == (
+    assert mistaken("train", "speech.toml", "--set", "algorithm.n_pushes=5") == (
         "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?\n"
     )
 
 
 def test_without_a_job_the_user_is_told_how_to_name_one() -> None:
-    done = command("train")
-    assert done.exit_code == MISTAKEN
-    assert "name a job file, as in `distbelief train speech.toml`" in done.stderr
+    assert "name a job file, as in `distbelief train speech.toml`" in mistaken("train")
 
 
 def test_a_resumed_run_brings_its_own_job_file() -> None:
     a_run("runs/demo").close()
-    done = command("train", "--resume", "runs/demo", "--set", "stop.epohcs=2")
-    assert done.exit_code == MISTAKEN
-    assert "[stop] has no key 'epohcs'. Did you mean 'epochs'?" in done.stderr
+    said = mistaken("train", "--resume", "runs/demo", "--set", "stop.epohcs=2")
+    assert "[stop] has no key 'epohcs'. Did you mean 'epochs'?" in said
 
 
 def test_what_is_no_run_cannot_be_resumed() -> None:
     Path("runs").mkdir()
-    done = command("train", "--resume", "runs")
-    assert done.exit_code == MISTAKEN
-    assert "runs is not a run directory" in done.stderr
+    assert "runs is not a run directory" in mistaken("train", "--resume", "runs")
 
 
 # --------------------------------------------------------------------- errors
@@ -301,41 +294,30 @@ def test_status_as_json_is_only_json() -> None:
 
 
 def test_no_runs_at_all_is_a_mistake_that_is_explained() -> None:
-    done = command("status")
-    assert done.exit_code == MISTAKEN
-    assert done.stderr.startswith("no run found in ")
-
-
-ENTER = "from distbelief.cli.entry import main; main()"
+    assert mistaken("status").startswith("no run found in ")
 
 
 def status_into(output: IO[bytes], *options: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", ENTER, "status", *options],
+        [sys.executable, "-c", "from distbelief.cli.entry import main; main()", "status", *options],
         stdout=output,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
-    a_run("runs/demo").close()
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "wb") as pipe:
-        done = status_into(pipe, *options)
-    assert done.stderr == ""
-    assert done.returncode == FAILED
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_output_that_takes_nothing_is_one_message(options: list[str]) -> None:
+def test_output_that_is_not_taken_is_one_message_or_none(options: list[str]) -> None:
     """On a full disk it was called an unexpected error."""
     a_run("runs/demo").close()
+    reader, writer = os.pipe()
+    os.close(reader)  # it had enough
+    with os.fdopen(writer, "wb") as pipe:
+        done = status_into(pipe, *options)
+    assert (done.stderr, done.returncode) == ("", FAILED)
     with Path("/dev/full").open("wb") as full:
         done = status_into(full, *options)
-    assert done.stderr == ("cannot write to standard output: No space left on device\n")
-    assert done.returncode == FAILED
+    said = "cannot write to standard output: No space left on device\n"
+    assert (done.stderr, done.returncode) == (said, FAILED)

@@ -62,9 +62,7 @@ def told(storage: AgentStorage, code: Path) -> str | None:
     return storage.verdict()
 
 
-def test_two_hosts_may_join_from_the_same_folder(
-    code: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_hosts_may_join_from_one_folder(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both looked for the next free number, and the second to make it was refused."""
     monkeypatch.setattr(Path, "exists", lambda _: False)  # as if both looked at once
     sites = [site_of(code, "letters") for _ in range(2)]
@@ -72,8 +70,7 @@ def test_two_hosts_may_join_from_the_same_folder(
     for storage in sites:
         storage.store_job_spec(brief)
         storage.clear()
-    made = {path.name for path in (code / "joined").iterdir()}
-    assert made == {"1", "2"}
+    assert {path.name for path in (code / "joined").iterdir()} == {"1", "2"}
 
 
 def test_what_roles_read_is_of_this_host(code: Path) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final, cast
+from typing import cast
 
 import pytest
 
 from distbelief.cluster import join as join_module
 from distbelief.cluster.agent import HostAgentConfig
 from distbelief.cluster.join import SupervisorMonitor
-from distbelief.protocol import Assignments, Offer, Release
+from distbelief.protocol import Assignments, Message, Offer, Release
 from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import SUPERVISOR
 from distbelief.transport.address import LOOPBACK, Endpoint
@@ -24,8 +24,6 @@ from distbelief.transport.zmq_transport import ZmqTransport
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-SECONDS_MAX: Final = 30.0
 
 
 class Head:
@@ -50,13 +48,8 @@ class Head:
     def __exit__(self, *_: object) -> None:
         self._thread.join()
 
-    def take(self, name: str) -> None:
-        incarnation = self.offers[-1].incarnation
-        self._transport.send(name, Assignments(incarnation=incarnation, run="r", assignments=()))
-
-    def dismiss(self, name: str) -> None:
-        incarnation = self.offers[-1].incarnation
-        self._transport.send(name, Release(incarnation=incarnation, again=True, reason="so"))
+    def say(self, name: str, message: Message) -> None:
+        self._transport.send(name, message)
 
     def _serve(self) -> None:
         goes_on = True
@@ -74,31 +67,28 @@ class Head:
         return self._answer(self, envelope)
 
 
-def join(head: Head, directory: Path) -> tuple[int, list[str]]:
-    """Return the exit code, and what its user was told."""
-    said: list[str] = []
+def join(address: str, directory: Path, said: list[str], *, seconds: float = 30.0) -> int:
     wanted = join_module.JoinOptions(
-        address=head.address, keys=None, cores=1, directory=directory, wait_seconds=SECONDS_MAX
+        address=address, keys=None, cores=1, directory=directory, wait_seconds=seconds
     )
-    with head:
-        return join_module.join(wanted, tell=said.append), said
+    return join_module.join(wanted, tell=said.append)
 
 
-def test_a_job_that_ends_as_a_host_restarts_is_over_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_over_at_a_restart_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited as long for the next one as if it had never been of any."""
     patient = partial(HostAgentConfig, over_seconds=1.0)
     monkeypatch.setattr(join_module, "HostAgentConfig", patient)
 
     def answer(head: Head, envelope: Envelope) -> bool:
-        if isinstance(envelope.message, Offer):
-            head.take(envelope.sender)
-            return True
-        head.dismiss(envelope.sender)
-        return False
+        incarnation, is_offer = head.offers[-1].incarnation, isinstance(envelope.message, Offer)
+        taken = Assignments(incarnation=incarnation, run="r", assignments=())
+        dismissed = Release(incarnation=incarnation, again=True, reason="so")
+        head.say(envelope.sender, taken if is_offer else dismissed)
+        return is_offer
 
-    exit_code, said = join(Head(answer), tmp_path)
+    said: list[str] = []
+    with Head(answer) as head:
+        exit_code = join(head.address, tmp_path, said)
     assert exit_code == 0, said
     assert "the job is over" in said[-1]
 
@@ -106,20 +96,10 @@ def test_a_job_that_ends_as_a_host_restarts_is_over_for_it(
 def test_a_host_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> None:
     """It said that it waits for a job, and nothing else for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = int(reserved.getsockname()[1])
+        address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
     said: list[str] = []
-    wanted = join_module.JoinOptions(
-        address=f"tcp://127.0.0.1:{port}?secret={'5f' * 32}",
-        keys=None,
-        cores=1,
-        directory=tmp_path,
-        wait_seconds=3.0,
-    )
-    assert join_module.join(wanted, tell=said.append) == 1
-    assert said[1:] == [
-        f"nothing listens at tcp://127.0.0.1:{port} so far",
-        "no job has taken this host in 3 s",
-    ]
+    assert join(f"{address}?secret={'5f' * 32}", tmp_path, said, seconds=3.0) == 1
+    assert said[1:] == [f"nothing listens at {address} so far", "no job has taken this host in 3 s"]
 
 
 def monitor(

@@ -18,9 +18,7 @@ from tests.distbelief.jobs import speech
     ("n_hosts", "n_machines", "here", "cores"),
     [(1, 1, 0, 16), (3, 1, 2, 4), (8, 1, 8, 2), (4, 4, 0, 16)],
 )
-def test_ray_provides_what_this_host_lacks(
-    n_hosts: int, n_machines: int, here: int, cores: int
-) -> None:
+def test_ray_adds_what_a_host_lacks(n_hosts: int, n_machines: int, here: int, cores: int) -> None:
     job = speech("cluster.replicas=8", "cluster.threads=2")
     wanted = RayOptions.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
     assert wanted.cores == cores
@@ -50,8 +48,7 @@ class Cluster(ModuleType):
         n = count()
 
         def made() -> object:
-            join = SimpleNamespace(remote=lambda **_: f"end-{next(n)}")
-            return SimpleNamespace(join=join)
+            return SimpleNamespace(join=SimpleNamespace(remote=lambda **_: f"end-{next(n)}"))
 
         options = SimpleNamespace(remote=made)
         return lambda _kind: SimpleNamespace(options=lambda **_: options)
@@ -103,7 +100,6 @@ def test_ray_does_not_take_the_signals() -> None:
 def test_a_wrong_address_of_a_cluster_is_a_mistake(
     ray: Cluster, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    """RAY_ADDRESS=nonsense is a ValueError, which was not foreseen."""
 
     def init(**_: object) -> None:
         raise kind("Invalid address format: nonsense")
@@ -115,7 +111,7 @@ def test_a_wrong_address_of_a_cluster_is_a_mistake(
 
 @pytest.mark.usefixtures("ray")
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://localhost:{}"])
-def test_a_cluster_that_is_not_there_is_not_tried_for_minutes(
+def test_an_absent_cluster_is_not_tried_for_long(
     monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """Ray did: four times 40 s, and more, with warnings of its own only."""
@@ -128,29 +124,21 @@ def test_a_cluster_that_is_not_there_is_not_tried_for_minutes(
 
 
 @pytest.mark.usefixtures("ray")
-def test_nodes_that_cannot_reach_the_job_are_not_waited_for() -> None:
+def test_nodes_that_cannot_reach_the_job_are_not_waited_for(ray: Cluster) -> None:
     """They dialled 127.0.0.1, each its own, and the job waited for ten minutes."""
     with pytest.raises(JobError, match=r"10\.0\.0\.2 cannot reach .* at this host only"):
         connect(is_local=True)
-
-
-def test_a_cluster_on_this_host_only_reaches_it(ray: Cluster) -> None:
     ray.addresses = {"10.0.0.1": True}
     connect(is_local=True)
 
 
 def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
     machines = RayHosts(RayOptions(n_hosts=n_hosts, cores=3, keys="", allowed=()))
-    machines.start(
-        "tcp://127.0.0.1:1?secret=5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f",
-        directory=tmp_path,
-    )
+    machines.start(f"tcp://127.0.0.1:1?secret={'5f' * 32}", directory=tmp_path)
     return machines
 
 
-def test_that_missing_ray_resources_are_reported_after_a_while(
-    ray: Cluster, tmp_path: Path
-) -> None:
+def test_missing_ray_resources_are_reported_after_a_while(ray: Cluster, tmp_path: Path) -> None:
     """The job waited for its machines, ten minutes by default, and said no more."""
     machines = lent(tmp_path, 2)
     said = [text for now in range(30) for text in machines.news(float(now))]

@@ -102,35 +102,38 @@ def test_an_override_replaces_a_value_and_the_last_one_wins() -> None:
     assert job.algorithm.n_push == 5
 
 
-def test_an_override_needs_no_quotes_for_text() -> None:
-    job = speech("output.directory=runs/other", "output.report_every=500 ms")
+def test_an_override_needs_no_quotes_for_text_and_makes_tables() -> None:
+    job = speech(
+        "output.directory=runs/other",
+        "output.report_every=500 ms",
+        "algorithm.rule.learning_rate=0.1",
+        "model.arguments.depth=3",
+        "model.arguments.day=2012-12-03",  # a date to TOML
+    )
     assert job.output.directory == "runs/other"
     assert job.output.report_every == 0.5
-
-
-def test_an_override_reaches_into_tables_and_makes_them() -> None:
-    job = speech("algorithm.rule.learning_rate=0.1", "model.arguments.depth=3")
     assert isinstance(job.algorithm, DownpourSettings)
     assert job.algorithm.rule.learning_rate == 0.1
-    assert job.model.arguments == {"hidden": [512, 512], "depth": 3}
-
-
-def test_an_override_that_is_no_date_to_us_stays_text() -> None:
-    assert speech("model.arguments.day=2012-12-03").model.arguments["day"] == ("2012-12-03")
+    assert job.model.arguments == {"hidden": [512, 512], "depth": 3, "day": "2012-12-03"}
 
 
 @pytest.mark.parametrize("override", ["algorithm.n_push", "=5", "a..b=1"])
 def test_an_override_that_is_none_says_how_to_write_one(override: str) -> None:
     said = mistake(override)
-    assert said == (f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5")
+    assert said == f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5"
 
 
-def test_a_mistake_in_an_override_blames_the_override() -> None:
+def test_a_mistake_in_an_override_blames_the_override_and_not_its_neighbour() -> None:
     assert mistake("algorithm.n_pushes=5") == (
         "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?"
     )
-    assert mistake("clutser.replicas=5").startswith("--set clutser.replicas=5: ")
-    assert mistake("cluster.plan=a.txt").startswith("--set cluster.plan=a.txt: ")
+    for override in ("clutser.replicas=5", "cluster.plan=a.txt"):
+        assert mistake(override).startswith(f"--set {override}: ")
+    assert mistake("cluster.replicas.x=3") == (
+        "--set cluster.replicas.x=3: cluster.replicas is 2, not a table"
+    )
+    text = SPEECH.replace("shards = 2", "plan = 'a.txt'")
+    assert mistake("cluster.replicas=3", text=text).startswith("speech.toml: ")
 
 
 def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
@@ -139,16 +142,6 @@ def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
     assert cluster.plan == str(Path.cwd() / "jobs" / "p" / "plan.json")
     assert cluster.machines == str(Path.cwd() / "jobs" / "c.toml")
     assert cluster.is_split
-
-
-def test_an_override_is_not_blamed_for_its_neighbour() -> None:
-    text = SPEECH.replace("shards = 2", "plan = 'a.txt'")
-    assert mistake("cluster.replicas=3", text=text).startswith("speech.toml: ")
-
-
-def test_an_override_below_a_value_that_is_no_table_names_that_value() -> None:
-    said = mistake("cluster.replicas.x=3")
-    assert said == "--set cluster.replicas.x=3: cluster.replicas is 2, not a table"
 
 
 # ------------------------------------------------------------------- mistakes
@@ -255,33 +248,26 @@ def test_accuracy_as_a_stop_rule_needs_held_out_data() -> None:
 
 
 def test_bad_toml_names_the_line_and_shows_it() -> None:
+    assert "line 1" in mistake(text='name = "speech')
     said = mistake(text=SPEECH.replace("shards = 2", "shards == 2"))
     assert said.startswith("speech.toml: not valid TOML: ")
     assert re.search(r"line \d+", said)
     assert "| shards == 2" in said
 
 
-def test_toml_that_ends_too_early_names_the_last_line() -> None:
-    assert "line 1" in mistake(text='name = "speech')
-
-
-def test_a_file_that_is_not_there_names_one_that_is(tmp_path: Path) -> None:
-    (tmp_path / "speech.toml").write_text(SPEECH)
-    with pytest.raises(JobFileError, match=r"no such file. Did you mean '.*speech.to"):
-        load_job(tmp_path / "spech.toml")
-    with pytest.raises(JobFileError, match=r"no such file\.$"):
-        load_job(tmp_path / "none" / "zzz.toml")
-
-
 def test_what_is_no_job_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobFileError, match=r"is a directory: .*--resume"):
-        load_job(tmp_path)
+    (tmp_path / "speech.toml").write_text(SPEECH)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(JobFileError, match="is not UTF-8 text"):
-        load_job(tmp_path / "binary")
     (tmp_path / "long").write_bytes(b"#" * (1 << 20) + b"#")
-    with pytest.raises(JobFileError, match="more than 1048576 bytes"):
-        load_job(tmp_path / "long")
+    for name, said in [
+        ("spech.toml", r"no such file. Did you mean '.*speech.to"),
+        ("none/zzz.toml", r"no such file\.$"),
+        ("", r"is a directory: .*--resume"),
+        ("binary", "is not UTF-8 text"),
+        ("long", "more than 1048576 bytes"),
+    ]:
+        with pytest.raises(JobFileError, match=said):
+            load_job(tmp_path / name)
 
 
 @given(st.text(max_size=200))
@@ -377,16 +363,13 @@ def test_a_mistake_in_the_jobs_own_tables_is_told_without_torch(tmp_path: Path) 
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines() == [
-        "speech.toml: [stop] has no key 'epoch'. Did you mean 'epochs'?",
-        "False",
-    ]
+    said = "speech.toml: [stop] has no key 'epoch'. Did you mean 'epochs'?"
+    assert done.stdout.splitlines() == [said, "False"]
 
 
 def test_a_job_is_a_value() -> None:
-    assert speech() == speech()
-    assert speech() != speech("cluster.replicas=3")
     assert isinstance(speech(), Job)
+    assert speech() == speech() != speech("cluster.replicas=3")
 
 
 @pytest.mark.parametrize(

@@ -7,32 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.core import files, files as files_module
+from distbelief.core import files
 from distbelief.core.files import LineFile
 from distbelief.errors import StorageError
 from tests.distbelief.limits import largest_file
 
 
-def test_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
+def test_lines_are_added_and_what_finds_no_room_is_dropped_and_reported_once(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.log"
     path.write_text("one\n")
     said: list[str] = []
     lines = LineFile(path, tell=said.append)
     lines.append("two")
     lines.append("odd: \udcff")
-    assert path.read_text() == "one\ntwo\nodd: \\udcff\n"
+    kept = "one\ntwo\nodd: \\udcff\n"
+    assert path.read_text() == kept
     assert not said
-
-
-def test_what_finds_no_room_is_dropped_and_reported_once(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_text("one\n")
-    said: list[str] = []
-    lines = LineFile(path, tell=said.append)
-    with largest_file(4):
-        lines.append("two")
-        lines.append("three")
-    assert path.read_text() == "one\n"
+    with largest_file(len(kept)):
+        lines.append("lost")
+        lines.append("too")
+    assert path.read_text() == kept
     (told,) = said
     assert told.startswith(f"cannot write {path}: the file would be too large")
 
@@ -123,11 +119,11 @@ def test_a_draft_that_is_swept_before_it_is_locked_is_made_again(
     def late(path: Path) -> int:
         if not swept:
             swept.append(path)
-            assert files_module.remove_if_free(path)
+            assert files.remove_if_free(path)
         return lock(path)
 
-    lock = files_module.lock
-    monkeypatch.setattr(files_module, "lock", late)
+    lock = files.lock
+    monkeypatch.setattr(files, "lock", late)
     files.write(tmp_path / "a", b"content")
     assert len(swept) == 1
     assert (tmp_path / "a").read_bytes() == b"content"

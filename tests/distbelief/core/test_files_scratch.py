@@ -1,5 +1,3 @@
-"""Temporary directories: removed at the end, or by the next process."""
-
 import os
 import signal
 import subprocess

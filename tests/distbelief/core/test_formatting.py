@@ -1,5 +1,3 @@
-"""Spelling suggestions."""
-
 import pytest
 
 from distbelief.core.formatting import nearest

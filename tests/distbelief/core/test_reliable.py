@@ -1,5 +1,3 @@
-"""Reliability: every item arrives, over any link that loses, repeats and reorders."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -58,14 +56,11 @@ def test_the_pause_doubles_until_the_peer_answers() -> None:
     assert stream.due == 13.0
 
 
-def test_acknowledging_what_was_never_sent_breaks_the_protocol() -> None:
+def test_numbers_that_were_never_sent_break_the_protocol() -> None:
     stream = ReliableStream[int, int](lambda n, _: n, backoff=Backoff(1.0, 4.0))
     stream.put([7], 0.0)
     with pytest.raises(RemoteProtocolError, match="before 2"):
         stream.acked(2, 0.0)
-
-
-def test_a_number_beyond_the_window_breaks_the_protocol() -> None:
     arrivals = Arrivals(window=4)
     assert arrivals.add(3)
     with pytest.raises(RemoteProtocolError, match="item 4"):

@@ -1,5 +1,3 @@
-"""Signals end a command cleanly; a closed terminal is replaced by /dev/null."""
-
 import os
 import pty
 import signal
@@ -36,16 +34,19 @@ def test_a_closed_terminal_is_handled_as_ctrl_c_is() -> None:
     assert (caught.number, told) == (signal.SIGHUP, [signal.SIGHUP])
 
 
-@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])
-def test_it_is_no_second_request_that_would_end_all_at_once(first: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("sent", "counted"),
+    [
+        ([signal.SIGHUP, signal.SIGHUP], [signal.SIGHUP]),
+        ([signal.SIGINT, signal.SIGHUP], [signal.SIGINT]),
+        ([signal.SIGHUP, signal.SIGTERM], [signal.SIGHUP, signal.SIGTERM]),
+    ],
+)
+def test_it_is_no_second_request_that_would_end_all_at_once_but_others_are(
+    sent: list[signal.Signals], counted: list[signal.Signals]
+) -> None:
     """The shell sends SIGHUP, and so does the kernel when the shell has ended."""
-    _, told = caught_of(first, signal.SIGHUP)
-    assert told == [first]
-
-
-def test_after_it_others_are() -> None:
-    _, told = caught_of(signal.SIGHUP, signal.SIGTERM)
-    assert told == [signal.SIGHUP, signal.SIGTERM]
+    assert caught_of(*sent)[1] == counted
 
 
 def test_after_it_no_other_ends_what_is_still_to_be_written() -> None:

@@ -1,5 +1,3 @@
-"""The writer thread."""
-
 import threading
 from collections.abc import Iterator
 
@@ -28,9 +26,14 @@ class Paper:
 
     def hang(self, writer: Writer) -> None:
         """Hang from now on, with a first line under way."""
+        writer.start()
         self.answers.clear()
         writer.write(lambda: self.write("first"))
         assert self.hangs.wait(PATIENCE_SECONDS)
+
+    def finish(self, writer: Writer) -> None:
+        self.answers.set()
+        assert writer.close(seconds_max=PATIENCE_SECONDS)
 
 
 def fail() -> None:
@@ -53,8 +56,7 @@ def told() -> list[str]:
 def writer(paper: Paper, told: list[str]) -> Iterator[Writer]:
     writer = Writer("paper", tell=told.append, n_waiting_max=3)
     yield writer
-    paper.answers.set()
-    assert writer.close(seconds_max=PATIENCE_SECONDS)
+    paper.finish(writer)
 
 
 def test_all_that_was_handed_over_is_written_in_order(writer: Writer, paper: Paper) -> None:
@@ -65,35 +67,29 @@ def test_all_that_was_handed_over_is_written_in_order(writer: Writer, paper: Pap
 
 
 def test_nobody_waits_for_what_hangs(writer: Writer, paper: Paper) -> None:
-    writer.start()
     paper.hang(writer)
     writer.write(lambda: paper.write("second"))
     assert paper.lines == []
-    paper.answers.set()
-    assert writer.close(seconds_max=PATIENCE_SECONDS)
+    paper.finish(writer)
     assert paper.lines == ["first", "second"]
 
 
 def test_of_what_is_renewed_only_the_newest_is_written(writer: Writer, paper: Paper) -> None:
-    writer.start()
     paper.hang(writer)
     writer.renew("status", lambda: paper.write("old"))
     writer.write(lambda: paper.write("line"))
     writer.renew("status", lambda: paper.write("new"))
-    paper.answers.set()
-    writer.close(seconds_max=PATIENCE_SECONDS)
+    paper.finish(writer)
     assert paper.lines == ["first", "new", "line"]
 
 
 def test_what_is_too_much_is_dropped_and_counted(
     writer: Writer, paper: Paper, told: list[str]
 ) -> None:
-    writer.start()
     paper.hang(writer)
     for _ in range(5):
         writer.write(lambda: paper.write("more"))
-    paper.answers.set()
-    writer.close(seconds_max=PATIENCE_SECONDS)
+    paper.finish(writer)
     assert paper.lines == ["first", *["more"] * 3]
     assert told == ["lines dropped, as writing takes too long: 2"]
 
@@ -110,13 +106,11 @@ def test_a_job_that_fails_is_reported_and_ends_no_other(
 
 
 def test_the_end_waits_for_what_hangs_but_not_for_ever(writer: Writer, paper: Paper) -> None:
-    writer.start()
     paper.hang(writer)
     assert not writer.close(seconds_max=0.01)
     writer.write(lambda: paper.write("late"))  # is not waited for either
     assert paper.lines == []
-    paper.answers.set()
-    assert writer.close(seconds_max=PATIENCE_SECONDS)
+    paper.finish(writer)
     assert paper.lines == ["first", "late"]
 
 

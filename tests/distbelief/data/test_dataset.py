@@ -1,5 +1,3 @@
-"""Reading a batch: the three forms a data set may have, and what each gets wrong."""
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,62 +70,50 @@ def test_indices_may_be_numpy_integers() -> None:
     assert targets.tolist() == [4, 1]
 
 
-def refused(dataset: Dataset, indices: Sequence[int]) -> str:
+class Returning(Samples):
+    """Its batches are this."""
+
+    def __init__(self, batch: object) -> None:
+        super().__init__([])
+        self._batch = batch
+
+    def __getitems__(self, indices: list[int]) -> object:
+        return self._batch
+
+
+@pytest.mark.parametrize(
+    ("dataset", "indices", "claims"),
+    [
+        (Samples(pairs(2)), [0, 5], ["[data.test] reading samples 0, 5 failed: IndexError"]),
+        (Samples([]), range(100), ["0, 1, 2, 3, 4, ... (100 in all)"]),
+        (
+            Samples([(torch.zeros(1), 0), torch.zeros(3)]),
+            [0, 1],
+            ["[data.test] sample 1 is of type Tensor: it must be a pair (input, target)"],
+        ),
+        (Samples([(1, 2, 3)]), [0], ["sample 0 is a tuple of 3"]),
+        (
+            Samples([(torch.zeros(3), 0), (torch.zeros(4), 0)]),
+            [0, 1],
+            ["inputs of samples 0 and 1 have shapes (3,) and (4,)", "pad or crop"],
+        ),
+        (Samples([(object(), 0)]), [0], ["cannot join samples"]),
+        (Samples([("word", 0)]), [0], ["inputs are a tuple of 1"]),
+        (
+            Arrays(np.zeros((3, 2)), np.zeros(2)),
+            [0, 1],
+            ["inputs of shape (3, 2): the first size must be 2"],
+        ),
+        (Returning((1, 2, 3)), [0], ["a tuple of 3: a batch is a tuple (inputs, targets)"]),
+        (Returning([]), [0, 1], ["__getitems__ of 2 samples returned a list of 0"]),
+    ],
+    ids=["it fails", "many samples", "no pair", "a triple", "two shapes", "no join", "text",
+         "another size", "three parts", "another length"],
+)  # fmt: skip
+def test_a_data_set_that_gives_no_batch_is_refused_with_the_reason(
+    dataset: Dataset, indices: Sequence[int], claims: list[str]
+) -> None:
     with pytest.raises(JobError) as caught:
         read_batch(dataset, indices, table="data.test")
-    return str(caught.value)
-
-
-def test_a_data_set_that_fails_is_named_with_the_samples() -> None:
-    text = refused(Samples(pairs(2)), [0, 5])
-    assert text.startswith("[data.test] reading samples 0, 5 failed: IndexError")
-
-
-def test_of_many_samples_a_few_are_named() -> None:
-    text = refused(Samples([]), range(100))
-    assert "0, 1, 2, 3, 4, ... (100 in all)" in text
-
-
-def test_a_sample_that_is_no_pair_is_named() -> None:
-    text = refused(Samples([(torch.zeros(1), 0), torch.zeros(3)]), [0, 1])
-    assert text == ("[data.test] sample 1 is of type Tensor: it must be a pair (input, target)")
-
-
-def test_a_triple_is_no_pair() -> None:
-    assert "sample 0 is a tuple of 3" in refused(Samples([(1, 2, 3)]), [0])
-
-
-def test_samples_of_two_shapes_are_named_with_both() -> None:
-    text = refused(Samples([(torch.zeros(3), 0), (torch.zeros(4), 0)]), [0, 1])
-    assert "inputs of samples 0 and 1 have shapes (3,) and (4,)" in text
-    assert "pad or crop" in text
-
-
-def test_samples_that_do_not_join_say_why() -> None:
-    assert "cannot join samples" in refused(Samples([(object(), 0)]), [0])
-
-
-def test_text_is_no_tensor() -> None:
-    assert "inputs are a tuple of 1" in refused(Samples([("word", 0)]), [0])
-
-
-def test_a_batch_of_another_size_is_named_with_its_shape() -> None:
-    text = refused(Arrays(np.zeros((3, 2)), np.zeros(2)), [0, 1])
-    assert "inputs of shape (3, 2): the first size must be 2" in text
-
-
-def test_a_batch_of_three_parts_is_refused() -> None:
-
-    class Triples(Samples):
-        def __getitems__(self, indices: list[int]) -> object:
-            return (1, 2, 3)
-
-    assert "a tuple of 3: a batch is a tuple (inputs, targets)" in refused(Triples([]), [0])
-
-
-def test_a_list_of_another_length_is_refused() -> None:
-    class Short(Samples):
-        def __getitems__(self, indices: list[int]) -> object:
-            return []
-
-    assert "__getitems__ of 2 samples returned a list of 0" in refused(Short([]), [0, 1])
+    assert str(caught.value).startswith("[data.test] ")
+    assert all(claim in str(caught.value) for claim in claims)

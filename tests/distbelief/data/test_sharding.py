@@ -1,5 +1,3 @@
-"""Data shards: properties of every cut, order and position."""
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -70,11 +68,11 @@ def test_a_pass_of_many_samples_is_read_as_it_is_ordered() -> None:
 
 
 def test_each_pass_and_each_seed_has_another_order() -> None:
-    part = DataShard(100, replica_index=0, n_replicas=1, seed=3)
-    other = DataShard(100, replica_index=0, n_replicas=1, seed=4)
+    part, other = shards_of(100, 1, seed=3)[0], shards_of(100, 1, seed=4)[0]
     assert part.order(0).tolist() != part.order(1).tolist()
     assert part.order(0).tolist() != other.order(0).tolist()
     assert part.order(7).tolist() == part.order(7).tolist()
+    assert part.order(0).dtype == np.int64
 
 
 def walk(part: DataShard, *, batch_size: int, begin: int, end: int) -> list[int]:
@@ -90,7 +88,7 @@ def walk(part: DataShard, *, batch_size: int, begin: int, end: int) -> list[int]
 
 @given(st.integers(1, 60), st.integers(1, 20))
 def test_every_sample_is_read_once_per_pass(n_samples: int, batch_size: int) -> None:
-    part = DataShard(n_samples, replica_index=0, n_replicas=1, seed=1)
+    part = shards_of(n_samples, 1, seed=1)[0]
     for epoch in range(3):
         seen = walk(
             part, batch_size=batch_size, begin=epoch * n_samples, end=(epoch + 1) * n_samples
@@ -100,7 +98,7 @@ def test_every_sample_is_read_once_per_pass(n_samples: int, batch_size: int) -> 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 30))
 def test_a_position_is_enough_to_continue(n_samples: int, batch_size: int, n_batches: int) -> None:
-    part = DataShard(n_samples, replica_index=0, n_replicas=1, seed=1)
+    part = shards_of(n_samples, 1, seed=1)[0]
     cursor, position = BatchCursor(part), 0
     for _ in range(n_batches):
         position += len(cursor.batch(position, batch_size))
@@ -112,30 +110,18 @@ def test_a_position_is_enough_to_continue(n_samples: int, batch_size: int, n_bat
 
 
 def test_a_single_sample_left_over_joins_the_batch_before_it() -> None:
-    part = DataShard(5, replica_index=0, n_replicas=1, seed=0)
-    cursor = BatchCursor(part)
+    cursor = BatchCursor(shards_of(5, 1)[0])
     assert len(cursor.batch(0, 2)) == 2
     assert len(cursor.batch(2, 2)) == 3  # BatchNorm cannot train on one sample
+    ones = BatchCursor(shards_of(3, 1)[0])
+    assert [len(ones.batch(i, 1)) for i in range(3)] == [1, 1, 1]
 
 
-def test_batches_of_one_sample_stay_so() -> None:
-    part = DataShard(3, replica_index=0, n_replicas=1, seed=0)
-    assert [len(BatchCursor(part).batch(i, 1)) for i in range(3)] == [1, 1, 1]
-
-
-def test_more_replicas_than_samples_are_refused_with_both_numbers() -> None:
+def test_numbers_of_replicas_that_cannot_be_are_refused() -> None:
     with pytest.raises(JobError, match="3 replicas but 2 training samples"):
         DataShard(2, replica_index=0, n_replicas=3, seed=0)
-
-
-def test_a_replica_beyond_the_last_is_refused() -> None:
     with pytest.raises(ValueError, match="replica_index is 2 of 2 replicas"):
         DataShard(10, replica_index=2, n_replicas=2, seed=0)
-
-
-def test_indices_are_int64() -> None:
-    part = DataShard(5, replica_index=0, n_replicas=1, seed=0)
-    assert part.order(0).dtype == np.int64
 
 
 # -------------------------------------------------------- another number of replicas
@@ -159,8 +145,7 @@ def test_between_two_passes_every_replica_begins_a_whole_pass(
 ) -> None:
     n_samples, n_replicas = cut
     positions = start_positions(n_passes * n_samples, n_samples=n_samples, n_replicas=n_replicas)
-    parts = shards_of(*cut)
-    assert list(positions) == [n_passes * len(part) for part in parts]
+    assert list(positions) == [n_passes * len(part) for part in shards_of(*cut)]
 
 
 def test_one_replica_that_goes_on_alone_stays_where_it_was() -> None:

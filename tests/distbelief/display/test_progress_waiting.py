@@ -1,5 +1,3 @@
-"""What people are told while they wait."""
-
 import io
 
 import pytest

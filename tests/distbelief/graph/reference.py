@@ -8,6 +8,7 @@ split (DB-3).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import final
 
 import torch
@@ -36,18 +37,7 @@ def evaluate(
     parts: Mapping[str, Parts] | None = None,
     step: Step | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the output of every layer: (batch, *shape).
-
-    Args:
-        graph: The graph.
-        inputs: For each input layer: (batch, *shape).
-        tensors: The model's tensors, by name.
-        parts: Regions of each layer's output, computed one by one; other layers are not split.
-        step: Seed and mode.
-
-    Raises:
-        GraphError: Parts do not tile their layer, or an input is missing.
-    """
+    """Return the output of every layer, (batch, *shape), computed in these parts one by one."""
     step = step or Step()
     values: dict[str, torch.Tensor] = {}
     for layer in graph.layers:
@@ -57,68 +47,46 @@ def evaluate(
             values[layer.name] = inputs[layer.name]
             continue
         wanted = (parts or {}).get(layer.name, (layer.region,))
-        if isinstance(wanted, Partials):
-            values[layer.name] = _combined(layer, wanted.parts, values, tensors, step)
-        else:
-            values[layer.name] = _assembled(layer, wanted, values, tensors, step)
+        values[layer.name] = _computed(layer, wanted, values, tensors, step)
     return values
 
 
-def _assembled(
+def _computed(
     layer: Layer,
-    parts: Sequence[Region],
+    parts: Parts,
     values: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     step: Step,
 ) -> torch.Tensor:
-    if not tile(layer.region, parts):
-        raise GraphError(
-            f"parts {', '.join(map(str, parts))} do not tile {layer.name!r}, {layer.region}"
-        )
-    kind = operator_of(layer)
-    whole: torch.Tensor | None = None
+    kind, partial = operator_of(layer), None
+    split, what = layer.region, repr(layer.name)
+    if isinstance(parts, Partials):
+        parts, partial = parts.parts, kind.partial
+        split, what = Region.of(*layer.input_shapes[0]), f"the first input of {layer.name!r}"
+        if tile(split, parts) and partial is None:
+            raise GraphError(f"layers of kind {layer.kind!r} have no partial outputs")
+    if not tile(split, parts):
+        raise GraphError(f"parts {', '.join(map(str, parts))} do not tile {what}, {split}")
+    sums = partial is None or partial.combine == "sum"
+    computed = []
     for part in parts:
         if not part.n_elements:
             continue
-        reads, uses = kind.reads(layer, part), kind.uses(layer, part)
-        inputs, parts_of = _cut_inputs(layer, reads, values), _cut_tensors(layer, uses, tensors)
-        value = kind.compute(Call(layer, part, inputs, parts_of, step))
-        _check(layer, value, part)
-        # Out of place, for autograd: each index is in one part.
-        placed = _placed(layer, value, part, fill=0.0)
-        whole = placed if whole is None else whole + placed
-    assert whole is not None, layer.name
-    return whole
-
-
-def _combined(
-    layer: Layer,
-    parts: Sequence[Region],
-    values: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    step: Step,
-) -> torch.Tensor:
-    if not tile(Region.of(*layer.input_shapes[0]), parts):
-        raise GraphError(
-            f"parts {', '.join(map(str, parts))} do not tile the first input of {layer.name!r}"
-        )
-    partial = operator_of(layer).partial
-    if partial is None:
-        raise GraphError(f"layers of kind {layer.kind!r} have no partial outputs")
-    sums = partial.combine == "sum"
-    contributions = []
-    for part in parts:
-        if not part.n_elements:
-            continue
-        inputs = _cut_inputs(layer, partial.reads(layer, part), values)
-        parts_of = _cut_tensors(layer, partial.uses(layer, part), tensors)
-        value = partial.compute(Call(layer, part, inputs, parts_of, step))
-        written = partial.writes(layer, part)
+        reads = (partial or kind).reads(layer, part)
+        inputs = [
+            values[name][(slice(None), *region.slices)]
+            for name, region in zip(layer.inputs, reads, strict=True)
+        ]
+        uses = {
+            word: tensors[layer.tensors[word].name][region.slices]
+            for word, region in (partial or kind).uses(layer, part).items()
+        }
+        value = (partial or kind).compute(Call(layer, part, inputs, uses, step))
+        written = part if partial is None else partial.writes(layer, part)
         _check(layer, value, written)
-        fill = 0.0 if sums else -math.inf
-        contributions.append(_placed(layer, value, written, fill=fill))
-    stacked = torch.stack(contributions)
-    return stacked.sum(0) if sums else stacked.amax(0)
+        computed.append(_placed(layer, value, written, fill=0.0 if sums else -math.inf))
+    # Out of place, for autograd.
+    return reduce(torch.add, computed) if sums else torch.stack(computed).amax(0)
 
 
 def _placed(layer: Layer, value: torch.Tensor, part: Region, *, fill: float) -> torch.Tensor:
@@ -128,21 +96,6 @@ def _placed(layer: Layer, value: torch.Tensor, part: Region, *, fill: float) -> 
     whole = value.new_full((value.shape[0], *layer.shape), fill)
     whole[(slice(None), *part.slices)] = value
     return whole
-
-
-def _cut_inputs(
-    layer: Layer, reads: Sequence[Region], values: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    return [
-        values[name][(slice(None), *region.slices)]
-        for name, region in zip(layer.inputs, reads, strict=True)
-    ]
-
-
-def _cut_tensors(
-    layer: Layer, uses: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    return {word: tensors[layer.tensors[word].name][region.slices] for word, region in uses.items()}
 
 
 def _check(layer: Layer, value: torch.Tensor, part: Region) -> None:

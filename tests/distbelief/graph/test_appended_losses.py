@@ -1,5 +1,3 @@
-"""Losses as layers, against torch."""
-
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +9,7 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.operator import Step
-from tests.distbelief.graph.ops.comparison import close
+from tests.distbelief.graph.ops.comparison import close, close_gradients
 from tests.distbelief.graph.reference import evaluate
 
 
@@ -72,12 +70,7 @@ def compare(
     found = evaluate(graph, inputs, parameters, step=step)["loss"].mean()
     expected = function(module(x), targets)
     close(found, expected)
-    for one, other in zip(
-        torch.autograd.grad(found, list(parameters.values())),
-        torch.autograd.grad(expected, list(parameters.values())),
-        strict=True,
-    ):
-        close(one, other)
+    close_gradients(found, expected, list(parameters.values()))
 
 
 @pytest.mark.parametrize("name", LABELS)

@@ -1,5 +1,3 @@
-"""How single modules and functions are captured, and which are errors."""
-
 import re
 from collections.abc import Callable
 
@@ -12,7 +10,7 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.region import Shape
-from tests.distbelief.graph.zoo.catalogue import Case
+from tests.distbelief.graph.zoo.catalogue import Applied, Case
 from tests.distbelief.graph.zoo.comparison import assert_same
 from tests.distbelief.graph.zoo.local import LocalNet
 
@@ -20,84 +18,16 @@ from tests.distbelief.graph.zoo.local import LocalNet
 Function = Callable[[torch.Tensor], object]
 
 
-class Applied(nn.Module):
-    """A function of the input, as a model."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    @override
-    def forward(self, x: torch.Tensor) -> object:
-        return self.function(x)
-
-
-class Owning(nn.Module):
+def owning(
+    function: Callable[[torch.Tensor, torch.Tensor], object], shape: Shape, *, buffer: bool = False
+) -> nn.Module:
     """A function of the input and of a tensor of the model."""
-
-    def __init__(
-        self,
-        function: Callable[[torch.Tensor, torch.Tensor], object],
-        shape: Shape,
-        *,
-        buffer: bool = False,
-    ) -> None:
-        super().__init__()
-        self.function = function
-        tensor = torch.rand(shape)
-        if buffer:
-            self.register_buffer("own", tensor)
-        else:
-            self.own = nn.Parameter(tensor)
-
-    @override
-    def forward(self, x: torch.Tensor) -> object:
-        return self.function(x, self.own)
+    tensor = torch.rand(shape)
+    return Applied(function, own=tensor if buffer else nn.Parameter(tensor))
 
 
-class Attending(nn.Module):
-    """Self-attention; the mask is a buffer, or made in the forward."""
-
-    def __init__(
-        self,
-        *,
-        batch_first: bool = True,
-        weighted: bool = False,
-        mask: Callable[[int], torch.Tensor] | None = None,
-        made: bool = False,
-    ) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
-        self.weighted = weighted
-        self.make_mask = mask if made else None
-        self.register_buffer("mask", None if made or mask is None else mask(3))
-
-    @override
-    def forward(self, x: torch.Tensor) -> object:
-        mask = self.mask if self.make_mask is None else self.make_mask(x.size(1))
-        result, weights = self.attention(x, x, x, attn_mask=mask)
-        return weights if self.weighted else result
-
-
-class Padded(nn.Module):
-    """Attention or an encoder with padding keys."""
-
-    def __init__(self, part: nn.Module, *, added: bool = False, made: bool = False) -> None:
-        super().__init__()
-        self.part = part
-        self.added = added
-        self.made = made
-        self.register_buffer("bias", torch.rand(3, 3))
-
-    @override
-    def forward(self, x: torch.Tensor) -> object:
-        pads = x[:, :, 0] if self.added else x[:, :, 0] > 1.0
-        if self.made:
-            pads = torch.zeros(len(x), 3, dtype=torch.bool)
-        if isinstance(self.part, nn.MultiheadAttention):
-            mask = self.bias if self.added else None
-            return self.part(x, x, x, key_padding_mask=pads, attn_mask=mask)[0]
-        return self.part(x, src_key_padding_mask=pads)
+def attending(function: Callable[..., object], **parts: torch.Tensor) -> nn.Module:
+    return Applied(function, attention=nn.MultiheadAttention(4, 2, batch_first=True), **parts)
 
 
 def captured(function: Function, *shape: int) -> LayerGraph:
@@ -128,87 +58,85 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
     "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
     "convolution, reflected": (
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
-        (2, 4, 4),
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4),
     ),
     "encoder layer": (
         lambda: nn.TransformerEncoderLayer(
             *(4, 2, 6), dropout=0.0, batch_first=True, activation=nn.Mish()
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
-    "attention": (Attending, (3, 4)),
+    "attention": (lambda: attending(lambda x, attend: attend(x, x, x)[0]), (3, 4)),
     "in a row": (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Identity(), nn.Mish()), (4,)),
     "adaptive": (lambda: nn.AdaptiveMaxPool2d((2, 3)), (2, 5, 5)),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 3)),
     "flatten": (nn.Flatten, (2, 3)),
-    "own scale": (lambda: Owning(lambda x, w: x * w, (3, 1)), (3, 4)),
-    "own positions": (lambda: Owning(lambda x, w: x + w, (1, 3, 4)), (3, 4)),
-    "own positions, cut": (lambda: Owning(lambda x, w: x + w[:, :3], (1, 5, 4)), (3, 4)),
-    "own exponents": (
-        lambda: Owning(lambda x, w: x * w.exp().transpose(0, 1).sum(0), (4, 3)),
-        (4,),
-    ),
-    "own token": (
-        lambda: Owning(lambda x, w: torch.cat([w.expand(x.size(0), -1, -1), x], 1), (1, 1, 4)),
-        (3, 4),
-    ),
-    "own token, raised": (
-        lambda: Owning(lambda x, w: torch.cat([w[None, None].expand(len(x), 2, 4), x], 1), (4,)),
-        (3, 4),
-    ),
-    "own weight": (lambda: Owning(functional.linear, (2, 4)), (4,)),
-    "own weight of one": (lambda: Owning(functional.linear, (1, 4)), (4,)),
-    "own matrix": (lambda: Owning(lambda x, w: x @ w, (4, 2)), (3, 4)),
-    "own matrix, turned": (lambda: Owning(lambda x, w: x @ w.T, (2, 4)), (4,)),
-    "own matrix, by letters": (
-        lambda: Owning(lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2)),
-        (3, 4),
-    ),
-    "own matrix, by other letters": (
-        lambda: Owning(lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4)),
-        (4,),
-    ),
-    "own filters": (
-        lambda: Owning(lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3)),
-        (2, 5, 5),
-    ),
-    "own filters, same": (
-        lambda: Owning(lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3)),
-        (2, 5),
-    ),
-    "own additive mask": (
-        lambda: Owning(
-            lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3)
-        ),
-        (2, 3, 4),
-    ),
     "own mask for a module": (
-        lambda: Attending(mask=lambda n: torch.arange(float(n * n)).view(n, n)),
-        (3, 4),
+        lambda: attending(
+            lambda x, attend, mask: attend(x, x, x, attn_mask=mask)[0],
+            mask=torch.arange(9.0).view(3, 3),
+        ), (3, 4),
     ),
-    "padded module": (lambda: Padded(nn.MultiheadAttention(4, 2, batch_first=True)), (3, 4)),
+    "padded module": (
+        lambda: attending(lambda x, f: f(x, x, x, key_padding_mask=x[:, :, 0] > 1.0)[0]), (3, 4),
+    ),
     "padded module, by numbers": (
-        lambda: Padded(nn.MultiheadAttention(4, 2, batch_first=True), added=True),
-        (3, 4),
+        lambda: attending(
+            lambda x, f, bias: f(x, x, x, key_padding_mask=x[:, :, 0], attn_mask=bias)[0],
+            bias=torch.rand(3, 3),
+        ), (3, 4),
     ),
     "padded encoder": (
-        lambda: Padded(nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)),
-        (3, 4),
+        lambda: Applied(
+            lambda x, encode: encode(x, src_key_padding_mask=x[:, :, 0] > 1.0),
+            part=nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
+        ), (3, 4),
     ),
     "causal module": (
-        lambda: Attending(mask=lambda n: torch.ones(n, n).triu(1).bool(), made=True),
-        (3, 4),
+        lambda: attending(
+            lambda x, f: f(x, x, x, attn_mask=torch.ones(x.size(1), 3).triu(1).bool())[0]
+        ), (3, 4),
     ),
-    "own mask": (
-        lambda: Owning(
-            lambda x, w: functional.scaled_dot_product_attention(x, x, x, attn_mask=w),
-            (3, 3),
-            buffer=True,
-        ),
-        (2, 3, 4),
+}  # fmt: skip
+
+OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, Shape]] = {
+    "scale": (lambda x, w: x * w, (3, 1), (3, 4)),
+    "positions": (lambda x, w: x + w, (1, 3, 4), (3, 4)),
+    "positions, cut": (lambda x, w: x + w[:, :3], (1, 5, 4), (3, 4)),
+    "exponents": (lambda x, w: x * w.exp().transpose(0, 1).sum(0), (4, 3), (4,)),
+    "token": (lambda x, w: torch.cat([w.expand(x.size(0), -1, -1), x], 1), (1, 1, 4), (3, 4)),
+    "token, raised": (
+        lambda x, w: torch.cat([w[None, None].expand(len(x), 2, 4), x], 1), (4,), (3, 4),
     ),
-}
+    "weight": (functional.linear, (2, 4), (4,)),
+    "weight of one": (functional.linear, (1, 4), (4,)),
+    "matrix": (lambda x, w: x @ w, (4, 2), (3, 4)),
+    "matrix, turned": (lambda x, w: x @ w.T, (2, 4), (4,)),
+    "matrix, by letters": (lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2), (3, 4)),
+    "matrix, by other letters": (lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4), (4,)),
+    "filters": (
+        lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3), (2, 5, 5),
+    ),
+    "filters, same": (
+        lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3), (2, 5),
+    ),
+    "additive mask": (
+        lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3), (2, 3, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWNING)
+def test_a_function_of_a_tensor_of_the_model_becomes_layers(name: str) -> None:
+    function, own, shape = OWNING[name]
+    check(Case(make=lambda: owning(function, own), shape=shape))
+
+
+def test_a_mask_in_a_buffer_is_captured() -> None:
+    def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    check(Case(make=lambda: owning(attend, (3, 3), buffer=True), shape=(2, 3, 4)))
+
 
 FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "arithmetic": (lambda x: (1 - x) / 2 + 3 / (x**2 + 2) - x * -x.abs(), (4,)),
@@ -220,22 +148,19 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
             functional.leaky_relu(x, 0.3)
             + functional.elu(x, alpha=0.5) * functional.softplus(x)
             - functional.gelu(x, approximate="tanh") * functional.gelu(x)
-        ),
-        (4,),
+        ), (4,),
     ),
     "types": (lambda x: x.to(x.dtype).contiguous().clone().type_as(x) + 1, (4,)),
     "like another": (
         lambda x: (
             x.mean(2, keepdim=True).expand_as(x) * x.flatten(1).view_as(x)
             + x.mean((1, 2)).unsqueeze(1).unsqueeze(1).expand(-1, 3, 4)
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
     "variance": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4)),
     "adaptive pooling": (lambda x: functional.adaptive_avg_pool2d(x, (2, 1)), (2, 5, 4)),
     "average over windows": (
-        lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False),
-        (2, 5),
+        lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False), (2, 5),
     ),
     "broadcasting": (lambda x: x * torch.softmax(x, -1).sum(1, keepdim=True), (3, 4)),
     "statistics": (lambda x: (x - x.mean(-1, keepdim=True)) / x.std(dim=-1, keepdim=True), (3, 4)),
@@ -255,20 +180,18 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
         lambda x: (
             functional.max_pool2d(x, 3, 2, ceil_mode=True)
             + functional.avg_pool2d(x, 2, 2, ceil_mode=True)
-        ),
-        (2, 6, 6),
+        ), (2, 6, 6),
     ),
     "normalised": (lambda x: functional.local_response_norm(x, 2, k=2.0), (5, 3)),
     "expanded": (lambda x: x.unsqueeze(2).expand(-1, -1, 3) * x.unsqueeze(1), (3,)),
     "causal": (
         lambda x: functional.scaled_dot_product_attention(
             x, x, x, torch.ones(3, 3, dtype=torch.bool).tril(), scale=0.3
-        ),
-        (2, 3, 4),
+        ), (2, 3, 4),
     ),
     "unused": (lambda x: (x * 2, torch.sort(x), x.mean())[0], (4,)),
     "several outputs": (lambda x: {"a": x + 1, "b": x * 2}, (4,)),
-}
+}  # fmt: skip
 
 
 def check(case: Case, *, whole: int = 0) -> None:
@@ -298,9 +221,9 @@ def test_a_function_becomes_layers_that_compute_it(name: str) -> None:
 WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "embedding": (lambda: nn.Embedding(7, 3, padding_idx=2), 0),
     "counted embedding": (lambda: nn.Embedding(7, 3, scale_grad_by_freq=True), 1),
-    "own table": (lambda: Owning(functional.embedding, (7, 3)), 0),
+    "own table": (lambda: owning(functional.embedding, (7, 3)), 0),
     "positions": (
-        lambda: Owning(
+        lambda: owning(
             lambda x, w: (
                 functional.embedding(x, w) + functional.embedding(torch.arange(1, 1 + x.size(1)), w)
             ),
@@ -309,7 +232,7 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         0,
     ),
     "whole numbers at other places": (
-        lambda: Owning(
+        lambda: owning(
             lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w), (7, 3)
         ),
         0,
@@ -324,7 +247,7 @@ def test_words_become_rows_of_a_table(name: str) -> None:
 
 
 def test_words_that_are_counted_must_follow_each_other() -> None:
-    model = Owning(
+    model = owning(
         lambda x, w: functional.embedding(x, w) + functional.embedding(torch.arange(6, 0, -2), w),
         (7, 3),
     )
@@ -333,16 +256,11 @@ def test_words_that_are_counted_must_follow_each_other() -> None:
 
 
 def test_channels_are_dropped_together() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout2d(0.4)
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return functional.dropout1d(self.drop(x).flatten(2), 0.3, self.training)
-
-    graph = capture(Dropping(), [InputSpec(shape=(2, 3, 3))])
+    model = Applied(
+        lambda x, drop: functional.dropout1d(drop(x).flatten(2), 0.3, drop.training),
+        drop=nn.Dropout2d(0.4),
+    )
+    graph = capture(model, [InputSpec(shape=(2, 3, 3))])
     dropped = [layer for layer in graph.layers if layer.kind == "dropout"]
     assert [layer.options["n_shared"] for layer in dropped] == [2, 1]
     assert [layer.options["probability"] for layer in dropped] == [0.4, 0.3]
@@ -363,19 +281,10 @@ def test_frozen_modules_stay_as_they_are_in_training() -> None:
 
 
 def test_shared_weights_are_one_tensor_of_two_layers() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(4, 4)
-            self.other = nn.Linear(4, 4)
-            self.other.weight = self.one.weight
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.one(self.one(self.other(x)))
-            return result
-
-    graph = capture(Tied(), [InputSpec(shape=(4,))])
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    model = Applied(lambda x, one, other: one(one(other(x))), one=one, other=other)
+    graph = capture(model, [InputSpec(shape=(4,))])
     assert list(graph.tensors) == ["one.bias", "one.weight", "other.bias"]
     assert [layer.name for layer in graph.layers] == ["x", "other", "one", "one.2"]
     assert graph.n_parameters == 24
@@ -457,11 +366,8 @@ def test_nothing_of_the_model_is_changed() -> None:
             (2, 3, 4),
             "only a causal mask",
         ),
-        (
-            lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
-            (2, 3, 4),
-            "drops elements in evaluation mode",
-        ),
+        (lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+         (2, 3, 4), "drops elements in evaluation mode"),
         (lambda x: functional.interpolate(x, 5, mode="linear"), (2, 3), "Upsample"),
     ],
 )  # fmt: skip
@@ -501,31 +407,25 @@ def test_a_model_that_cannot_be_traced_is_opaque(function: Function, reason: str
     ("module", "shape", "message"),
     [
         (nn.MultiheadAttention(4, 2), (3, 4), "takes 3 inputs .query, key, value"),
-        (Attending(batch_first=False), (3, 4), "batch_first=True"),
-        (Attending(weighted=True), (3, 4), "result 1 is used"),
+        (Applied(lambda x, f: f(x, x, x)[0], attention=nn.MultiheadAttention(4, 2)),
+         (3, 4), "batch_first=True"),
+        (attending(lambda x, f: f(x, x, x)[1]), (3, 4), "result 1 is used"),
         (nn.TransformerEncoderLayer(4, 2), (3, 4), "batch_first=True"),
         (nn.LSTM(4, 2), (3, 4), "batch_first=True"),
         (nn.LSTM(4, 2, batch_first=True), (3, 4), "second dimension"),
         (nn.Softplus(beta=2), (4,), "usual 1 and 20"),
-        (
-            nn.TransformerEncoderLayer(4, 2, 6, 0.0, torch.tanh, batch_first=True),
-            (3, 4),
-            "give it as a module",
-        ),
-        (
-            nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)),
-            (2, 3),
-            "would be lost",
-        ),
+        (nn.TransformerEncoderLayer(4, 2, 6, 0.0, torch.tanh, batch_first=True),
+         (3, 4), "give it as a module"),
+        (nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)), (2, 3), "would be lost"),
         (nn.Sequential(nn.CELU(inplace=True)), (4,), "use inplace=False"),
         (nn.Linear(5, 2), (4,), r"cannot be run on \[batch, 4\].*batch"),
         (nn.BatchNorm1d(5), (4,), "5 features, but 'input' has 4"),
         (nn.BatchNorm1d(4, momentum=None), (4,), "momentum=None"),
-        (Owning(lambda x, w: x * w.add_(1), (4,), buffer=True), (4,), "'own', a"),
-        (Owning(lambda x, w: w @ x, (4, 4)), (4, 3), "matmul multiplies .4, 4. and"),
-        (Padded(nn.MultiheadAttention(4, 2, batch_first=True), made=True), (3, 4),
-         "computed from the model's input"),
-        (Owning(lambda _, w: w * 2, (4,)), (4,), "not depend on its inputs"),
+        (owning(lambda x, w: x * w.add_(1), (4,), buffer=True), (4,), "'own', a"),
+        (owning(lambda x, w: w @ x, (4, 4)), (4, 3), "matmul multiplies .4, 4. and"),
+        (attending(lambda x, f: f(x, x, x, key_padding_mask=torch.zeros(len(x), 3).bool())[0]),
+         (3, 4), "computed from the model's input"),
+        (owning(lambda _, w: w * 2, (4,)), (4,), "not depend on its inputs"),
         (nn.Embedding(7, 3, max_norm=1.0), (4,), "the model is an .* max_norm = 1, which"),
         (nn.Sequential(nn.EmbeddingBag(7, 3, max_norm=0.5)), (4,), "0 is an Emb.*0.5"),
     ],

@@ -1,5 +1,3 @@
-"""Builder and layer graphs."""
-
 import pytest
 
 from distbelief.graph.graph import Builder, GraphError, Layer, LayerGraph, TensorUse, below

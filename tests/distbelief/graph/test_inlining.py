@@ -1,7 +1,6 @@
-"""Models that torch.fx cannot trace, captured by torch.export."""
-
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,27 +12,22 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, LayerGraph
 from tests.distbelief.graph.test_tracing import Branching, Custom
-from tests.distbelief.graph.zoo.catalogue import Case
+from tests.distbelief.graph.zoo.catalogue import Applied, Case
 from tests.distbelief.graph.zoo.comparison import assert_same
 
 
-class Applying(nn.Module):
+def applying(
+    function: Callable[[torch.Tensor, nn.Module], object],
+    make: Callable[[], nn.Module] = nn.Identity,
+) -> nn.Module:
     """A function of the input and of a layer, after a write into a tensor."""
 
-    def __init__(
-        self,
-        function: Callable[[torch.Tensor, nn.Module], object],
-        make: Callable[[], nn.Module] = nn.Identity,
-    ) -> None:
-        super().__init__()
-        self.function = function
-        self.layer = make()
-
-    @override
-    def forward(self, x: torch.Tensor) -> object:
+    def forward(x: torch.Tensor, layer: nn.Module) -> object:
         y = x.clone()
         y[:, :] = x
-        return self.function(y, self.layer)
+        return function(y, layer)
+
+    return Applied(forward, layer=make())
 
 
 class Net(nn.Module):
@@ -104,16 +98,14 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor, nn.Module], object], int]] = 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_needs_tensors_is_captured(name: str) -> None:
     function, n = FUNCTIONS[name]
-    graph = graph_of(lambda: Applying(function, lambda: nn.Linear(n, n)), n)
+    graph = graph_of(lambda: applying(function, lambda: nn.Linear(n, n)), n)
     assert not any(layer.whole for layer in graph.layers)
 
 
 def test_a_part_is_captured_where_it_stands() -> None:
-    def part() -> nn.Module:
-        return Applying(lambda x, f: f(x).tanh(), lambda: nn.Linear(4, 3))
-
+    part = partial(applying, lambda x, f: f(x).tanh(), lambda: nn.Linear(4, 3))
     graph = graph_of(lambda: nn.Sequential(nn.Linear(4, 4), part(), nn.ReLU()), 4)
-    assert [layer.name for layer in graph.layers] == [*("input", "0", "1.layer", "1.tanh", "2")]
+    assert [layer.name for layer in graph.layers] == ["input", "0", "1.layer", "1.tanh", "2"]
 
 
 def test_layers_of_several_results_stay_layers() -> None:
@@ -122,20 +114,18 @@ def test_layers_of_several_results_stay_layers() -> None:
         return y[:, -1]
 
     make = lambda: nn.LSTM(4, 2, batch_first=True)  # noqa: E731
-    graph = graph_of(lambda: Applying(function, make), 4)
+    graph = graph_of(lambda: applying(function, make), 4)
     whole = [layer for layer in graph.layers if layer.whole]
     assert {layer.text("module") for layer in whole} == {"layer"}
 
 
 def test_what_is_in_it_and_cannot_be_captured_stays_whole() -> None:
-    class Sums(nn.Module):
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.clone()
-            y[:, 1:] = x.cumsum(1)[:, 1:]
-            return y
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[:, 1:] = x.cumsum(1)[:, 1:]
+        return y
 
-    graph = graph_of(lambda: Applying(lambda x, f: f(x) * 2, Sums), 4)
+    graph = graph_of(lambda: applying(lambda x, f: f(x) * 2, lambda: Applied(sums)), 4)
     (whole,) = [layer for layer in graph.layers if layer.whole]
     assert whole.options["module"] == "layer"
     assert "cumsum" in whole.whole
@@ -159,11 +149,11 @@ def test_what_neither_captures_says_both_reasons() -> None:
 def test_what_has_no_rule_is_named(
     function: Callable[[torch.Tensor, nn.Module], object], reason: str
 ) -> None:
-    assert re.search(reason, why_whole(Applying(function)))
+    assert re.search(reason, why_whole(applying(function)))
 
 
 def test_a_custom_gradient_is_not_lost_in_an_export() -> None:
-    words = why_whole(Applying(lambda x, f: f(x), Custom))
+    words = why_whole(applying(lambda x, f: f(x), Custom))
     assert re.search(r"calls Doubled.*its own", words)
 
 
@@ -172,18 +162,16 @@ def test_a_model_on_the_meta_device_is_exported() -> None:
     assert not any(layer.whole for layer in graph.layers)
 
 
-def test_what_a_layer_changes_in_place_is_seen() -> None:
+def test_what_a_layer_changes_in_place_is_seen_and_its_hooks_run() -> None:
     def function(x: torch.Tensor, relu: nn.Module) -> object:
         relu(x)
         return x * 2
 
-    graph_of(lambda: Applying(function, lambda: nn.ReLU(inplace=True)), 4)
+    graph_of(lambda: applying(function, lambda: nn.ReLU(inplace=True)), 4)
 
-
-def test_hooks_of_layers_run() -> None:
     def make() -> nn.Module:
-        model = Applying(lambda x, f: f(x), lambda: nn.Linear(4, 4))
-        model.layer.register_forward_hook(lambda _, __, output: output * 2)
+        model = applying(lambda x, f: f(x), lambda: nn.Linear(4, 4))
+        model.get_submodule("layer").register_forward_hook(lambda _, __, output: output * 2)
         return model
 
     graph_of(make, 4)

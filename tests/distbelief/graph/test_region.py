@@ -1,5 +1,3 @@
-"""Properties of regions, against sets of indices."""
-
 from itertools import product
 
 import pytest

@@ -1,8 +1,7 @@
-"""Forwards that cannot be traced, and which modules become opaque."""
-
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError
-from tests.distbelief.graph.zoo.catalogue import Case
+from tests.distbelief.graph.zoo.catalogue import Applied, Case
 from tests.distbelief.graph.zoo.comparison import assert_same
 
 
@@ -33,9 +32,8 @@ class Doubled(torch.autograd.Function):
 
 class Custom(nn.Module):
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
-        return result
+    def forward(self, x: torch.Tensor) -> object:
+        return Doubled.apply(x)  # type: ignore[no-untyped-call]
 
 
 class Branching(nn.Module):
@@ -51,57 +49,26 @@ class Branching(nn.Module):
         return -y if x.sum() > 0 else y
 
 
-class Noting(nn.Module):
+def noting(x: torch.Tensor) -> torch.Tensor:
     """Branches on shapes, which are known."""
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() != 2 or x.shape[-1] > 8:
-            raise ValueError("use at most 8 features")
-        return x * 2 if int(x.size(1)) == 3 else x
+    if x.dim() != 2 or x.shape[-1] > 8:
+        raise ValueError("use at most 8 features")
+    return x * 2 if int(x.size(1)) == 3 else x
 
 
-class Asking(nn.Module):
-    """Asks whether its input is a tensor."""
-
-    @override
-    def forward(self, x: object) -> object:
-        return x * 2 if isinstance(x, torch.Tensor) else x
-
-
-class Pair(nn.Module):
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns two tensors, by a loop over values."""
-
-    @override
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        for _ in range(int(x.detach().abs().amax().clamp(max=1.0).ceil())):
-            x = x + 1
-        return x, x.cumsum(1)
+    for _ in range(int(x.detach().abs().amax().clamp(max=1.0).ceil())):
+        x = x + 1
+    return x, x.cumsum(1)
 
 
-class Joined(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = Pair()
+def joined() -> nn.Module:
+    def forward(x: torch.Tensor, pair: nn.Module) -> object:
+        one, other = pair(x)
+        return one * other
 
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one, other = self.pair(x)
-        result: torch.Tensor = one * other
-        return result
-
-
-class Keeping(nn.Module):
-    """Branches on values and keeps statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(x)
-        return y if y.sum() > 0 else -y
+    return Applied(forward, pair=Applied(pair))
 
 
 def whole_of(model: nn.Module) -> dict[str, str]:
@@ -113,13 +80,13 @@ def whole_of(model: nn.Module) -> dict[str, str]:
     ("make", "name", "reason"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 4), Custom()), "1", "it calls Doubled"),
-        (lambda: nn.Sequential(Branching(), Noting()), "0", "values of its data"),
-        (Joined, "pair.0", "NotImplementedError|RuntimeError|TypeError"),
+        (lambda: nn.Sequential(Branching(), Applied(noting)), "0", "values of its data"),
+        (joined, "pair.0", "NotImplementedError|RuntimeError|TypeError"),
         (lambda: nn.Sequential(nn.CELU()), "0", "CELU has no split rule"),
     ],
 )
 def test_a_module_that_cannot_be_traced_is_computed_whole(
-    make: type[nn.Module], name: str, reason: str
+    make: Callable[[], nn.Module], name: str, reason: str
 ) -> None:
     case = Case(make=make, shape=(4,))
     model = case.model()
@@ -131,18 +98,15 @@ def test_a_module_that_cannot_be_traced_is_computed_whole(
     assert_same(graph, model, case, training=False, seed=1)
 
 
-class Summing(nn.Module):
+def summing(x: torch.Tensor) -> torch.Tensor:
     """Calls a function without a lowering rule, and mixes positions with samples."""
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.cumsum(1).reshape(-1, 2).tanh()
-        return rows.view(len(x), -1)
+    return x.cumsum(1).reshape(-1, 2).tanh().view(len(x), -1)
 
 
 def test_a_module_that_calls_an_unknown_function_is_computed_whole() -> None:
-    make = lambda: nn.Sequential(nn.Linear(4, 4), Summing(), nn.Linear(4, 2))  # noqa: E731
-    case = Case(make=make, shape=(4,))
+    case = Case(
+        make=lambda: nn.Sequential(nn.Linear(4, 4), Applied(summing), nn.Linear(4, 2)), shape=(4,)
+    )
     model = case.model()
     found = whole_of(model)
     assert list(found) == ["1"]
@@ -158,15 +122,10 @@ def test_only_the_innermost_module_is_kept_whole() -> None:
 
 
 def test_branches_on_shapes_are_traced_through() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), Noting())
+    model = nn.Sequential(nn.Linear(4, 3), Applied(noting))
     assert whole_of(model) == {}
     graph = capture(model, [InputSpec(shape=(4,))])
     assert graph.layers[-1].name == "1.mul"
-
-
-def test_what_is_traced_with_looks_like_a_tensor() -> None:
-    graph = capture(Asking(), [InputSpec(shape=(4,))])
-    assert graph.layers[-1].name == "mul"
 
 
 def test_the_gradient_of_a_custom_function_at_the_root_is_not_lost() -> None:
@@ -184,68 +143,63 @@ def test_a_whole_module_on_the_meta_device_has_to_be_given_a_shape() -> None:
 
 
 def test_statistics_of_a_whole_module_are_not_lost_silently() -> None:
+    def keeping(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        y: torch.Tensor = norm(x)
+        return y if y.sum() > 0 else -y
+
     with pytest.raises(GraphError, match="statistics of its norm would be lost"):
-        whole_of(nn.Sequential(Keeping()))
+        whole_of(nn.Sequential(Applied(keeping, norm=nn.BatchNorm1d(4))))
 
 
 def test_the_caller_of_an_opaque_module_with_a_number_is_opaque_too() -> None:
-    class Called(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Scaling()
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.part(x, 2.0)
-            return result
-
     class Scaling(nn.Module):
         @override
         def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
             return x.cumsum(1) * factor if x.sum() > 0 else x
 
-    (reason,) = whole_of(Called()).values()
+    called = Applied(lambda x, part: part(x, 2.0), part=Scaling())
+    (reason,) = whole_of(called).values()
     assert re.search(r"part .Scaling. is opaque .* is called with 2\.0", reason)
 
 
-class Cubed(nn.Module):
+def cubed(x: torch.Tensor) -> torch.Tensor:
     """Crashed the process: C code of torch read the memory of a fake tensor.
 
     Found with GPT-2 of transformers, whose activation is `torch.pow(x, 3.0)`: torch asks whether
     `x` is a tensor, got yes from the proxy, and read its memory.
     """
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(x > 0, torch.pow(x, 3.0), 0.0)
+    return torch.where(x > 0, torch.pow(x, 3.0), 0.0)
 
 
 def test_functions_that_take_a_number_for_a_tensor_do_not_end_the_process() -> None:
     code = (
         "from distbelief.graph.capture import InputSpec, capture\n"
-        "from tests.distbelief.graph.test_tracing import Cubed\n"
-        "print(capture(Cubed(), [InputSpec(shape=(4,))]).layers[-1].name)"
+        "from tests.distbelief.graph.test_tracing import Applied, cubed\n"
+        "print(capture(Applied(cubed), [InputSpec(shape=(4,))]).layers[-1].name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "where\n"), done.stderr
 
 
-class Matching(nn.Module):
+def matching(x: object) -> object:
     """Asks for its class in Python's other ways."""
-
-    @override
-    def forward(self, x: object) -> object:
-        kind: object = x.__class__
-        match x:
-            case torch.Tensor() if kind is torch.Tensor:
-                return -x
-            case _:
-                return x
+    kind: object = x.__class__
+    match x:
+        case torch.Tensor() if kind is torch.Tensor:
+            return -x
+        case _:
+            return x
 
 
-def test_fake_tensors_look_like_tensors_to_python_code() -> None:
-    graph = capture(Matching(), [InputSpec(shape=(4,))])
-    assert graph.layers[-1].name == "neg"
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(lambda x: x * 2 if isinstance(x, torch.Tensor) else x, "mul"), (matching, "neg")],
+)
+def test_fake_tensors_look_like_tensors_to_python_code(
+    function: Callable[[object], object], name: str
+) -> None:
+    graph = capture(Applied(function), [InputSpec(shape=(4,))])
+    assert graph.layers[-1].name == name
 
 
 class Cache:
@@ -263,23 +217,11 @@ class Attending(nn.Module):
         return (x + cache.kept[0]).cummax(1).values
 
 
-class Caching(nn.Module):
-    """Like GPT-2: passes a cache to an opaque module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = Attending()
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.attend(x, Cache(x))
-        return result
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_caller_that_passes_an_untraceable_object_is_opaque(depth: int) -> None:
     """It was traced again for ever, because the opaque module was blamed."""
-    model: nn.Module = Caching()
+    # Like GPT-2: it passes a cache to an opaque module.
+    model: nn.Module = Applied(lambda x, attend: attend(x, Cache(x)), attend=Attending())
     for _ in range(depth - 1):
         model = nn.Sequential(nn.Linear(4, 4), model)
     (reason,) = whole_of(model).values()

@@ -49,9 +49,8 @@ class Inner(nn.Module):
         self.last = nn.Linear(3, 2)
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.part(x))
-        return result
+    def forward(self, x: torch.Tensor) -> object:
+        return self.last(self.part(x))
 
 
 def captured(model: nn.Module) -> LayerGraph:
@@ -93,9 +92,7 @@ def test_frozen_parameters_do_for_no_grad() -> None:
 
 
 @pytest.mark.parametrize("changes_part", [False, True])
-def test_changes_in_place_of_what_is_detached_are_not_followed(
-    changes_part: bool,  # noqa: FBT001 -- a parameter of the test
-) -> None:
+def test_changes_in_place_of_what_is_detached_are_not_followed(*, changes_part: bool) -> None:
     def forward(m: Two, x: torch.Tensor) -> object:
         h = m.a(x)
         part = h.detach()
@@ -127,22 +124,23 @@ def test_what_is_made_under_inference_mode_is_left_to_the_whole_module() -> None
     assert "torch.inference_mode" in wholes(captured(Two(forward)))["two"]
 
 
-def test_several_results_under_no_grad_are_kept_apart() -> None:
-    def forward(m: Two, x: torch.Tensor) -> object:
-        with torch.no_grad():
-            parts = x.chunk(2, dim=1)
-            positive = m.a(x) > 0
-        return m.b(torch.cat(parts, dim=1) * positive.to(x.dtype))
-
-    assert not wholes(graph_of(lambda: Two(forward)))
+def several(m: Two, x: torch.Tensor) -> object:
+    with torch.no_grad():
+        parts = x.chunk(2, dim=1)
+        positive = m.a(x) > 0
+    return m.b(torch.cat(parts, dim=1) * positive.to(x.dtype))
 
 
-def test_checkpoints_are_looked_through() -> None:
-    """With gradients on, torch saved proxies as tensors and crashed the process."""
-
-    def forward(m: Two, x: torch.Tensor) -> object:
-        return m.b(checkpoint(m.a, x, use_reentrant=False))
-
+@pytest.mark.parametrize(
+    "forward",
+    [
+        several,
+        # With gradients on, torch saved proxies as tensors and crashed the process.
+        lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)),
+    ],
+    ids=["several results under no_grad", "a checkpoint"],
+)
+def test_what_a_forward_wraps_is_looked_through(forward: Forward) -> None:
     assert not wholes(graph_of(lambda: Two(forward)))
 
 
@@ -245,23 +243,17 @@ def test_torchs_random_numbers_are_left_to_the_whole_module() -> None:
     assert "test_unsupported.py" in reason
 
 
-def assigning(model: Two, x: torch.Tensor) -> object:
-    model.mean = 0.9 * model.mean + 0.1 * x.detach().mean(0)
-    return model.b(x - model.mean)
-
-
-def assigning_by_values(model: Two, x: torch.Tensor) -> object:
-    if x.sum() > -1e9:
-        model.mean = 0.9 * model.mean + 0.1 * x.detach().mean(0)
-    return model.b(x - model.mean)
-
-
-@pytest.mark.parametrize("function", [assigning, assigning_by_values])
+@pytest.mark.parametrize("by_values", [False, True])
 @pytest.mark.parametrize("make", [Two, Inner])
 def test_a_buffer_that_is_assigned_is_refused_as_one_changed_in_place(
-    function: Forward, make: type[Two | Inner]
+    *, by_values: bool, make: type[Two | Inner]
 ) -> None:
-    model = make(function)
+    def assigning(m: Two, x: torch.Tensor) -> object:
+        if not by_values or x.sum() > -1e9:
+            m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
+        return m.b(x - m.mean)
+
+    model = make(assigning)
     with pytest.raises(GraphError, match=r"changes '(part\.)?mean', a tensor"):
         captured(model)
     assert all(type(buffer) is torch.Tensor for buffer in model.buffers())

@@ -1,5 +1,3 @@
-"""Whole models: captured, computed layer by layer and in parts, against themselves."""
-
 import pytest
 
 from distbelief.graph.capture import capture
@@ -12,28 +10,14 @@ pytestmark = pytest.mark.untraced
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_captured_model_computes_what_the_model_computes(name: str) -> None:
+def test_a_captured_model_computes_what_the_model_computes_whole_and_cut(name: str) -> None:
     case = ZOO[name]
     model = case.model()
     graph = capture(model, case.specs)
     assert graph.n_parameters == sum(p.numel() for p in model.parameters())
-    assert_same(graph, model, case, training=True)
-    assert_same(graph, model, case, training=False)
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_a_captured_model_cut_at_random_computes_the_same(name: str) -> None:
-    case = ZOO[name]
-    model = case.model()
-    graph = capture(model, case.specs)
-    assert_same(graph, model, case, training=True, seed=1)
-    assert_same(graph, model, case, training=False, seed=2)
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_layers_are_kept_whole_with_a_reason_and_only_where_they_must(name: str) -> None:
-    case = ZOO[name]
-    graph = capture(case.model(), case.specs)
+    for training, seed in [(True, None), (False, None), (True, 1), (False, 2)]:
+        assert_same(graph, model, case, training=training, seed=seed)
+    # Layers are kept whole with a reason, and only where they must.
     whole = {layer.name: layer.whole for layer in graph.layers if layer.whole}
     expected = case.whole or {}
     assert whole.keys() == expected.keys()

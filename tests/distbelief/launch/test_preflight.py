@@ -90,9 +90,7 @@ def test_data_are_prepared_first_and_built_once(tmp_path: Path) -> None:
     assert preflight.prepared_mark(tmp_path / "request.json").exists()
 
 
-def test_what_the_user_can_mend_is_told_from_what_he_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_of_the_user_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = checked(tmp_path, "algorithm.loss=crossentropy")
     assert (found.is_users, "there is no loss" in str(found.error)) == (True, True)
 

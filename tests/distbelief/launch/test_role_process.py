@@ -16,22 +16,12 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.launch import forkserver, role_process
 from distbelief.launch.role_process import RoleSpec, SharedCheckpoints
 from distbelief.parameter_server.layout import Layout
-from distbelief.protocol import (
-    CheckpointSaved,
-    Failed,
-    Finished,
-    Heartbeat,
-    Join,
-    Message,
-    Peers,
-    SaveCheckpoint,
-    Stop,
-)
 from distbelief.roles.role import Address, Snapshot
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.transport.config import ListenConfig
@@ -66,7 +56,7 @@ class Supervised:
     def __init__(self, name: str, job: Job, folder: Path) -> None:
         self.name = name
         self.transport = link("supervisor", folder, run="t")
-        self.heard: list[Message] = []
+        self.heard: list[wire.Message] = []
         self.status: int | None = None
         self._job = job
         self._folder = folder
@@ -99,24 +89,30 @@ class Supervised:
     def _run(self, path: str) -> None:
         self.status = role_process.main(self.name, 2, path)
 
-    def wait_for(self, kind: type[Message]) -> Message:
+    def wait_for(self, kind: type[wire.Message]) -> wire.Message:
         poll(lambda: self._listen(kind), seconds=30.0)
         return next(message for message in self.heard if isinstance(message, kind))
 
-    def _listen(self, kind: type[Message]) -> bool:
+    def _listen(self, kind: type[wire.Message]) -> bool:
         self.transport.poll(0.02)
         for envelope in self.transport.receive():
             assert (envelope.sender, envelope.incarnation) == (self.name, 2)
             self.heard.append(envelope.message)
         return any(isinstance(message, kind) for message in self.heard)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: wire.Message) -> None:
         self.transport.send(self.name, message)
 
     def connect(self) -> None:
-        join = self.wait_for(Join)
-        assert isinstance(join, Join)
+        join = self.wait_for(wire.Join)
+        assert isinstance(join, wire.Join)
         self.transport.connect(self.name, 2, join.endpoint)
+        self.say(wire.Peers(entries=()))
+
+    def save(self) -> wire.Message:
+        self.connect()
+        self.say(wire.SaveCheckpoint(label="00001"))
+        return self.wait_for(wire.CheckpointSaved)
 
 
 @pytest.fixture(autouse=True)
@@ -124,22 +120,17 @@ def _same_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def test_a_shard_lives_from_join_to_stop(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shard_lives_from_join_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
-        shard.connect()
-        shard.say(Peers(entries=()))
-        shard.say(SaveCheckpoint(label="00001"))
-        saved = shard.wait_for(CheckpointSaved)
-        shard.say(Stop(reason="enough"))
-        shard.wait_for(Finished)
-    assert isinstance(saved, CheckpointSaved)
+        saved = shard.save()
+        shard.say(wire.Stop(reason="enough"))
+        shard.wait_for(wire.Finished)
+    assert isinstance(saved, wire.CheckpointSaved)
     assert saved.error is None
     assert (tmp_path / "snapshots" / "shard-0" / "00001.safetensors").is_file()
     assert shard.status == 0
-    assert any(isinstance(message, Heartbeat) for message in shard.heard)
+    assert any(isinstance(message, wire.Heartbeat) for message in shard.heard)
     assert "shard-0#2 info: ends: as planned" in capsys.readouterr().out
 
 
@@ -147,8 +138,7 @@ def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -
     store = CheckpointStore(tmp_path, report=pytest.fail)
     shelf = SharedCheckpoints(store)
     for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
-        values = np.zeros(3, np.float32)
-        snapshot = Snapshot(label=label, arrays={"values": values}, facts={})
+        snapshot = Snapshot(label=label, arrays={"values": np.zeros(3, np.float32)}, facts={})
         shelf.save(Address(copy), snapshot)
     assert store.labels("shard-1") == ["00001", "00002"]
     for copy in ("shard-1", "shard-1b"):
@@ -159,22 +149,17 @@ def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("factory", "told", "culprit_is_job"),
-    [
-        (f"{EXAMPLES}:no_dataset", "returned 7, not a data set", True),
-        (f"{EXAMPLES}:failing", "needs the argument 'size'", True),
-    ],
+    ("factory", "told"),
+    [("no_dataset", "returned 7, not a data set"), ("failing", "needs the argument 'size'")],
 )
-def test_a_role_that_cannot_be_built_says_why(
-    tmp_path: Path, factory: str, told: str, *, culprit_is_job: bool
-) -> None:
-    job = a_job(tmp_path, f"data.train.factory={factory}")
+def test_a_role_that_cannot_be_built_says_why(tmp_path: Path, factory: str, told: str) -> None:
+    job = a_job(tmp_path, f"data.train.factory={EXAMPLES}:{factory}")
     replica = Supervised("replica-0", job, tmp_path)
     with replica.running():
-        failed = replica.wait_for(Failed)
-    assert isinstance(failed, Failed)
+        failed = replica.wait_for(wire.Failed)
+    assert isinstance(failed, wire.Failed)
     assert told in failed.error
-    assert failed.culprit_is_job is culprit_is_job
+    assert failed.culprit_is_job
     assert replica.status == 1
 
 
@@ -182,17 +167,13 @@ def test_damage_to_a_checkpoint_is_told_not_suffered(tmp_path: Path) -> None:
     """A snapshot of another model: the shard ends, and says what to do."""
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
-        shard.connect()
-        shard.say(Peers(entries=()))
-        shard.say(SaveCheckpoint(label="00001"))
-        shard.wait_for(CheckpointSaved)
-        shard.say(Stop(reason="enough"))
+        shard.save()
+        shard.say(wire.Stop(reason="enough"))
     again = Supervised("shard-0", a_job(tmp_path), tmp_path)  # incarnation 2 again
     with again.running():
         again.connect()
-        again.say(Peers(entries=()))
-        failed = again.wait_for(Failed)
-    assert isinstance(failed, Failed)
+        failed = again.wait_for(wire.Failed)
+    assert isinstance(failed, wire.Failed)
     assert "continue the count of incarnations in a resumed run" in failed.error
     assert not failed.culprit_is_job
 
@@ -223,9 +204,7 @@ class Hanging(io.StringIO):
         return super().write(text)
 
 
-def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_hangs_holds_up_no_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The role wrote it in the thread that answers others: it could not even join, or
     went silent, and was taken for dead."""
     log = Hanging()
@@ -233,22 +212,17 @@ def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
         try:
-            shard.connect()
-            shard.say(Peers(entries=()))
-            shard.say(SaveCheckpoint(label="00001"))
-            shard.wait_for(CheckpointSaved)
-            shard.wait_for(Heartbeat)
+            shard.save()
+            shard.wait_for(wire.Heartbeat)
             assert log.getvalue() == ""
         finally:
             log.answers.set()
-            shard.say(Stop(reason="enough"))
-        shard.wait_for(Finished)
+            shard.say(wire.Stop(reason="enough"))
+        shard.wait_for(wire.Finished)
     assert "shard-0#2 info: ends: as planned" in log.getvalue()
 
 
-def test_a_child_without_room_for_its_last_words_ends_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_without_room_for_last_words_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would go on with its parent's code, and end its own siblings."""
 
     class Ended(BaseException):
@@ -257,14 +231,11 @@ def test_a_child_without_room_for_its_last_words_ends_all_the_same(
     def end(status: int) -> NoReturn:
         raise Ended(status)
 
-    def run(_name: str, _incarnation: int, _spec: str) -> int:
-        return 3
-
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(forkserver, "end_with_parent", lambda _parent, _number: None)
-    monkeypatch.setattr(forkserver, "_redirect", lambda _log: None)
-    monkeypatch.setattr(signal, "signal", lambda _number, _handler: None)
-    monkeypatch.setattr(forkserver, "_program", lambda _program: run)
+    monkeypatch.setattr(forkserver, "end_with_parent", lambda *_: None)
+    monkeypatch.setattr(forkserver, "_redirect", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(forkserver, "_program", lambda _program: lambda *_: 3)
     monkeypatch.setattr(sys, "stdout", Full())
     monkeypatch.setattr(sys, "stderr", Full())
     start = forkserver.Start(program="role", name="shard-0", incarnation=1, spec="", log="")
@@ -273,9 +244,7 @@ def test_a_child_without_room_for_its_last_words_ends_all_the_same(
     assert caught.value.args == (3,)
 
 
-def test_a_role_whose_log_cannot_be_made_lives_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_lives_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[str, int]] = []
 
     def give(file: int, target: int) -> None:
@@ -292,7 +261,7 @@ def test_a_role_whose_log_cannot_be_made_lives_without(
 
 def test_import_paths_come_first_and_once(tmp_path: Path) -> None:
     job = a_job(tmp_path)
-    role_process.import_from(job)
-    role_process.import_from(job)
+    for _ in range(2):
+        role_process.import_from(job)
     assert sys.path[: len(job.import_paths)] == list(job.import_paths)
     assert sys.path.count(str(tmp_path)) == 1

@@ -8,42 +8,15 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from distbelief import protocol as wire
 from distbelief.core.vectors import ELEMENT_TYPES, Vector
-from distbelief.protocol import (
-    Assignment,
-    Assignments,
-    Blob,
-    CheckpointRecord,
-    ChunkOrder,
-    ChunkResult,
-    ChunkStaged,
-    ChunkTask,
-    CommandDone,
-    Commit,
-    Count,
-    FileChunk,
-    GrantedChunk,
-    HostReport,
-    Message,
-    Name,
-    Offer,
-    PeerEntry,
-    RoleAssignment,
-    RoleEnded,
-    Savepoint,
-    SessionRecord,
-    ShardVersion,
-    Task,
-    Text,
-    WorkReport,
-)
 from distbelief.protocol.fields import Rate
 from distbelief.protocol.membership import Warnings
 from distbelief.protocol.push_fetch import Payload
 from distbelief.protocol.vector_commands import Axpy, Batch, Dot, Scalars, VectorName
 
 
-MESSAGES: tuple[type[Message], ...] = get_args(Message)
+MESSAGES: tuple[type[wire.Message], ...] = get_args(wire.Message)
 
 counts = st.integers(0, 2**63 - 1)
 names = st.text(max_size=128)
@@ -59,40 +32,21 @@ def vectors(draw: st.DrawFn) -> Vector:
     return values[:: draw(st.sampled_from([1, 2, -1]))]
 
 
-client_records = st.builds(
-    SessionRecord,
-    name=names,
-    incarnation=counts,
-    watermark=counts,
-    applied=counts,
-    samples=counts,
-    staleness=counts,
-)
-
 _BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
-    (Count, counts),
-    (Count | None, st.none() | counts),
-    (Name, names),
-    (Text, st.text(max_size=2000)),
-    (Text | None, st.none() | st.text(max_size=50)),
+    (wire.Count, counts),
+    (wire.Count | None, st.none() | counts),
+    (wire.Name, names),
+    (wire.Text, st.text(max_size=2000)),
+    (wire.Text | None, st.none() | st.text(max_size=50)),
     (float, st.floats()),
     (Rate, st.floats(0.0, 1e18)),
     (Payload, st.sampled_from(["dense", msgspec.UNSET])),
     (bool, st.booleans()),
-    (tuple[Name, ...], st.lists(names, max_size=4).map(tuple)),
+    (tuple[wire.Name, ...], st.lists(names, max_size=4).map(tuple)),
     (Warnings, st.lists(st.text(max_size=50), max_size=8).map(tuple)),
     (Vector, vectors()),
     (Vector | None, st.none() | vectors()),
-    (dict[Name, float], st.dictionaries(names, st.floats(), max_size=4)),
-    (
-        tuple[PeerEntry, ...],
-        st.lists(
-            st.builds(PeerEntry, name=names, incarnation=counts, endpoint=names, host=names),
-            max_size=4,
-        ).map(tuple),
-    ),
-    (SessionRecord, client_records),
-    (tuple[SessionRecord, ...], st.lists(client_records, max_size=3).map(tuple)),
+    (dict[wire.Name, float], st.dictionaries(names, st.floats(), max_size=4)),
 ]
 
 
@@ -104,7 +58,6 @@ def _values_of(hint: object) -> st.SearchStrategy[object]:
 
 
 def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
-    """Any legal struct of one kind."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {field.name: _values_of(hints[field.name]) for field in msgspec.structs.fields(kind)}
     return st.builds(kind, **fields)
@@ -114,7 +67,10 @@ def _tuples_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[object]:
     return st.lists(_structs_of(kind), max_size=3).map(tuple)
 
 
-_OF_SANDBLASTER = [
+_BY_HINT += [
+    (wire.SessionRecord, _structs_of(wire.SessionRecord)),
+    (tuple[wire.SessionRecord, ...], _tuples_of(wire.SessionRecord)),
+    (tuple[wire.PeerEntry, ...], _tuples_of(wire.PeerEntry)),
     (VectorName, vector_names),
     (Scalars, st.lists(st.floats(), max_size=3).map(tuple)),
     (
@@ -126,36 +82,38 @@ _OF_SANDBLASTER = [
         ).map(tuple),
     ),
 ]
-_BY_HINT += _OF_SANDBLASTER
-_BY_HINT += [(get_type_hints(Savepoint, include_extras=True)["vectors"], st.just(("s0", "y0")))]
-_BY_HINT += [(Savepoint | None, st.none() | _structs_of(Savepoint))]
+_BY_HINT.append(
+    (get_type_hints(wire.Savepoint, include_extras=True)["vectors"], st.just(("s0", "y0")))
+)
+_BY_HINT += [(wire.Savepoint | None, st.none() | _structs_of(wire.Savepoint))]
 _BY_HINT += [
     (get_type_hints(kind, include_extras=True)[field], strategy)
     for kind, field, strategy in (
-        (Commit, "sets", _tuples_of(GrantedChunk)),
-        (Commit, "void", st.lists(counts, max_size=3).map(tuple)),
-        (CommandDone, "cuts", _tuples_of(CheckpointRecord)),
-        (Assignment, "versions", _tuples_of(ShardVersion)),
-        (Assignment, "tasks", _tuples_of(ChunkTask)),
-        (WorkReport, "results", _tuples_of(ChunkResult)),
-        (ChunkOrder, "versions", _tuples_of(ShardVersion)),
-        (ChunkOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
-        (ChunkStaged, "commit_tokens", st.lists(counts, max_size=3).map(tuple)),
-        (Offer, "cores", st.integers(1, 4096)),
-        (Offer, "devices", st.lists(names, max_size=3).map(tuple)),
-        (Assignments, "assignments", _tuples_of(RoleAssignment)),
-        (RoleEnded, "reason", st.text(max_size=2048)),
-        (FileChunk, "content", st.binary(max_size=200).map(Blob)),
+        (wire.Commit, "sets", _tuples_of(wire.GrantedChunk)),
+        (wire.Commit, "void", st.lists(counts, max_size=3).map(tuple)),
+        (wire.CommandDone, "cuts", _tuples_of(wire.CheckpointRecord)),
+        (wire.Assignment, "versions", _tuples_of(wire.ShardVersion)),
+        (wire.Assignment, "tasks", _tuples_of(wire.ChunkTask)),
+        (wire.WorkReport, "results", _tuples_of(wire.ChunkResult)),
+        (wire.ChunkOrder, "versions", _tuples_of(wire.ShardVersion)),
+        (wire.ChunkOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
+        (wire.ChunkStaged, "commit_tokens", st.lists(counts, max_size=3).map(tuple)),
+        (wire.Offer, "cores", st.integers(1, 4096)),
+        (wire.Offer, "devices", st.lists(names, max_size=3).map(tuple)),
+        (wire.Assignments, "assignments", _tuples_of(wire.RoleAssignment)),
+        (wire.RoleEnded, "reason", st.text(max_size=2048)),
+        (wire.FileChunk, "content", st.binary(max_size=200).map(wire.Blob)),
     )
 ]
-_BY_HINT += [(get_type_hints(HostReport, include_extras=True)["ended"], _tuples_of(RoleEnded))]
-_BY_HINT += [(ChunkOrder | None, st.none() | _structs_of(ChunkOrder))]
-_BY_HINT += [(Task, st.one_of([_structs_of(kind) for kind in get_args(Task)]))]
+_BY_HINT += [
+    (get_type_hints(wire.HostReport, include_extras=True)["ended"], _tuples_of(wire.RoleEnded))
+]
+_BY_HINT += [(wire.ChunkOrder | None, st.none() | _structs_of(wire.ChunkOrder))]
+_BY_HINT += [(wire.Task, st.one_of([_structs_of(kind) for kind in get_args(wire.Task)]))]
 
 
-def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
-    """Any legal message of one kind."""
-    return cast("st.SearchStrategy[Message]", _structs_of(kind))
+def of_kind(kind: type[wire.Message]) -> st.SearchStrategy[wire.Message]:
+    return cast("st.SearchStrategy[wire.Message]", _structs_of(kind))
 
 
 messages = st.sampled_from(MESSAGES).flatmap(of_kind)
@@ -165,7 +123,7 @@ def same(left: object, right: object) -> bool:
     """Whether two messages are equal, bit by bit where they hold arrays."""
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         equal = left.dtype == right.dtype and left.tobytes() == right.tobytes()
-    elif isinstance(left, Blob) and isinstance(right, Blob):
+    elif isinstance(left, wire.Blob) and isinstance(right, wire.Blob):
         equal = left.content == right.content
     elif isinstance(left, msgspec.Struct) and type(left) is type(right):
         equal = all(
@@ -186,7 +144,6 @@ class Mutation:
     inserted: bytes
 
     def apply(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Return spoilt copies."""
         spoilt = list(frames)
         index = self.frame % len(spoilt)
         frame = spoilt[index]

@@ -47,9 +47,7 @@ def test_every_message_arrives_as_it_was_sent(
 
 @pytest.mark.parametrize("code", ELEMENT_TYPES)
 @pytest.mark.parametrize("n_elements", [0, 1, 1000])
-def test_arrays_of_every_element_type_arrive_read_only_and_aligned(
-    code: str, n_elements: int
-) -> None:
+def test_arrays_of_every_type_arrive_read_only_and_aligned(code: str, n_elements: int) -> None:
     values = np.arange(n_elements).astype(ELEMENT_TYPES[code])
     header, array = sent(block(values))
     at_an_odd_address = memoryview(b"x" + array)[1:]
@@ -86,8 +84,7 @@ def test_what_is_sent_to_many_is_held_once() -> None:
 
 
 def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
-    piece = FileChunk(document="d", offset=0, n_bytes=4, content=Blob(b"four"))
-    header, content = sent(piece)
+    header, content = sent(FileChunk(document="d", offset=0, n_bytes=4, content=Blob(b"four")))
     with pytest.raises(RemoteProtocolError, match="no such array: 0, 'f4'"):
         received([header.replace(b"\xa2u1", b"\xa2f4"), content])
     header, content = sent(block(np.ones(1, np.float32)))
@@ -99,9 +96,7 @@ def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
 
 
 @given(message=messages, spoilings=st.lists(mutations, min_size=1, max_size=3))
-def test_a_spoilt_message_is_refused_or_is_another_legal_one(
-    message: Message, spoilings: list[Mutation]
-) -> None:
+def test_a_spoilt_message_is_refused_or_legal(message: Message, spoilings: list[Mutation]) -> None:
     frames = sent(message)
     for spoiling in spoilings:
         frames = spoiling.apply(frames)

@@ -23,25 +23,16 @@ def test_the_union_holds_every_message_of_the_module() -> None:
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_a_message_says_who_sends_it_to_whom_and_what_for(kind: type[Message]) -> None:
+def test_each_kind_of_message(kind: type[Message]) -> None:
+    """It says who sends it to whom and what for; it is immutable and tagged by its name.
+
+    It has no more arrays than the wire carries, as fields, never hidden inside them.
+    """
     assert re.match(r"[A-Z]\w+ -> \w+: .", kind.__doc__ or "")
-
-
-@pytest.mark.parametrize("kind", MESSAGES)
-def test_a_message_is_immutable_and_tagged_by_its_name(kind: type[Message]) -> None:
     assert kind.__struct_config__.frozen
     assert kind.__struct_config__.tag == kind.__name__
-
-
-@pytest.mark.parametrize("kind", MESSAGES)
-def test_no_message_has_more_arrays_than_the_wire_carries(kind: type[Message]) -> None:
     hints = get_type_hints(kind).values()
     assert sum(hint in {Vector, Blob} for hint in hints) <= FRAMES_MAX - 1
-
-
-@pytest.mark.parametrize("kind", MESSAGES)
-def test_arrays_are_fields_of_messages_never_hidden_inside_them(kind: type[Message]) -> None:
-    hints = get_type_hints(kind).values()
     assert all(Vector not in get_args(hint) for hint in hints if hint != Vector | None)
 
 
@@ -59,8 +50,7 @@ def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None
         ("term", about_one_pairing),
         ("receiver_incarnation", {"Promote", "StartSync"}),  # the first of each pairing
     ):
-        carrying = {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__}
-        assert carrying == expected
+        assert {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__} == expected
 
 
 def test_messages_cannot_be_changed() -> None:

@@ -9,18 +9,7 @@ from distbelief.cluster.agent import HostAgent
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import HeartbeatAck, Message, Stop
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    Action,
-    Address,
-    Event,
-    Received,
-    Role,
-    Seconds,
-    TimerFired,
-    check_accepted,
-    message_types,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
@@ -51,9 +40,9 @@ class OnlyStop:
     accepts = frozenset({Stop})
 
     def __init__(self) -> None:
-        self.seen: list[Event] = []
+        self.seen: list[rl.Event] = []
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
         self.seen.append(event)
         return []
@@ -64,9 +53,9 @@ class OnlyStop:
 
 def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None:
     accepted = frozenset().union(*(role.accepts for role in ROLES))
-    assert accepted | ChunkObjective.accepts == ALL_MESSAGES
-    assert message_types(Message) == ALL_MESSAGES == frozenset(get_args(Message))
-    assert all(role.accepts < ALL_MESSAGES for role in ROLES)
+    assert accepted | ChunkObjective.accepts == rl.ALL_MESSAGES
+    assert rl.message_types(Message) == rl.ALL_MESSAGES == frozenset(get_args(Message))
+    assert all(role.accepts < rl.ALL_MESSAGES for role in ROLES)
     assert all(Stop in role.accepts for role in ROLES)  # any role can be asked to end
 
 
@@ -75,13 +64,13 @@ def test_a_wrapped_role_accepts_what_the_role_within_accepts() -> None:
 
 
 def test_a_message_that_a_role_does_not_accept_is_refused_by_name() -> None:
-    role: Role = OnlyStop()
-    heartbeat = Received(sender=Address("shard-1"), incarnation=1, message=HeartbeatAck())
+    role: rl.Role = OnlyStop()
+    heartbeat = rl.Received(sender=rl.Address("shard-1"), incarnation=1, message=HeartbeatAck())
     with pytest.raises(RemoteProtocolError, match="shard-1 sent replica-0 HeartbeatAck, which it"):
-        check_accepted(role, heartbeat, name="replica-0")
-    stop = Received(sender=Address("shard-1"), incarnation=1, message=Stop(reason="over"))
-    check_accepted(role, stop, name="replica-0")
-    check_accepted(role, TimerFired(name="any"), name="replica-0")
+        rl.check_accepted(role, heartbeat, name="replica-0")
+    stop = rl.Received(sender=rl.Address("shard-1"), incarnation=1, message=Stop(reason="over"))
+    rl.check_accepted(role, stop, name="replica-0")
+    rl.check_accepted(role, rl.TimerFired(name="any"), name="replica-0")
 
 
 def test_the_simulation_refuses_it_before_the_role_sees_it() -> None:
@@ -89,8 +78,8 @@ def test_the_simulation_refuses_it_before_the_role_sees_it() -> None:
     options = ClusterOptions(introduce=True, machine=STEADY)
     cluster = SimulatedCluster({A: lambda _: toy}, seed=0, options=options)
     cluster.run()
-    cluster.post(A, Received(sender=TESTER, incarnation=1, message=HeartbeatAck()))
+    cluster.post(A, rl.Received(sender=TESTER, incarnation=1, message=HeartbeatAck()))
     cluster.run()
     assert cluster.counts.refused == 1
-    assert not any(isinstance(event, Received) for event in toy.seen)
+    assert not any(isinstance(event, rl.Received) for event in toy.seen)
     assert "tester sent a HeartbeatAck, which it does not accept" in cluster.trace.table()

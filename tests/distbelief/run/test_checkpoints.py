@@ -24,16 +24,13 @@ def snapshot(label: str, *, n: int = 1000) -> Snapshot:
     )
 
 
-class Told(list[str]):
-    """Remembers what a store reports."""
-
-    def __call__(self, text: str) -> None:
-        self.append(text)
-
-
-def store_at(path: Path) -> tuple[CheckpointStore, Told]:
-    told = Told()
-    return CheckpointStore(path / "snapshots", report=told), told
+def store_at(path: Path, *labels: str) -> tuple[CheckpointStore, list[str]]:
+    """Return a store in which shard-0 has these, and what it reports."""
+    told: list[str] = []
+    store = CheckpointStore(path / "snapshots", report=told.append)
+    for label in labels:
+        store.save("shard-0", snapshot(label))
+    return store, told
 
 
 def assert_same(one: Snapshot | None, other: Snapshot) -> None:
@@ -50,9 +47,7 @@ def assert_same(one: Snapshot | None, other: Snapshot) -> None:
 
 
 def test_the_newest_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    store, told = store_at(tmp_path)
-    for label in ("00001", "00002"):
-        store.save("shard-0", snapshot(label))
+    store, told = store_at(tmp_path, "00001", "00002")
     assert_same(store.newest("shard-0"), snapshot("00002"))
     assert store.newest("shard-1") is None
     assert told == []
@@ -74,9 +69,7 @@ def test_a_checkpoint_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16, np.int64])
-def test_every_element_type_that_travels_can_be_kept(
-    tmp_path: Path, dtype: type[np.generic]
-) -> None:
+def test_every_element_type_sent_can_be_kept(tmp_path: Path, dtype: type[np.generic]) -> None:
     store, _ = store_at(tmp_path)
     values: Vector = np.arange(5).astype(dtype)
     kept = Snapshot(label="1", arrays={"a": values, "none": values[:0]}, facts={})
@@ -116,9 +109,7 @@ def test_a_single_changed_bit_is_noticed(
 def test_a_checkpoint_cut_anywhere_is_passed_over_reported_and_kept(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
-    store, told = store_at(tmp_path_factory.mktemp("store"))
-    store.save("shard-0", snapshot("00001"))
-    store.save("shard-0", snapshot("00002"))
+    store, told = store_at(tmp_path_factory.mktemp("store"), "00001", "00002")
     path = store.path("shard-0", "00002")
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     assert_same(store.newest("shard-0"), snapshot("00001"))
@@ -128,71 +119,49 @@ def test_a_checkpoint_cut_anywhere_is_passed_over_reported_and_kept(
 
 
 def test_a_damaged_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
-    store, _ = store_at(tmp_path)
-    store.save("shard-0", snapshot("00001"))
-    store.save("shard-0", snapshot("00002"))
+    store, _ = store_at(tmp_path, "00001", "00002")
     store.path("shard-0", "00002").write_bytes(b"cut")
     for number in range(3, 3 + N_KEPT):
         store.save("shard-0", snapshot(f"{number:05d}"))
     assert store.labels("shard-0") == ["00002", "00003", "00004", "00005"]
 
 
-def test_a_checkpoint_moved_to_another_label_is_not_trusted(tmp_path: Path) -> None:
-    store, told = store_at(tmp_path)
-    store.save("shard-0", snapshot("00001"))
-    store.path("shard-0", "00001").rename(store.path("shard-0", "00009"))
-    with pytest.raises(StorageError, match="its checksum does not match"):
-        store.newest("shard-0")
-    assert told == []
-
-
-def test_a_safetensors_file_of_somebody_else_is_passed_over(tmp_path: Path) -> None:
-    store, told = store_at(tmp_path)
-    store.save("shard-0", snapshot("00001"))
-    other = {"values": np.zeros(4, np.float32)}
-    save_file(other, store.path("shard-0", "00002"))
+def test_what_the_store_has_not_written_there_is_not_trusted(tmp_path: Path) -> None:
+    """A checkpoint moved to another label, and a safetensors file of somebody else."""
+    store, told = store_at(tmp_path, "00001")
+    save_file({"values": np.zeros(4, np.float32)}, store.path("shard-0", "00002"))
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert "it has no checksum" in told[0]
+    store.path("shard-0", "00001").rename(store.path("shard-0", "00002"))
+    with pytest.raises(StorageError, match="its checksum does not match"):
+        store.newest("shard-0")
+    assert len(told) == 1
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("harm", [flip, cut, empty])
-def test_where_all_are_damaged_that_is_an_error_that_names_them(
-    tmp_path: Path, harm: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize(
+    "harm", [flipped, lambda content: content[:100], lambda _: b""], ids=["flip", "cut", "empty"]
+)
+def test_if_all_are_damaged_all_are_named(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
     """The newest was None, as if nothing was ever saved, and the run began anew."""
-    store, told = store_at(tmp_path)
-    for label in ("00001", "00002"):
-        store.save("shard-0", snapshot(label))
-    for label in ("00001", "00002"):
-        harm(store.path("shard-0", label))
+    store, told = store_at(tmp_path, "00001", "00002")
+    paths = [store.path("shard-0", label) for label in ("00001", "00002")]
+    for path in paths:
+        path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(StorageError) as caught:
         store.newest("shard-0")
-    text = str(caught.value)
-    assert text.startswith("all checkpoints of shard-0 are damaged: ")
-    assert all(f"{store.path('shard-0', f'0000{n}')} (" in text for n in (1, 2))
+    assert str(caught.value).startswith("all checkpoints of shard-0 are damaged: ")
+    assert all(f"{path} (" in str(caught.value) for path in paths)
     assert told == []
 
 
 def test_it_is_told_which_older_one_is_used_and_what_that_costs(tmp_path: Path) -> None:
-    store, told = store_at(tmp_path)
-    for label in ("00007", "00009"):
-        store.save("shard-0", snapshot(label))  # their clocks are their numbers
+    store, told = store_at(tmp_path, "00007", "00009")  # their clocks are their numbers
     damaged = store.path("shard-0", "00009")
-    flip(damaged)
+    damaged.write_bytes(flipped(damaged.read_bytes()))
     store.newest("shard-0")
     (line,) = told
     assert line == (
@@ -203,8 +172,7 @@ def test_it_is_told_which_older_one_is_used_and_what_that_costs(tmp_path: Path) 
 
 def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path: Path) -> None:
     """It was: after a backup put back by another user, the run went back in time."""
-    store, told = store_at(tmp_path)
-    store.save("shard-0", snapshot("00001"))
+    store, told = store_at(tmp_path, "00001")
     unreadable = store.path("shard-0", "00002")
     unreadable.mkdir()  # may be read by nobody, not even by root
     with pytest.raises(StorageError, match=f"cannot read {unreadable}: Is a directory"):
@@ -219,8 +187,7 @@ def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path:
 )
 def test_a_file_that_no_checkpoint_can_be_is_left_alone(tmp_path: Path, name: str) -> None:
     """A copy by hand, and what a dying writer left."""
-    store, told = store_at(tmp_path)
-    store.save("shard-0", snapshot("00001"))
+    store, told = store_at(tmp_path, "00001")
     path = store.path("shard-0", "00001")
     path.with_name(name).write_bytes(path.read_bytes())
     assert store.labels("shard-0") == ["00001"]
@@ -229,8 +196,7 @@ def test_a_file_that_no_checkpoint_can_be_is_left_alone(tmp_path: Path, name: st
 
 
 def test_without_room_the_old_checkpoints_stay_and_the_path_is_named(tmp_path: Path) -> None:
-    store, told = store_at(tmp_path)
-    store.save("shard-0", snapshot("00001"))
+    store, told = store_at(tmp_path, "00001")
     with largest_file(4096), pytest.raises(StorageError) as caught:
         store.save("shard-0", snapshot("00002"))
     path = store.path("shard-0", "00002")

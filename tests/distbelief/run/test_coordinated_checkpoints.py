@@ -7,19 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distbelief import protocol as wire
 from distbelief.config.job import StopTable, Verdict, done
 from distbelief.errors import StorageError
-from distbelief.protocol import (
-    CheckpointSaved,
-    Evaluate,
-    Finished,
-    Peers,
-    Progress,
-    SaveCheckpoint,
-    StartTraining,
-    Stop,
-)
-from distbelief.roles.role import Action, Exit, Send, Snapshot
+from distbelief.roles.role import Action, Exit, Snapshot
 from distbelief.run.checkpoints import SET_ASIDE, CheckpointStore, agreed_label, set_aside
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.resume import read_previous_run
@@ -27,7 +18,7 @@ from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import JobView
-from tests.distbelief.supervisor.test_supervisor import Desk, sent
+from tests.distbelief.supervisor.test_supervisor import Desk, introduced, sent
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -62,90 +53,68 @@ def desk() -> Desk:
 
 
 def iterate(desk: Desk, step: int, *, loss: float = 1.0) -> list[Action]:
-    progress = Progress(
+    progress = wire.Progress(
         step=step, samples=100 * step, loss=loss, seconds_computing=0.0, seconds_waiting=0.0
     )
     return desk.hear("coordinator", progress)
 
 
 def end(desk: Desk, name: str, **counters: float) -> list[Action]:
-    return desk.hear(name, Finished(counters=counters))
+    return desk.hear(name, wire.Finished(counters=counters))
 
 
 def test_coordinator_and_replicas_meet_and_all_begin() -> None:
-    desk = Desk(config())
-    actions = desk.join()
-    newest = {
-        str(action.receiver): {entry.name for entry in action.message.entries}
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Peers)
-    }
+    actions = Desk(config()).join()
+    newest = introduced(actions)
     assert newest["coordinator"] == {"shard-0", "shard-1", "replica-0", "replica-1"}
     assert newest["replica-0"] == {"shard-0", "shard-1", "coordinator"}
     assert newest["evaluator"] == {"shard-0", "shard-1"}
-    assert sent(actions, StartTraining) == ["coordinator", "replica-0", "replica-1"]
+    assert sent(actions, wire.StartTraining) == ["coordinator", "replica-0", "replica-1"]
 
 
 def test_its_progress_is_that_of_the_job(desk: Desk) -> None:
     iterate(desk, 3, loss=2.0)
     iterate(desk, 4, loss=1.5)
-    view = desk.supervisor.view(desk.now)
-    assert (view.step, view.samples, view.loss) == (4, 400, 1.5)
+    iterate(desk, 4, loss=math.nan)  # no number: it changes nothing
+    assert (desk.view.step, desk.view.samples, desk.view.loss) == (4, 400, 1.5)
     desk.beat("coordinator", iteration=4.0, gradient_norm=math.nan, reason=-1.0)
-    view = desk.supervisor.view(desk.now)
-    assert view.figures == {"iteration": 4.0}  # what is shown, and is a number
-    role = view.roles[2]
-    assert role.counters == {"iteration": 4.0, "reason": -1.0}
+    assert desk.view.figures == {"iteration": 4.0}  # what is shown, and is a number
+    assert desk.view.roles[2].counters == {"iteration": 4.0, "reason": -1.0}
     desk.beat("replica-0", samples=10.0)
     desk.now += 1.0
     desk.beat("replica-0", samples=60.0)
-    assert desk.supervisor.view(desk.now).roles[3].rate == 50.0
-
-
-def test_a_loss_that_is_no_number_changes_nothing(desk: Desk) -> None:
-    iterate(desk, 1, loss=2.0)
-    iterate(desk, 2, loss=math.nan)
-    assert desk.supervisor.view(desk.now).loss == 2.0
-
-
-def test_a_new_incarnation_goes_on_counting(desk: Desk) -> None:
-    iterate(desk, 4)
-    desk.die("coordinator")
+    assert desk.view.roles[3].rate == 50.0
+    desk.die("coordinator")  # a new incarnation goes on counting
     assert desk.told[-1] == "coordinator was ended by signal SIGKILL: restarting it"
-    assert sent(desk.join("coordinator"), StartTraining) == ["coordinator"]
+    assert sent(desk.join("coordinator"), wire.StartTraining) == ["coordinator"]
     iterate(desk, 5)
-    assert desk.supervisor.view(desk.now).step == 5
+    assert desk.view.step == 5
 
 
 def test_it_is_asked_for_checkpoints_as_long_as_it_lives(desk: Desk) -> None:
     iterate(desk, 1)
     actions = desk.pass_time(31.0, beats=[name for name, _ in ROSTER])
-    assert sent(actions, SaveCheckpoint)
-    assert set(sent(actions, SaveCheckpoint)) == {"coordinator"}
-    desk.hear("coordinator", CheckpointSaved(label="00001", clock=1, error=None))
+    assert sent(actions, wire.SaveCheckpoint)
+    assert set(sent(actions, wire.SaveCheckpoint)) == {"coordinator"}
+    desk.hear("coordinator", wire.CheckpointSaved(label="00001", clock=1, error=None))
     desk.die("shard-0")
     assert "restarting it from checkpoint 00001" in desk.told[-1]
     assert "the run goes on from there" in desk.told[-1]
     assert "lost" not in desk.told[-1]
 
 
-def test_the_job_ends_with_it(desk: Desk) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_job_ends_with_it(desk: Desk, *, failed: bool) -> None:
     iterate(desk, 7)
-    actions = end(desk, "coordinator", reason=0.0)
-    assert sent(actions, Stop) == ["replica-0", "replica-1"]
-    assert not sent(actions, SaveCheckpoint)
+    actions = end(desk, "coordinator", reason=float(failed))
+    assert sent(actions, wire.Stop) == ["replica-0", "replica-1"]
+    assert not sent(actions, wire.SaveCheckpoint)
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
-    assert sent(actions, SaveCheckpoint) == ["shard-0", "shard-1"]
-    assert sent(actions, Evaluate) == ["evaluator"]
-    assert desk.supervisor.view(desk.now).stop_reason == "no step is better"
-    assert desk.supervisor.error is None
-
-
-def test_an_end_that_is_a_failure_fails_the_job(desk: Desk) -> None:
-    iterate(desk, 0)
-    end(desk, "coordinator", reason=1.0)
-    assert desk.supervisor.error == "no step is better"
+    assert sent(actions, wire.SaveCheckpoint) == ["shard-0", "shard-1"]
+    assert sent(actions, wire.Evaluate) == ([] if failed else ["evaluator"])
+    assert desk.view.stop_reason == "no step is better"
+    assert desk.supervisor.error == ("no step is better" if failed else None)
 
 
 def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:
@@ -153,37 +122,30 @@ def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:
     desk.join()
     iterate(desk, 1, loss=0.6)
     actions = iterate(desk, 2, loss=0.4)
-    assert sent(actions, Stop) == ["coordinator", "replica-0", "replica-1"]
-    assert desk.supervisor.view(desk.now).stop_reason == "training loss 0.40 reached"
+    assert sent(actions, wire.Stop) == ["coordinator", "replica-0", "replica-1"]
+    assert desk.view.stop_reason == "training loss 0.40 reached"
 
 
-def test_what_a_watcher_wants_is_done_at_the_next_tick(desk: Desk) -> None:
+def test_a_watchers_stop_is_done_at_the_next_tick_and_saves_no_point_on_trial(desk: Desk) -> None:
     iterate(desk, 1)
     desk.supervisor.request_stop("enough")
     desk.supervisor.request_stop("too late")
-    assert sent(desk.pass_time(0.25), Stop) == ["coordinator", "replica-0", "replica-1"]
-    assert desk.supervisor.view(desk.now).stop_reason == "enough"
+    assert sent(desk.pass_time(0.25), wire.Stop) == ["coordinator", "replica-0", "replica-1"]
+    assert desk.view.stop_reason == "enough"
     assert not desk.supervisor.interrupted
-
-
-def test_if_it_did_not_end_in_order_no_point_on_trial_is_saved(desk: Desk) -> None:
-    iterate(desk, 1)
-    desk.supervisor.request_stop("enough")
-    desk.pass_time(0.25)
-    desk.die("coordinator")
+    desk.die("coordinator")  # it does not end in order
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
-    assert not sent(actions, SaveCheckpoint)
+    assert not sent(actions, wire.SaveCheckpoint)
     assert "the run resumes from its last checkpoint" in desk.told[-1]
     assert desk.supervisor.error is not None
-    assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
+    assert sent(actions, wire.Stop) == ["shard-0", "shard-1", "evaluator"]
 
 
 def test_without_it_there_is_no_job() -> None:
     desk = Desk(config(shard_restarts_max=1))
     desk.join()
-    desk.die("coordinator")
-    desk.join("coordinator")
+    desk.restart("coordinator")
     actions = desk.die("coordinator")
     assert desk.supervisor.error is not None
     assert "the coordinator cannot be kept alive after 1 restart" in (desk.supervisor.error)
@@ -228,9 +190,7 @@ def test_only_checkpoints_of_one_round_fit_together(tmp_path: Path) -> None:
     assert set_aside(store, shards) == ()
 
 
-def test_without_one_shards_checkpoints_those_of_the_others_are_not_put_away(
-    tmp_path: Path,
-) -> None:
+def test_without_one_shards_checkpoints_those_of_others_are_not_put_away(tmp_path: Path) -> None:
     """A directory was deleted: the run began anew, and put the others' away."""
     store = CheckpointStore(tmp_path, report=print)
     for label in ("00001", "00002"):
@@ -242,22 +202,19 @@ def test_without_one_shards_checkpoints_those_of_the_others_are_not_put_away(
     assert store.labels("shard-0") == ["00001", "00002"]
 
 
-def test_a_run_killed_in_its_first_round_starts_from_scratch(tmp_path: Path) -> None:
+def test_a_run_killed_in_its_first_round_starts_from_scratch_unless_damaged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, report=print)
+    shards = ["shard-0", "shard-1"]
     save(store, "shard-0", "00001")
-    (told,) = set_aside(store, ["shard-0", "shard-1"])
+    (told,) = set_aside(store, shards)
     assert "it was the first, so the run starts from scratch" in told
     assert not store.labels("shard-0")
-
-
-def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, report=print)
-    for shard in ("shard-0", "shard-1"):
+    for shard in shards:
         save(store, shard, "00001")
     damaged = store.path("shard-1", "00001")
     damaged.write_bytes(b"")
     with pytest.raises(StorageError, match=f"{damaged} .*header too small"):
-        set_aside(store, ["shard-0", "shard-1"])
+        set_aside(store, shards)
     assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
 
 
@@ -268,8 +225,7 @@ def test_a_run_goes_on_above_all_incarnations_of_its_coordinator(tmp_path: Path)
     fresh = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
     assert fresh.before.samples == {"coordinator": 0}
     save(store, "coordinator", "000000000007", incarnation="3")
-    view = JobView(samples=500, step=5)
-    run.write_status(Status(name="x", pid=1, written=0.0, view=view))
+    run.write_status(Status(name="x", pid=1, written=0.0, view=JobView(samples=500, step=5)))
     legacy = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
     assert legacy.incarnation == 4
     assert legacy.label == 5

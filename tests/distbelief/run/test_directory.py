@@ -39,40 +39,31 @@ def test_a_run_directory_has_places_for_all_that_a_job_leaves(tmp_path: Path) ->
         assert run.path == tmp_path / "runs" / "demo"
         assert run.snapshots.is_dir()
         assert run.logs.is_dir()
-        places = [
-            run.job_file,
-            run.status_file,
-            run.metrics_file,
-            run.curve_file,
-            run.summary_file,
-            run.model_file,
-            run.log_file("shard-0"),
-        ]
-    assert [str(place.relative_to(run.path)) for place in places] == [
-        "job.toml",
-        "status.json",
-        "metrics.jsonl",
-        "curve.png",
-        "summary.json",
-        "model.safetensors",
-        "logs/shard-0.log",
-    ]
+        places = {
+            run.job_file: "job.toml",
+            run.status_file: "status.json",
+            run.metrics_file: "metrics.jsonl",
+            run.curve_file: "curve.png",
+            run.summary_file: "summary.json",
+            run.model_file: "model.safetensors",
+            run.log_file("shard-0"): "logs/shard-0.log",
+        }
+    assert [str(place.relative_to(run.path)) for place in places] == list(places.values())
 
 
 def test_nothing_is_overwritten_the_next_free_sibling_is_taken(tmp_path: Path) -> None:
-    runs = [RunDirectory.create(tmp_path / "demo") for _ in range(3)]
-    assert [run.path.name for run in runs] == ["demo", "demo.2", "demo.3"]
-    for run in runs:
-        run.close()
-
-
-def test_an_empty_directory_is_taken_and_a_file_is_not(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("mine")
-    with RunDirectory.create(tmp_path / "empty") as run:
-        assert run.path.name == "empty"
-    with RunDirectory.create(tmp_path / "file") as run:
-        assert run.path.name == "file.2"
+    for name, taken in (
+        ("demo", "demo"),
+        ("demo", "demo.2"),
+        ("demo", "demo.3"),
+        ("empty", "empty"),
+        ("file", "file.2"),
+    ):
+        with RunDirectory.create(tmp_path / name) as run:
+            assert run.path.name == taken
+            run.write(run.job_file, "")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -172,17 +163,13 @@ def test_what_is_no_run_directory_is_not_opened(tmp_path: Path) -> None:
 # --------------------------------------------------------------------- status
 
 
-def test_a_status_reads_back_equal(tmp_path: Path) -> None:
+def test_a_status_reads_back_equal_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     status = Status(name="demo", pid=7, written=1e9, view=VIEW, ended=True, error="no")
     with a_run(tmp_path / "demo") as run:
         assert run.read_status() is None
         run.write_status(status)
         assert run.read_status() == status
         assert not list(run.path.glob(f"*{files.TEMPORARY}"))
-
-
-def test_a_damaged_status_is_named(tmp_path: Path) -> None:
-    with a_run(tmp_path / "demo") as run:
         run.status_file.write_text('{"name": 3}')
         with pytest.raises(StorageError, match=re.escape(str(run.status_file))):
             run.read_status()

@@ -42,7 +42,6 @@ class Disk:
             self._contents[found.st_ino] = path.read_bytes()
 
     def lose_power(self) -> None:
-        """Leave what was forced, and nothing else."""
         kinds = {each.lstat().st_ino: each.is_dir() for each in self._root.rglob("*")}
         for each in self._root.iterdir():
             shutil.rmtree(each) if each.is_dir() else each.unlink()

@@ -13,25 +13,23 @@ from distbelief.supervisor.view import JobView
 from tests.distbelief.limits import largest_file
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
 def measurement(step: int) -> Measurement:
     return Measurement(time=float(step), step=step, samples=step * 64, loss=1.0 / step)
 
 
-def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
-        for step in (1, 2):
-            metrics.append(measurement(step))
-            assert read_metrics(path)[-1] == measurement(step)
-    assert len(path.read_text().splitlines()) == 2
-
-
-def test_a_resumed_run_goes_on_where_the_file_ends(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2, 3):
+def test_lines_can_be_read_at_once_and_a_resumed_run_goes_on_there(path: Path) -> None:
+    for session in ((1, 2), (3,), (4,)):
         with MetricsFile(path) as metrics:
-            metrics.append(measurement(step))
-    assert read_metrics(path) == [measurement(step) for step in (1, 2, 3)]
+            for step in session:
+                metrics.append(measurement(step))
+                assert read_metrics(path)[-1] == measurement(step)
+    assert read_metrics(path) == [measurement(step) for step in (1, 2, 3, 4)]
+    assert len(path.read_text().splitlines()) == 4
 
 
 @given(n_cut=st.integers(1, 200), n_junk=st.sampled_from([0, 10_000]))
@@ -62,10 +60,7 @@ def test_a_cut_last_line_is_ignored_and_then_replaced(
         (b'{"time":1,"step":1,"samples":64,"loss":1.0,"power":3}\n\xff\n', 1),  # a newer version
     ],
 )
-def test_whole_lines_are_read_and_the_file_goes_on(
-    tmp_path: Path, content: bytes, n_read: int
-) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_whole_lines_are_read_and_the_file_goes_on(path: Path, content: bytes, n_read: int) -> None:
     assert read_metrics(path) == []
     path.write_bytes(content)
     assert read_metrics(path) == [measurement(1)] * n_read
@@ -74,8 +69,7 @@ def test_whole_lines_are_read_and_the_file_goes_on(
     assert read_metrics(path) == [*[measurement(1)] * n_read, measurement(2)]
 
 
-def test_a_loss_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_loss_that_is_no_number_is_written_as_null(path: Path) -> None:
     with MetricsFile(path) as metrics:
         metrics.append(Measurement(time=0.0, step=1, samples=1, loss=math.nan))
     assert '"loss":null' in path.read_text()
@@ -89,8 +83,7 @@ def test_a_measurement_is_taken_from_a_view() -> None:
     )
 
 
-def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_full_disk_is_named_and_leaves_whole_lines(path: Path) -> None:
     with MetricsFile(path) as metrics:
         metrics.append(measurement(1))
         room = path.stat().st_size + 20
@@ -111,6 +104,8 @@ def test_a_file_that_cannot_be_opened_is_named() -> None:
 
 def test_a_curve_is_drawn_without_a_display(tmp_path: Path) -> None:
     path = tmp_path / "curve.png"
+    assert not draw_curve(path, [], title="demo")  # nothing measured, nothing drawn
+    assert not path.exists()
     lines = [
         Measurement(
             time=float(t),
@@ -127,37 +122,26 @@ def test_a_curve_is_drawn_without_a_display(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def drawn(tmp_path: Path, *lines: Measurement) -> np.ndarray[tuple[int, ...], np.dtype]:
-    """Return the pixels of the curve: (height, width, 4) from 0 to 1."""
+def drawn(tmp_path: Path, *metrics: float | None) -> np.ndarray[tuple[int, ...], np.dtype]:
+    """Return the pixels of a curve of these: (height, width, 4) from 0 to 1."""
     path = tmp_path / "curve.png"
+    lines = [
+        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=metric)
+        for t, metric in enumerate(metrics, 1)
+    ]
     assert draw_curve(path, lines, title="demo")
     return matplotlib.image.imread(path)
 
 
 def test_a_single_evaluation_is_a_point_that_can_be_seen(tmp_path: Path) -> None:
     """A line through one point has no ink: the panel looked empty."""
-    lines = [
-        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=metric)
-        for t, metric in ((1.0, None), (2.0, 0.5))
-    ]
-    pixels = drawn(tmp_path, *lines)
+    pixels = drawn(tmp_path, None, 0.5)
     lower = pixels[pixels.shape[0] // 2 :]
-    colourful = np.ptp(lower[..., :3], axis=-1) > 0.2
-    assert colourful.sum() > 20
+    assert (np.ptp(lower[..., :3], axis=-1) > 0.2).sum() > 20  # colourful
 
 
 def test_a_panel_without_any_number_says_so(tmp_path: Path) -> None:
-    lines = [
-        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=math.nan) for t in (1.0, 2.0)
-    ]
-    pixels = drawn(tmp_path, *lines)
+    pixels = drawn(tmp_path, math.nan, math.nan)
     height, width, _ = pixels.shape
     middle = pixels[int(0.65 * height) : int(0.75 * height), width // 3 : 2 * width // 3]
-    dark = middle[..., :3].max(axis=-1) < 0.4
-    assert dark.sum() > 50  # words
-
-
-def test_nothing_measured_is_nothing_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "curve.png"
-    assert not draw_curve(path, [], title="demo")
-    assert not path.exists()
+    assert (middle[..., :3].max(axis=-1) < 0.4).sum() > 50  # words, dark

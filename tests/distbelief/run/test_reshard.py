@@ -17,6 +17,7 @@ from distbelief.parameter_server.optimizers import Adagrad, StepCounts
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.protocol import SessionRecord
+from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import (
@@ -81,10 +82,18 @@ class Run:
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
 
-    def train(self, resumed: Resumed, *samples: int, n_shards: int = 2) -> None:
+    def begun(self) -> Resumed:
+        """Live a first life, in which the replicas train 40 and 52 samples."""
+        first = self.take_up(job())
+        self.train(first, 40, 52)
+        return first
+
+    def train(
+        self, resumed: Resumed, *samples: int, n_shards: int = 2, names: Sequence[str] = ()
+    ) -> None:
         """Save what shards have after so many samples of each replica."""
         for k in range(n_shards):
-            self.save(resumed, k, *samples, cut=layout(n_shards))
+            self.save(resumed, k, *samples, cut=layout(n_shards), names=names)
 
     def save(
         self, resumed: Resumed, k: int, *samples: int, cut: Layout, names: Sequence[str] = ()
@@ -118,9 +127,8 @@ class Run:
         resumed.store.save(f"shard-{k}", take(label, state, identity=identity))
 
     def files(self) -> list[str]:
-        snapshots = self.directory.snapshots
-        found = snapshots.rglob("*")
-        return sorted(str(p.relative_to(snapshots)) for p in found if p.is_file())
+        root = self.directory.snapshots
+        return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
 
 
 @pytest.fixture
@@ -128,14 +136,17 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
 
+def newest(store: CheckpointStore, k: int) -> Snapshot:
+    snapshot = store.newest(f"shard-{k}")
+    assert snapshot is not None
+    return snapshot
+
+
 def values(store: CheckpointStore, n_shards: int) -> list[list[float]]:
     """Return the whole tensors that these snapshots hold."""
     tensors = [torch.zeros(spec.n_elements) for spec in layout(n_shards).tensors]
     for k in range(n_shards):
-        snapshot = store.newest(f"shard-{k}")
-        assert snapshot is not None
-        vector = snapshot.arrays["values"].copy()
-        layout(n_shards).scatter(k, vector, tensors)
+        layout(n_shards).scatter(k, newest(store, k).arrays["values"].copy(), tensors)
     return [tensor.tolist() for tensor in tensors]
 
 
@@ -158,7 +169,7 @@ def test_the_first_session_finds_nothing_and_says_what_its_checkpoints_are(run: 
 
 
 def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     before = run.files()
     resumed = run.take_up(job(2, 2, "cluster.shard_copies=2"))
     assert run.files() == before
@@ -167,22 +178,19 @@ def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
 
 
 def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     before = values(run.take_up(job()).store, 2)
     split = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert split.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     (line,) = split.notes
     assert line.startswith("ranks of each replica: 1 before, 2 now; each replica keeps")
     assert values(split.store, 2) == before
-    snapshot = split.store.newest("shard-0")
-    assert snapshot is not None
     for name in ("replica-0.0", "replica-0.1", "replica-1.1"):
-        assert f'"{name}"' in snapshot.facts["clients"]
+        assert f'"{name}"' in newest(split.store, 0).facts["clients"]
     assert run.take_up(job(), plan=plan_of(2, 0, 1)).notes == ()
     again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
     assert again.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
-    whole = run.take_up(job(3, 2))
-    assert whole.previous.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert run.take_up(job(3, 2)).previous.before.samples == {"replica-0": 40, "replica-1": 52}
 
 
 def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
@@ -192,10 +200,7 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run:
     no shard knew how far it was; and a replica goes on where its last machine is.
     """
     resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
-    cut = layout(2)
-    for k in range(2):
-        names = ("replica-0.0", "replica-1.0")
-        run.save(resumed, k, 40, 52, cut=cut, names=names)
+    run.train(resumed, 40, 52, names=("replica-0.0", "replica-1.0"))
     before = values(resumed.store, 2)
     same = run.take_up(job(), plan=plan_of(2, 0, 0))
     assert same.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
@@ -205,24 +210,16 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run:
     (line,) = other.notes
     assert line.startswith("plan: another one than before")
     assert values(other.store, 2) == before
-    snapshot = other.store.newest("shard-1")
-    assert snapshot is not None
-    clients = json.loads(snapshot.facts["clients"])
-    assert {name: client["samples"] for name, client in clients.items()} == {
-        "replica-0.0": 40,
-        "replica-0.1": 40,
-        "replica-1.0": 52,
-        "replica-1.1": 52,
-    }
+    clients = json.loads(newest(other.store, 1).facts["clients"])
+    samples = {f"replica-{r}.{m}": n for r, n in ((0, 40), (1, 52)) for m in range(2)}
+    assert {name: client["samples"] for name, client in clients.items()} == samples
     assert run.take_up(job(), plan=plan_of(2, 0, 1)).notes == ()
 
 
 def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
     """Of a version that kept only the number of machines."""
     resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
-    for k in range(2):
-        names = ("replica-0.0", "replica-1.0")
-        run.save(resumed, k, 40, 52, cut=layout(2), names=names)
+    run.train(resumed, 40, 52, names=("replica-0.0", "replica-1.0"))
     directory, cut = newest_checkpoint_set(run.directory)
     assert cut is not None
     write_checkpoint_set(directory, msgspec.structs.replace(cut, plan=None))
@@ -263,8 +260,7 @@ def test_a_seed_that_has_changed_before_anything_was_trained_is_not_told(run: Ru
 
 
 def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     before = run.files()
     resumed = run.take_up(job(shards=3))
     assert values(resumed.store, 3) == values(first.store, 2)
@@ -286,13 +282,11 @@ def test_other_replicas_share_out_what_was_consumed(run: Run) -> None:
     assert sum(samples.values()) == 93
     (line,) = resumed.notes
     assert line.startswith("replicas: 2 before, 3 now; each skips its share of the 93 samples ")
-    snapshot = resumed.store.newest("shard-1")
-    assert snapshot is not None
-    assert snapshot.facts["clock"] == "31"  # these shards are as they were
+    assert newest(resumed.store, 1).facts["clock"] == "31"  # these shards are as they were
 
 
 def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     there = run.take_up(job(3, 4))
     run.train(there, 30, 30, 30, 30, n_shards=3)
     back = run.take_up(job())
@@ -306,21 +300,19 @@ def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
 
 
 def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     half = run.directory.snapshots / "cut-00002.tmp" / "shard-0"
     half.mkdir(parents=True)  # as a machine leaves it that stops
     (half / "00002.safetensors").write_bytes(b"half")
     resumed = run.take_up(job())
     assert resumed.store.directory == run.directory.snapshots
     assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
-    resumed = run.take_up(job(shards=1))
-    assert values(resumed.store, 1) == values(first.store, 2)
+    assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
     assert not [name for name in run.files() if ".tmp" in name]
 
 
 def test_a_cut_that_fails_leaves_the_run_as_it_was(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     before = run.files()
     cut = CheckpointSet(n_shards=3, n_replicas=2, train=TRAIN)
 
@@ -346,8 +338,7 @@ def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -
 
 
 def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     first.store.path("shard-1", "00001").unlink()
     before = run.files()
     with pytest.raises(JobError) as caught:
@@ -364,7 +355,7 @@ def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
 
 
 def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     second = run.take_up(job())
     run.train(second, 60, 72)
     damage(second.store.path("shard-0", "00002"))
@@ -376,8 +367,7 @@ def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
 
 def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
     run.take_up(job())
-    resumed = run.take_up(job(3, 4))
-    assert resumed.previous.missing == ("shard-0", "shard-1", "shard-2")
+    assert run.take_up(job(3, 4)).previous.missing == ("shard-0", "shard-1", "shard-2")
     assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(
         n_shards=3, n_replicas=4, train=TRAIN
     )
@@ -393,52 +383,35 @@ def test_checkpoints_of_another_model_are_not_resharded(run: Run) -> None:
     assert newest_checkpoint_set(run.directory)[0] == run.directory.snapshots
 
 
-def cut_file(run: Run, content: str) -> Path:
-    """Let a run of two shards have this for its cut."""
-    run.train(run.take_up(job()), 40, 52)
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "Input data was truncated"),
+        ('{"n_shards": 0, "n_replicas": 2}', "Expected `int` >= 1 - at `$.n_shards`"),
+        ('{"n_shards": 2, "n_replicas": -2}', "Expected `int` >= 1 - at `$.n_replicas`"),
+        ('{"n_shards": 1000000000, "n_replicas": 2}', "Expected `int` <= 4096 - at `$.n_shards`"),
+        ('{"n_shards": 1, "n_replicas": 2}', "n_shards is 1, but there are checkpoints of shard-1"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_named_with_the_fix(run: Run, content: str, why: str) -> None:
+    run.begun()
     file = run.directory.snapshots / "cut.json"
     file.write_text(content)
-    return file
-
-
-def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
-    file = cut_file(run, "{")
     with pytest.raises(StorageError) as caught:
         run.take_up(job())
     assert str(caught.value) == (
-        f"{file} is damaged (Input data was truncated): if [cluster] in "
+        f"{file} is damaged ({why}): if [cluster] in "
         f"{run.directory.job_file} has the last numbers of shards and replicas, remove cut.json"
     )
-
-
-@pytest.mark.parametrize(
-    ("n_shards", "n_replicas", "why"),
-    [
-        (0, 2, "Expected `int` >= 1 - at `$.n_shards`"),
-        (2, -2, "Expected `int` >= 1 - at `$.n_replicas`"),
-        (10**9, 2, "Expected `int` <= 4096 - at `$.n_shards`"),
-        (1, 2, "n_shards is 1, but there are checkpoints of shard-1"),
-    ],
-)
-def test_a_cut_that_cannot_be_is_named_with_the_fix(
-    run: Run, n_shards: int, n_replicas: int, why: str
-) -> None:
-    file = cut_file(run, f'{{"n_shards": {n_shards}, "n_replicas": {n_replicas}}}')
-    with pytest.raises(StorageError) as caught:
-        run.take_up(job())
-    assert str(caught.value).startswith(f"{file} is damaged ({why}): ")
-    assert "remove cut.json" in str(caught.value)
     file.unlink()
     assert run.take_up(job()).previous.missing == ()
 
 
 def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     (run.directory.snapshots / "cut.json").unlink()
     assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(n_shards=2, n_replicas=2)
-    resumed = run.take_up(job(shards=1))
-    assert values(resumed.store, 1) == values(first.store, 2)
+    assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
 
 
 # ---------------------------------------------------------------------------- the data
@@ -467,14 +440,11 @@ def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) ->
         ),
     ],
 )
-def test_other_data_are_refused_once_anything_was_trained(
-    run: Run, override: str, train: DataFacts, told: str
-) -> None:
-    first = run.take_up(job())
-    run.train(first)
+def test_trained_runs_keep_their_data(run: Run, override: str, train: DataFacts, told: str) -> None:
+    run.train(run.take_up(job()))
     changed = job(2, 2, override)
     assert run.take_up(changed, train=train).previous.restored  # nothing was trained
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     for numbers in ((2, 2), (3, 3)):
         with pytest.raises(JobError) as caught:
             run.take_up(job(*numbers, override), train=train)

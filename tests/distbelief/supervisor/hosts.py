@@ -14,25 +14,7 @@ from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Offer, Stop
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import (
-    SUPERVISOR,
-    USER,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Event,
-    Exit,
-    Launch,
-    PeerLost,
-    Received,
-    Role,
-    Send,
-    SetTimer,
-    Started,
-    Terminate,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
@@ -64,26 +46,19 @@ class Site:
 class Machine:
     """One process that drives a role, and the processes of other roles beside it."""
 
-    name: Address
-    role: Role
+    name: rl.Address
+    role: rl.Role
     timers: dict[str, float] = field(default_factory=dict)
-    processes: dict[Address, int] = field(default_factory=dict)
+    processes: dict[rl.Address, int] = field(default_factory=dict)
     is_cut: bool = False
     is_dead: bool = False
     is_paused: bool = False
-    waiting: deque[Event] = field(default_factory=deque)  # meanwhile
+    waiting: deque[rl.Event] = field(default_factory=deque)  # meanwhile
     halted: bool = False
     error: str | None = None
 
 
 class Town:
-    """Of one job.
-
-    Args:
-        roster: Of the job.
-        config: How it spans machines.
-    """
-
     def __init__(
         self,
         roster: Sequence[tuple[str, Kind]],
@@ -92,11 +67,11 @@ class Town:
     ) -> None:
         self.policy = policy
         self.now = 100.0
-        self.machines: dict[Address, Machine] = {}
+        self.machines: dict[rl.Address, Machine] = {}
         self.lossy = ""  # a document of which no piece arrives
         self.slow_words = False  # what roles say last comes after their machine's word
-        self.late: deque[tuple[Address, int, Address, Message]] = deque()
-        self.mail: deque[tuple[Address, int, Address, Message]] = deque()
+        self.late: deque[tuple[rl.Address, int, rl.Address, Message]] = deque()
+        self.mail: deque[tuple[rl.Address, int, rl.Address, Message]] = deque()
         self.wire = Codec(run="t")
         self.begin_another(roster, config or config_of())
 
@@ -111,10 +86,9 @@ class Town:
         config: HostAgentConfig | None = None,
         patience: float = 15.0,
     ) -> Machine:
-        """A machine joins; the job has this patience."""
         config = config or HostAgentConfig(offer=offer_of(name, cores=cores))
         host = HostAgent(config, storage=Site(wrong, patience=patience))
-        machine = self._begin(Address(f"host-{name}"), host)
+        machine = self._begin(rl.Address(f"host-{name}"), host)
         self.pass_time(2.0)
         return machine
 
@@ -139,26 +113,24 @@ class Town:
         self._carry()
 
     def leave(self, machine: Machine) -> None:
-        """Its user presses Ctrl+C."""
         stop = Stop(reason="Ctrl+C")
-        self._deliver(machine, Received(sender=USER, incarnation=0, message=stop))
+        self._deliver(machine, rl.Received(sender=rl.USER, incarnation=0, message=stop))
 
     def kill(self, machine: Machine) -> None:
         machine.is_dead = True
         machine.processes.clear()
 
     def die(self, machine: Machine, name: str) -> None:
-        """A process ends by itself."""
-        incarnation = machine.processes.pop(Address(name))
-        lost = PeerLost(peer=Address(name), incarnation=incarnation, reason="died")
+        incarnation = machine.processes.pop(rl.Address(name))
+        lost = rl.PeerLost(peer=rl.Address(name), incarnation=incarnation, reason="died")
         self._deliver(machine, lost)
 
     def fail(self, name: str, error: str) -> None:
         """A role cannot go on, and says that this is no fault of its process."""
-        lives = (m.processes.get(Address(name)) for m in self.machines.values())
+        lives = (m.processes.get(rl.Address(name)) for m in self.machines.values())
         incarnation = next(incarnation for incarnation in lives if incarnation is not None)
         failed = Failed(error=error, culprit_is_job=True)
-        self.mail.append((Address(name), incarnation, SUPERVISOR, failed))
+        self.mail.append((rl.Address(name), incarnation, rl.SUPERVISOR, failed))
         self.pass_time(5.0)
 
     def pass_time(self, seconds: float) -> None:
@@ -170,13 +142,12 @@ class Town:
                 due = [n for n, at in machine.timers.items() if at <= self.now]
                 for name in due:
                     del machine.timers[name]
-                    self._deliver(machine, TimerFired(name=name))
+                    self._deliver(machine, rl.TimerFired(name=name))
             self._carry()
             self.mail += self.late
             self.late.clear()
 
     def runs(self) -> dict[str, list[str]]:
-        """Return the processes of roles, by machine."""
         return {
             str(name): sorted(map(str, machine.processes))
             for name, machine in self.machines.items()
@@ -189,9 +160,9 @@ class Town:
 
     # ---------------------------------------------------------------------- inside
 
-    def _begin(self, name: Address, role: Role) -> Machine:
+    def _begin(self, name: rl.Address, role: rl.Role) -> Machine:
         machine = self.machines[name] = Machine(name, role)
-        self._deliver(machine, Started(incarnation=1))
+        self._deliver(machine, rl.Started(incarnation=1))
         self._carry()
         return machine
 
@@ -202,7 +173,7 @@ class Town:
                 beat = Heartbeat(state="busy", counters={"samples": 1.0})
                 for message in (join, beat):
                     if not (machine.is_cut or role == PREPARE):
-                        self.mail.append((role, incarnation, SUPERVISOR, message))
+                        self.mail.append((role, incarnation, rl.SUPERVISOR, message))
 
     def _carry(self) -> None:
         while self.mail:
@@ -211,66 +182,58 @@ class Town:
             copy = self.wire.decode(frames).message
             if isinstance(copy, FileChunk) and copy.document == self.lossy:
                 continue
-            event = Received(sender=sender, incarnation=incarnation, message=copy)
-            if receiver == SUPERVISOR:
+            event = rl.Received(sender=sender, incarnation=incarnation, message=copy)
+            if receiver == rl.SUPERVISOR:
                 self._deliver(self.here, event)
             elif receiver in self.machines:
                 self._deliver(self.machines[receiver], event)
             elif isinstance(message, Stop):
                 self._stop(receiver)
 
-    def _stop(self, role: Address) -> None:
+    def _stop(self, role: rl.Address) -> None:
         """A role does what it is told: it ends."""
         for machine in self.machines.values():
             if role in machine.processes and not machine.is_cut:
                 incarnation = machine.processes[role]
                 done = Finished(counters={})
                 words = self.late if self.slow_words else self.mail
-                words.append((role, incarnation, SUPERVISOR, done))
+                words.append((role, incarnation, rl.SUPERVISOR, done))
                 self.die(machine, role)
 
-    def _deliver(self, machine: Machine, event: Event) -> None:
+    def _deliver(self, machine: Machine, event: rl.Event) -> None:
         if machine.is_dead or machine.halted:
             return
         if machine.is_paused:
             machine.waiting.append(event)
             return
-        if machine.is_cut and isinstance(event, Received) and event.sender != USER:
+        if machine.is_cut and isinstance(event, rl.Received) and event.sender != rl.USER:
             return
         with suppress(RemoteProtocolError):  # as the driver does
             for action in machine.role.handle(event, self.now):
                 self._perform(machine, action)
 
-    def _perform(self, machine: Machine, action: Action) -> None:
+    def _perform(self, machine: Machine, action: rl.Action) -> None:
         match action:
-            case Send():
-                self._send(machine, action)
-            case SetTimer():
+            case rl.Send() if not machine.is_cut:
+                sender = rl.SUPERVISOR if machine is self.here else machine.name
+                self.mail.append((sender, 1, action.receiver, action.message))
+            case rl.SetTimer():
                 machine.timers[action.name] = action.at
-            case Launch():
-                self._launch(machine, action)
-            case Terminate(name=name) if name in machine.processes:
+            case rl.Launch(name=name):
+                assert name not in machine.processes, "begun twice"
+                machine.processes[name] = action.incarnation
+                if name == PREPARE:
+                    self.die(machine, PREPARE)
+            case rl.Terminate(name=name) if name in machine.processes:
                 self.die(machine, name)
-            case Compute():
+            case rl.Compute():
                 result = action.work()
-                self._deliver(machine, Computed(name=action.name, result=result))
-            case Exit():
+                self._deliver(machine, rl.Computed(name=action.name, result=result))
+            case rl.Exit():
                 machine.halted, machine.error = True, action.error
                 machine.processes.clear()
             case _:
                 pass
-
-    def _send(self, machine: Machine, action: Send) -> None:
-        if not machine.is_cut:
-            is_host = machine is not self.here
-            sender = machine.name if is_host else SUPERVISOR
-            self.mail.append((sender, 1, action.receiver, action.message))
-
-    def _launch(self, machine: Machine, action: Launch) -> None:
-        assert action.name not in machine.processes, "begun twice"
-        machine.processes[action.name] = action.incarnation
-        if action.name == PREPARE:
-            self.die(machine, PREPARE)
 
 
 def offer_of(

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.protocol import Progress, StartTraining, Stop
+from distbelief.protocol import StartTraining, Stop
 from distbelief.roles.role import Action
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.supervisor.stop_rules import StopRules
-from tests.distbelief.supervisor.test_supervisor import Desk, letters, sent
+from tests.distbelief.supervisor.test_supervisor import Desk, a_job as desk_of, letters, sent
 
 
 TOTAL, BATCH = 1000, 10
@@ -23,20 +21,9 @@ ROSTER: tuple[tuple[str, Kind], ...] = (
 )
 
 
-def a_job(
-    stop: StopTable | None = None,
-    *,
-    warm_start_steps: int = 0,
-    before: PreviousTotals | None = None,
-) -> Desk:
-    config = SupervisorConfig(
-        roster=ROSTER,
-        stop=StopRules(stop or StopTable(samples=TOTAL), n_train=100),
-        batch_size=BATCH,
-        warm_start_steps=warm_start_steps,
-        before=before or PreviousTotals(),
-    )
-    return Desk(config)
+def a_job(stop: StopTable | None = None, *, before: PreviousTotals | None = None) -> Desk:
+    stop, before = stop or StopTable(samples=TOTAL), before or PreviousTotals()
+    return desk_of(ROSTER, stop, batch_size=BATCH, before=before)
 
 
 def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
@@ -45,10 +32,7 @@ def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
 
 
 def report(desk: Desk, name: str, samples: int) -> list[Action]:
-    progress = Progress(
-        step=samples // BATCH, samples=samples, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
-    )
-    return desk.hear(name, progress)
+    return desk.progress(name, samples // BATCH)
 
 
 def trained(desk: Desk, told: dict[str, int | None], speeds: dict[str, int]) -> None:
@@ -81,8 +65,7 @@ def trained(desk: Desk, told: dict[str, int | None], speeds: dict[str, int]) -> 
 @pytest.mark.parametrize("speeds", [(10, 10), (10, 20), (10, 200), (200, 200)])
 def test_together_the_replicas_train_what_the_job_asks_for(speeds: tuple[int, int]) -> None:
     desk = a_job()
-    told = bounds(desk.join())
-    trained(desk, told, dict(zip(REPLICAS, speeds, strict=True)))
+    trained(desk, bounds(desk.join()), dict(zip(REPLICAS, speeds, strict=True)))
 
 
 def test_bounds_never_add_up_to_more_than_the_job() -> None:
@@ -112,8 +95,7 @@ def test_a_bound_that_is_not_heard_of_is_said_again() -> None:
     bound = bounds(desk.join())["replica-0"]
     report(desk, "replica-0", BATCH)
     assert bounds(desk.beat("replica-0", samples=10)) == {"replica-0": bound}
-    again = desk.beat("replica-0", samples=10, samples_allowed=bound or 0)
-    assert bounds(again) == {}
+    assert bounds(desk.beat("replica-0", samples=10, samples_allowed=bound or 0)) == {}
 
 
 def test_what_a_dead_replica_held_others_get() -> None:
@@ -123,20 +105,17 @@ def test_what_a_dead_replica_held_others_get() -> None:
     desk.now += 1.0
     told = bounds(report(desk, "replica-0", 240))
     assert told["replica-0"] == 240 + 190  # a quarter of what is left
-    told = bounds(desk.join("replica-1"))
-    assert told["replica-1"] == 190
+    assert bounds(desk.join("replica-1"))["replica-1"] == 190
 
 
 def test_a_resumed_job_deals_out_what_is_left() -> None:
     desk = a_job(before=PreviousTotals(samples={"replica-0": 500, "replica-1": 480}))
-    told = bounds(desk.join())
-    assert told == {"replica-0": 510, "replica-1": 490}
+    assert bounds(desk.join()) == {"replica-0": 510, "replica-1": 490}
 
 
 def test_without_a_number_of_samples_there_are_no_bounds() -> None:
     desk = a_job(StopTable(seconds=100.0))
-    told = bounds(desk.join())
-    assert told == {"replica-0": None, "replica-1": None}
+    assert bounds(desk.join()) == {"replica-0": None, "replica-1": None}
     assert bounds(report(desk, "replica-0", BATCH)) == {}
     assert bounds(desk.beat("replica-0", samples=10)) == {}
 
@@ -144,8 +123,7 @@ def test_without_a_number_of_samples_there_are_no_bounds() -> None:
 def test_a_lost_report_of_a_replica_that_waits_is_made_up_for() -> None:
     """It waits at its bound, and reports no more: the job never ended."""
     desk = a_job(StopTable(samples=20))
-    told = bounds(desk.join())
-    assert told == {"replica-0": 10, "replica-1": 10}
+    assert bounds(desk.join()) == {"replica-0": 10, "replica-1": 10}
     report(desk, "replica-0", 10)
     desk.beat("replica-1", samples=10, samples_allowed=10)
     assert set(sent(desk.pass_time(0.5), Stop)) == set(REPLICAS)

@@ -33,7 +33,6 @@ def put(hosts: HostTable, name: str, at: str) -> None:
 
 
 def filled(hosts: HostTable, n: int) -> list[list[str] | None]:
-    """Place so many replicas one after another."""
     found = []
     for k in range(n):
         rooms = find(hosts, f"replica-{k}")
@@ -91,9 +90,7 @@ def test_what_ran_on_a_host_that_is_gone_is_nowhere() -> None:
     slots=st.lists(st.integers(0, 5), max_size=4),
     groups=st.lists(st.integers(1, 4), max_size=8),
 )
-def test_no_room_takes_more_than_it_has_slots(
-    here: int, slots: list[int], groups: list[int]
-) -> None:
+def test_no_room_takes_more_than_its_slots(here: int, slots: list[int], groups: list[int]) -> None:
     hosts = table(here, *slots)
     free = here + sum(slots)
     for k, n in enumerate(groups):
@@ -119,8 +116,7 @@ def test_a_large_batch_goes_by_the_processor_and_a_small_one_by_the_link() -> No
 
 def test_hosts_that_hardly_differ_are_alike_and_unmeasured_ones_have_no_grade() -> None:
     step = StepTime(operations=6.0 * 256, n_bytes=8.0)
-    grades = {step.grade(flops=FAST * f, bandwidth=GIGABIT) for f in (0.99, 1.0, 1.01)}
-    assert len(grades) == 1
+    assert len({step.grade(flops=FAST * f, bandwidth=GIGABIT) for f in (0.99, 1.0, 1.01)}) == 1
     assert step.grade(flops=0.0, bandwidth=GIGABIT) is None
     no_link = StepTime(operations=6.0 * 256)
     assert step.grade(flops=FAST, bandwidth=0.0) == no_link.grade(flops=FAST, bandwidth=GIGABIT)

@@ -7,34 +7,12 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    Assignments,
-    Blob,
-    FileChunk,
-    FileRequest,
-    HeartbeatAck,
-    HostReport,
-    Release,
-    Stop,
-)
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
-from distbelief.roles.role import (
-    SUPERVISOR,
-    USER,
-    Action,
-    Address,
-    Exit,
-    PeerLost,
-    Received,
-    Report,
-    Send,
-    Started,
-    Terminate,
-    TimerFired,
-)
-from distbelief.supervisor.hosts import Host, HostTable
+from distbelief.roles import role as rl
+from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of, offer_of
 
@@ -43,7 +21,6 @@ ALL_THREE = ["replica-0", "replica-1", "replica-2"]
 
 
 def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
-    """Return a shard, replicas, an evaluator."""
     replicas: list[tuple[str, Kind]] = []
     for r in range(n_replicas):
         if n_machines == 1:
@@ -52,6 +29,18 @@ def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
         replicas.append((f"replica-{r}.0", "replica"))
         replicas += [(f"replica-{r}.{m}", "machine") for m in range(1, n_machines)]
     return [("shard-0", "shard"), *replicas, ("evaluator", "evaluator")]
+
+
+def one_host(
+    n_replicas: int,
+    config: ClusterConfig | None = None,
+    *,
+    n_machines: int = 1,
+    cores: int = 2,
+    patience: float = 15.0,
+) -> tuple[Town, Machine]:
+    town = Town(roster(n_replicas, n_machines), config)
+    return town, town.come("a", cores=cores, patience=patience)
 
 
 def test_a_job_waits_for_its_hosts_and_uses_them() -> None:
@@ -94,11 +83,11 @@ def test_what_hosts_ask_for_is_not_copied_for_each() -> None:
     contents = []
     for name, document in (("a", JOB_SPEC), ("b", JOB_SPEC), ("a", PROBE), ("b", PROBE)):
         town.come(name)
-        ask = FileRequest(document=document, offset=0)
-        event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
+        ask = wire.FileRequest(document=document, offset=0)
+        event = rl.Received(sender=rl.Address(f"host-{name}"), incarnation=1, message=ask)
         (send,) = town.supervisor.handle(event, town.now)
-        assert isinstance(send, Send)
-        assert isinstance(send.message, FileChunk)
+        assert isinstance(send, rl.Send)
+        assert isinstance(send.message, wire.FileChunk)
         assert send.lent
         contents.append(send.message.content.content.obj)
     assert contents[0] is contents[1]
@@ -107,11 +96,10 @@ def test_what_hosts_ask_for_is_not_copied_for_each() -> None:
 
 def test_a_host_that_has_second_thoughts_is_left_by_its_roles() -> None:
     """Its room stayed open: roles went there, and never began."""
-    town = Town(roster(2), config_of(n_hosts=1))
-    machine = town.come("a")
+    town, machine = one_host(2, config_of(n_hosts=1))
     assert town.runs()["host-a"] == ["replica-1"]
-    refusal = HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=())
-    event = Received(sender=machine.name, incarnation=1, message=refusal)
+    refusal = wire.HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=())
+    event = rl.Received(sender=machine.name, incarnation=1, message=refusal)
     town._deliver(town.here, event)
     machine.is_cut = True
     town.pass_time(2.0)
@@ -141,8 +129,7 @@ def test_a_host_on_which_roles_die_at_once_gets_no_more() -> None:
 
 
 def test_the_only_host_is_not_blocked_and_its_replicas_are_left_out() -> None:
-    town = Town(roster(3), config_of(n_hosts=1, slots_here=0))
-    machine = town.come("a", cores=3)
+    town, machine = one_host(3, config_of(n_hosts=1, slots_here=0), cores=3)
     for _ in range(40):
         for name in list(machine.processes):
             town.die(machine, name)
@@ -156,7 +143,7 @@ def test_a_host_that_restarts_with_every_message_fills_no_log() -> None:
     town = Town(roster(1))
     for incarnation in range(1, 1001):
         offer = offer_of("a", incarnation)
-        event = Received(sender=Address("host-a"), incarnation=1, message=offer)
+        event = rl.Received(sender=rl.Address("host-a"), incarnation=1, message=offer)
         town.supervisor.handle(event, town.now + 0.005 * incarnation)
     assert sum("has joined" in text for text in town.said) <= 6
 
@@ -199,8 +186,7 @@ def test_a_host_that_dies_takes_its_roles_along_for_a_while_only() -> None:
 @pytest.mark.parametrize("seconds", [2.0, 12.0, 40.0])
 def test_a_host_that_was_cut_off_is_used_again(seconds: float) -> None:
     """Short: nothing happens. Longer: it begins anew, on either side."""
-    town = Town(roster(3), config_of(n_hosts=1))
-    machine = town.come("a")
+    town, machine = one_host(3, config_of(n_hosts=1))
     town.pass_time(5.0)
     machine.is_cut = True
     town.pass_time(seconds)
@@ -213,8 +199,7 @@ def test_a_host_that_was_cut_off_is_used_again(seconds: float) -> None:
 
 
 def test_a_role_that_dies_on_a_host_is_started_there_again() -> None:
-    town = Town(roster(2), config_of(n_hosts=1, slots_here=0))
-    machine = town.come("a")
+    town, machine = one_host(2, config_of(n_hosts=1, slots_here=0))
     town.pass_time(5.0)
     town.die(machine, "replica-1")
     town.pass_time(2.0)
@@ -222,13 +207,18 @@ def test_a_role_that_dies_on_a_host_is_started_there_again() -> None:
     assert "replica 1 died on a: restarting it" in town.said
 
 
-def test_a_host_that_leaves_is_left_in_good_order() -> None:
-    town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
-    machine = town.come("a")
+@pytest.mark.parametrize("slow_words", [False, True])
+def test_a_host_that_leaves_is_left_in_good_order(*, slow_words: bool) -> None:
+    """Its machine told of the end of its process before its own last words came.
+
+    By these the replica had finished: it was started nowhere else, and nobody said so.
+    """
+    town, machine = one_host(2, config_of(n_hosts=1, slots_here=2))
     town.pass_time(5.0)
     assert machine.processes
+    town.slow_words = slow_words
     town.leave(machine)
-    town.pass_time(3.0)
+    town.pass_time(5.0)
     assert machine.halted
     assert machine.error is None
     assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
@@ -236,25 +226,8 @@ def test_a_host_that_leaves_is_left_in_good_order() -> None:
     assert "a (host-a) has left" in town.said
 
 
-def test_a_replica_that_moves_is_not_taken_for_one_that_is_done() -> None:
-    """Its machine told of the end of its process before its own last words came.
-
-    By these the replica had finished: it was started nowhere else, and nobody said so.
-    """
-    town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
-    machine = town.come("a")
-    town.pass_time(5.0)
-    town.slow_words = True
-    town.leave(machine)
-    town.pass_time(5.0)
-    assert machine.halted
-    assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
-    assert any("has left with a: restarting it" in text for text in town.said)
-
-
 def test_hosts_of_one_model_leave_at_once() -> None:
-    town = Town(roster(1, 2), config_of(n_hosts=1, slots_here=0))
-    machine = town.come("a")
+    town, machine = one_host(1, config_of(n_hosts=1, slots_here=0), n_machines=2)
     town.pass_time(5.0)
     assert sorted(machine.processes) == ["replica-0.0", "replica-0.1"]
     town.leave(machine)
@@ -292,7 +265,7 @@ def test_another_policy_places_every_role() -> None:
     assert town.runs() == {"here": [], "host-a": sorted(everybody)}
     town.die(machine, "shard-0")
     town.pass_time(2.0)
-    assert machine.processes[Address("shard-0")] == 2
+    assert machine.processes[rl.Address("shard-0")] == 2
     town.come("b")
     town.kill(machine)
     town.pass_time(15.0)
@@ -333,11 +306,10 @@ def test_a_host_that_cannot_serve_the_job_leaves_and_says_why() -> None:
 
 def test_a_host_without_the_data_does_not_end_the_job() -> None:
     """One that joined after hours, without its data, ended it for all the others."""
-    town = Town(roster(3))
-    machine = town.come("a")
+    town, machine = one_host(3)
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
     for name in ("replica-1", "replica-2"):
-        record = town.supervisor.members.get(Address(name))
+        record = town.supervisor.members.get(rl.Address(name))
         assert record is not None
         record.counters = {}  # it has not trained
     town.fail("replica-1", "no such file: frames.npy")
@@ -356,44 +328,40 @@ def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostAgentConfig(offer=offer_of("b", cores=2), stays=True)
     host = HostAgent(config, storage=Site(patience=600.0))
-    sent_away = Release(incarnation=1, again=False, reason="no such file", refused=True)
-    host.handle(Started(incarnation=1), 0.0)
-    said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
-    assert isinstance(said, Report)
+    sent_away = wire.Release(incarnation=1, again=False, reason="no such file", refused=True)
+    host.handle(rl.Started(incarnation=1), 0.0)
+    said, *others = host.handle(
+        rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=sent_away), 1.0
+    )
+    assert isinstance(said, rl.Report)
     assert said.text == "rejected: no such file; waiting for another job"
     assert said.level == "warning"
-    assert not any(isinstance(action, Exit) for action in others)
+    assert not any(isinstance(action, rl.Exit) for action in others)
 
 
-def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
-    for name, samples in (("replica-0", 0.0), ("replica-1", 5.0)):
-        town = Town(roster(2))
-        town.come("a")
-        record = town.supervisor.members.get(Address(name))
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [
+        pytest.param("replica-0", {"replica-0": 0.0}, id="here"),
+        pytest.param("replica-1", {"replica-1": 5.0}, id="after it has trained"),
+        pytest.param("replica-1", {"replica-1": 0.0, "replica-2": 64.0}, id="another trains"),
+    ],
+)
+def test_what_is_no_fault_of_its_host_is_the_job(name: str, samples: dict[str, float]) -> None:
+    town, _ = one_host(3)
+    for role, count in samples.items():
+        record = town.supervisor.members.get(rl.Address(role))
         assert record is not None
-        record.counters = {"samples": samples}
-        town.fail(name, "a gradient is NaN")
-        assert "a gradient is NaN" in str(town.supervisor.shutdown.error)
-
-
-def test_what_fails_where_another_trains_is_the_job() -> None:
-    town = Town(roster(3))
-    town.come("a")
-    for name, samples in (("replica-1", 0.0), ("replica-2", 64.0)):
-        record = town.supervisor.members.get(Address(name))
-        assert record is not None
-        record.counters = {"samples": samples}
-    town.fail("replica-1", "sample 7 is spoilt")
-    assert "sample 7 is spoilt" in str(town.supervisor.shutdown.error)
+        record.counters = {"samples": count}
+    town.fail(name, "a gradient is NaN")
+    assert "a gradient is NaN" in str(town.supervisor.shutdown.error)
 
 
 def test_the_end_of_the_job_is_the_end_of_its_hosts() -> None:
-    town = Town(roster(3))
-    machine = town.come("a")
-    config = HostAgentConfig(offer=offer_of("b"), stays=True)
-    stays = town.come("b", config=config)
-    stop = Stop(reason="Ctrl+C")
-    town.supervisor.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
+    town, machine = one_host(3)
+    stays = town.come("b", config=HostAgentConfig(offer=offer_of("b"), stays=True))
+    stop = wire.Stop(reason="Ctrl+C")
+    town.supervisor.handle(rl.Received(sender=rl.USER, incarnation=0, message=stop), town.now)
     town.pass_time(10.0)
     assert town.here.halted
     assert machine.halted
@@ -411,32 +379,17 @@ def test_a_host_without_a_job_goes_after_a_while() -> None:
     assert machine.error == "no job has taken this host in 600 s"
 
 
-def test_a_host_ends_what_it_runs_when_its_job_has_no_supervisor() -> None:
-    town = Town(roster(3))
-    machine = town.come("a")
-    assert machine.processes
-    town.kill(town.here)
-    town.pass_time(14.0)
-    assert machine.processes
-    town.pass_time(3.0)
-    assert not machine.processes
-    assert not machine.halted
-    town.leave(machine)
-    assert machine.halted
-
-
-LOST = PeerLost(peer=SUPERVISOR, incarnation=0, reason="nothing listens at x any more")
+LOST = rl.PeerLost(peer=rl.SUPERVISOR, incarnation=0, reason="nothing listens at x any more")
 
 
 def begin_anew(town: Town, machine: Machine) -> None:
     """Tell a machine so, and end the job before its offer arrives."""
-    again = Release(incarnation=1, again=True, reason="it was silent for too long")
-    said = Received(sender=SUPERVISOR, incarnation=1, message=again)
-    machine.role.handle(said, town.now)
+    again = wire.Release(incarnation=1, again=True, reason="it was silent for too long")
+    machine.role.handle(rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=again), town.now)
     town.kill(town.here)
 
 
-def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[Action]:
+def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[rl.Action]:
     """Let time pass; the driver finds all the while that nothing listens."""
     for _ in range(round(seconds)):
         town.pass_time(1.0)
@@ -446,43 +399,41 @@ def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[Action]:
     return []
 
 
-def test_a_host_that_restarts_as_its_job_ends_ends_too() -> None:
-    """It was told so in a life that was over, and waited 600 s for the next job."""
-    town = Town(roster(3))
-    machine = town.come("a")
-    begin_anew(town, machine)
-    assert not tell_lost(town, machine, seconds=59)
-    report, *_, halt = tell_lost(town, machine, seconds=3)
-    assert isinstance(report, Report)
-    assert report.text == f"{LOST.reason}: the job is over; this host does not know how it ended"
-    assert halt == Exit(error=None)
-
-
 def test_a_host_whose_link_is_cut_waits_for_its_job() -> None:
-    town = Town(roster(3))
-    machine = town.come("a")
+    town, machine = one_host(3)
     begin_anew(town, machine)
     town.pass_time(100.0)
     assert not machine.halted
 
 
-def test_a_host_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> None:
+def test_a_host_that_restarts_as_its_job_ends_ends_too() -> None:
+    """It was told so in a life that was over, and waited 600 s for the next job."""
+    town, machine = one_host(3)
+    begin_anew(town, machine)
+    assert not tell_lost(town, machine, seconds=59)
+    report, *_, halt = tell_lost(town, machine, seconds=3)
+    assert isinstance(report, rl.Report)
+    assert report.text == f"{LOST.reason}: the job is over; this host does not know how it ended"
+    assert halt == rl.Exit(error=None)
+
+
+@pytest.mark.parametrize("patience", [15.0, 60.0])
+def test_a_host_waits_for_a_silent_supervisor_as_long_as_the_job_says(patience: float) -> None:
     """After 15 s it ended all its roles: the supervisor had only stood still."""
-    town = Town(roster(3))
-    machine = town.come("a", patience=60.0)
-    n_roles = len(machine.processes)
-    assert n_roles
+    town, machine = one_host(3, patience=patience)
+    assert len(machine.processes) == 2
     town.kill(town.here)
-    town.pass_time(50.0)
-    assert len(machine.processes) == n_roles
-    town.pass_time(15.0)
-    assert machine.processes == {}
+    town.pass_time(patience - 1.0)
+    assert len(machine.processes) == 2
+    town.pass_time(3.0)
+    assert not machine.processes
     assert not machine.halted
+    town.leave(machine)
+    assert machine.halted
 
 
 def test_a_supervisor_that_was_stopped_finds_its_hosts_at_work() -> None:
-    town = Town(roster(3))
-    machine = town.come("a", patience=600.0)
+    town, machine = one_host(3, patience=600.0)
     town.pass_time(5.0)
     before = town.runs()
     town.pause(town.here, 25.0)
@@ -493,38 +444,32 @@ def test_a_supervisor_that_was_stopped_finds_its_hosts_at_work() -> None:
 
 
 def test_a_late_report_of_an_earlier_life_of_a_host_changes_nothing() -> None:
-    town = Town(roster(2), config_of(n_hosts=1))
-    machine = town.come("a")
-    offer = offer_of("a", 2, cores=2)
+    town, machine = one_host(2, config_of(n_hosts=1))
     town.pass_time(2.0)
-    for message in (
-        offer,
-        HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=()),
-    ):
-        event = Received(sender=machine.name, incarnation=1, message=message)
+    report = wire.HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=())
+    for message in (offer_of("a", 2, cores=2), report):
+        event = rl.Received(sender=machine.name, incarnation=1, message=message)
         town.supervisor.handle(event, town.now)
     (view,) = town.supervisor.view(town.now).hosts
     assert view.state == "preparing"
 
 
 def test_time_in_which_a_host_stood_still_is_no_silence_of_its_supervisor() -> None:
-    config = HostAgentConfig(offer=offer_of("b"))
-    host = HostAgent(config, storage=Site(patience=15.0))
-    host.handle(Started(incarnation=1), 0.0)
-    taken = Assignments(incarnation=1, run="r", assignments=())
-    host.handle(Received(sender=SUPERVISOR, incarnation=1, message=taken), 1.0)
-    host.handle(TimerFired(name="host:beat"), 1.0)
-    host.handle(TimerFired(name="host:beat"), 60.0)  # it was due at 1.5
+    host = HostAgent(HostAgentConfig(offer=offer_of("b")), storage=Site(patience=15.0))
+    host.handle(rl.Started(incarnation=1), 0.0)
+    taken = wire.Assignments(incarnation=1, run="r", assignments=())
+    host.handle(rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=taken), 1.0)
+    host.handle(rl.TimerFired(name="host:beat"), 1.0)
+    host.handle(rl.TimerFired(name="host:beat"), 60.0)  # it was due at 1.5
     assert host.status()[0] == "preparing"
-    host.handle(TimerFired(name="host:beat"), 60.5)
+    host.handle(rl.TimerFired(name="host:beat"), 60.5)
     for beat in range(40):
-        host.handle(TimerFired(name="host:beat"), 61.0 + beat / 2)
+        host.handle(rl.TimerFired(name="host:beat"), 61.0 + beat / 2)
     assert host.status()[0] == "offering"
 
 
 def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
-    town = Town(roster(3))
-    machine = town.come("a", patience=600.0)
+    town, machine = one_host(3, patience=600.0)
     town.kill(town.here)
     town.pass_time(20.0)
     town.begin_another(roster(1), config_of(run="another", slots_here=0))
@@ -534,20 +479,18 @@ def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
 
 def test_what_runs_there_ends_with_it() -> None:
     town = Town(roster(3))
-    config = HostAgentConfig(offer=offer_of("a"), over_seconds=10.0)
-    machine = town.come("a", config=config)
+    machine = town.come("a", config=HostAgentConfig(offer=offer_of("a"), over_seconds=10.0))
     assert machine.processes
     town.kill(town.here)
     actions = tell_lost(town, machine, seconds=12)
-    ended = [action.name for action in actions if isinstance(action, Terminate)]
+    ended = [action.name for action in actions if isinstance(action, rl.Terminate)]
     assert sorted(ended) == sorted(machine.processes)
-    assert actions[-1] == Exit(error=None)
+    assert actions[-1] == rl.Exit(error=None)
 
 
 def test_a_host_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
     town = Town(roster(1))
-    config = HostAgentConfig(offer=offer_of("b"), stays=True)
-    stays = town.come("b", config=config)
+    stays = town.come("b", config=HostAgentConfig(offer=offer_of("b"), stays=True))
     town.kill(town.here)
     early = town.come("a")
     for machine in (stays, early):
@@ -561,10 +504,10 @@ def test_chunks_that_come_twice_show_that_the_supervisor_is_there() -> None:
     town.lossy = JOB_SPEC
     machine = town.come("a")
     town.kill(town.here)
-    piece = FileChunk(document=JOB_SPEC, offset=9, n_bytes=99, content=Blob(b"x"))
+    piece = wire.FileChunk(document=JOB_SPEC, offset=9, n_bytes=99, content=wire.Blob(b"x"))
     for _ in range(20):
         town.pass_time(1.0)
-        again = Received(sender=SUPERVISOR, incarnation=1, message=piece)
+        again = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=piece)
         machine.role.handle(again, town.now)
     state, _ = machine.role.status()
     assert state == "preparing"
@@ -573,12 +516,14 @@ def test_chunks_that_come_twice_show_that_the_supervisor_is_there() -> None:
 def test_unexpected_messages_are_rejected() -> None:
     town = Town(roster(1))
     town.come("a")
-    host = Address("host-a")
-    for message in (HeartbeatAck(), FileRequest(document="secret", offset=0)):
+    host = rl.Address("host-a")
+    for message in (wire.HeartbeatAck(), wire.FileRequest(document="secret", offset=0)):
         with pytest.raises(RemoteProtocolError):
-            town.supervisor.handle(Received(sender=host, incarnation=1, message=message), town.now)
-    report = HostReport(incarnation=1, ready=True, leaving=False, refusal=None, ended=())
-    stranger = Received(sender=Address("host-b"), incarnation=1, message=report)
+            town.supervisor.handle(
+                rl.Received(sender=host, incarnation=1, message=message), town.now
+            )
+    report = wire.HostReport(incarnation=1, ready=True, leaving=False, refusal=None, ended=())
+    stranger = rl.Received(sender=rl.Address("host-b"), incarnation=1, message=report)
     assert not town.supervisor.handle(stranger, town.now)
 
 
@@ -590,73 +535,52 @@ class Machines(RuleBasedStateMachine):
         self.town = Town(roster(4))
         self.n = 0
 
-    def pick(self, k: int) -> Machine | None:
-        living = [
-            machine
-            for name, machine in self.town.machines.items()
-            if name != "here" and not (machine.halted or machine.is_dead)
-        ]
-        return living[k % len(living)] if living else None
-
     @rule(cores=st.integers(1, 3))
     def come(self, cores: int) -> None:
         if self.n < 4:
             self.n += 1
             self.town.come(f"{self.n}", cores=cores)
 
-    @rule(k=st.integers(0, 3))
-    def kill(self, k: int) -> None:
-        machine = self.pick(k)
-        if machine is not None:
+    @rule(k=st.integers(0, 3), what=st.sampled_from(["kill", "cut", "leave", "die"]))
+    def meet_with(self, k: int, what: str) -> None:
+        living = [
+            machine
+            for name, machine in self.town.machines.items()
+            if name != "here" and not (machine.halted or machine.is_dead)
+        ]
+        if not living:
+            return
+        machine = living[k % len(living)]
+        if what == "kill":
             self.town.kill(machine)
-
-    @rule(k=st.integers(0, 3))
-    def cut(self, k: int) -> None:
-        machine = self.pick(k)
-        if machine is not None:
+        elif what == "cut":
             machine.is_cut = not machine.is_cut
-
-    @rule(k=st.integers(0, 3))
-    def leave(self, k: int) -> None:
-        machine = self.pick(k)
-        if machine is not None:
+        elif what == "leave":
             self.town.leave(machine)
-
-    @rule(k=st.integers(0, 3))
-    def die(self, k: int) -> None:
-        machine = self.pick(k)
-        if machine is not None and machine.processes:
+        elif machine.processes:
             self.town.die(machine, next(iter(machine.processes)))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0]))
     def wait(self, seconds: float) -> None:
         self.town.pass_time(seconds)
 
+    def lives(self) -> list[tuple[rl.Address, int]]:
+        return [life for m in self.town.machines.values() for life in m.processes.items()]
+
     @invariant()
     def no_life_runs_twice(self) -> None:
-        lives = [
-            incarnation
-            for machine in self.town.machines.values()
-            for incarnation in machine.processes.items()
-        ]
-        assert len(set(lives)) == len(lives)
+        assert len(set(self.lives())) == len(self.lives())
 
     @override
     def teardown(self) -> None:
         for machine in self.town.machines.values():
             machine.is_cut = False
         self.town.pass_time(120.0)
-        expected = {
+        assert sorted(self.lives()) == sorted(
             (record.name, record.incarnation)
             for record in self.town.supervisor.members
             if record.is_alive and record.presence is not Presence.WAITING
-        }
-        lives = [
-            incarnation
-            for machine in self.town.machines.values()
-            for incarnation in machine.processes.items()
-        ]
-        assert sorted(lives) == sorted(expected)
+        )
 
 
 TestMachines = Machines.TestCase

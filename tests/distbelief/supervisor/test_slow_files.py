@@ -16,17 +16,7 @@ from typing_extensions import override
 from distbelief.config.job import StopTable
 from distbelief.launch.local import LocalLauncher
 from distbelief.protocol import HeartbeatAck
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    SUPERVISOR,
-    Action,
-    Event,
-    Exit,
-    Received,
-    Report,
-    Seconds,
-    Send,
-)
+from distbelief.roles import role as rl
 from distbelief.run.directory import RunDirectory
 from distbelief.run.metrics_file import read_metrics
 from distbelief.supervisor.config import SupervisorConfig
@@ -46,18 +36,18 @@ N_ROUNDS = 50
 class Echo:
     """Sends itself messages, and says so in its log, then ends."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     def __init__(self) -> None:
         self.n_answered = 0
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
-        self.n_answered += isinstance(event, Received)
+        self.n_answered += isinstance(event, rl.Received)
         if self.n_answered == N_ROUNDS:
-            return [Exit()]
-        said = Report(text=f"round {self.n_answered}")
-        return [said, Send(receiver=SUPERVISOR, message=HeartbeatAck())]
+            return [rl.Exit()]
+        said = rl.Report(text=f"round {self.n_answered}")
+        return [said, rl.Send(receiver=rl.SUPERVISOR, message=HeartbeatAck())]
 
     def status(self) -> tuple[str, dict[str, float]]:
         return "echoing", {}
@@ -96,8 +86,8 @@ class Desk:
         self._supervisor = Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=stop))
         self._supervisor._records.append(self._supervisor.view(0.0))
         sockets = Path(stack.enter_context(TemporaryDirectory()))
-        self._transport = stack.enter_context(link(SUPERVISOR, sockets))
-        self._transport.connect(SUPERVISOR, 1, self._transport.endpoint)
+        self._transport = stack.enter_context(link(rl.SUPERVISOR, sockets))
+        self._transport.connect(rl.SUPERVISOR, 1, self._transport.endpoint)
 
     def answer(self, *, until: Callable[[], None]) -> int:
         """Run a role that has much to answer; then let what hangs go on.
@@ -110,8 +100,7 @@ class Desk:
         late.start()
         with self.log.in_threads():
             node = RoleRunner(echo, transport=self._transport, log=self.log.log)
-            tick = partial(self._trainer.tick, self._supervisor)
-            error = node.run(tick, tick_seconds=0.0)
+            error = node.run(partial(self._trainer.tick, self._supervisor), tick_seconds=0.0)
             hung = late.is_alive()
             late.cancel()
             until()
@@ -123,8 +112,7 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
     with ExitStack() as stack:
-        run = stack.enter_context(RunDirectory.create(tmp_path / "run"))
-        yield Desk(run, stack)
+        yield Desk(stack.enter_context(RunDirectory.create(tmp_path / "run")), stack)
 
 
 def test_nobody_waits_for_a_terminal_that_takes_nothing(desk: Desk) -> None:
@@ -157,7 +145,7 @@ def test_nobody_waits_for_a_run_directory_that_hangs(desk: Desk, name: str) -> N
 
 def test_what_was_written_last_is_on_the_disk_at_the_end(desk: Desk) -> None:
     assert desk.answer(until=lambda: None) == N_ROUNDS
-    log = desk.run.log_file(SUPERVISOR).read_text().splitlines()
+    log = desk.run.log_file(rl.SUPERVISOR).read_text().splitlines()
     assert log[-1].endswith(f"round {N_ROUNDS - 1}")
     assert len(log) == N_ROUNDS
     status = desk.run.read_status()

@@ -5,49 +5,18 @@ from typing import TypeVar
 
 import pytest
 
+from distbelief import protocol as wire
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    CheckpointSaved,
-    Evaluate,
-    EvaluationDone,
-    Failed,
-    Finished,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Message,
-    PeerEntry,
-    Peers,
-    Progress,
-    SaveCheckpoint,
-    StartTraining,
-    Stop,
-)
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import (
-    USER,
-    Action,
-    Address,
-    Connect,
-    Event,
-    Exit,
-    Launch,
-    PeerLost,
-    Received,
-    Send,
-    SetTimer,
-    Started,
-    Terminate,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.supervisor import membership
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import TICK_SECONDS, Supervisor
-from distbelief.supervisor.view import HISTORY_MAX
+from distbelief.supervisor.view import HISTORY_MAX, JobView
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -59,97 +28,129 @@ ROSTER: tuple[tuple[str, Kind], ...] = (
 )
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 
 
 class Desk:
-    """A supervisor, the time, and what it has asked for."""
-
-    def __init__(self, config: SupervisorConfig | None = None) -> None:
-        stop = StopRules(StopTable(epochs=1000), n_train=100)
-        self.supervisor = Supervisor(config or SupervisorConfig(roster=ROSTER, stop=stop))
+    def __init__(self, config: SupervisorConfig) -> None:
+        self.supervisor = Supervisor(config)
         self.now = 0.0
-        roster = config.roster if config else ROSTER
-        self.names = [name for name, _ in roster]
+        self.names = [name for name, _ in config.roster]
         self.incarnations = dict.fromkeys(self.names, 1)
-        self.start = self.handle(Started(incarnation=1))
+        self.start = self.handle(rl.Started(incarnation=1))
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: rl.Event) -> list[rl.Action]:
         actions = list(self.supervisor.handle(event, self.now))
         for action in actions:
-            if isinstance(action, Launch):
+            if isinstance(action, rl.Launch):
                 self.incarnations[action.name] = action.incarnation
         return actions
 
-    def hear(self, name: str, message: Message, *, incarnation: int | None = None) -> list[Action]:
+    def hear(
+        self, name: str, message: wire.Message, *, incarnation: int | None = None
+    ) -> list[rl.Action]:
         number = self.incarnations.get(name, 1) if incarnation is None else incarnation
-        return self.handle(Received(sender=Address(name), incarnation=number, message=message))
+        return self.handle(
+            rl.Received(sender=rl.Address(name), incarnation=number, message=message)
+        )
 
-    def join(self, *names: str) -> list[Action]:
-        actions: list[Action] = []
+    def join(self, *names: str) -> list[rl.Action]:
+        actions: list[rl.Action] = []
         for name in names or self.names:
-            actions += self.hear(name, Join(endpoint=f"at-{name}", host="h", pid=1))
+            actions += self.hear(name, wire.Join(endpoint=f"at-{name}", host="h", pid=1))
         return actions
 
-    def beat(self, name: str, state: str = "busy", **counters: float) -> list[Action]:
-        return self.hear(name, Heartbeat(state=state, counters=counters))
+    def train(self, name: str = "replica-0") -> None:
+        """Let all roles join, and this one take its first step."""
+        self.join()
+        self.progress(name)
 
-    def progress(self, name: str = "replica-0", step: int = 1) -> list[Action]:
-        message = Progress(
+    def restart(self, name: str, reason: str = "was ended by signal SIGKILL") -> None:
+        self.die(name, reason)
+        self.join(name)
+
+    def finish(self, *names: str) -> list[rl.Action]:
+        return [action for name in names for action in self.hear(name, wire.Finished(counters={}))]
+
+    def saved(self, *names: str, label: str = "00001", error: str | None = None) -> list[rl.Action]:
+        saved = wire.CheckpointSaved(label=label, clock=1, error=error)
+        return [action for name in names for action in self.hear(name, saved)]
+
+    def measured(self, metric: float = 0.75, *, request: int = 1) -> list[rl.Action]:
+        done = wire.EvaluationDone(
+            request=request, loss=0.5, metric=metric, n_samples=10, clock=3.0
+        )
+        return self.hear("evaluator", done)
+
+    def beat(self, name: str, state: str = "busy", **counters: float) -> list[rl.Action]:
+        return self.hear(name, wire.Heartbeat(state=state, counters=counters))
+
+    def progress(self, name: str = "replica-0", step: int = 1) -> list[rl.Action]:
+        message = wire.Progress(
             step=step, samples=10 * step, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
         )
         return self.hear(name, message)
 
-    def pass_time(self, seconds: float, *, beats: Sequence[str] = ()) -> list[Action]:
+    def pass_time(self, seconds: float, *, beats: Sequence[str] = ()) -> list[rl.Action]:
         """Let the timer fire as often as it does; these roles say that they live."""
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         for _ in range(round(seconds / TICK_SECONDS)):
             self.now += TICK_SECONDS
             for name in beats:
                 actions += self.beat(name)
-            actions += self.handle(TimerFired(name="supervisor:tick"))
+            actions += self.handle(rl.TimerFired(name="supervisor:tick"))
         return actions
 
-    def die(self, name: str, reason: str = "was ended by signal SIGKILL") -> list[Action]:
+    def die(self, name: str, reason: str = "was ended by signal SIGKILL") -> list[rl.Action]:
         """A process ends, and its last words have had time to come."""
         number = self.incarnations[name]
-        lost = PeerLost(peer=Address(name), incarnation=number, reason=reason)
+        lost = rl.PeerLost(peer=rl.Address(name), incarnation=number, reason=reason)
         actions = self.handle(lost)
         self.now += 0.1
-        return [*actions, *self.handle(TimerFired(name=f"supervisor:lost:{name}"))]
+        return [*actions, *self.handle(rl.TimerFired(name=f"supervisor:lost:{name}"))]
+
+    @property
+    def view(self) -> JobView:
+        return self.supervisor.view(self.now)
 
     @property
     def told(self) -> list[str]:
-        return [m.text for m in self.supervisor.view(self.now).messages]
+        return [m.text for m in self.view.messages]
 
 
-def letters(actions: Sequence[Action], kind: type[M]) -> list[tuple[str, M]]:
-    """Return receiver and message of each message of this kind."""
+def a_job(
+    roster: Sequence[tuple[str, Kind]] = ROSTER, stop: StopTable | None = None, **options: object
+) -> Desk:
+    rules = StopRules(stop or StopTable(epochs=1000), n_train=100)
+    return Desk(SupervisorConfig(roster=tuple(roster), stop=rules, **options))  # type: ignore[arg-type]
+
+
+def letters(actions: Sequence[rl.Action], kind: type[M]) -> list[tuple[str, M]]:
     return [
         (action.receiver, action.message)
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, kind)
+        if isinstance(action, rl.Send) and isinstance(action.message, kind)
     ]
 
 
-def sent(actions: Sequence[Action], kind: type[Message]) -> list[str]:
-    """Return to whom a message of this kind was sent."""
+def sent(actions: Sequence[rl.Action], kind: type[wire.Message]) -> list[str]:
     return [receiver for receiver, _ in letters(actions, kind)]
 
 
-def introduced(actions: Sequence[Action]) -> dict[str, set[str]]:
+def introduced(actions: Sequence[rl.Action]) -> dict[str, set[str]]:
     """Return whom each role was introduced to, by its newest `Peers`."""
-    return {who: {entry.name for entry in peers.entries} for who, peers in letters(actions, Peers)}
+    return {
+        who: {entry.name for entry in peers.entries} for who, peers in letters(actions, wire.Peers)
+    }
 
 
-def ended(actions: Sequence[Action]) -> list[str]:
-    """Return the roles whose processes are ended."""
-    return [action.name for action in actions if isinstance(action, Terminate)]
+def ended(actions: Sequence[rl.Action]) -> list[str]:
+    return [action.name for action in actions if isinstance(action, rl.Terminate)]
 
 
 @pytest.fixture
 def desk() -> Desk:
-    return Desk()
+    return a_job()
 
 
 EVERYBODY = [name for name, _ in ROSTER]
@@ -158,64 +159,48 @@ EVERYBODY = [name for name, _ in ROSTER]
 # ----------------------------------------------------------------------------- start
 
 
-def test_it_starts_every_role_at_once(desk: Desk) -> None:
-    launched = [action.name for action in desk.start if isinstance(action, Launch)]
-    assert launched == EVERYBODY
-
-
-def test_clients_are_introduced_when_all_shards_are_there(desk: Desk) -> None:
-    assert sent(desk.join("replica-0", "evaluator", "shard-0"), Peers) == ["shard-0"]
+def test_all_start_at_once_and_clients_are_introduced_when_all_shards_are_there(desk: Desk) -> None:
+    assert [a.name for a in desk.start if isinstance(a, rl.Launch)] == EVERYBODY
+    assert sent(desk.join("replica-0", "evaluator", "shard-0"), wire.Peers) == ["shard-0"]
     actions = desk.join("shard-1")
-    assert set(sent(actions, Peers)) == {"shard-1", "replica-0", "evaluator"}
-    assert sent(actions, StartTraining) == ["replica-0"]
-    first = actions[0]
-    assert isinstance(first, Connect)
-    assert first.endpoint == "at-shard-1"
+    assert set(sent(actions, wire.Peers)) == {"shard-1", "replica-0", "evaluator"}
+    assert sent(actions, wire.StartTraining) == ["replica-0"]
+    assert isinstance(actions[0], rl.Connect)
+    assert actions[0].endpoint == "at-shard-1"
 
 
 def test_clients_need_shards_and_shards_need_clients(desk: Desk) -> None:
     newest = introduced(desk.join())
     assert newest["replica-0"] == {"shard-0", "shard-1"}
     assert newest["shard-0"] == {"replica-0", "replica-1", "evaluator"}
-
-
-def test_a_role_that_joins_again_is_introduced_again(desk: Desk) -> None:
-    """Its Peers was lost."""
-    desk.join()
-    actions = desk.join("replica-0")
-    assert sent(actions, Peers) == ["replica-0"]
-    assert not [action for action in actions if isinstance(action, Connect)]
+    assert sent(desk.beat("shard-0"), wire.HeartbeatAck) == ["shard-0"]
+    actions = desk.join("replica-0")  # its Peers was lost
+    assert sent(actions, wire.Peers) == ["replica-0"]
+    assert not [action for action in actions if isinstance(action, rl.Connect)]
 
 
 def test_the_process_of_a_role_is_shown_as_long_as_it_may_run(desk: Desk) -> None:
     def pid() -> int | None:
-        return desk.supervisor.view(desk.now).roles[0].pid
+        return desk.view.roles[0].pid
 
     assert pid() is None
-    join = Join(endpoint="here", host="h", pid=4711)
-    desk.hear("shard-0", join)
+    desk.hear("shard-0", wire.Join(endpoint="here", host="h", pid=4711))
     assert pid() == 4711
     desk.die("shard-0")
     assert pid() is None
     desk.join("shard-0")
     assert pid() == 1
-    desk.hear("shard-0", Finished(counters={}))
+    desk.finish("shard-0")
     assert pid() is None
 
 
-def test_a_heartbeat_is_answered(desk: Desk) -> None:
-    desk.join()
-    assert sent(desk.beat("shard-0"), HeartbeatAck) == ["shard-0"]
-
-
 def phase(desk: Desk) -> str:
-    return desk.supervisor.view(desk.now).phase
+    return desk.view.phase
 
 
 def test_a_job_trains_once_a_replica_does() -> None:
     """It was "training 0 %" while the replicas built their models."""
-    stop = StopRules(StopTable(samples=1000), n_train=100)
-    desk = Desk(SupervisorConfig(roster=ROSTER, stop=stop))
+    desk = a_job(stop=StopTable(samples=1000))
     desk.join()
     for state in ("building", "joining", "waiting for shard-0"):
         desk.beat("replica-0", state)
@@ -231,23 +216,19 @@ def test_a_job_trains_once_a_replica_does() -> None:
     desk.join()
     desk.progress("replica-1", step=100)
     assert phase(desk) == "stopping"
-    for name in ("replica-0", "replica-1"):
-        desk.hear(name, Finished(counters={}))
+    desk.finish("replica-0", "replica-1")
     assert phase(desk) == "saving"
-    for name in ("shard-0", "shard-1"):
-        desk.hear(name, CheckpointSaved(label="00001", clock=1))
-    desk.hear("evaluator", EvaluationDone(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0))
+    desk.saved("shard-0", "shard-1")
+    desk.measured()
     assert phase(desk) == "stopping"
-    for name in ("shard-0", "shard-1", "evaluator"):
-        desk.hear(name, Finished(counters={}))
+    desk.finish("shard-0", "shard-1", "evaluator")
     assert phase(desk) == "done"
 
 
 def test_a_resumed_job_in_which_nobody_trains_yet_is_resuming() -> None:
     """It was "training 74 %" at once."""
-    stop = StopRules(StopTable(samples=1000), n_train=100)
     before = PreviousTotals(samples={"replica-0": 400, "replica-1": 340})
-    desk = Desk(SupervisorConfig(roster=ROSTER, stop=stop, before=before))
+    desk = a_job(stop=StopTable(samples=1000), before=before)
     assert phase(desk) == "resuming"
     desk.join()
     assert phase(desk) == "resuming"
@@ -255,69 +236,62 @@ def test_a_resumed_job_in_which_nobody_trains_yet_is_resuming() -> None:
     assert phase(desk) == "training"
 
 
-def test_a_job_that_fails_is_failed_and_says_why(desk: Desk) -> None:
+def test_a_job_that_fails_is_failed_and_one_that_is_interrupted_is_not_done(desk: Desk) -> None:
     """It was "done: " and the error."""
     desk.join()
-    desk.hear("replica-0", Failed(error="the loss is NaN", culprit_is_job=True))
+    desk.hear("replica-0", wire.Failed(error="the loss is NaN", culprit_is_job=True))
     assert phase(desk) == "stopping"
-    desk.pass_time(60.0, beats=())
-    view = desk.supervisor.view(desk.now)
-    assert (view.phase, view.error) == ("failed", "replica 0: the loss is NaN")
-
-
-def test_a_job_that_is_interrupted_is_not_done(desk: Desk) -> None:
-    desk.join()
-    desk.hear(USER, Stop(reason="Ctrl+C"))
-    desk.pass_time(3.0)
-    view = desk.supervisor.view(desk.now)
+    desk.pass_time(60.0)
+    assert (phase(desk), desk.view.error) == ("failed", "replica 0: the loss is NaN")
+    other = a_job()
+    other.train()
+    other.now = 7.0
+    actions = other.hear(rl.USER, wire.Stop(reason="Ctrl+C"))
+    assert rl.SetTimer(name="supervisor:deadline", at=7.3) in actions  # of this stage
+    other.pass_time(3.0)
+    view = other.view
     assert (view.phase, view.stop_reason, view.error) == ("interrupted", "Ctrl+C", None)
 
 
 def test_begin_is_said_again_until_it_is_done(desk: Desk) -> None:
     desk.join()
-    assert sent(desk.beat("replica-0", "waiting for begin"), StartTraining) == ["replica-0"]
+    assert sent(desk.beat("replica-0", "waiting for begin"), wire.StartTraining) == ["replica-0"]
     desk.progress("replica-0")
-    ((_, begin),) = letters(desk.beat("replica-0"), StartTraining)
-    bound = begin.samples
-    assert bound is not None
-    assert sent(desk.beat("replica-0", samples_allowed=bound), StartTraining) == []
+    ((_, begin),) = letters(desk.beat("replica-0"), wire.StartTraining)
+    assert begin.samples is not None
+    assert not sent(desk.beat("replica-0", samples_allowed=begin.samples), wire.StartTraining)
 
 
-def test_messages_of_strangers_and_earlier_incarnations_are_ignored(desk: Desk) -> None:
+def test_messages_of_strangers_and_those_that_roles_never_send_are_rejected(desk: Desk) -> None:
     with pytest.raises(RemoteProtocolError, match="is not a member"):
         desk.join("stranger")
     desk.join()
-    desk.die("replica-0")
-    assert desk.hear("replica-0", StartTraining(), incarnation=1) == []
-
-
-def test_messages_that_roles_never_send_are_rejected(desk: Desk) -> None:
-    desk.join()
     with pytest.raises(RemoteProtocolError, match="shard-0 sent the supervisor StartTraining"):
-        desk.hear("shard-0", StartTraining())
+        desk.hear("shard-0", wire.StartTraining())
     with pytest.raises(RemoteProtocolError, match="sent the supervisor Progress, which is not"):
         desk.progress("shard-0")
     with pytest.raises(RemoteProtocolError, match="the user sent StartTraining"):
-        desk.hear(USER, StartTraining())
+        desk.hear(rl.USER, wire.StartTraining())
+    desk.die("replica-0")
+    assert desk.hear("replica-0", wire.StartTraining(), incarnation=1) == []
 
 
 def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
     """A replica of another machine could say how accurate the model is."""
-    desk.join()
-    desk.progress()
+    desk.train()
     desk.pass_time(10.1, beats=EVERYBODY)
-    message = EvaluationDone(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
+    message = wire.EvaluationDone(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
     with pytest.raises(RemoteProtocolError, match="not for a replica to send"):
         desk.hear("replica-1", message)
     desk.hear("evaluator", message)
-    assert desk.supervisor.view(desk.now).metric == 1.0
+    assert desk.view.metric == 1.0
 
 
 def test_a_role_that_never_sends_anything_is_started_again(desk: Desk) -> None:
     names = EVERYBODY[:-1]
     desk.join(*names)
     actions = desk.pass_time(61.0, beats=names)
-    assert Launch(name=Address("evaluator"), incarnation=2) in actions
+    assert rl.Launch(name=rl.Address("evaluator"), incarnation=2) in actions
     assert any("has sent nothing for 60 s" in text for text in desk.told)
 
 
@@ -326,40 +300,21 @@ def test_a_role_that_never_sends_anything_is_started_again(desk: Desk) -> None:
 
 def test_it_asks_for_evaluations_and_checkpoints_once_training_has_begun(desk: Desk) -> None:
     desk.join()
-    assert sent(desk.pass_time(40.0, beats=EVERYBODY), SaveCheckpoint) == []
+    assert sent(desk.pass_time(40.0, beats=EVERYBODY), wire.SaveCheckpoint) == []
     desk.progress()
     actions = desk.pass_time(31.0, beats=EVERYBODY)
-    assert sent(actions, Evaluate)[0] == "evaluator"
-    assert set(sent(actions, SaveCheckpoint)) == {"shard-0", "shard-1"}
+    assert sent(actions, wire.Evaluate)[0] == "evaluator"
+    assert set(sent(actions, wire.SaveCheckpoint)) == {"shard-0", "shard-1"}
 
 
 def test_an_unanswered_request_is_repeated_and_an_answered_one_is_not(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     actions = desk.pass_time(13.0, beats=EVERYBODY)
-    assert [ask.request for _, ask in letters(actions, Evaluate)] == [1, 1]
-    answer = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
-    desk.hear("evaluator", answer)
-    assert sent(desk.pass_time(5.0, beats=EVERYBODY), Evaluate) == []
-    view = desk.supervisor.view(desk.now)
+    assert [ask.request for _, ask in letters(actions, wire.Evaluate)] == [1, 1]
+    desk.measured()
+    assert sent(desk.pass_time(5.0, beats=EVERYBODY), wire.Evaluate) == []
+    view = desk.view
     assert (view.metric, view.held_out_loss, view.best_metric) == (0.75, 0.5, 0.75)
-
-
-def measured(config: SupervisorConfig, *metrics: float) -> Desk:
-    """Return a job that ends; these were measured, the last of all held-out samples."""
-    desk = Desk(config)
-    desk.join()
-    desk.progress()
-    for request, metric in enumerate(metrics, 1):
-        if request == len(metrics):
-            desk.progress("replica-0", step=100)  # the job ends
-            for replica in ("replica-0", "replica-1"):
-                desk.hear(replica, Finished(counters={}))
-        else:
-            desk.pass_time(11.0, beats=EVERYBODY)
-        answer = EvaluationDone(request=request, loss=0.5, metric=metric, n_samples=10, clock=3.0)
-        desk.hear("evaluator", answer)
-    return desk
 
 
 @pytest.mark.parametrize(
@@ -377,43 +332,40 @@ def test_the_best_metric_is_the_best_of_all_that_were_measured(
     metrics: tuple[float, ...], best: float, *, higher_is_better: bool
 ) -> None:
     """The last evaluation never counted, nor did any of a metric of the user's own."""
-    config = SupervisorConfig(
-        roster=ROSTER,
-        stop=StopRules(StopTable(samples=1000), n_train=100),
-        metric_name="mine:figure",
-        higher_is_better=higher_is_better,
+    desk = a_job(
+        stop=StopTable(samples=1000), metric_name="mine:figure", higher_is_better=higher_is_better
     )
-    desk = measured(config, *metrics)
-    view = desk.supervisor.view(desk.now)
-    assert (view.metric, view.best_metric) == (metrics[-1], best)
+    desk.train()
+    for request, metric in enumerate(metrics[:-1], 1):
+        desk.pass_time(11.0, beats=EVERYBODY)
+        desk.measured(metric, request=request)
+    desk.progress("replica-0", step=100)  # the job ends
+    desk.finish("replica-0", "replica-1")
+    desk.measured(metrics[-1], request=len(metrics))  # of all held-out samples
+    assert (desk.view.metric, desk.view.best_metric) == (metrics[-1], best)
 
 
 def test_a_checkpoint_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     desk.pass_time(30.0, beats=EVERYBODY)
-    saved = CheckpointSaved(label="00001", clock=3, error="no space left")
-    desk.hear("shard-1", saved)
+    desk.saved("shard-1", error="no space left")
     assert desk.told == ["shard 1 could not save its checkpoint: no space left"]
-    assert desk.supervisor.view(desk.now).phase == "training"
+    assert desk.view.phase == "training"
 
 
 def test_a_late_answer_to_an_earlier_request_does_not_count_as_one_to_the_last(desk: Desk) -> None:
     """The job would end before its last checkpoint is on disk."""
     end(desk)
-    for name in ("replica-0", "replica-1"):
-        desk.hear(name, Finished(counters={}))
-    desk.hear("evaluator", EvaluationDone(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0))
+    desk.finish("replica-0", "replica-1")
+    desk.measured()
     for label in ("", "00000", "00001"):
-        assert desk.supervisor.view(desk.now).phase == "saving"
-        for name in ("shard-0", "shard-1"):
-            desk.hear(name, CheckpointSaved(label=label, clock=1))
-    assert desk.supervisor.view(desk.now).phase == "stopping"
+        assert desk.view.phase == "saving"
+        desk.saved("shard-0", "shard-1", label=label)
+    assert desk.view.phase == "stopping"
 
 
 def test_a_job_that_takes_no_steps_is_talked_about(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     desk.pass_time(61.0, beats=EVERYBODY)
     assert desk.told == ["no step in the last 60 s (replica 0: busy, replica 1: busy)"]
 
@@ -424,87 +376,87 @@ def test_bytes_are_those_that_clients_tell_of(desk: Desk) -> None:
     desk.beat("shard-0", bytes_in=40.0, bytes_out=0.0)
     desk.beat("replica-0", bytes_in=300.0, bytes_out=40.0)
     desk.beat("evaluator", bytes_in=100.0)
-    view = desk.supervisor.view(desk.now)
-    assert (view.bytes_in, view.bytes_out) == (40, 400)
+    assert (desk.view.bytes_in, desk.view.bytes_out) == (40, 400)
 
 
 @pytest.mark.parametrize("figure", [float("nan"), float("inf"), -1e308, 1e308])
-def test_a_figure_that_is_no_count_is_not_counted(figure: float) -> None:
+def test_a_figure_that_is_no_count_is_not_counted(server: Desk, figure: float) -> None:
     """Of one role's word: the supervisor failed when it next drew up its view."""
-    desk = Desk(SupervisorConfig(roster=ROSTER[:2], stop=None, admits_guests=True))
-    desk.join("shard-0", "shard-1", "worker-1", "worker-2")
-    desk.beat("worker-1", bytes_in=figure, bytes_out=figure, pushes_lost=figure)
-    desk.beat("worker-2", bytes_in=300.0)
-    view = desk.supervisor.view(desk.now)
+    server.join("worker-1", "worker-2")
+    server.beat("worker-1", bytes_in=figure, bytes_out=figure, pushes_lost=figure)
+    server.beat("worker-2", bytes_in=300.0)
+    view = server.view
     assert (view.bytes_in, view.bytes_out, view.pushes_lost) == (0, 300, 0)
 
 
 def pushes(desk: Desk) -> tuple[int, int]:
     """Return how many are applied, and how many lost."""
-    view = desk.supervisor.view(desk.now)
-    assert view.pushes_lost is not None
-    return view.pushes_applied, view.pushes_lost
+    assert desk.view.pushes_lost is not None
+    return desk.view.pushes_applied, desk.view.pushes_lost
+
+
+def applied(desk: Desk, name: str, n: int, **counters: float) -> None:
+    desk.beat(name, "busy", clock=n, pushes_applied=n, **counters)
 
 
 def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(desk: Desk) -> None:
     """A replica's next life knows of no push before it: 0 were said to be lost."""
     desk.join()
-    desk.beat("shard-0", clock=207.0, pushes_applied=207.0)
-    desk.beat("shard-1", clock=205.0, pushes_applied=205.0)
-    desk.die("replica-0")
-    desk.die("shard-0")
-    desk.join("replica-0", "shard-0")
-    desk.beat("shard-0", clock=3.0, pushes_applied=3.0)
+    applied(desk, "shard-0", 207)
+    applied(desk, "shard-1", 205)
+    for name in ("replica-0", "shard-0"):
+        desk.restart(name)
+    applied(desk, "shard-0", 3)
     desk.beat("replica-0", pushes_lost=0.0)
     assert pushes(desk) == (0, 207)  # shard 1 has not told of the three since
-    desk.beat("shard-1", clock=208.0, pushes_applied=208.0)
-    desk.beat("shard-0", clock=13.0, pushes_applied=13.0)
+    applied(desk, "shard-1", 208)
+    applied(desk, "shard-0", 13)
     assert pushes(desk) == (1, 207)  # 208 came to both, and 207 are gone
 
 
-def test_a_push_is_one_push_however_many_shards_it_goes_to(desk: Desk) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "counted"),
+    [
+        pytest.param((800, {}), (799, {}), 799, id="its replica was killed between the two"),
+        # Each machine pushes to some shards: their clocks count every part.
+        pytest.param((40, {"pushes": 20}), (20, {"pushes": 20}), 20, id="of several machines"),
+    ],
+)
+def test_a_push_is_one_push_however_many_shards_it_goes_to(
+    desk: Desk,
+    first: tuple[int, dict[str, float]],
+    second: tuple[int, dict[str, float]],
+    counted: int,
+) -> None:
     """800 pushes to two shards were shown as 1,600."""
     desk.join()
-    desk.beat("shard-0", clock=800.0, pushes_applied=800.0, pushes_refused=2.0)
-    desk.beat("shard-1", clock=799.0, pushes_applied=799.0, pushes_refused=3.0)
-    assert pushes(desk) == (799, 0)  # its replica was killed between the two
-    assert desk.supervisor.view(desk.now).pushes_refused == 3
+    applied(desk, "shard-0", first[0], pushes_refused=2, **first[1])
+    applied(desk, "shard-1", second[0], pushes_refused=3, **second[1])
+    assert pushes(desk) == (counted, 0)
+    assert desk.view.pushes_refused == 3
 
 
 def test_what_several_shards_lose_is_counted_once_where_it_is_the_same(desk: Desk) -> None:
     desk.join()
-    names = ("shard-0", "shard-1")
-    for name in names:
-        desk.beat(name, clock=100.0, pushes_applied=100.0)
-    for name, kept in zip(names, (70.0, 90.0), strict=True):
-        desk.die(name)
-        desk.join(name)
+    for name in ("shard-0", "shard-1"):
+        applied(desk, name, 100)
+    for name, kept in (("shard-0", 70.0), ("shard-1", 90.0)):
+        desk.restart(name)
         desk.beat(name, clock=kept, pushes_applied=0.0)
     assert pushes(desk) == (70, 30)
-    for name, kept in zip(names, (90.0, 110.0), strict=True):
+    for name, kept in (("shard-0", 90.0), ("shard-1", 110.0)):
         desk.beat(name, clock=kept, pushes_applied=20.0)
     assert pushes(desk) == (90, 30)
-    desk.die("shard-1")
-    desk.join("shard-1")
+    desk.restart("shard-1")
     desk.beat("shard-1", clock=105.0, pushes_applied=0.0)
     assert pushes(desk) == (85, 35)
-
-
-def test_a_push_of_several_machines_is_one_push() -> None:
-    """Each machine pushes to some shards: their clocks count every part."""
-    desk = Desk()
-    desk.join()
-    desk.beat("shard-0", clock=40.0, pushes_applied=40.0, pushes=20.0)
-    desk.beat("shard-1", clock=20.0, pushes_applied=20.0, pushes=20.0)
-    assert pushes(desk) == (20, 0)
 
 
 def test_what_replicas_and_shards_know_to_be_lost_is_counted_once(desk: Desk) -> None:
     """A shard's last words are older than the last of its pushes."""
     desk.join()
-    desk.beat("shard-0", clock=207.0, pushes_applied=207.0)
-    desk.die("shard-0")
-    desk.join("shard-0")
+    applied(desk, "shard-0", 207)
+    desk.restart("shard-0")
     desk.beat("shard-0", clock=150.0, pushes_applied=0.0)
     desk.beat("replica-0", pushes_lost=40.0)
     assert pushes(desk) == (150, 57)
@@ -514,14 +466,13 @@ def test_what_replicas_and_shards_know_to_be_lost_is_counted_once(desk: Desk) ->
 
 def test_last_counters_of_a_shard_are_counted(desk: Desk) -> None:
     desk.join()
-    desk.beat("shard-0", clock=7.0, pushes_applied=7.0)
-    desk.hear("shard-0", Finished(counters={"clock": 9.0, "pushes_applied": 9.0}))
+    applied(desk, "shard-0", 7)
+    desk.hear("shard-0", wire.Finished(counters={"clock": 9.0, "pushes_applied": 9.0}))
     assert pushes(desk) == (9, 0)
 
 
 def test_records_for_the_metrics_come_as_often_as_was_asked(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     desk.pass_time(10.1, beats=EVERYBODY)
     records = desk.supervisor.take_records()
     assert len(records) == 5
@@ -531,12 +482,11 @@ def test_records_for_the_metrics_come_as_often_as_was_asked(desk: Desk) -> None:
 
 @pytest.mark.untraced
 def test_the_curve_stays_short(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     for step in range(2, 1000):
         desk.progress(step=step)
         desk.pass_time(2.0, beats=EVERYBODY)
-    history = desk.supervisor.view(desk.now).history
+    history = desk.view.history
     assert len(history) <= HISTORY_MAX
     assert history[0].seconds < 5.0
     assert history[-1].samples == 9990
@@ -548,45 +498,36 @@ def test_the_curve_stays_short(desk: Desk) -> None:
 def test_a_dead_role_is_restarted_and_the_others_are_notified(desk: Desk) -> None:
     desk.join()
     actions = desk.die("shard-1")
-    assert Launch(name=Address("shard-1"), incarnation=2) in actions
-    assert set(sent(actions, Peers)) == {"replica-0", "replica-1", "evaluator"}
-    assert set(sent(desk.join("shard-1"), Peers)) >= {"replica-0", "shard-1"}
+    assert rl.Launch(name=rl.Address("shard-1"), incarnation=2) in actions
+    assert set(sent(actions, wire.Peers)) == {"replica-0", "replica-1", "evaluator"}
+    assert set(sent(desk.join("shard-1"), wire.Peers)) >= {"replica-0", "shard-1"}
+    desk.hear("replica-1", wire.Failed(error="no memory", culprit_is_job=False))
+    desk.die("replica-1", "ended with status 1")
+    assert desk.told[-1] == "replica 1 failed (no memory): restarting it"  # its own error
 
 
 def test_a_replica_that_says_finished_has_not_died(desk: Desk) -> None:
     """The news of its end may come before its last words."""
     desk.join()
-    lost = PeerLost(peer=Address("replica-1"), incarnation=1, reason="ended")
-    desk.handle(lost)
-    desk.hear("replica-1", Finished(counters={}))
+    desk.handle(rl.PeerLost(peer=rl.Address("replica-1"), incarnation=1, reason="ended"))
+    desk.finish("replica-1")
     desk.now += 0.1
-    assert desk.handle(TimerFired(name="supervisor:lost:replica-1")) == []
+    assert desk.handle(rl.TimerFired(name="supervisor:lost:replica-1")) == []
     assert desk.told == []
 
 
-def test_a_role_that_failed_is_named_with_its_own_error(desk: Desk) -> None:
-    desk.join()
-    desk.hear("replica-1", Failed(error="no memory", culprit_is_job=False))
-    desk.die("replica-1", "ended with status 1")
-    assert desk.told == ["replica 1 failed (no memory): restarting it"]
-
-
 def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
-    failed = Failed(error="the loss is NaN", culprit_is_job=True)
-    actions = desk.hear("replica-1", failed)
-    assert Terminate(name=Address("replica-1")) in actions
-    assert sent(actions, Stop) == ["replica-0"]
-    actions = desk.hear("replica-0", Finished(counters={}))
-    assert set(sent(actions, SaveCheckpoint)) == {"shard-0", "shard-1"}
-    assert sent(actions, Evaluate) == []
-    for name in ("shard-0", "shard-1"):
-        actions = desk.hear(name, CheckpointSaved(label="00001", clock=1))
-    assert set(sent(actions, Stop)) == {"shard-0", "shard-1", "evaluator"}
-    for name in ("shard-0", "shard-1", "evaluator"):
-        actions = desk.hear(name, Finished(counters={}))
-    assert actions[-1] == Exit(error="replica 1: the loss is NaN")
+    desk.train()
+    actions = desk.hear("replica-1", wire.Failed(error="the loss is NaN", culprit_is_job=True))
+    assert rl.Terminate(name=rl.Address("replica-1")) in actions
+    assert sent(actions, wire.Stop) == ["replica-0"]
+    actions = desk.finish("replica-0")
+    assert set(sent(actions, wire.SaveCheckpoint)) == {"shard-0", "shard-1"}
+    assert sent(actions, wire.Evaluate) == []
+    actions = desk.saved("shard-0", "shard-1")
+    assert set(sent(actions, wire.Stop)) == {"shard-0", "shard-1", "evaluator"}
+    actions = desk.finish("shard-0", "shard-1", "evaluator")
+    assert actions[-1] == rl.Exit(error="replica 1: the loss is NaN")
 
 
 def test_text_of_others_is_no_command_to_a_terminal(desk: Desk) -> None:
@@ -594,8 +535,8 @@ def test_text_of_others_is_no_command_to_a_terminal(desk: Desk) -> None:
     desk.join()
     desk.beat("replica-0", "\x1b[2Jbusy\x9b")
     error = "line 1\n\tline 2 \x1b]0;mine\x07 \x1b[31m"
-    desk.hear("replica-1", Failed(error=error, culprit_is_job=True))
-    view = desk.supervisor.view(desk.now)
+    desk.hear("replica-1", wire.Failed(error=error, culprit_is_job=True))
+    view = desk.view
     shown = [*desk.told, str(desk.supervisor.error), *(r.state for r in view.roles)]
     assert any("line 1\n\tline 2 ?]0;mine? ?[31m" in text for text in shown)
     assert "?[2Jbusy?" in shown
@@ -603,56 +544,45 @@ def test_text_of_others_is_no_command_to_a_terminal(desk: Desk) -> None:
 
 
 def test_a_replica_left_out_is_reported_with_how_long_it_lasted(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     for _ in range(4):
         desk.beat("replica-1", "computing")
         desk.pass_time(5.0, beats=EVERYBODY)
-        desk.die("replica-1", "ended with status 1")
-        desk.join("replica-1")
+        desk.restart("replica-1", "ended with status 1")
     assert desk.told[-1] == (
         "replica 1 ended with status 1; left out after 3 restarts, none of which lasted 30 s"
     )
 
 
 def test_a_stable_incarnation_resets_the_restart_count(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
+    names = ("replica-1", "shard-0", "evaluator")
     for _ in range(10):
         desk.pass_time(31.0, beats=EVERYBODY)
-        for name in ("replica-1", "shard-0", "evaluator"):
-            for _ in range(2):
-                desk.die(name)
-                desk.join(name)
-    rows = {role.name: role for role in desk.supervisor.view(desk.now).roles}
-    for name in ("replica-1", "shard-0", "evaluator"):
-        assert rows[name].restarts == 20
-    assert desk.supervisor.view(desk.now).phase == "training"
+        for name in 2 * names:
+            desk.restart(name)
+    restarts = {role.name: role.restarts for role in desk.view.roles}
+    assert all(restarts[name] == 20 for name in names)
+    assert phase(desk) == "training"
     assert not any("left out" in text for text in desk.told)
 
 
 def test_an_incarnation_that_never_joined_resets_nothing(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     others = [name for name in EVERYBODY if name != "replica-1"]
     for _ in range(4):
         for _ in range(40):
             desk.beat("replica-1", "building")
             desk.pass_time(1.0, beats=others)
-        desk.die("replica-1")
-        desk.join("replica-1")
+        desk.restart("replica-1")
     assert "left out after 3 restarts" in desk.told[-1]
 
 
 def test_a_shard_that_cannot_be_kept_alive_ends_the_job(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
+    desk.train()
     for _ in range(6):
-        desk.die("shard-0", "ended with status 1")
-        desk.join("shard-0")
-    view = desk.supervisor.view(desk.now)
-    assert view.phase == "stopping"
-    assert desk.supervisor.error is not None
+        desk.restart("shard-0", "ended with status 1")
+    assert desk.view.phase == "stopping"
     assert desk.supervisor.error == (
         "shard 0 cannot be kept alive after 5 restarts, none of which lasted 30 s: it "
         "ended with status 1"
@@ -667,67 +597,53 @@ def end(desk: Desk) -> None:
     desk.join()
     for step in range(1, 10_001, 5000):
         desk.progress("replica-0", step)
-    actions = desk.progress("replica-1", 10_000)
-    assert set(sent(actions, Stop)) == {"replica-0", "replica-1"}
+    assert set(sent(desk.progress("replica-1", 10_000), wire.Stop)) == {"replica-0", "replica-1"}
 
 
 def test_the_end_waits_for_every_answer(desk: Desk) -> None:
     end(desk)
-    assert sent(desk.hear("replica-0", Finished(counters={})), SaveCheckpoint) == []
-    actions = desk.hear("replica-1", Finished(counters={}))
-    assert sent(actions, Evaluate) == ["evaluator"]
-    assert sent(actions, SaveCheckpoint) == ["shard-0", "shard-1"]
-    measured = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
-    assert sent(desk.hear("evaluator", measured), Stop) == []
-    assert sent(desk.hear("shard-0", CheckpointSaved(label="00001", clock=1)), Stop) == []
-    actions = desk.hear("shard-1", CheckpointSaved(label="00001", clock=1))
-    assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
+    assert sent(desk.finish("replica-0"), wire.SaveCheckpoint) == []
+    actions = desk.finish("replica-1")
+    assert sent(actions, wire.Evaluate) == ["evaluator"]
+    assert sent(actions, wire.SaveCheckpoint) == ["shard-0", "shard-1"]
+    assert sent(desk.measured(), wire.Stop) == []
+    assert sent(desk.saved("shard-0"), wire.Stop) == []
+    assert sent(desk.saved("shard-1"), wire.Stop) == ["shard-0", "shard-1", "evaluator"]
 
 
-def test_stop_is_said_again_at_every_heartbeat(desk: Desk) -> None:
+def test_a_replica_that_never_ends_is_told_again_then_named_and_ended_by_force(desk: Desk) -> None:
     end(desk)
-    assert sent(desk.beat("replica-0"), Stop) == ["replica-0"]
-
-
-def test_a_replica_that_never_ends_is_named_and_ended_by_force(desk: Desk) -> None:
-    end(desk)
-    desk.hear("replica-0", Finished(counters={}))
+    assert sent(desk.beat("replica-0"), wire.Stop) == ["replica-0"]
+    desk.finish("replica-0")
     actions = desk.pass_time(121.0, beats=EVERYBODY)
-    assert Terminate(name=Address("replica-1")) in actions
-    assert sent(actions, SaveCheckpoint) != []
-    text = "replica 1 takes too long for its last step and push: killed"
-    assert text in desk.told
+    assert rl.Terminate(name=rl.Address("replica-1")) in actions
+    assert sent(actions, wire.SaveCheckpoint) != []
+    assert "replica 1 takes too long for its last step and push: killed" in desk.told
 
 
 def test_a_shard_that_dies_in_the_end_comes_back_and_saves(desk: Desk) -> None:
     end(desk)
-    for name in ("replica-0", "replica-1"):
-        desk.hear(name, Finished(counters={}))
-    desk.hear("shard-0", CheckpointSaved(label="00001", clock=1))
-    measured = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
-    desk.hear("evaluator", measured)
-    assert Launch(name=Address("shard-1"), incarnation=2) in desk.die("shard-1")
+    desk.finish("replica-0", "replica-1")
+    desk.saved("shard-0")
+    desk.measured()
+    assert rl.Launch(name=rl.Address("shard-1"), incarnation=2) in desk.die("shard-1")
     desk.join("shard-1")
     actions = desk.pass_time(3.0, beats=("shard-0", "shard-1", "evaluator"))
-    assert set(sent(actions, SaveCheckpoint)) == {"shard-1"}
-    actions = desk.hear("shard-1", CheckpointSaved(label="00001", clock=1))
-    assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
+    assert set(sent(actions, wire.SaveCheckpoint)) == {"shard-1"}
+    assert sent(desk.saved("shard-1"), wire.Stop) == ["shard-0", "shard-1", "evaluator"]
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_job_whose_end_is_not_saved_has_failed(desk: Desk, *, answers: bool) -> None:
     end(desk)
-    for name in ("replica-0", "replica-1"):
-        desk.hear(name, Finished(counters={}))
-    measured = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
-    desk.hear("evaluator", measured)
-    desk.hear("shard-0", CheckpointSaved(label="00001", clock=1))
+    desk.finish("replica-0", "replica-1")
+    desk.measured()
+    desk.saved("shard-0")
     if answers:
-        refused = CheckpointSaved(label="00001", clock=1, error="no space left")
-        desk.hear("shard-1", refused)
+        desk.saved("shard-1", error="no space left")
         assert desk.supervisor.error is None  # asked again: a full disk may heal
         desk.pass_time(11.0, beats=EVERYBODY)
-        desk.hear("shard-1", refused)
+        desk.saved("shard-1", error="no space left")
         why = "no space left"
     else:
         desk.pass_time(1801.0, beats=EVERYBODY)
@@ -735,30 +651,19 @@ def test_a_job_whose_end_is_not_saved_has_failed(desk: Desk, *, answers: bool) -
     assert desk.supervisor.error == (f"the last checkpoint of shard 1 could not be saved: {why}")
 
 
-def test_the_deadline_of_each_stage_has_a_timer(desk: Desk) -> None:
-    desk.join()
-    desk.progress()
-    desk.now = 7.0
-    actions = desk.hear(USER, Stop(reason="Ctrl+C"))
-    assert SetTimer(name="supervisor:deadline", at=7.3) in actions
-
-
 def test_a_job_without_shards_begins_at_once_and_saves_nothing() -> None:
-    stop = StopRules(StopTable(epochs=1000), n_train=100)
-    desk = Desk(SupervisorConfig(roster=ROSTER[2:], stop=stop))
+    desk = a_job(ROSTER[2:])
     actions = desk.join("replica-0")
-    assert sent(actions, Peers) == sent(actions, StartTraining) == ["replica-0"]
+    assert sent(actions, wire.Peers) == sent(actions, wire.StartTraining) == ["replica-0"]
     desk.join("replica-1", "evaluator")
     desk.progress()
-    requests = desk.pass_time(31.0, beats=EVERYBODY[2:])
-    assert sent(requests, SaveCheckpoint) == []
-    desk.hear("replica-0", Finished(counters={}))
-    actions = desk.hear("replica-1", Finished(counters={}))
-    ((_, ask),) = letters(actions, Evaluate)
-    assert sent(actions, SaveCheckpoint) == []
-    done = EvaluationDone(request=ask.request, loss=0.5, metric=0.5, n_samples=9, clock=0.0)
-    assert sent(desk.hear("evaluator", done), Stop) == ["evaluator"]
-    assert desk.hear("evaluator", Finished(counters={}))[-1] == Exit(error=None)
+    assert sent(desk.pass_time(31.0, beats=EVERYBODY[2:]), wire.SaveCheckpoint) == []
+    desk.finish("replica-0")
+    actions = desk.finish("replica-1")
+    ((_, ask),) = letters(actions, wire.Evaluate)
+    assert sent(actions, wire.SaveCheckpoint) == []
+    assert sent(desk.measured(request=ask.request), wire.Stop) == ["evaluator"]
+    assert desk.finish("evaluator")[-1] == rl.Exit(error=None)
 
 
 # --------------------------------------------------------------------------- serving
@@ -771,53 +676,51 @@ def server() -> Desk:
     return desk
 
 
-def test_a_standing_server_admits_guests(server: Desk) -> None:
+def test_a_standing_server_admits_guests_and_forgets_those_that_are_done(server: Desk) -> None:
     assert server.supervisor.status()[0] == "training"
-    actions = server.join("worker-1")
-    assert sent(actions, Peers) == ["shard-0", "shard-1", "worker-1"]
-    assert sent(server.beat("worker-1"), HeartbeatAck) == ["worker-1"]
+    for name in ("worker-1", "worker-2"):
+        assert set(sent(server.join(name), wire.Peers)) == {"shard-0", "shard-1", name}
+        assert sent(server.beat(name), wire.HeartbeatAck) == [name]
+    server.hear("worker-1", wire.Failed(error="its loss is NaN", culprit_is_job=True))
+    assert server.view.phase == "training"
+    server.finish("worker-2")
+    assert "worker-2" not in [role.name for role in server.view.roles]
 
 
 def test_a_silent_guest_is_neither_ended_nor_restarted(server: Desk) -> None:
     server.join("worker-1")
     actions = server.pass_time(60.0, beats=("shard-0", "shard-1"))
-    assert not [a for a in actions if isinstance(a, Launch | Terminate)]
+    assert not [a for a in actions if isinstance(a, rl.Launch | rl.Terminate)]
     assert server.told == ["worker 1 silent for 10.2 s: going on without it"]
     actions = server.beat("worker-1")
-    assert set(sent(actions, Peers)) >= {"shard-0", "shard-1"}  # it is there again
+    assert set(sent(actions, wire.Peers)) >= {"shard-0", "shard-1"}  # it is there again
 
 
 def test_a_guest_that_comes_again_is_a_new_incarnation(server: Desk) -> None:
     server.join("worker-1")
-    join = Join(endpoint="elsewhere", host="h", pid=2)
+    join = wire.Join(endpoint="elsewhere", host="h", pid=2)
     actions = server.hear("worker-1", join, incarnation=5)
-    connects = [action for action in actions if isinstance(action, Connect)]
+    connects = [action for action in actions if isinstance(action, rl.Connect)]
     assert [(c.endpoint, c.incarnation) for c in connects] == [("elsewhere", 5)]
     assert server.beat("worker-1") == []  # of the former life
+    for name, endpoint in (("worker-\N{SNOWMAN}", "at"), ("worker-2", "at-\N{SNOWMAN}")):
+        join = wire.Join(endpoint=endpoint, host="h", pid=1)
+        with pytest.raises(RemoteProtocolError, match=r"is not a member|worker-2 joins from 'at-"):
+            server.hear(name, join)
 
 
-def test_a_guest_that_is_done_is_forgotten(server: Desk) -> None:
-    server.join("worker-1")
-    server.hear("worker-1", Finished(counters={}))
-    names = [role.name for role in server.supervisor.view(server.now).roles]
-    assert names == ["shard-0", "shard-1"]
-
-
-def test_a_late_guest_is_admitted_however_many_were_there(
-    server: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_guest_is_admitted_after_many(server: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that had seen 4,096 loops let in no other until its end."""
     monkeypatch.setattr(membership, "N_GUESTS_MAX", 2)
     shards = ("shard-0", "shard-1")
     for name in ("worker-1", "worker-2"):
         server.join(name)
         server.pass_time(11.0, beats=shards)
-    actions = server.join("worker-3")
-    assert sent(actions, Peers) == ["shard-0", "shard-1", "worker-3"]
+    assert sent(server.join("worker-3"), wire.Peers) == ["shard-0", "shard-1", "worker-3"]
     server.beat("worker-2")  # is back
     with pytest.raises(RemoteProtocolError, match="is not a member"):
         server.join("worker-4")
-    names = [role.name for role in server.supervisor.view(server.now).roles]
+    names = [role.name for role in server.view.roles]
     assert names == ["shard-0", "shard-1", "worker-2", "worker-3"]
 
 
@@ -825,35 +728,18 @@ def test_as_many_guests_as_there_may_be_fit_into_one_message() -> None:
     """By 700 of them, with long names, one worker ended the server."""
     n = membership.N_GUESTS_MAX
     last = (1 << 63) - 1
-    entry = PeerEntry(name="n" * 128, incarnation=last, endpoint="e" * 128, host="h" * 128)
-    message = Peers(entries=(entry,) * n)
+    entry = wire.PeerEntry(name="n" * 128, incarnation=last, endpoint="e" * 128, host="h" * 128)
+    message = wire.Peers(entries=(entry,) * n)
     Codec(run="t" * 128).encode(message, sender="s" * 128, incarnation=last)
 
 
-def test_a_guest_with_an_invalid_endpoint_is_rejected(server: Desk) -> None:
-    with pytest.raises(RemoteProtocolError, match="is not a member"):
-        server.join("worker-\N{SNOWMAN}")
-    join = Join(endpoint="at-\N{SNOWMAN}", host="h", pid=1)
-    with pytest.raises(RemoteProtocolError, match=r"worker-1 joins from 'at-"):
-        server.hear("worker-1", join)
-
-
-def test_a_guest_that_fails_does_not_end_the_server(server: Desk) -> None:
-    server.join("worker-1")
-    server.hear("worker-1", Failed(error="its loss is NaN", culprit_is_job=True))
-    assert server.supervisor.view(server.now).phase == "training"
-
-
 def test_told_to_stop_a_server_saves_in_its_own_time(server: Desk) -> None:
-    actions = server.hear(USER, Stop(reason="closed"))
-    assert sent(actions, SaveCheckpoint) == ["shard-0", "shard-1"]
-    assert all(save.last for _, save in letters(actions, SaveCheckpoint))
+    actions = server.hear(rl.USER, wire.Stop(reason="closed"))
+    assert sent(actions, wire.SaveCheckpoint) == ["shard-0", "shard-1"]
+    assert all(save.last for _, save in letters(actions, wire.SaveCheckpoint))
     assert not server.supervisor.interrupted
-    for name in ("shard-0", "shard-1"):
-        actions = server.hear(name, CheckpointSaved(label="00001", clock=1))
-    for name in ("shard-0", "shard-1"):
-        actions = server.hear(name, Finished(counters={}))
-    assert actions[-1] == Exit(error=None)
+    actions = server.saved("shard-0", "shard-1")
+    assert server.finish("shard-0", "shard-1")[-1] == rl.Exit(error=None)
 
 
 # ----------------------------------------------------------------------- earlier lives
@@ -874,19 +760,17 @@ def test_a_resumed_job_goes_on_counting() -> None:
         best_metric=0.9,
         best_metric_seconds=80.0,
     )
-    config = SupervisorConfig(
-        roster=ROSTER,
-        stop=StopRules(StopTable(samples=10_000), n_train=100),
+    desk = a_job(
+        stop=StopTable(samples=10_000),
         first_incarnation=4,
         first_label=8,
         before=before,
         snapshot_every=1.0,
     )
-    desk = Desk(config)
-    assert Launch(name=Address("shard-0"), incarnation=4) in desk.start
+    assert rl.Launch(name=rl.Address("shard-0"), incarnation=4) in desk.start
     desk.join()
     desk.now = 10.0
-    view = desk.supervisor.view(desk.now)
+    view = desk.view
     assert (view.seconds, view.samples, view.step) == (110.0, 5000, 500)
     assert view.best_metric == 0.9
     assert (view.pushes_applied, view.pushes_lost, view.pushes_refused) == (240, 20, 3)
@@ -896,9 +780,9 @@ def test_a_resumed_job_goes_on_counting() -> None:
     desk.beat("shard-1", clock=231.0, pushes_applied=1.0)  # an older snapshot did
     assert pushes(desk) == (231, 30)
     desk.progress("replica-0", step=301)
-    assert desk.supervisor.view(desk.now).samples == 5010
+    assert desk.view.samples == 5010
     actions = desk.pass_time(1.5, beats=EVERYBODY)
-    assert {save.label for _, save in letters(actions, SaveCheckpoint)} == {"00008"}
+    assert {save.label for _, save in letters(actions, wire.SaveCheckpoint)} == {"00008"}
 
 
 @pytest.mark.parametrize(
@@ -916,12 +800,11 @@ def test_a_config_that_cannot_be_is_refused(options: dict[str, object], message:
         SupervisorConfig(**{"roster": ROSTER, "stop": None} | options)  # type: ignore[arg-type]
 
 
-def test_what_a_restarted_shard_found_damaged_is_reported_once() -> None:
+def test_what_a_restarted_shard_found_damaged_is_reported_once(desk: Desk) -> None:
     """It stood in the shard's own log, and the screen said nothing."""
-    desk = Desk()
     desk.join()
     warning = "snapshot 00005 is damaged and passed over"
-    found = Join(endpoint="elsewhere", host="h", pid=2, warnings=(warning,))
+    found = wire.Join(endpoint="elsewhere", host="h", pid=2, warnings=(warning,))
     desk.hear("shard-1", found)  # of a first life it was told beforehand
     assert not [text for text in desk.told if warning in text]
     desk.die("shard-1")

@@ -1,5 +1,3 @@
-"""Which installed modules the user's own modules import, found without running them."""
-
 from pathlib import Path
 
 import pytest

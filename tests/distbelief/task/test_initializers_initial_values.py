@@ -1,5 +1,3 @@
-"""Initial values by layer type, against what torch itself draws."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Tasks: valid ones pass; each mistake gives one sentence."""
-
+import re
 from contextlib import nullcontext
 
 import msgspec
@@ -62,23 +61,15 @@ def refused(wrong: TaskSpec, *, batch_size: int = 16) -> str:
         task(loss=f"{HERE}:own_loss", metric=f"{HERE}:own_loss"),
     ],
 )
-def test_valid_tasks_pass(right: TaskSpec) -> None:
+def test_valid_tasks_pass_even_if_a_batch_is_larger_than_the_data(right: TaskSpec) -> None:
     check(right, 16)
+    check(right, 1000)
 
 
-def test_a_batch_may_be_larger_than_the_data() -> None:
-    check(task(), 1000)
-
-
-def test_a_check_leaves_the_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    build_model(ModelSpec(factory=f"{HERE}:net", seed=3))
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_one_spec_builds_one_model_anywhere() -> None:
-    spec = ModelSpec(factory=f"{HERE}:net", seed=3)
+def test_one_spec_builds_one_model_anywhere_and_leaves_the_random_state_alone() -> None:
+    spec, before = ModelSpec(factory=f"{HERE}:net", seed=3), torch.get_rng_state()
     one, other = build_model(spec), build_model(spec)
+    assert torch.equal(before, torch.get_rng_state())
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name])
 
@@ -86,20 +77,12 @@ def test_one_spec_builds_one_model_anywhere() -> None:
 def test_the_tables_of_a_job_file_are_strict() -> None:
     with pytest.raises(msgspec.ValidationError, match="factry"):
         msgspec.convert({"factry": "a:b"}, ModelSpec)
-
-
-def test_initial_is_a_word_or_a_weights_file() -> None:
     with pytest.raises(msgspec.ValidationError, match="'zeros'; use 'module', 'seed'"):
         msgspec.convert({"factory": "a:b", "initial": "zeros"}, ModelSpec)
     ModelSpec(factory="a:b", initial="weights.safetensors")
 
 
 # ------------------------------------------------------------------ factories
-
-
-def test_a_path_without_colon_is_rejected() -> None:
-    with pytest.raises(JobError, match=r"^\[model\] 'net' is no import path"):
-        build_model(ModelSpec(factory="net"))
 
 
 def test_a_missing_module_is_named_with_where_it_was_looked_for(
@@ -126,46 +109,29 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
         build_model(ModelSpec(factory="breaks:net"))
 
 
-def test_a_misspelt_name_suggests_the_nearest() -> None:
-    with pytest.raises(JobError, match=r"has no 'conv_nett'. Did you mean 'conv_net'"):
-        build_model(ModelSpec(factory=f"{HERE}:conv_nett"))
-
-
-def test_a_value_that_cannot_be_called_is_rejected() -> None:
-    with pytest.raises(JobError, match="is of type int, which cannot be called"):
-        build_model(ModelSpec(factory=f"{HERE}:NOT_CALLABLE"))
-
-
-def test_an_unknown_argument_is_named_with_those_there_are() -> None:
-    with pytest.raises(JobError) as caught:
-        build_model(ModelSpec(factory=f"{HERE}:net", arguments={"states": 3}))
-    assert str(caught.value) == (
-        f"[model.arguments] {HERE}:net takes no argument 'states' "
-        "(it takes width, hidden, n_classes)"
-    )
-
-
-def test_a_missing_argument_is_named() -> None:
-    with pytest.raises(JobError, match="needs the argument 'size'"):
-        build_model(ModelSpec(factory=f"{HERE}:failing"))
-
-
-def test_a_factory_that_fails_is_named_with_its_line() -> None:
-    with pytest.raises(JobError, match=r"failing failed: KeyError: 5 \(examples.py, l"):
-        build_model(ModelSpec(factory=f"{HERE}:failing", arguments={"size": 5}))
-
-
 @pytest.mark.parametrize(
-    ("factory", "claim"),
+    ("factory", "arguments", "claim"),
     [
-        ("no_module", "returned a list, not an nn.Module"),
-        ("module_class", "returned the class Identity, not an nn.Module: let it return"),
-        ("lazy_net", "parameter 'weight' has no shape yet"),
+        ("net", {}, r"^\[model\] 'net' is no import path"),
+        (f"{HERE}:conv_nett", {}, r"has no 'conv_nett'. Did you mean 'conv_net'"),
+        (f"{HERE}:NOT_CALLABLE", {}, "is of type int, which cannot be called"),
+        (
+            f"{HERE}:net",
+            {"states": 3},
+            rf"^\[model.arguments\] {HERE}:net takes no argument 'states' \(it takes width, hi",
+        ),
+        (f"{HERE}:failing", {}, "needs the argument 'size'"),
+        (f"{HERE}:failing", {"size": 5}, r"failing failed: KeyError: 5 \(examples.py, l"),
+        (f"{HERE}:no_module", {}, "returned a list, not an nn.Module"),
+        (f"{HERE}:module_class", {}, "returned the class Identity, not an nn.Module: let it r"),
+        (f"{HERE}:lazy_net", {}, "parameter 'weight' has no shape yet"),
     ],
 )
-def test_a_factory_without_a_model_names_what_it_returned(factory: str, claim: str) -> None:
+def test_a_factory_that_makes_no_model_is_named_with_the_reason(
+    factory: str, arguments: dict[str, object], claim: str
+) -> None:
     with pytest.raises(JobError, match=claim):
-        build_model(ModelSpec(factory=f"{HERE}:{factory}"))
+        build_model(ModelSpec(factory=factory, arguments=arguments))
 
 
 def test_a_factory_without_data_names_what_it_returned() -> None:
@@ -207,20 +173,11 @@ def test_a_factory_without_data_names_what_it_returned() -> None:
         (task(model="nan_net"), "is nan for samples 0, ..., whose inputs and targets"),
         (task(model="nothing_to_train"), "none of its 4 parameters requires grad"),
         (task(model="no_parameters"), "nothing to train: none of its 0 parameters"),
-        (
-            task(model="wrapped", kind="tuple"),
-            "returned a tuple for 16 samples: the loss takes one tensor",
-        ),
+        (task(model="wrapped", kind="tuple"), "a tuple for 16 samples: the loss takes one tensor"),
         (task(model="wrapped", kind="scalar"), "returned float32 of shape () for 16 samples"),
         (task(model="wrapped", kind="detached"), "does not depend on the model's param"),
-        (
-            task(model="wrapped", kind="bug"),
-            "out_features=2, bias=True): RuntimeError: a bug of the user's",
-        ),
-        (
-            task(model="embedding_net", train="tokens"),
-            "with values 0 to 12 from [data.train]: IndexError",
-        ),
+        (task(model="wrapped", kind="bug"), "bias=True): RuntimeError: a bug of the user's"),
+        (task(model="embedding_net", train="tokens"), "0 to 12 from [data.train]: IndexError"),
         (task(model="embedding_net"), "received float32 of shape (16, 4) from [data.train]"),
         (
             task(model="embedding_net", train="tokens", max_norm=1.0),
@@ -263,39 +220,25 @@ def test_a_gradient_that_is_not_finite_names_its_parameter() -> None:
 
 def test_a_width_that_is_wrong_inside_the_model_blames_its_layers() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 2))
-    with pytest.raises(
-        JobError, match=r"layer '1' Linear\(in_features=5.*\(2, 3\) from the layers before"
-    ):
-        dry_run.train(
-            module,
-            torch.zeros(2, 4),
-            torch.zeros(2, dtype=torch.int64),
-            loss=nn.functional.cross_entropy,
-            names=dry_run.Names(model="m", loss="cross_entropy", data="data.train"),
-        )
+    said = forward_fails(module, torch.zeros(2, 4))
+    assert re.search(r"layer '1' Linear\(in_features=5.*\(2, 3\) from the layers before", said)
 
 
 def test_a_check_leaves_no_gradient_behind() -> None:
     module = build_model(ModelSpec(factory=f"{HERE}:net"))
-    dry_run.train(
-        module,
-        torch.zeros(2, 4),
-        torch.zeros(2, dtype=torch.int64),
-        loss=nn.functional.cross_entropy,
-        names=dry_run.Names(model="m", loss="cross_entropy", data="data.train"),
-    )
+    train(module, torch.zeros(2, 4))
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def train(module: nn.Module, inputs: torch.Tensor) -> None:
+    labels = torch.zeros(len(inputs), dtype=torch.int64)
+    names = dry_run.Names(model="m", loss="cross_entropy", data="data.train")
+    dry_run.train(module, inputs, labels, loss=nn.functional.cross_entropy, names=names)
 
 
 def forward_fails(module: nn.Module, inputs: torch.Tensor) -> str:
     with pytest.raises(JobError) as caught:
-        dry_run.train(
-            module,
-            inputs,
-            torch.zeros(len(inputs), dtype=torch.int64),
-            loss=nn.functional.cross_entropy,
-            names=dry_run.Names(model="m", loss="cross_entropy", data="data.train"),
-        )
+        train(module, inputs)
     return str(caught.value)
 
 
@@ -316,32 +259,26 @@ def test_the_layer_that_fails_is_named_with_what_it_received(
 
 
 def test_a_gradient_that_reaches_no_parameter_is_reported() -> None:
-    class Beside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
+    class Beside(nn.Linear):
         @override
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x[:, :2].clone().requires_grad_()
 
-    assert "no parameter received a gradient" in forward_fails(Beside(), torch.zeros(2, 4))
+    said = forward_fails(Beside(4, 2), torch.zeros(2, 4))
+    assert "no parameter received a gradient" in said
 
 
 def test_a_failing_backward_pass_is_reported() -> None:
-    class Overwritten(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
+    class Overwritten(nn.Linear):
         @override
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.layer(x).exp()
+            hidden = super().forward(x).exp()
             outputs: torch.Tensor = hidden * 1.0
             hidden.zero_()
             return outputs
 
-    assert "the backward pass of m failed" in forward_fails(Overwritten(), torch.zeros(2, 4))
+    said = forward_fails(Overwritten(4, 2), torch.zeros(2, 4))
+    assert "the backward pass of m failed" in said
 
 
 # -------------------------------------------------------------------- metrics

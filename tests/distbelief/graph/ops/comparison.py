@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 from distbelief.graph import ops
-from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Layer, LayerGraph, Option, TensorUse
 from distbelief.graph.operator import Call, Cut, Step, operator_of
-from distbelief.graph.region import Region
+from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 
 
@@ -20,13 +21,64 @@ assert ops.OPERATORS  # importing them registers them
 TOLERANCE = 1e-10
 
 
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def leaf(value: torch.Tensor) -> torch.Tensor:
+    return value.clone().requires_grad_()
+
+
+def uses_of(module: nn.Module) -> dict[str, TensorUse]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors.pop("num_batches_tracked", None)
+    return {
+        name: TensorUse(name=name, shape=tuple(t.shape), trains=t.requires_grad)
+        for name, t in tensors.items()
+    }
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    module.double()
+    with torch.no_grad():
+        for number, tensor in enumerate([*module.parameters(), *module.buffers()]):
+            if tensor.is_floating_point():
+                tensor.copy_(random(*tensor.shape, seed=number + 3).abs() + 0.1)
+    return module
+
+
+def source(name: str, *shape: int, is_integer: bool = False) -> Layer:
+    """Return an input layer, for composites to read."""
+    return Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer)
+
+
+def layer_of(
+    kind: str,
+    shape: Shape,
+    *input_shapes: Shape,
+    name: str = "",
+    words: Mapping[str, Shape] | None = None,
+    **options: Option,
+) -> Layer:
+    """Return a layer with inputs x, y and z, and tensors of these names and shapes."""
+    return Layer(
+        name=name or kind,
+        kind=kind,
+        inputs=("x", "y", "z")[: len(input_shapes)],
+        input_shapes=input_shapes,
+        shape=shape,
+        options=options,
+        tensors={
+            word: TensorUse(name=word, shape=extents) for word, extents in (words or {}).items()
+        },
+    )
+
+
 def graph_of(layer: Layer) -> LayerGraph:
     """Return the graph of this layer and its inputs."""
-    inputs = [
-        Layer(name=name, kind=INPUT, shape=shape)
-        for name, shape in dict(zip(layer.inputs, layer.input_shapes, strict=True)).items()
-    ]
-    return LayerGraph((*inputs, layer), (layer.name,))
+    inputs = zip(layer.inputs, layer.input_shapes, strict=True)
+    return LayerGraph((*(source(name, *shape) for name, shape in inputs), layer), (layer.name,))
 
 
 @st.composite
@@ -55,85 +107,15 @@ def parts_of(draw: st.DrawFn, layer: Layer) -> Parts:
     return draw(partitions(layer.region, kind.cuts(layer)))
 
 
-@st.composite
-def parts_of_all(draw: st.DrawFn, layers: Sequence[Layer]) -> dict[str, Parts]:
-    """Any split of each of these layers."""
-    return {layer.name: draw(parts_of(layer)) for layer in layers}
-
-
-def random_values(layer: Layer, *, batch: int, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
-        for name, shape in zip(layer.inputs, layer.input_shapes, strict=True)
-    }
-
-
-def random_tensors(layer: Layer, *, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed + 1)
-    return {
-        use.name: torch.randn(*use.shape, generator=generator, dtype=torch.float64)
-        for use in layer.tensors.values()
-    }
-
-
-def assert_parts_equal(
-    layer: Layer,
-    parts: Parts,
-    expected: torch.Tensor,
-    inputs: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    step: Step | None = None,
-) -> None:
-    """Check that the parts give `expected` and all of its gradients (DB-3).
-
-    Args:
-        layer: The layer.
-        parts: Its split.
-        expected: What torch computes from these inputs and tensors.
-        inputs: Leaves that require gradients if they are floats.
-        tensors: Leaves that require gradients if they are floats.
-        step: The step.
-    """
-    values = evaluate(graph_of(layer), inputs, tensors, parts={layer.name: parts}, step=step)
-    close(values[layer.name], expected)
-    leaves = [leaf for leaf in (*inputs.values(), *tensors.values()) if leaf.requires_grad]
-    generator = torch.Generator().manual_seed(9)
-    seed = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
-    wanted = torch.autograd.grad(expected, leaves, seed, allow_unused=True)
-    found = torch.autograd.grad(values[layer.name], leaves, seed, allow_unused=True)
-    for one, other in zip(found, wanted, strict=True):
-        close(zeros(one, other), zeros(other, one))
-
-
-def assert_layers_equal(  # the arguments of one case, and how it is computed
+def values_of(
     layers: Sequence[Layer],
-    parts: Mapping[str, Parts],
-    expected: torch.Tensor,
     inputs: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor] | None = None,
     *,
+    parts: Mapping[str, Parts] | None = None,
     step: Step | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Check that the last of several layers, each in parts, gives `expected`.
-
-    Checks gradients of all inputs and tensors that require one. Returns all values.
-    """
-    values = evaluate(composite_of(layers, inputs), inputs, tensors or {}, parts=parts, step=step)
-    found = values[layers[-1].name]
-    close(found, expected.expand(found.shape))
-    leaves = [leaf for leaf in (*inputs.values(), *(tensors or {}).values()) if leaf.requires_grad]
-    generator = torch.Generator().manual_seed(9)
-    seed = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
-    pairs = zip(
-        torch.autograd.grad(found, leaves, seed, allow_unused=True),
-        torch.autograd.grad(expected, leaves, seed, allow_unused=True),
-        strict=True,
-    )
-    for one, other in pairs:
-        close(zeros(one, other), zeros(other, one))
-    return values
+    return evaluate(composite_of(layers, inputs), inputs, tensors or {}, parts=parts, step=step)
 
 
 def composite_of(layers: Sequence[Layer], inputs: Mapping[str, torch.Tensor]) -> LayerGraph:
@@ -142,9 +124,60 @@ def composite_of(layers: Sequence[Layer], inputs: Mapping[str, torch.Tensor]) ->
     return LayerGraph((*sources, *layers), (layers[-1].name,))
 
 
-def source(name: str, *shape: int, is_integer: bool = False) -> Layer:
-    """Return an input layer, for composites to read."""
-    return Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer)
+def check(
+    data: st.DataObject,
+    layers: Layer | Sequence[Layer],
+    expected: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    *,
+    step: Step | None = None,
+    tight: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Check the last of these layers, each in any parts (DB-3), and return all values.
+
+    Checks gradients of all inputs and tensors that require one; if `tight`, also that a part of
+    the layer depends on all that it reads.
+    """
+    layers = [layers] if isinstance(layers, Layer) else layers
+    parts = {layer.name: data.draw(parts_of(layer)) for layer in layers}
+    if tight:
+        (layer,) = layers
+        pieces = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
+        parts = {layer.name: pieces}
+        part = next(part for part in pieces if part.n_elements)
+        assert_reads_are_tight(layer, part, inputs, tensors)
+    return assert_parts_equal(layers, parts, expected, inputs, tensors, step=step)
+
+
+def assert_parts_equal(
+    layers: Sequence[Layer],
+    parts: Mapping[str, Parts],
+    expected: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    *,
+    step: Step | None = None,
+) -> dict[str, torch.Tensor]:
+    values = values_of(layers, inputs, tensors, parts=parts, step=step)
+    found = values[layers[-1].name]
+    close(found, expected.expand(found.shape))
+    leaves = [leaf for leaf in (*inputs.values(), *(tensors or {}).values()) if leaf.requires_grad]
+    generator = torch.Generator().manual_seed(9)
+    seed = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
+    close_gradients(found, expected, leaves, seed)
+    return values
+
+
+def close_gradients(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    seed: torch.Tensor | None = None,
+) -> None:
+    pairs = (torch.autograd.grad(y, leaves, seed, allow_unused=True) for y in (found, expected))
+    for one, other in zip(*pairs, strict=True):
+        close(zeros(one, other), zeros(other, one))
 
 
 def assert_reads_are_tight(
@@ -185,7 +218,3 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     np.testing.assert_allclose(
         found.detach().numpy(), expected.detach().numpy(), rtol=TOLERANCE, atol=TOLERANCE * scale
     )
-
-
-def leaf(value: torch.Tensor) -> torch.Tensor:
-    return value.clone().requires_grad_()

@@ -1,5 +1,3 @@
-"""Attention by heads and queries, against torch."""
-
 import math
 
 import pytest
@@ -13,15 +11,15 @@ from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
-    assert_layers_equal,
     assert_reads_are_tight,
-    composite_of,
+    check,
     leaf,
-    parts_of_all,
+    random,
+    randomised,
     source,
+    uses_of,
+    values_of,
 )
-from tests.distbelief.graph.ops.test_norms import random, randomised, uses_of
-from tests.distbelief.graph.reference import evaluate
 
 
 @given(
@@ -56,14 +54,9 @@ def test_attention_in_parts_is_the_whole(
     expected = functional.scaled_dot_product_attention(
         inputs["q"], inputs["k"], inputs["v"], attn_mask=allowed, scale=scale
     )
-    layer = attention_layer(
-        "a",
-        [source(name, *value.shape[1:]) for name, value in inputs.items()],
-        causal=causal,
-        scale=scale,
-    )
-    parts = data.draw(parts_of_all([layer]))
-    assert_layers_equal([layer], parts, expected, inputs)
+    sources = [source(name, *value.shape[1:]) for name, value in inputs.items()]
+    layer = attention_layer("a", sources, causal=causal, scale=scale)
+    check(data, layer, expected, inputs)
 
 
 def test_a_causal_part_reads_no_keys_after_its_last_query() -> None:
@@ -81,25 +74,19 @@ def test_a_causal_part_reads_no_keys_after_its_last_query() -> None:
 @settings(max_examples=30)
 def test_weights_that_are_dropped_are_the_same_in_any_parts(data: st.DataObject) -> None:
     inputs = {name: leaf(random(2, 3, 4, 2, seed=ord(name))) for name in "qkv"}
-    layer = attention_layer(
-        "a", [source(name, 3, 4, 2) for name in "qkv"], causal=data.draw(st.booleans()), dropout=0.4
-    )
+    sources = [source(name, 3, 4, 2) for name in "qkv"]
+    layer = attention_layer("a", sources, causal=data.draw(st.booleans()), dropout=0.4)
     step = Step(training=True, seed=5)
-    graph = composite_of([layer], inputs)
-    whole = evaluate(graph, inputs, {}, step=step)["a"]
-    parts = data.draw(parts_of_all([layer]))
-    assert_layers_equal([layer], parts, whole, inputs, step=step)
-    undropped = evaluate(graph, inputs, {})["a"]
-    assert not torch.allclose(whole, undropped)
+    whole = values_of([layer], inputs, step=step)["a"]
+    check(data, layer, whole, inputs, step=step)
+    assert not torch.allclose(whole, values_of([layer], inputs)["a"])
 
 
 def test_dropped_weights_leave_the_mean_as_it_was() -> None:
-    inputs = {name: random(2000, 2, 3, 2, seed=ord(name))[:1] for name in "qkv"}
-    inputs = {name: value.expand(2000, -1, -1, -1) for name, value in inputs.items()}
+    inputs = {name: random(1, 2, 3, 2, seed=ord(name)).expand(2000, -1, -1, -1) for name in "qkv"}
     layer = attention_layer("a", [source(name, 2, 3, 2) for name in "qkv"], dropout=0.3)
-    graph = composite_of([layer], inputs)
-    dropped = evaluate(graph, inputs, {}, step=Step(training=True))["a"]
-    undropped = evaluate(graph, inputs, {})["a"]
+    dropped = values_of([layer], inputs, step=Step(training=True))["a"]
+    undropped = values_of([layer], inputs)["a"]
     assert (dropped.mean(0) - undropped[0]).abs().max() < 0.1
 
 
@@ -108,16 +95,9 @@ def test_dropped_weights_leave_the_mean_as_it_was() -> None:
 def test_multi_head_attention_in_parts_is_the_module(data: st.DataObject) -> None:
     bias, cross, masked = (data.draw(st.booleans()) for _ in range(3))
     n_features, n_heads = 6, data.draw(st.sampled_from([1, 2, 3]))
-    module = randomised(
-        nn.MultiheadAttention(
-            n_features,
-            n_heads,
-            bias=bias,
-            batch_first=True,
-            kdim=5 if cross else None,
-            vdim=4 if cross else None,
-        )
-    )
+    sizes = {"kdim": 5, "vdim": 4} if cross else {}
+    module = nn.MultiheadAttention(n_features, n_heads, bias=bias, batch_first=True, **sizes)
+    randomised(module)
     inputs = {"q": leaf(random(2, 3, n_features))}
     allowed = None
     if masked:
@@ -135,9 +115,7 @@ def test_multi_head_attention_in_parts_is_the_module(data: st.DataObject) -> Non
     layers = multi_head_attention_layers(
         "attention", (q, k, v), n_heads=n_heads, tensors=uses_of(module), causal=masked
     )
-    parts = data.draw(parts_of_all(layers))
-    tensors = dict(module.named_parameters())
-    assert_layers_equal(layers, parts, expected, inputs, tensors)
+    check(data, layers, expected, inputs, dict(module.named_parameters()))
 
 
 def test_heads_are_whole_rows_of_the_projections() -> None:

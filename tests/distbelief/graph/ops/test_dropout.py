@@ -1,5 +1,3 @@
-"""Dropout masks depend only on indices and the step, and are uniform."""
-
 import math
 
 import numpy as np
@@ -11,28 +9,11 @@ from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Step
 from distbelief.graph.ops import dropout
 from distbelief.graph.region import Region
-from tests.distbelief.graph.ops.comparison import (
-    assert_parts_equal,
-    close,
-    graph_of,
-    leaf,
-    parts_of,
-)
-from tests.distbelief.graph.ops.test_norms import random
-from tests.distbelief.graph.reference import evaluate
+from tests.distbelief.graph.ops.comparison import check, close, layer_of, leaf, random, values_of
 
 
-def dropout_of(
-    *shape: int, probability: float = 0.5, n_shared: int = 0, name: str = "drop"
-) -> Layer:
-    return Layer(
-        name=name,
-        kind="dropout",
-        inputs=("x",),
-        input_shapes=(shape,),
-        shape=shape,
-        options={"probability": probability, "n_shared": n_shared},
-    )
+def dropout_of(*shape: int, probability: float = 0.5, n_shared: int = 0, name: str = "") -> Layer:
+    return layer_of("dropout", shape, shape, name=name, probability=probability, n_shared=n_shared)
 
 
 def kept(layer: Layer, n_samples: int, **step: int) -> torch.Tensor:
@@ -44,14 +25,8 @@ def kept(layer: Layer, n_samples: int, **step: int) -> torch.Tensor:
 def mask_of(layer: Layer, like: torch.Tensor, step: Step) -> torch.Tensor:
     n_shared = layer.integer("n_shared")
     shape = layer.shape[: len(layer.shape) - n_shared]
-    found = dropout.mask(
-        layer.name,
-        shape,
-        Region.of(*shape),
-        probability=layer.number("probability"),
-        like=like,
-        step=step,
-    )
+    region, probability = Region.of(*shape), layer.number("probability")
+    found = dropout.mask(layer.name, shape, region, probability=probability, like=like, step=step)
     return found.view(*found.shape, *(1,) * n_shared)
 
 
@@ -81,11 +56,10 @@ def test_any_split_and_any_range_of_samples_has_the_same_mask(
     x = leaf(random(5, *shape))
     step = Step(training=True, seed=seed, first_sample=first)
     expected = x * mask_of(layer, x, step)
-    assert_parts_equal(layer, data.draw(parts_of(layer)), expected, {"x": x}, {}, step=step)
+    check(data, layer, expected, {"x": x}, step=step)
     start = data.draw(st.integers(0, 4))
     later = Step(training=True, seed=seed, first_sample=first + start)
-    rest = evaluate(graph_of(layer), {"x": x[start:]}, {}, step=later)["drop"]
-    close(rest, expected[start:])
+    close(values_of([layer], {"x": x[start:]}, step=later)["dropout"], expected[start:])
 
 
 @given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1))
@@ -140,32 +114,23 @@ def test_seeds_layers_and_samples_have_masks_of_their_own() -> None:
 def test_channels_share_their_fate() -> None:
     layer = dropout_of(8, 3, 3, n_shared=2)
     x = torch.ones(4, 8, 3, 3)
-    value = evaluate(graph_of(layer), {"x": x}, {}, step=Step(training=True))["drop"]
+    value = values_of([layer], {"x": x}, step=Step(training=True))["dropout"]
     assert torch.equal(value, value[..., :1, :1].expand(4, 8, 3, 3))
     assert set(value.unique().tolist()) == {0.0, 2.0}
 
 
-def test_nothing_is_dropped_outside_of_training_and_all_with_probability_one() -> None:
-    x = random(2, 3)
-    for probability, training, factor in [
-        (0.5, False, 1.0),
-        (0.0, True, 1.0),
-        (1.0, True, 0.0),
-        (1 - 1e-12, True, 0.0),
-    ]:
-        layer = dropout_of(3, probability=probability)
-        step = Step(training=training)
-        value = evaluate(graph_of(layer), {"x": x}, {}, step=step)["drop"]
-        close(value, factor * x)
+@pytest.mark.parametrize(
+    ("probability", "training", "factor"),
+    [(0.5, False, 1.0), (0.0, True, 1.0), (1.0, True, 0.0), (1 - 1e-12, True, 0.0)],
+)
+def test_nothing_is_dropped_outside_of_training_and_all_with_probability_one(
+    probability: float, *, training: bool, factor: float
+) -> None:
+    x, layer = random(2, 3), dropout_of(3, probability=probability)
+    close(values_of([layer], {"x": x}, step=Step(training=training))["dropout"], factor * x)
 
 
 def test_a_layer_with_too_many_elements_to_tell_apart_is_refused() -> None:
+    shape, region, like = (1 << 16, 1 << 16), Region.of(1, 1), torch.zeros(1, 1, 1)
     with pytest.raises(GraphError, match="4294967296 elements per sample"):
-        dropout.mask(
-            "drop",
-            (1 << 16, 1 << 16),
-            Region(((0, 1), (0, 1))),
-            probability=0.5,
-            like=torch.zeros(1, 1, 1),
-            step=Step(),
-        )
+        dropout.mask("drop", shape, region, probability=0.5, like=like, step=Step())

@@ -1,4 +1,4 @@
-"""Products of two computed matrices, in parts."""
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +10,8 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError
 from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.linear import product_layer
-from distbelief.graph.region import Region
-from tests.distbelief.graph.ops.comparison import assert_parts_equal, leaf, partitions, source
-from tests.distbelief.graph.ops.test_norms import random
+from distbelief.graph.region import Region, Shape
+from tests.distbelief.graph.ops.comparison import check, leaf, random, source
 from tests.distbelief.graph.reference import evaluate
 
 
@@ -28,8 +27,7 @@ def test_a_product_in_parts_is_the_whole(
     x = leaf(random(2, *lead, rows, inner))
     y = leaf(random(2, *lead, inner, columns))
     layer = product_layer("p", source("x", *lead, rows, inner), source("y", *lead, inner, columns))
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
-    assert_parts_equal(layer, parts, x @ y, {"x": x, "y": y}, {})
+    check(data, layer, x @ y, {"x": x, "y": y})
 
 
 def test_a_part_reads_its_rows_and_its_columns() -> None:
@@ -44,54 +42,47 @@ def test_a_part_reads_its_rows_and_its_columns() -> None:
     assert work.n_elements == 2 * 2 * 5 + 2 * 5 * 6 + 24
 
 
-class Attending(nn.Module):
-    """Attention written with `@` and `bmm`."""
+class Calling(nn.Module):
+    """A function of two linear layers' outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor], n_inputs: int, n: int) -> None:
         super().__init__()
-        self.query = nn.Linear(8, 6)
-        self.key = nn.Linear(8, 6)
+        self.one = nn.Linear(n_inputs, n)
+        self.other = nn.Linear(n_inputs, n)
+        self.function = function
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = self.query(x) @ self.key(x).transpose(-1, -2)
-        return torch.bmm(torch.softmax(scores / 6**0.5, -1), torch.matmul(scores, x))
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.function(self.one(x), self.other(y), x)
+
+
+def assert_products(model: nn.Module, *shapes: Shape, n_products: int) -> None:
+    graph = capture(model, [InputSpec(shape=shape) for shape in shapes])
+    assert [layer.kind for layer in graph.layers].count("product") == n_products
+    assert not any(layer.whole for layer in graph.layers)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(3, *shape, generator=generator) for shape in shapes)
+    values = evaluate(graph, {"x": x, "y": y}, dict(model.named_parameters()))
+    torch.testing.assert_close(values[graph.outputs[0]], model(x, y))
 
 
 def test_attention_by_hand_is_captured_in_layers_that_can_be_split() -> None:
-    model = Attending()
-    graph = capture(model, [InputSpec(shape=(5, 8))])
-    assert [layer.kind for layer in graph.layers].count("product") == 3
-    assert not any(layer.whole for layer in graph.layers)
-    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
-    values = evaluate(graph, {"x": x}, dict(model.named_parameters()))
-    torch.testing.assert_close(values[graph.outputs[0]], model(x))
+    def attend(q: torch.Tensor, k: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.transpose(-1, -2)
+        return torch.bmm(torch.softmax(scores / 6**0.5, -1), torch.matmul(scores, x))
 
-
-class Outer(nn.Module):
-    @override
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x @ y
+    assert_products(Calling(attend, 8, 6), (5, 8), (5, 8), n_products=3)
 
 
 def test_products_that_broadcast_are_refused_with_both_shapes() -> None:
-    specs = [InputSpec(shape=(3, 4, 5)), InputSpec(shape=(1, 5, 2))]
+    model = Calling(lambda x, y, _: x @ y.transpose(-1, -2), 5, 5)
+    specs = [InputSpec(shape=(3, 4, 5)), InputSpec(shape=(1, 2, 5))]
     with pytest.raises(GraphError, match=r"\[3, 4, 5\] and \[1, 5, 2\], the batch"):
-        capture(Outer(), specs)
+        capture(model, specs)
 
 
-class Summing(nn.Module):
-    """An einsum of two linear layers' outputs."""
-
-    def __init__(self, equation: str) -> None:
-        super().__init__()
-        self.equation = equation
-        self.one = nn.Linear(4, 4)
-        self.other = nn.Linear(4, 4)
-
-    @override
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.einsum(self.equation, self.one(x), self.other(y))
+def summing(equation: str) -> nn.Module:
+    return Calling(lambda x, y, _: torch.einsum(equation, x, y), 4, 4)
 
 
 EQUATIONS = {
@@ -107,19 +98,10 @@ EQUATIONS = {
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_an_einsum_of_two_is_a_product(equation: str) -> None:
-    model = Summing(equation)
-    shapes = EQUATIONS[equation]
-    graph = capture(model, [InputSpec(shape=shape) for shape in shapes])
-    assert [layer.kind for layer in graph.layers].count("product") == 1
-    assert not any(layer.whole for layer in graph.layers)
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(3, *shape, generator=generator) for shape in shapes)
-    values = evaluate(graph, {"x": x, "y": y}, dict(model.named_parameters()))
-    torch.testing.assert_close(values[graph.outputs[0]], model(x, y))
+    assert_products(summing(equation), *EQUATIONS[equation], n_products=1)
 
 
 @pytest.mark.parametrize("equation", ["bij,bkl->bil", "...i,...i->...", "bij,bkj", "bii,bij->bj"])
 def test_an_einsum_that_is_no_product_is_refused(equation: str) -> None:
-    model = Summing(equation)
     with pytest.raises(GraphError, match="is no product of two outputs of layers"):
-        capture(model, [InputSpec(shape=(4, 4)), InputSpec(shape=(4, 4))])
+        capture(summing(equation), [InputSpec(shape=(4, 4)), InputSpec(shape=(4, 4))])

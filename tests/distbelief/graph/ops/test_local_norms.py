@@ -1,21 +1,12 @@
-"""Local contrast normalization against its formulas, and in parts."""
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
-from distbelief.graph.graph import Layer
-from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.windows import gaussian
-from tests.distbelief.graph.ops.comparison import (
-    assert_parts_equal,
-    assert_reads_are_tight,
-    leaf,
-    partitions,
-)
-from tests.distbelief.graph.ops.test_norms import random
+from distbelief.graph.region import Shape
+from tests.distbelief.graph.ops.comparison import check, layer_of, leaf, random
 
 
 def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
@@ -41,29 +32,18 @@ def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
     return centred / means(centred**2).sqrt().clamp_min(epsilon)
 
 
-@st.composite
-def contrasts(draw: st.DrawFn) -> Layer:
-    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)))
-    return Layer(
-        name="lcn",
-        kind="local_contrast",
-        inputs=("x",),
-        input_shapes=(shape,),
-        shape=shape,
-        options={"size": draw(st.sampled_from([1, 3, 5])), "epsilon": 0.3},
-    )
+extents = st.integers(1, 9)
 
 
-@given(contrasts(), st.data())
+@given(st.tuples(st.integers(1, 3), extents, extents), st.sampled_from([1, 3, 5]), st.data())
 @settings(max_examples=40)
-def test_local_contrast_in_parts_is_the_module(layer: Layer, data: st.DataObject) -> None:
-    x = leaf(random(2, *layer.shape))
-    expected = LocalContrastNorm2d(layer.integer("size"), epsilon=0.3)(x)
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
-    assert_parts_equal(layer, parts, expected, {"x": x}, {})
-    if layer.integer("size") > 1:
-        part = next(part for part in parts if part.n_elements)
-        assert_reads_are_tight(layer, part, {"x": x})
+def test_local_contrast_in_parts_is_the_module(
+    shape: Shape, size: int, data: st.DataObject
+) -> None:
+    layer = layer_of("local_contrast", shape, shape, size=size, epsilon=0.3)
+    x = leaf(random(2, *shape))
+    expected = LocalContrastNorm2d(size, epsilon=0.3)(x)
+    check(data, layer, expected, {"x": x}, tight=size > 1)
 
 
 def test_the_module_is_what_its_documentation_says() -> None:
@@ -89,20 +69,10 @@ def test_local_response_in_parts_is_that_of_torch(
     shape: tuple[int, ...], size: int, data: st.DataObject
 ) -> None:
     shape = shape[: data.draw(st.integers(2, 3))]
-    layer = Layer(
-        name="lrn",
-        kind="local_response",
-        inputs=("x",),
-        input_shapes=(shape,),
-        shape=shape,
-        options={"size": size, "alpha": 0.9, "beta": 0.7, "k": 1.5},
-    )
+    layer = layer_of("local_response", shape, shape, size=size, alpha=0.9, beta=0.7, k=1.5)
     x = leaf(random(2, *shape))
     expected = functional.local_response_norm(x, size, alpha=0.9, beta=0.7, k=1.5)
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
-    assert_parts_equal(layer, parts, expected, {"x": x}, {})
-    part = next(part for part in parts if part.n_elements)
-    assert_reads_are_tight(layer, part, {"x": x})
+    check(data, layer, expected, {"x": x}, tight=True)
 
 
 def test_windows_without_a_middle_are_refused() -> None:

@@ -1,21 +1,12 @@
-"""Locally connected layers against a loop over positions, and in parts."""
-
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch.nn import functional
 
-from distbelief.graph.graph import Layer, TensorUse
-from distbelief.graph.operator import operator_of
+from distbelief.graph.graph import Layer
 from distbelief.graph.ops import locally_connected
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
-from tests.distbelief.graph.ops.comparison import (
-    assert_parts_equal,
-    assert_reads_are_tight,
-    leaf,
-    partitions,
-)
-from tests.distbelief.graph.ops.test_norms import random
+from tests.distbelief.graph.ops.comparison import assert_parts_equal, check, layer_of, leaf, random
 
 
 def naive(module: LocallyConnected2d, x: torch.Tensor) -> torch.Tensor:
@@ -28,10 +19,8 @@ def naive(module: LocallyConnected2d, x: torch.Tensor) -> torch.Tensor:
         for column in range(module.weight.shape[1]):
             top, left = row * module.stride[0], column * module.stride[1]
             patch = x[:, :, top : top + module.kernel_size[0], left : left + module.kernel_size[1]]
-            place = patch.flatten(1) @ module.weight[row, column].T
-            if module.bias is not None:
-                place = place + module.bias[row, column]
-            line.append(place)
+            bias = None if module.bias is None else module.bias[row, column]
+            line.append(functional.linear(patch.flatten(1), module.weight[row, column], bias))
         lines.append(torch.stack(line, 2))
     return torch.stack(lines, 2)
 
@@ -58,18 +47,15 @@ def modules(draw: st.DrawFn) -> LocallyConnected2d:
     return module
 
 
-def layer_of(module: LocallyConnected2d) -> Layer:
-    return Layer(
-        name="local",
-        kind="locally_connected",
-        inputs=("x",),
-        input_shapes=((module.in_channels, *module.input_size),),
-        shape=(module.out_channels, *module.weight.shape[:2]),
-        options={"size": module.kernel_size, "stride": module.stride, "padding": module.padding},
-        tensors={
-            name: TensorUse(name=name, shape=tuple(tensor.shape))
-            for name, tensor in module.named_parameters()
-        },
+def layer_for(module: LocallyConnected2d) -> Layer:
+    return layer_of(
+        "locally_connected",
+        (module.out_channels, *module.weight.shape[:2]),
+        (module.in_channels, *module.input_size),
+        words={name: tuple(tensor.shape) for name, tensor in module.named_parameters()},
+        size=module.kernel_size,
+        stride=module.stride,
+        padding=module.padding,
     )
 
 
@@ -78,16 +64,11 @@ def layer_of(module: LocallyConnected2d) -> Layer:
 def test_a_locally_connected_layer_in_parts_is_the_loop_over_positions(
     module: LocallyConnected2d, data: st.DataObject
 ) -> None:
-    layer = layer_of(module)
+    layer = layer_for(module)
     x = leaf(random(2, *layer.input_shapes[0]))
     tensors = dict(module.named_parameters())
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
-    expected = naive(module, x)
-    assert_parts_equal(layer, parts, expected, {"x": x}, tensors)
-    assert_parts_equal(layer, [layer.region], module(x), {"x": x}, tensors)
-    part = next(part for part in parts if part.n_elements)
-    if not any(module.padding):
-        assert_reads_are_tight(layer, part, {"x": x}, tensors)
+    check(data, layer, naive(module, x), {"x": x}, tensors, tight=not any(module.padding))
+    assert_parts_equal([layer], {layer.name: [layer.region]}, module(x), {"x": x}, tensors)
 
 
 @pytest.mark.parametrize("n_elements", [1, 30, 100])

@@ -1,5 +1,3 @@
-"""Operators whose input gradients can be computed without the others."""
-
 from collections.abc import Callable, Sequence
 
 import pytest

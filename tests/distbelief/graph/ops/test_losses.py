@@ -1,5 +1,3 @@
-"""Losses split over classes and elements; their mean over samples equals torch's loss."""
-
 from collections.abc import Callable
 
 import pytest
@@ -9,15 +7,15 @@ from torch.nn import functional
 
 from distbelief.graph.ops.losses import FUNCTIONS, cross_entropy_layers, elementwise_loss_layer
 from tests.distbelief.graph.ops.comparison import (
-    assert_layers_equal,
+    check,
     close,
-    composite_of,
+    close_gradients,
     leaf,
-    parts_of_all,
+    parts_of,
+    random,
     source,
+    values_of,
 )
-from tests.distbelief.graph.ops.test_norms import random
-from tests.distbelief.graph.reference import evaluate
 
 
 TORCH: dict[str, Callable[..., torch.Tensor]] = {
@@ -47,10 +45,8 @@ def labels_of(n_classes: int, *shape: int) -> torch.Tensor:
 def test_cross_entropy_in_parts_is_that_of_torch(
     shape: tuple[int, ...], smoothing: float, data: st.DataObject
 ) -> None:
-    """Mean over samples, positions and labels that count, split over classes."""
     soft, mean = data.draw(st.booleans()), data.draw(st.booleans())
     scores = leaf(20 * random(3, *shape))
-    inputs = {"x": scores}
     if soft:
         target = random(3, *shape, seed=1).softmax(1)
         sources = (source("x", *shape), source("t", *shape))
@@ -61,11 +57,9 @@ def test_cross_entropy_in_parts_is_that_of_torch(
     if ignore == 0 and bool((target == 0).all()):
         ignore = -100
     layers = cross_entropy_layers("loss", sources, smoothing=smoothing, ignore=ignore, mean=mean)
-    parts = data.draw(parts_of_all(layers))
-    values = evaluate(
-        composite_of(layers, {**inputs, "t": target}), {**inputs, "t": target}, {}, parts=parts
-    )
-    assert values["loss"].shape == (3,)
+    parts = {layer.name: data.draw(parts_of(layer)) for layer in layers}
+    losses = values_of(layers, {"x": scores, "t": target}, parts=parts)["loss"]
+    assert losses.shape == (3,)
     expected = functional.cross_entropy(
         scores,
         target,
@@ -73,9 +67,9 @@ def test_cross_entropy_in_parts_is_that_of_torch(
         ignore_index=ignore,
         reduction="mean" if mean else "sum",
     )
-    found = values["loss"].mean() if mean else values["loss"].sum()
+    found = losses.mean() if mean else losses.sum()
     close(found, expected)
-    close(torch.autograd.grad(found, scores)[0], torch.autograd.grad(expected, scores)[0])
+    close_gradients(found, expected, [scores])
 
 
 @given(st.integers(2, 6), st.data())
@@ -89,16 +83,14 @@ def test_classes_may_be_the_last_dimension_and_scores_be_logarithms(
         "loss", (source("x", 4, n_classes), source("t", 4, is_integer=True)), dim=1, normalised=True
     )
     expected = functional.nll_loss(scores.movedim(2, 1), target, reduction="none").mean(1)
-    parts = data.draw(parts_of_all(layers))
-    assert_layers_equal(layers, parts, expected, {"x": scores, "t": target})
+    check(data, layers, expected, {"x": scores, "t": target})
 
 
 def test_classes_that_are_ruled_out_have_no_say() -> None:
     scores = torch.tensor([[1.0, -torch.inf, 2.0]], requires_grad=True)
     target = torch.tensor([2])
     layers = cross_entropy_layers("loss", (source("x", 3), source("t", is_integer=True)))
-    inputs = {"x": scores, "t": target}
-    loss = evaluate(composite_of(layers, inputs), inputs, {})["loss"].mean()
+    loss = values_of(layers, {"x": scores, "t": target})["loss"].mean()
     expected = functional.cross_entropy(scores, target)
     assert loss.item() == pytest.approx(expected.item())
     (gradient,) = torch.autograd.grad(loss, scores)
@@ -108,8 +100,7 @@ def test_classes_that_are_ruled_out_have_no_say() -> None:
 def test_a_batch_whose_labels_all_count_for_nothing_has_loss_zero() -> None:
     scores, target = leaf(random(2, 3)), torch.full((2,), -100)
     layers = cross_entropy_layers("loss", (source("x", 3), source("t", is_integer=True)))
-    inputs = {"x": scores, "t": target}
-    loss = evaluate(composite_of(layers, inputs), inputs, {})["loss"]
+    loss = values_of(layers, {"x": scores, "t": target})["loss"]
     assert loss.tolist() == [0.0, 0.0]
     (gradient,) = torch.autograd.grad(loss.sum(), scores)
     assert not gradient.any()
@@ -142,23 +133,15 @@ def test_an_elementwise_loss_in_parts_is_that_of_torch(function: str, data: st.D
     )
     losses = TORCH[function](x, target, reduction="none", **argument).view(3, -1)
     expected = losses.mean(1) if mean else losses.sum(1)
-    parts = data.draw(parts_of_all([layer]))
-    assert_layers_equal([layer], parts, expected, {"x": x, "t": target})
+    check(data, layer, expected, {"x": x, "t": target})
 
 
 @given(st.integers(1, 7), st.data())
 @settings(max_examples=40)
 def test_one_vs_all_is_a_logistic_loss_for_every_class(n_classes: int, data: st.DataObject) -> None:
     x, labels = leaf(random(3, 2, n_classes)), labels_of(n_classes, 3, 2)
-    layer = elementwise_loss_layer(
-        "loss",
-        (source("x", 2, n_classes), source("t", 2, is_integer=True)),
-        function="logistic",
-        mean=False,
-        dim=1,
-    )
+    sources = (source("x", 2, n_classes), source("t", 2, is_integer=True))
+    layer = elementwise_loss_layer("loss", sources, function="logistic", mean=False, dim=1)
     target = functional.one_hot(labels, n_classes).double()
     expected = functional.binary_cross_entropy_with_logits(x, target, reduction="none")
-    parts = data.draw(parts_of_all([layer]))
-    inputs = {"x": x, "t": labels}
-    assert_layers_equal([layer], parts, expected.sum((1, 2)), inputs)
+    check(data, layer, expected.sum((1, 2)), {"x": x, "t": labels})

@@ -1,6 +1,5 @@
-"""Reductions, and the norms and softmax made of them, against torch."""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,47 +7,29 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.nn import functional
 
-from distbelief.graph.graph import GraphError, Layer, TensorUse
+from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Step, joined, operator_of
 from distbelief.graph.ops import norms as norms_module
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
 from tests.distbelief.graph.ops.comparison import (
-    assert_layers_equal,
+    assert_parts_equal,
+    check,
     close,
     composite_of,
+    layer_of,
     leaf,
-    parts_of_all,
+    parts_of,
+    random,
+    randomised,
     source,
+    uses_of,
+    values_of,
 )
-from tests.distbelief.graph.reference import evaluate
 
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 TRAINING = Step(training=True)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def uses_of(module: nn.Module) -> dict[str, TensorUse]:
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    tensors.pop("num_batches_tracked", None)
-    return {
-        name: TensorUse(name=name, shape=tuple(t.shape), trains=t.requires_grad)
-        for name, t in tensors.items()
-    }
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    module.double()
-    with torch.no_grad():
-        for number, tensor in enumerate([*module.parameters(), *module.buffers()]):
-            if tensor.is_floating_point():
-                tensor.copy_(random(*tensor.shape, seed=number + 3).abs() + 0.1)
-    return module
 
 
 def reduced(function: str, x: torch.Tensor, y: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
@@ -90,8 +71,7 @@ def test_a_reduction_in_parts_is_the_whole(shape: tuple[int, ...], data: st.Data
     expected = reduced(function, x, y, over)
     if not keep:
         expected = expected.squeeze([dim + 1 for dim in dims])
-    parts = data.draw(parts_of_all([layer]))
-    assert_layers_equal([layer], parts, expected, inputs)
+    check(data, layer, expected, inputs)
 
 
 @given(shapes, st.data())
@@ -103,24 +83,16 @@ def test_a_maximum_without_a_gradient_in_parts_is_the_whole(
     dims = data.draw(st.lists(every, unique=True, min_size=1))
     x = leaf(random(3, *shape))
     layer = reduction_layer("m", [source("x", *shape)], function="maximum", dims=dims, keep=False)
-    parts = data.draw(parts_of_all([layer]))
-    value = evaluate(composite_of([layer], {"x": x}), {"x": x}, {}, parts=parts)["m"]
+    value = values_of([layer], {"x": x}, parts={"m": data.draw(parts_of(layer))})["m"]
     assert not value.requires_grad
     close(value, x.amax([dim + 1 for dim in dims]))
 
 
 def test_a_maximum_with_a_gradient_is_not_cut_where_it_is_taken() -> None:
     x = torch.zeros(1, 2, 3, dtype=torch.float64, requires_grad=True)
-    layer = Layer(
-        name="m",
-        kind="maximum",
-        inputs=("x",),
-        input_shapes=((2, 3),),
-        shape=(2,),
-        options={"dims": (1,), "keep": False, "gradient": True},
-    )
+    layer = layer_of("maximum", (2,), (2, 3), dims=(1,), keep=False, gradient=True)
     for parts in [[layer.region], layer.region.cut(0, [1.0, 1.0])]:
-        assert_layers_equal([layer], {"m": parts}, x.amax(2), {"x": x})
+        assert_parts_equal([layer], {"maximum": parts}, x.amax(2), {"x": x})
     partial = operator_of(layer).partial
     assert partial is not None
     assert [cut.dim for cut in partial.cuts(layer)] == [0]
@@ -134,8 +106,7 @@ def test_a_softmax_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataOb
     x = leaf(random(2, *shape) * 30)
     layers = softmax_layers("s", source("x", *shape), dim=dim, log=log)
     function = functional.log_softmax if log else functional.softmax
-    parts = data.draw(parts_of_all(layers))
-    assert_layers_equal(layers, parts, function(x, dim + 1), {"x": x})
+    check(data, layers, function(x, dim + 1), {"x": x})
 
 
 @st.composite
@@ -148,32 +119,26 @@ def norms(draw: st.DrawFn) -> tuple[nn.Module, Sequence[Layer], tuple[int, ...]]
     affine = draw(st.booleans())
     n_dims = draw(st.integers(1, 3))
     module: nn.Module
+    build: Callable[..., Sequence[Layer]]
+    options: dict[str, Any] = {"epsilon": 1e-5}
     match draw(st.sampled_from(["layer", "rms", "group", "instance", "batch"])):
         case "layer":
             module = nn.LayerNorm(shape[3 - n_dims :], elementwise_affine=affine)
-            build = norms_module.layer_norm_layers
-            layers = build("n", x, n_dims=n_dims, tensors=uses_of(module), epsilon=1e-5)
+            build, options["n_dims"] = norms_module.layer_norm_layers, n_dims
         case "rms":
             module = nn.RMSNorm(shape[3 - n_dims :], 1e-6, elementwise_affine=affine)
-            layers = norms_module.rms_norm_layers(
-                "n", x, n_dims=n_dims, tensors=uses_of(module), epsilon=1e-6
-            )
+            build, options = norms_module.rms_norm_layers, {"n_dims": n_dims, "epsilon": 1e-6}
         case "group":
             n_groups = draw(st.sampled_from([1, 2, n_channels]))
             module = nn.GroupNorm(n_groups, n_channels, affine=affine)
-            layers = norms_module.group_norm_layers(
-                "n", x, n_groups=n_groups, tensors=uses_of(module), epsilon=1e-5
-            )
+            build, options["n_groups"] = norms_module.group_norm_layers, n_groups
         case "instance":
             module = nn.InstanceNorm2d(n_channels, affine=affine)
-            layers = norms_module.instance_norm_layers(
-                "n", x, tensors=uses_of(module), epsilon=1e-5
-            )
+            build = norms_module.instance_norm_layers
         case _:
             module = nn.BatchNorm2d(n_channels, affine=affine, track_running_stats=False)
-            layers = norms_module.batch_norm_layers(
-                "n", x, tensors=uses_of(module), epsilon=1e-5, momentum=0.1
-            )
+            build, options["momentum"] = norms_module.batch_norm_layers, 0.1
+    layers = build("n", x, tensors=uses_of(module), **options)
     return randomised(module), layers, shape
 
 
@@ -187,9 +152,7 @@ def test_a_norm_in_parts_is_the_whole(
     module.train(training)
     x = leaf(random(3, *shape) + 5)
     tensors = dict(module.named_parameters())
-    parts = data.draw(parts_of_all(layers))
-    step = Step(training=training)
-    assert_layers_equal(layers, parts, module(x), {"x": x}, tensors, step=step)
+    check(data, layers, module(x), {"x": x}, tensors, step=Step(training=training))
 
 
 @given(st.sampled_from([(4,), (3, 5), (3, 2, 4)]), st.data())
@@ -208,10 +171,7 @@ def test_batch_norm_in_parts_leaves_the_running_statistics_that_torch_has(
         **dict(module.named_parameters()),
         **{name: tensor.clone() for name, tensor in module.named_buffers()},
     }
-    parts = data.draw(parts_of_all(layers))
-    values = assert_layers_equal(
-        layers, parts, module(x), {"x": x}, state, step=Step(training=training)
-    )
+    values = check(data, layers, module(x), {"x": x}, state, step=Step(training=training))
     graph = composite_of(layers, {"x": x})
     replaced = running_averages(graph)
     assert sorted(replaced) == ["running_mean", "running_var"]
@@ -229,8 +189,7 @@ def test_a_frozen_batch_norm_uses_its_running_statistics_in_training(data: st.Da
     )
     x = leaf(random(2, 3, 4, 2))
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    parts = data.draw(parts_of_all(layers))
-    assert_layers_equal(layers, parts, module(x), {"x": x}, state, step=TRAINING)
+    check(data, layers, module(x), {"x": x}, state, step=TRAINING)
 
 
 def test_statistics_averaged_over_all_steps_are_refused() -> None:
@@ -247,8 +206,7 @@ def test_a_batch_of_one_number_is_as_far_from_its_mean_as_can_be(*, training: bo
         "bn", source("x", 3), tensors={}, epsilon=1e-5, momentum=0.1
     )
     x, step = random(1, 3), Step(training=training)
-    values = evaluate(composite_of(layers, {"x": x}), {"x": x}, {}, step=step)
-    close(values["bn"], torch.zeros(1, 3))
+    close(values_of(layers, {"x": x}, step=step)["bn"], torch.zeros(1, 3))
 
 
 def test_a_variance_of_large_numbers_is_not_the_difference_of_larger_ones() -> None:
@@ -256,5 +214,5 @@ def test_a_variance_of_large_numbers_is_not_the_difference_of_larger_ones() -> N
     layers = norms_module.batch_norm_layers(
         "bn", source("x", 1, 2), tensors={}, epsilon=0.0, momentum=0.1
     )
-    values = evaluate(composite_of(layers, {"x": x}), {"x": x}, {}, step=TRAINING)
-    assert values["bn.variance"].item() == x.var().item() == 6.0
+    variance = values_of(layers, {"x": x}, step=TRAINING)["bn.variance"]
+    assert variance.item() == x.var().item() == 6.0

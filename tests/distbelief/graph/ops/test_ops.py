@@ -1,5 +1,3 @@
-"""Properties of every operator: regions lie inside, costs add up."""
-
 from typing import ClassVar, final
 
 import msgspec
@@ -10,7 +8,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.graph import ops
-from distbelief.graph.graph import GraphError, Layer, Option, TensorUse
+from distbelief.graph.graph import GraphError, Layer, Option
 from distbelief.graph.operator import Call, Operator, Work, operator_of, register
 from distbelief.graph.ops import norms
 from distbelief.graph.ops.attention import multi_head_attention_layers
@@ -21,14 +19,15 @@ from distbelief.graph.ops.views import stack_layers
 from distbelief.graph.ops.windows import adaptive_pool_layers
 from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.ops.comparison import (
-    assert_parts_equal,
+    check,
     graph_of,
+    layer_of,
     leaf,
     partitions,
-    parts_of,
+    random,
     source,
+    uses_of,
 )
-from tests.distbelief.graph.ops.test_norms import random, uses_of
 from tests.distbelief.graph.reference import Partials, evaluate
 
 
@@ -38,62 +37,27 @@ IMAGE: Shape = (4, 6, 8)
 def reading(
     kind: str, shape: Shape, *, words: dict[str, Shape] | None = None, **options: Option
 ) -> Layer:
-    """A layer that reads an image."""
-    return Layer(
-        name=kind,
-        kind=kind,
-        inputs=("x",),
-        input_shapes=(IMAGE,),
-        shape=shape,
-        options=options,
-        tensors={
-            word: TensorUse(name=word, shape=extents) for word, extents in (words or {}).items()
-        },
-    )
+    return layer_of(kind, shape, IMAGE, name="", words=words, **options)
 
 
 def examples() -> list[Layer]:
     """At least one layer of every operator."""
     x, labels = source("x", *IMAGE), source("t", 6, 8, is_integer=True)
-    words = source("t", 5, is_integer=True)
     sequence = source("s", 5, 8)
     batch_norm = nn.BatchNorm2d(4)
     twos, ones, zeros = (2, 2), (1, 1), (0, 0)
     return [
         reading("linear", (4, 6, 3), words={"weight": (3, 8), "bias": (3,)}),
         reading(
-            "convolution",
-            (6, 5, 7),
-            words={"weight": (6, 2, 2, 2), "bias": (6,)},
-            groups=2,
-            stride=ones,
-            padding=zeros,
-            extra=zeros,
-            dilation=ones,
+            *("convolution", (6, 5, 7)), words={"weight": (6, 2, 2, 2), "bias": (6,)},
+            groups=2, stride=ones, padding=zeros, extra=zeros, dilation=ones,
         ),
         reading(
-            "locally_connected",
-            (3, 3, 4),
-            words={"weight": (3, 4, 3, 16), "bias": (3, 4, 3)},
-            size=twos,
-            stride=twos,
-            padding=zeros,
+            *("locally_connected", (3, 3, 4)), words={"weight": (3, 4, 3, 16), "bias": (3, 4, 3)},
+            size=twos, stride=twos, padding=zeros,
         ),
-        Layer(
-            name="embedding",
-            kind="embedding",
-            inputs=("t",),
-            input_shapes=(words.shape,),
-            shape=(5, 7),
-            options={"padding": None},
-            tensors={"weight": TensorUse(name="w", shape=(9, 7))},
-        ),
-        Layer(
-            name="parameter",
-            kind="parameter",
-            shape=(2, 3),
-            tensors={"value": TensorUse(name="value", shape=(1, 2, 3))},
-        ),
+        layer_of("embedding", (5, 7), (5,), words={"weight": (9, 7)}, padding=None),
+        layer_of("parameter", (2, 3), words={"value": (1, 2, 3)}),
         reading(
             "max_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, dilation=ones, ceil=False
         ),
@@ -120,21 +84,14 @@ def examples() -> list[Layer]:
         reading("slice", (2, 2, 2), starts=(1, 0, 2), steps=(1, 3, 2)),
         reading("pad", (4, 8, 8), before=(0, 1, 0), after=(0, 1, 0), value=0.0),
         reading("pointwise", IMAGE, function="relu"),
-        Layer(name="expand", kind="expand", inputs=("y",), input_shapes=((4, 1),), shape=(4, 5)),
+        layer_of("expand", (4, 5), (4, 1)),
         product_layer("product", source("p", 2, 3, 4), source("q", 2, 4, 5)),
         reading("comparison", IMAGE, function="greater", argument=0.0),
-        Layer(
-            name="where",
-            kind="where",
-            inputs=("m", "x"),
-            input_shapes=((6, 1), IMAGE),
-            shape=IMAGE,
-            options={"no": 0.0},
-        ),
+        layer_of("where", IMAGE, (6, 1), IMAGE, no=0.0),
         elementwise_loss_layer("logistic", (x, labels), function="logistic"),
         *cross_entropy_layers("cross_entropy", (x, labels)),
         reading("whole", (7,), words={"w": (3, 3)}, module="m"),
-    ]
+    ]  # fmt: skip
 
 
 EXAMPLES = examples()
@@ -213,7 +170,7 @@ class Pairs(Operator):
         return call.inputs[0][:, ::2] + call.inputs[0][:, 1::2]
 
 
-PAIRS = Layer(name="pairs", kind="test.pairs", inputs=("x",), input_shapes=((6,),), shape=(3,))
+PAIRS = layer_of("test.pairs", (3,), (6,), name="pairs")
 
 
 @given(st.data())
@@ -221,8 +178,7 @@ PAIRS = Layer(name="pairs", kind="test.pairs", inputs=("x",), input_shapes=((6,)
 def test_a_users_own_operator_is_split_like_the_others(data: st.DataObject) -> None:
     register(Pairs())
     x = leaf(random(2, 6))
-    parts = data.draw(parts_of(PAIRS))
-    assert_parts_equal(PAIRS, parts, x[:, ::2] + x[:, 1::2], {"x": x}, {})
+    check(data, PAIRS, x[:, ::2] + x[:, 1::2], {"x": x})
 
 
 def test_a_name_that_another_operator_has_is_refused() -> None:
@@ -243,24 +199,23 @@ def test_a_graph_computed_with_what_does_not_fit_says_so() -> None:
     register(Pairs())
     graph, x = graph_of(PAIRS), torch.zeros(2, 6)
     half = Region(((0, 2),))
-    with pytest.raises(GraphError, match="input 'x' is missing"):
-        evaluate(graph, {}, {})
-    with pytest.raises(GraphError, match="do not tile 'pairs'"):
-        evaluate(graph, {"x": x}, {}, parts={"pairs": [half]})
-    with pytest.raises(GraphError, match="do not tile the first input of 'pairs'"):
-        evaluate(graph, {"x": x}, {}, parts={"pairs": Partials((half,))})
-    whole = Partials((Region.of(6),))
-    with pytest.raises(GraphError, match="have no partial outputs"):
-        evaluate(graph, {"x": x}, {}, parts={"pairs": whole})
-    with pytest.raises(GraphError, match=r"with shape \[2\], not \[3\]"):
-        evaluate(graph, {"x": x[:, :4]}, {})
+    whole = Region.of(6)
+    for message, inputs, parts in [
+        ("input 'x' is missing", {}, None),
+        ("do not tile 'pairs'", {"x": x}, [half]),
+        ("do not tile the first input of 'pairs'", {"x": x}, Partials((half,))),
+        ("have no partial outputs", {"x": x}, Partials((whole,))),
+        (r"with shape \[2\], not \[3\]", {"x": x[:, :4]}, None),
+    ]:
+        with pytest.raises(GraphError, match=message):
+            evaluate(graph, inputs, {}, parts=None if parts is None else {"pairs": parts})
 
 
 def test_an_unknown_function_is_named() -> None:
     x = torch.zeros(2, *IMAGE)
-    layer = reading("pointwise", IMAGE, function="zeta")
-    with pytest.raises(ValueError, match="'pointwise' has an unknown function 'zeta'"):
-        evaluate(graph_of(layer), {"x": x}, {})
-    layer = reduction_layer("r", [source("x", *IMAGE)], function="zeta", dims=[0])
-    with pytest.raises(ValueError, match="'r' has an unknown function 'zeta'"):
-        evaluate(graph_of(layer), {"x": x}, {})
+    for layer in (
+        reading("pointwise", IMAGE, function="zeta"),
+        reduction_layer("r", [source("x", *IMAGE)], function="zeta", dims=[0]),
+    ):
+        with pytest.raises(ValueError, match=f"{layer.name!r} has an unknown function 'zeta'"):
+            evaluate(graph_of(layer), {"x": x}, {})

@@ -1,5 +1,3 @@
-"""Comparisons, masks and selections, in parts and captured."""
-
 from collections.abc import Callable
 
 import pytest
@@ -9,39 +7,28 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
+from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Work, operator_of
 from distbelief.graph.ops.pointwise import COMPARISONS
 from distbelief.graph.region import Region
 from distbelief.program.compiler import with_gradient
-from tests.distbelief.graph.ops.comparison import assert_parts_equal, leaf, partitions
-from tests.distbelief.graph.ops.test_norms import random
+from tests.distbelief.graph.ops.comparison import check, layer_of, leaf, parts_of, random, values_of
 from tests.distbelief.graph.reference import evaluate
+from tests.distbelief.graph.zoo.catalogue import Applied
 
 
 SHAPE = (4, 6)
-
-
-def layer_of(kind: str, *shapes: tuple[int, ...], **options: str | float) -> Layer:
-    return Layer(
-        name="chosen",
-        kind=kind,
-        inputs=tuple(f"x{index}" for index in range(len(shapes))),
-        input_shapes=shapes,
-        shape=SHAPE,
-        options=options,
-    )
 
 
 @given(st.sampled_from(sorted(COMPARISONS)), st.data())
 @settings(max_examples=30)
 def test_a_comparison_in_parts_is_ones_and_zeros(function: str, data: st.DataObject) -> None:
     x, y = random(2, *SHAPE).round(), random(2, 1, 6).round()
-    layer = layer_of("comparison", SHAPE, (1, 6), function=function)
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
+    layer = layer_of("comparison", SHAPE, SHAPE, (1, 6), function=function)
     expected = COMPARISONS[function](x, y).to(x.dtype)
     assert set(expected.flatten().tolist()) <= {0.0, 1.0}
-    found = compute(layer, parts, x, y)
+    parts = {"comparison": data.draw(parts_of(layer))}
+    found = values_of([layer], {"x": x, "y": y}, parts=parts)["comparison"]
     torch.testing.assert_close(found, expected)
 
 
@@ -50,73 +37,50 @@ def test_a_comparison_in_parts_is_ones_and_zeros(function: str, data: st.DataObj
 def test_a_choice_in_parts_is_the_whole(data: st.DataObject) -> None:
     mask = random(2, 6).round()
     x, y = leaf(random(2, *SHAPE)), leaf(random(2, 4, 1))
-    layer = layer_of("where", (6,), SHAPE, (4, 1))
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
+    layer = layer_of("where", SHAPE, (6,), SHAPE, (4, 1))
     expected = torch.where(mask[:, None, :] != 0, x, y)
-    leaves = {"x0": mask, "x1": x, "x2": y}
-    assert_parts_equal(layer, parts, expected, leaves, {})
+    check(data, layer, expected, {"x": mask, "y": x, "z": y})
 
 
 def test_numbers_replace_inputs() -> None:
     x = random(2, *SHAPE)
-    whole = [Region.of(*SHAPE)]
-    filled = layer_of("where", SHAPE, SHAPE, yes=-2.5)
-    torch.testing.assert_close(
-        compute(filled, whole, x.round(), x), x.masked_fill(x.round() != 0, -2.5)
-    )
-    least = layer_of("comparison", SHAPE, function="less", argument=0.25)
-    torch.testing.assert_close(compute(least, whole, x), (x < 0.25).to(x.dtype))
+    filled = layer_of("where", SHAPE, SHAPE, SHAPE, yes=-2.5)
+    expected = x.masked_fill(x.round() != 0, -2.5)
+    torch.testing.assert_close(compute(filled, x.round(), x), expected)
+    least = layer_of("comparison", SHAPE, SHAPE, function="less", argument=0.25)
+    torch.testing.assert_close(compute(least, x), (x < 0.25).to(x.dtype))
     words = torch.zeros(2, *SHAPE, dtype=torch.int64)
-    none = layer_of("comparison", SHAPE, function="equal", argument=0.0)
-    assert compute(none, whole, words).dtype == torch.get_default_dtype()
+    none = layer_of("comparison", SHAPE, SHAPE, function="equal", argument=0.0)
+    assert compute(none, words).dtype == torch.get_default_dtype()
 
 
 def test_work_is_the_numbers_that_are_chosen() -> None:
     part = Region(((0, 2), (1, 4)))
-    compared = layer_of("comparison", SHAPE, SHAPE, function="less")
-    assert operator_of(compared).work(compared, part) == Work(
-        forward=6.0, backward=0.0, n_elements=18.0
+    compared = layer_of("comparison", SHAPE, SHAPE, SHAPE, function="less")
+    wanted = Work(forward=6.0, backward=0.0, n_elements=18.0)
+    assert operator_of(compared).work(compared, part) == wanted
+    chosen = layer_of("where", SHAPE, SHAPE, SHAPE, SHAPE)
+    wanted = Work(forward=6.0, backward=18.0, n_elements=24.0)
+    assert operator_of(chosen).work(chosen, part) == wanted
+
+
+def compute(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
+    return values_of([layer], dict(zip(layer.inputs, inputs, strict=True)))[layer.name]
+
+
+def calling(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    return Applied(lambda x, linear: function(linear(x)), linear=nn.Linear(6, 6))
+
+
+def causal() -> nn.Module:
+    """Scores hidden by a buffer of the model."""
+    return Applied(
+        lambda x, linear, later: (
+            (linear(x) @ x.transpose(1, 2)).masked_fill(later[:4, :4], float("-inf")).softmax(-1)
+        ),
+        linear=nn.Linear(6, 6),
+        later=torch.ones(6, 6, dtype=torch.bool).triu(1),
     )
-    chosen = layer_of("where", SHAPE, SHAPE, SHAPE)
-    assert operator_of(chosen).work(chosen, part) == Work(
-        forward=6.0, backward=18.0, n_elements=24.0
-    )
-
-
-def compute(layer: Layer, parts: list[Region], *inputs: torch.Tensor) -> torch.Tensor:
-    sources = [
-        Layer(name=name, kind=INPUT, shape=shape)
-        for name, shape in zip(layer.inputs, layer.input_shapes, strict=True)
-    ]
-    graph = LayerGraph((*sources, layer), (layer.name,))
-    values = dict(zip(layer.inputs, inputs, strict=True))
-    return evaluate(graph, values, {}, parts={layer.name: parts})[layer.name]
-
-
-class Calling(nn.Module):
-    """A linear layer, and a function of its output."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.function = function
-        self.register_buffer("later", torch.ones(6, 6, dtype=torch.bool).triu(1))
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.function(self.linear(x))
-        return result
-
-
-class Causal(Calling):
-    """Scores with a causal mask in a buffer of the model."""
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = self.linear(x) @ x.transpose(1, 2)
-        later = self.get_buffer("later")[:4, :4]
-        hidden: torch.Tensor = scores.masked_fill(later, float("-inf"))
-        return hidden.softmax(-1)
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -134,13 +98,9 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("what", FUNCTIONS)
+@pytest.mark.parametrize("what", [*FUNCTIONS, "a buffer"])
 def test_masks_are_captured_in_layers_that_can_be_split(what: str) -> None:
-    assert_captured(Calling(FUNCTIONS[what]))
-
-
-def test_scores_are_hidden_by_a_buffer() -> None:
-    assert_captured(Causal(torch.relu))
+    assert_captured(calling(FUNCTIONS[what]) if what in FUNCTIONS else causal())
 
 
 def assert_captured(model: nn.Module) -> None:
@@ -154,10 +114,7 @@ def assert_captured(model: nn.Module) -> None:
     found = evaluate(graph, {"x": x}, tensors)[graph.outputs[0]]
     expected = model(x)
     torch.testing.assert_close(found, expected)
-    slopes = [
-        torch.autograd.grad((value * value).sum(), list(model.parameters()))
-        for value in (found, expected)
-    ]
+    slopes = [torch.autograd.grad(y.pow(2).sum(), [*model.parameters()]) for y in (found, expected)]
     torch.testing.assert_close(*slopes)
 
 
@@ -176,26 +133,15 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_cannot_be_split_is_refused(why: str) -> None:
     with pytest.raises(GraphError, match=why.replace("|", r"\|")):
-        capture(Calling(REFUSED[why]), [InputSpec(shape=(4, 6))])
-
-
-class Inner(nn.Module):
-    @override
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return torch.cumsum(x * mask, 1)
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x, x > 0)
-        return result
+        capture(calling(REFUSED[why]), [InputSpec(shape=(4, 6))])
 
 
 def test_an_opaque_module_is_not_given_a_mask_of_numbers() -> None:
+    class Inner(nn.Module):
+        @override
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(x * mask, 1)
+
+    model = Applied(lambda x, inner: inner(x, x > 0), inner=Inner())
     with pytest.raises(GraphError, match="compare inside of the module"):
-        capture(Outer(), [InputSpec(shape=(4,))])
+        capture(model, [InputSpec(shape=(4,))])

@@ -1,10 +1,8 @@
-"""Views in parts: reshapes, permutations, slices, concatenations, pads."""
-
 import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
@@ -12,17 +10,15 @@ from distbelief.graph.operator import Call, Step, joined, operator_of
 from distbelief.graph.ops.views import Block, blocks, cat_layer, reshape_layer, stack_layers
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
-    assert_layers_equal,
     assert_parts_equal,
-    assert_reads_are_tight,
+    check,
     composite_of,
+    layer_of,
     leaf,
     partitions,
-    parts_of,
-    parts_of_all,
+    random,
     source,
 )
-from tests.distbelief.graph.ops.test_norms import random
 
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -49,7 +45,7 @@ def reshapes(draw: st.DrawFn) -> Layer:
 def test_a_reshape_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     x = leaf(random(2, *layer.input_shapes[0]))
     parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
-    assert_parts_equal(layer, parts, x.reshape(2, *layer.shape), {"x": x}, {})
+    assert_parts_equal([layer], {"r": parts}, x.reshape(2, *layer.shape), {"x": x})
     for part in parts:
         (read,) = operator_of(layer).reads(layer, part)
         assert read.n_elements == part.n_elements, "a cut at its unit reads its own"
@@ -93,20 +89,10 @@ def test_blocks_are_the_finest() -> None:
 @settings(max_examples=50)
 def test_a_permutation_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     dims = tuple(data.draw(st.permutations(range(len(shape)))))
-    layer = Layer(
-        name="p",
-        kind="permute",
-        inputs=("x",),
-        input_shapes=(shape,),
-        shape=tuple(shape[dim] for dim in dims),
-        options={"dims": dims},
-    )
+    layer = layer_of("permute", tuple(shape[dim] for dim in dims), shape, dims=dims)
     x = leaf(random(2, *shape))
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     expected = x.permute(0, *(dim + 1 for dim in dims))
-    assert_parts_equal(layer, parts, expected, {"x": x}, {})
-    part = next(part for part in parts if part.n_elements)
-    assert_reads_are_tight(layer, part, {"x": x})
+    check(data, layer, expected, {"x": x}, tight=True)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.data())
@@ -118,20 +104,10 @@ def test_a_slice_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObje
         range(start, data.draw(st.integers(start + 1, n)), step)
         for start, step, n in zip(starts, steps, shape, strict=True)
     ]
-    layer = Layer(
-        name="s",
-        kind="slice",
-        inputs=("x",),
-        input_shapes=(shape,),
-        shape=tuple(map(len, ranges)),
-        options={"starts": starts, "steps": steps},
-    )
+    layer = layer_of("slice", tuple(map(len, ranges)), shape, starts=starts, steps=steps)
     x = leaf(random(2, *shape))
     index = (slice(None), *(slice(r.start, r.stop, r.step) for r in ranges))
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
-    assert_parts_equal(layer, parts, x[index], {"x": x}, {})
-    part = next(part for part in parts if part.n_elements)
-    assert_reads_are_tight(layer, part, {"x": x})
+    check(data, layer, x[index], {"x": x}, tight=True)
 
 
 @given(shapes, st.data())
@@ -139,31 +115,21 @@ def test_a_slice_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObje
 def test_a_padded_layer_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     borders = [st.tuples(*[st.integers(0, 3)] * len(shape))] * 2
     before, after = (data.draw(border) for border in borders)
-    layer = Layer(
-        name="p",
-        kind="pad",
-        inputs=("x",),
-        input_shapes=(shape,),
-        shape=tuple(b + n + a for b, n, a in zip(before, shape, after, strict=True)),
-        options={"before": before, "after": after, "value": 2.5},
-    )
+    padded = tuple(b + n + a for b, n, a in zip(before, shape, after, strict=True))
+    layer = layer_of("pad", padded, shape, before=before, after=after, value=2.5)
     x = leaf(random(2, *shape))
     pads: list[int] = []
     for pair in zip(before, after, strict=True):
         pads = [*pair, *pads]
-    expected = functional.pad(x, pads, value=2.5)
-    parts = data.draw(parts_of(layer))
-    assert_parts_equal(layer, parts, expected, {"x": x}, {})
+    check(data, layer, functional.pad(x, pads, value=2.5), {"x": x})
 
 
 @given(shapes, st.data())
 @settings(max_examples=50)
 def test_an_expansion_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     ones = tuple(data.draw(st.sampled_from([1, n])) for n in shape)
-    layer = Layer(name="e", kind="expand", inputs=("x",), input_shapes=(ones,), shape=shape)
     x = leaf(random(2, *ones))
-    parts = data.draw(parts_of(layer))
-    assert_parts_equal(layer, parts, x.expand(2, *shape), {"x": x}, {})
+    check(data, layer_of("expand", shape, ones), x.expand(2, *shape), {"x": x})
 
 
 @given(shapes, st.integers(1, 3), st.data())
@@ -186,7 +152,7 @@ def test_joined_layers_in_parts_are_the_whole(
     else:
         layers = [cat_layer("j", sources, dim=dim)]
         expected = torch.cat(list(inputs.values()), dim + 1)
-    assert_layers_equal(layers, data.draw(parts_of_all(layers)), expected, inputs)
+    check(data, layers, expected, inputs)
 
 
 @given(st.data())
@@ -220,9 +186,7 @@ def test_a_token_and_positions_are_added_to_every_sample(data: st.DataObject) ->
     )
     layers = [*parameters, cat, added]
     expected = torch.cat([token.view(1, 1, 5).expand(3, 1, 5), x], 1)
-    expected = expected + positions + scale
-    parts = data.draw(parts_of_all(layers))
-    assert_layers_equal(layers, parts, expected, {"x": x}, tensors)
+    check(data, layers, expected + positions + scale, {"x": x}, tensors)
     graph = composite_of(layers, {"x": x})
     assert joined(graph) == {layer.name for layer in parameters}
 
@@ -235,23 +199,9 @@ def test_pointwise_functions_broadcast_as_torch_does(
     n_missing = data.draw(st.integers(0, len(shape)))
     other = tuple(data.draw(st.sampled_from([1, n])) for n in shape[n_missing:])
     inputs = {"x": leaf(random(3, *shape)), "y": leaf(random(3, *other, seed=1).abs())}
-    layer = Layer(
-        name="f",
-        kind="pointwise",
-        inputs=("x", "y"),
-        input_shapes=(shape, other),
-        shape=shape,
-        options={"function": function},
-    )
+    layer = layer_of("pointwise", shape, shape, other, function=function)
     x, y = inputs["x"], inputs["y"].view(3, *(1,) * n_missing, *other)
-    match function:
-        case "add":
-            expected = x + y
-        case "multiply":
-            expected = x * y
-        case _:
-            expected = x / y
-    assert_parts_equal(layer, data.draw(parts_of(layer)), expected, inputs, {})
+    check(data, layer, {"add": x + y, "multiply": x * y, "divide": x / y}[function], inputs)
 
 
 @given(shapes.filter(lambda shape: len(shape) < 4), st.data())
@@ -261,18 +211,9 @@ def test_an_embedding_in_parts_is_the_whole(
 ) -> None:
     padding = data.draw(st.sampled_from([None, 0, 6]))
     generator = torch.Generator().manual_seed(math.prod(positions))
-    words = torch.randint(7, (3, *positions), generator=generator)
+    indices = torch.randint(7, (3, *positions), generator=generator)
     weight = leaf(random(7, 5))
-    layer = Layer(
-        name="e",
-        kind="embedding",
-        inputs=("x",),
-        input_shapes=(positions,),
-        shape=(*positions, 5),
-        options={"padding": padding},
-        tensors={"weight": TensorUse(name="weight", shape=(7, 5))},
-    )
-    expected = functional.embedding(words, weight, padding)
-    parts = data.draw(parts_of(layer))
-    assume(parts)
-    assert_parts_equal(layer, parts, expected, {"x": words}, {"weight": weight})
+    words = {"weight": (7, 5)}
+    layer = layer_of("embedding", (*positions, 5), positions, words=words, padding=padding)
+    expected = functional.embedding(indices, weight, padding)
+    check(data, layer, expected, {"x": indices}, {"weight": weight})

@@ -1,26 +1,21 @@
-"""Pooling in parts, against torch."""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch.nn import functional
 
-from distbelief.graph.graph import Layer, Option
-from distbelief.graph.operator import operator_of
+from distbelief.graph.graph import Layer
 from distbelief.graph.ops.windows import L2Pool2d, Window, adaptive_pool_layers, gaussian
 from tests.distbelief.graph.ops.comparison import (
-    assert_layers_equal,
-    assert_parts_equal,
     assert_reads_are_tight,
+    check,
+    layer_of,
     leaf,
-    partitions,
-    parts_of,
-    parts_of_all,
+    random,
     source,
 )
-from tests.distbelief.graph.ops.test_norms import random
 
 
 MAXIMA = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
@@ -33,7 +28,7 @@ def pools(draw: st.DrawFn, kind: str, *, dims: int = 2) -> Layer:
     numbers = [st.integers(1, 4)] * n_dims
     size, stride = draw(st.tuples(*numbers)), draw(st.tuples(*numbers))
     padding = tuple(draw(st.integers(0, n // 2)) for n in size)
-    options: dict[str, Option] = {"size": size, "stride": stride, "padding": padding}
+    options: dict[str, Any] = {"size": size, "stride": stride, "padding": padding}
     dilation = (1,) * n_dims
     ceil = kind != "l2_pool" and draw(st.booleans())
     match kind:
@@ -61,13 +56,23 @@ def pools(draw: st.DrawFn, kind: str, *, dims: int = 2) -> Layer:
         assume(window.n_outputs(extent) > 0)
         shape.append(window.n_outputs(extent))
     n_maps = draw(st.integers(1, 3))
-    return Layer(
-        name="pool",
-        kind=kind,
-        inputs=("x",),
-        input_shapes=((n_maps, *extents),),
-        shape=(n_maps, *shape),
-        options=options,
+    return layer_of(kind, (n_maps, *shape), (n_maps, *extents), **options)
+
+
+def pool(
+    functions: Sequence[Callable[..., torch.Tensor]],
+    layer: Layer,
+    x: torch.Tensor,
+    **options: object,
+) -> torch.Tensor:
+    """What torch's function of this layer's dimensions computes."""
+    return functions[len(layer.shape) - 2](
+        x,
+        layer.integers("size"),
+        stride=layer.integers("stride"),
+        padding=layer.integers("padding"),
+        ceil_mode=bool(layer.options["ceil"]),
+        **options,
     )
 
 
@@ -77,38 +82,19 @@ def test_max_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject) ->
     ties = data.draw(st.booleans())
     x = random(2, *layer.input_shapes[0])
     x = leaf(x.round() if ties else x)  # of equals the first one has the gradient
-    n_dims = len(layer.shape) - 1
-    expected = MAXIMA[n_dims - 1](
-        x,
-        layer.integers("size"),
-        stride=layer.integers("stride"),
-        padding=layer.integers("padding"),
-        dilation=layer.integers("dilation"),
-        ceil_mode=bool(layer.options["ceil"]),
-    )
+    expected = pool(MAXIMA, layer, x, dilation=layer.integers("dilation"))
     assume(bool(expected.isfinite().all()))  # no window of padding alone
-    assert_parts_equal(layer, data.draw(parts_of(layer)), expected, {"x": x}, {})
+    check(data, layer, expected, {"x": x})
 
 
 @given(pools("average_pool"), st.data())
 @settings(max_examples=70)
 def test_average_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     x = leaf(random(2, *layer.input_shapes[0]))
-    n_dims = len(layer.shape) - 1
-    more = {"divisor_override": layer.options["divisor"]} if n_dims > 1 else {}
-    expected = AVERAGES[n_dims - 1](
-        x,
-        layer.integers("size"),
-        stride=layer.integers("stride"),
-        padding=layer.integers("padding"),
-        ceil_mode=bool(layer.options["ceil"]),
-        count_include_pad=bool(layer.options["count_include_pad"]),
-        **more,
-    )
-    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
-    assert_parts_equal(layer, parts, expected, {"x": x}, {})
-    part = next(part for part in parts if part.n_elements)
-    assert_reads_are_tight(layer, part, {"x": x})
+    counted: dict[str, object] = {"count_include_pad": bool(layer.options["count_include_pad"])}
+    if len(layer.shape) > 2:
+        counted["divisor_override"] = layer.options["divisor"]
+    check(data, layer, pool(AVERAGES, layer, x, **counted), {"x": x}, tight=True)
 
 
 @given(pools("l2_pool"), st.data())
@@ -123,8 +109,7 @@ def test_l2_pooling_in_parts_is_the_module(layer: Layer, data: st.DataObject) ->
         epsilon=0.25,
         gaussian=bool(layer.options["gaussian"]),
     )
-    parts = data.draw(parts_of(layer))
-    assert_parts_equal(layer, parts, module(x), {"x": x}, {})
+    check(data, layer, module(x), {"x": x})
 
 
 def test_l2_pooling_is_the_root_of_the_sum_of_squares() -> None:
@@ -168,7 +153,7 @@ def test_adaptive_pooling_in_parts_is_the_whole(n_dims: int, data: st.DataObject
         (2, True): functional.adaptive_max_pool2d,
     }
     expected = functions[n_dims, maximum](x, sizes)
-    assert_layers_equal([layer], data.draw(parts_of_all([layer])), expected, {"x": x})
+    check(data, layer, expected, {"x": x})
     if not maximum and layer.kind != "reduction":
         assert_reads_are_tight(layer, layer.region.cut(1, [1.0, 1.0])[1], {"x": x})
 

@@ -1,4 +1,4 @@
-"""What windows read, against torch and against tracing every index."""
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ windows = st.builds(
 
 
 def traced(window: Window, output: int, extent: int) -> set[int]:
-    """Return the inputs of one output, index by index."""
     first = output * window.stride - window.padding
     return {
         first + k * window.dilation
@@ -90,12 +89,10 @@ def test_nothing_is_read_for_no_output() -> None:
     assert Window(size=3).n_outputs(2) == 0
 
 
-def test_a_window_without_extent_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"size must be .*got 0"):
-        Window(size=0)
-    with pytest.raises(ValueError, match=r"stride must be .*got 0"):
-        Window(size=1, stride=0)
-    with pytest.raises(ValueError, match=r"dilation must be .*got 0"):
-        Window(size=1, dilation=0)
-    with pytest.raises(ValueError, match=r"padding must be .*got -1"):
-        Window(size=1, padding=-1)
+@pytest.mark.parametrize(
+    ("word", "value"), [("size", 0), ("stride", 0), ("dilation", 0), ("padding", -1)]
+)
+def test_a_window_without_extent_is_refused(word: str, value: int) -> None:
+    arguments: dict[str, Any] = {"size": 1, word: value}
+    with pytest.raises(ValueError, match=rf"{word} must be .*got {value}"):
+        Window(**arguments)

@@ -1,5 +1,3 @@
-"""Sums over windows against torch's convolution, and their gradients."""
-
 import pytest
 import torch
 from hypothesis import given, strategies as st

@@ -34,15 +34,14 @@ class Residual(nn.Module):
             )
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> object:
         around = x if self.downsample is None else self.downsample(x)
         for number in range(1, self.n_convolutions + 1):
             x = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(x))
             if number < self.n_convolutions:
                 x = self.relu(x)
         x += around
-        result: torch.Tensor = self.relu(x)
-        return result
+        return self.relu(x)
 
 
 class ResNet(nn.Module):
@@ -75,12 +74,11 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(n_channels, n_classes)
 
     @override
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> object:
         x = self.maxpool(functional.relu(self.bn1(self.conv1(images)), inplace=True))
         for stage in self.stages:
             x = stage(x)
-        scores: torch.Tensor = self.fc(self.avgpool(x).flatten(1))
-        return scores
+        return self.fc(self.avgpool(x).flatten(1))
 
 
 class Inception(nn.Module):
@@ -140,7 +138,7 @@ class DenseNet(nn.Module):
         self.head = nn.Linear(n_channels, n_classes)
 
     @override
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> object:
         x = self.stem(images)
         layers = iter(self.layers)
         for count, transition in zip(self.counts, self.transitions, strict=True):
@@ -148,8 +146,7 @@ class DenseNet(nn.Module):
             for _ in range(count):
                 features.append(next(layers)(torch.cat(features, 1)))
             x = transition(torch.cat(features, 1))
-        scores: torch.Tensor = self.head(torch.amax(x, dim=(-2, -1)))
-        return scores
+        return self.head(torch.amax(x, dim=(-2, -1)))
 
 
 class UNet(nn.Module):
@@ -180,7 +177,7 @@ class UNet(nn.Module):
         )
 
     @override
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
+    def forward(self, image: torch.Tensor) -> object:
         x, skips = image, []
         for down in self.down:
             x = down(x)
@@ -196,5 +193,4 @@ class UNet(nn.Module):
                     x, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2]
                 )
             x = up(torch.cat([skip, x], dim=1))
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)

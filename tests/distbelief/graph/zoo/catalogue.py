@@ -6,6 +6,7 @@ from typing import Final, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.region import Shape
@@ -16,23 +17,34 @@ from tests.distbelief.graph.zoo.sequences import LstmTagger, TorchEncoder, Visio
 
 
 @final
+class Applied(nn.Module):
+    """A function of the input and of parts of the model: modules, parameters and buffers."""
+
+    def __init__(self, function: Callable[..., object], **parts: nn.Module | torch.Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.names = tuple(parts)
+        for name, part in parts.items():
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x, *(getattr(self, name) for name in self.names))
+
+
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and its input.
-
-    Attributes:
-        make: Makes the model without dropout.
-        shape: Input shape, without the batch.
-        n_values: Number of values of an integer input.
-        whole: Opaque layers, and a part of the reason.
-        dropping: Makes the model with dropout, if it has any.
-    """
+    """A model and its input's shape, without the batch."""
 
     make: Callable[[], nn.Module]
     shape: Shape
-    n_values: int | None = None
-    whole: Mapping[str, str] | None = None
-    dropping: Callable[[], nn.Module] | None = None
+    n_values: int | None = None  # of an integer input
+    whole: Mapping[str, str] | None = None  # opaque layers, and a part of the reason
+    dropping: Callable[[], nn.Module] | None = None  # makes the model with dropout
 
     @property
     def specs(self) -> list[InputSpec]:
@@ -52,7 +64,6 @@ class Case:
         return model
 
     def input(self, *, batch: int) -> torch.Tensor:
-        """Return some samples; floats require a gradient."""
         generator = torch.Generator().manual_seed(3)
         shape = (batch, *self.shape)
         if self.n_values is not None:

@@ -10,7 +10,7 @@ from distbelief.graph.graph import INPUT, Layer, LayerGraph
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
-from tests.distbelief.graph.ops.comparison import close, zeros
+from tests.distbelief.graph.ops.comparison import close, close_gradients
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 from tests.distbelief.graph.zoo.catalogue import Case
 
@@ -74,13 +74,11 @@ def assert_same(
     for one, other in zip(found, expected, strict=True):
         close(one, other)
     leaves = [*model.parameters(), *([x] if x.requires_grad else [])]
-    sums = [
+    one, other = (
         torch.stack([(value * value.cos()).sum() for value in outputs]).sum()
         for outputs in (found, expected)
-    ]
-    gradients = [torch.autograd.grad(s, leaves, allow_unused=True) for s in sums]
-    for one, other in zip(*gradients, strict=True):
-        close(zeros(one, other), zeros(other, one))
+    )
+    close_gradients(one, other, leaves)
     buffers = dict(model.named_buffers())
     for name, layer in running_averages(graph).items():
         close(values[layer][0], buffers[name])

@@ -10,15 +10,7 @@ from distbelief.graph.ops.windows import L2Pool2d
 
 
 class LocalNet(nn.Module):
-    """Dean et al. 2012, section 5: windows of 10 x 10, weights not shared.
-
-    Args:
-        size: Rows and columns of the images.
-        maps: Maps of the three stages; the paper's have 8 to 36.
-        window: Extent of the filters; the paper's have 10.
-        n_classes: Number of logistic regressions; the paper's net has 21,000.
-        device: Device of its tensors.
-    """
+    """Dean et al. 2012, section 5: windows of 10 x 10 in the paper, weights not shared."""
 
     def __init__(
         self,
@@ -45,6 +37,5 @@ class LocalNet(nn.Module):
         self.classes = nn.Linear(n_maps * size**2, n_classes, device=device)
 
     @override
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.classes(self.stages(images).flatten(1))
-        return scores
+    def forward(self, images: torch.Tensor) -> object:
+        return self.classes(self.stages(images).flatten(1))

@@ -34,10 +34,9 @@ class AlexNet(nn.Module):
         )
 
     @override
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> object:
         x = torch.flatten(self.features(images), 1)
-        scores: torch.Tensor = self.classifier(x)
-        return scores
+        return self.classifier(x)
 
 
 class Vgg16(nn.Module):
@@ -61,15 +60,14 @@ class Vgg16(nn.Module):
         self.dropout = dropout
 
     @override
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> object:
         x = self.features(images)
         x = x.view(x.size(0), -1)
         for layer in (self.fc6, self.fc7):
             x = functional.dropout(
                 functional.relu(layer(x)), p=self.dropout, training=self.training
             )
-        scores: torch.Tensor = self.fc8(x)
-        return scores
+        return self.fc8(x)
 
 
 class MobileNet(nn.Module):
@@ -94,7 +92,6 @@ class MobileNet(nn.Module):
         self.head = nn.Linear(4 * width, n_classes)
 
     @override
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> object:
         x = self.blocks(functional.hardswish(self.stem(images)))
-        scores: torch.Tensor = self.head(x.mean([2, 3]))
-        return scores
+        return self.head(x.mean([2, 3]))

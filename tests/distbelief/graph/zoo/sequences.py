@@ -54,7 +54,7 @@ class TorchEncoder(nn.Module):
         self.head.weight = self.words.weight
 
     @override
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor) -> object:
         _, n_positions = words.shape
         assert n_positions <= self.positions.num_embeddings
         places = torch.arange(n_positions, device=words.device).unsqueeze(0)
@@ -66,8 +66,7 @@ class TorchEncoder(nn.Module):
             )
         pads = words >= self.words.num_embeddings - 2 if self.padded else None
         x = self.encoder(x, mask=mask, src_key_padding_mask=pads)
-        scores: torch.Tensor = self.head(x)
-        return scores
+        return self.head(x)
 
 
 class Block(nn.Module):
@@ -86,7 +85,7 @@ class Block(nn.Module):
         self.n_heads = n_heads
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> object:
         n_samples, n_positions, size = x.shape
         q, k, v = (
             part.reshape(n_samples, n_positions, self.n_heads, -1).transpose(1, 2)
@@ -96,8 +95,7 @@ class Block(nn.Module):
         y = y.transpose(1, 2).contiguous().view(n_samples, n_positions, size)
         x = x + self.scale * self.out(y)
         y = self.norm2(x)
-        result: torch.Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
-        return result
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 class VisionTransformer(nn.Module):
