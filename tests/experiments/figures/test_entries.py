@@ -2,7 +2,7 @@ import pytest
 
 from distbelief.config.load import parse_job
 from experiments.figures.__main__ import gather, parse, running
-from experiments.figures.courses import SEARCHED, Try, best
+from experiments.figures.courses import SEARCHED, Try, best, kept_course, pace, setting_of
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
 from experiments.figures.findings import PAPERS_ORDER
 
@@ -67,3 +67,14 @@ def test_only_without_run_is_explained(capsys: pytest.CaptureFixture[str]) -> No
     with running(0) as runs:
         gather([], parse(["methods", "--only", "SGD"]), runs)
     assert "--only chooses what --run runs" in capsys.readouterr().out
+
+
+def test_every_kept_result_is_of_these_entries() -> None:
+    """Another fingerprint, of machines or settings, would run all of them again."""
+    for entry in dict.fromkeys((*FIGURE_4, *FIGURE_5)):
+        setting = setting_of(entry)
+        assert setting is not None, entry.label
+        learner = LEARNER if entry.kind == "l-bfgs" else entry
+        for seed in range(5):
+            assert kept_course(learner, setting=setting, seed=seed), entry.label
+        assert entry.kind != "l-bfgs" or pace(entry) is not None

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.compiler import compile_plan
-from distbelief.roles.role import Action, Compute, Computed, Event, Received, Send, Started
+from distbelief.protocol import TransferAck
+from distbelief.roles.role import Action, Address, Compute, Computed, Event, Received, Send, Started
 from distbelief.worker.batches import micro_sizes
 from experiments.benchmarks.bare.exchange import STEP
 from experiments.benchmarks.bare.machine import (
@@ -149,3 +151,27 @@ def test_machines_that_know_several_plans_take_steps_by_the_one_that_is_chosen(
         assert {m.n_done for m in machines} == {1 + (n_done == 3)}, name
         total = sum(m.loss or 0.0 for m in machines)
         assert total / BATCH == pytest.approx(loss, rel=1e-5), name
+
+
+def test_a_late_message_reaches_the_plan_that_it_is_of() -> None:
+    class Plan:
+        def __init__(self) -> None:
+            self.events: list[Event] = []
+            self.gradients: dict[int, torch.Tensor] = {}
+
+        def handle(self, event: Event, now: float) -> Sequence[Action]:
+            del now
+            self.events.append(event)
+            return []
+
+    one, other = Plan(), Plan()
+    plans = cast("dict[str, BareMachine]", {"one": one, "other": other})
+    machine = PlansMachine(plans, [Address("machine-0"), Address("machine-1")])
+    machine.choose("other")
+    late = Received(
+        sender=Address("machine-1"), incarnation=1, message=TransferAck(generation=1, taken=4)
+    )
+    machine.handle(late, 0.0)
+    machine.handle(STEP, 0.0)
+    assert one.events == [late]
+    assert other.events == [STEP]
