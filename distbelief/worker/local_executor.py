@@ -303,14 +303,24 @@ class LocalEvaluator:
             with torch.no_grad():
                 outputs = module(inputs)
         except Exception:  # all of it is user code: a dry run finds the cause
-            names = replace(self._names, indices=indices)
-            dry_run.evaluate(
-                module, inputs, targets, loss=self._loss, metric=self._metric, names=names
-            )
+            self._explain(inputs, targets, indices)
             raise
+        if _has_strange_labels(outputs, targets):  # loss or metric may fail, and name no sample
+            self._explain(inputs, targets, indices)
         whole = Region.of()
         found = (("outputs", whole, outputs), ("targets", whole, targets))
         return StepResult(loss=None, averages={}, outputs=found)
+
+    def _explain(self, inputs: torch.Tensor, targets: torch.Tensor, indices: Sequence[int]) -> None:
+        names = replace(self._names, indices=list(indices))
+        module = self.model.module
+        dry_run.evaluate(module, inputs, targets, loss=self._loss, metric=self._metric, names=names)
+
+
+def _has_strange_labels(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    if targets.is_floating_point() or targets.dim() >= outputs.dim():
+        return False
+    return bool(targets.max() >= outputs.shape[1]) or bool(targets.min() < 0)
 
 
 @final
