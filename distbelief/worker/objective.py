@@ -253,7 +253,7 @@ class Objective:
         return False
 
     def due(self, now: Seconds) -> list[Action]:
-        """Return what is to be sent after an event."""
+        """Return the messages that an event calls for."""
         del now
         return []
 

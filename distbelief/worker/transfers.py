@@ -50,7 +50,7 @@ class RankLink:
 
     Attributes:
         n_bytes: Sent in all generations, each block counted once.
-        n_out: Blocks sent, likewise.
+        n_out: Blocks sent.
     """
 
     def __init__(self, peer: Address) -> None:

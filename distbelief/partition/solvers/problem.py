@@ -106,7 +106,7 @@ class Problem:
         return float(self.used(choice).max(initial=0.0))
 
     def badness(self, choice: Sequence[int]) -> tuple[float, float]:
-        """Return what is to be lowest: the overrun of choices that do not fit, then the cost."""
+        """Return what a solver minimises: the overrun of choices that do not fit, then the cost."""
         overrun = self.overrun(choice)
         return (0.0 if overrun <= 1 + TOLERANCE else overrun, self.cost(choice))
 

@@ -212,9 +212,9 @@ class Stretch:
     """One evaluation of the job, or more: an iteration may take several."""
 
     seconds: float  # of an example, while the job had the machine
-    plain_seconds: float  # likewise, of the plain processes
+    plain_seconds: float  # the same of the plain processes
     cpu_seconds: float  # that all processes of the job took for it
-    plain_cpu_seconds: float  # likewise
+    plain_cpu_seconds: float  # processor time of the plain processes
 
     @property
     def overhead(self) -> float:

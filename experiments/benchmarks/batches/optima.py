@@ -58,7 +58,7 @@ class Outcome:
 
     loss: float  # the best
     seconds: float | None  # until it was at the target; None: it never was
-    n_evaluations: int | None  # likewise
+    n_evaluations: int | None  # None if it never got there
     error: str | None = None  # why there is no more, if there is not
 
 
@@ -135,7 +135,7 @@ def by_vowpal_wabbit(
     """Let Vowpal Wabbit's BFGS minimise a logistic loss; it reads text.
 
     Its l2 is of the sum of losses. It says nothing on the way: it is run again with
-    more passes, until it is at the target, and the time of the last run is told.
+    more passes, until it is at the target; the time of the last run counts.
     """
     inputs, targets = data
     environment = {**os.environ, "PYTHONPATH": VW_HOME}
