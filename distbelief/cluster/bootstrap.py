@@ -17,7 +17,7 @@ from typing import Final, cast, final
 
 import msgspec
 
-from distbelief.config.job import QUANTITIES, ClusterTable
+from distbelief.config.job import ClusterTable
 from distbelief.config.tables import decode
 from distbelief.core.reliable import Backoff
 from distbelief.errors import JobError, RemoteProtocolError
@@ -88,8 +88,7 @@ def localized(job: msgspec.Raw, directory: Path) -> tuple[msgspec.Raw, Seconds]:
         paths = msgspec.convert(source["import_paths"], type=list[str])
     except _UNREADABLE as error:
         raise JobError(f"the supervisor's job cannot be read: {error!s:.200}") from None
-    table, quantities = tables.get("cluster", {}), QUANTITIES["cluster"]
-    cluster = decode(table, ClusterTable, path=("cluster",), quantities=quantities)
+    cluster = decode(tables.get("cluster", {}), ClusterTable, path=("cluster",))
     # The innermost directory first: it may lie within the other.
     bases = sorted((path.rstrip("/") for path in paths), key=len, reverse=True)
     here = str(directory.absolute())
