@@ -112,6 +112,12 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # targets
     metric: str | None = None
 
+    @property
+    def data(self) -> dict[str, DataSpec]:
+        """The data by table."""
+        test = {} if self.test is None else {"data.test": self.test}
+        return {"data.train": self.train} | test
+
 
 # --- roles ---
 
@@ -235,16 +241,12 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
 
 def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
     """Return the training data, and the held-out data if there are any, by table."""
-    datasets = {"data.train": build_dataset(task.train)}
-    if task.test is not None:
-        datasets["data.test"] = build_dataset(task.test, table="data.test")
-    return datasets
+    return {table: build_dataset(spec, table=table) for table, spec in task.data.items()}
 
 
 def prepare_data(task: TaskSpec) -> None:
-    prepare(task.train, table="data.train")
-    if task.test is not None:
-        prepare(task.test, table="data.test")
+    for table, spec in task.data.items():
+        prepare(spec, table=table)
 
 
 def prepare(spec: DataSpec, *, table: str) -> None:
@@ -291,11 +293,8 @@ def capture_task(
 ) -> Captured:
     """Return the graph of a task's model with its loss.
 
-    Args:
-        task: Model and loss.
-        inputs: Of the model.
-        targets: Shape of the targets, if not the usual one.
-        soft: Whether the targets of a classification loss are probabilities.
+    `targets` is their shape, if not the usual one; with `soft`, targets of a classification loss
+    are probabilities.
     """
     module = _build_on_meta(task.model)
     module.train()

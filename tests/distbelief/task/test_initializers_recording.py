@@ -6,15 +6,21 @@ from torch import nn
 
 from distbelief.errors import JobError
 from distbelief.parameter_server.initial_values import Initial
-from distbelief.task.initializers import Recording, initials_of
+from distbelief.task.initializers import initials_of, recorded_initials
 
 
 def recorded(make: Callable[[], nn.Module]) -> dict[str, Initial]:
-    with Recording() as recording:
-        module = make()
+    module = make()
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
-    assert all(tensor.is_meta for tensor in module.parameters())
-    return dict(recording.initials(module, names))
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        built.append(make())
+        return built[0]
+
+    found = recorded_initials(build, names)
+    assert all(tensor.is_meta for tensor in built[0].parameters())
+    return dict(found)
 
 
 @pytest.mark.parametrize(
