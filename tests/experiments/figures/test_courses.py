@@ -32,18 +32,18 @@ from experiments.figures.results import code_of, keep
 from experiments.figures.task import N_TRAIN
 
 
-def test_the_target_is_reached_when_two_of_three_evaluations_are_there() -> None:
-    points = course("SGD", 1, [0.1, 0.3, 0.1, 0.1, 0.3, 0.2, 0.3]).points
-    assert reached(points, 0.25) == 500.0
-
-
-def test_one_lucky_evaluation_is_not_the_target() -> None:
-    points = course("SGD", 1, [0.1, 0.3, 0.1, 0.1]).points
-    assert reached(points, 0.25) is None
-
-
-def test_a_course_that_ends_at_the_target_has_reached_it() -> None:
-    assert reached(course("SGD", 1, [0.1, 0.3]).points, 0.25) == 200.0
+@pytest.mark.parametrize(
+    ("held_out", "seconds"),
+    [
+        ([0.1, 0.3, 0.1, 0.1, 0.3, 0.2, 0.3], 500.0),  # two of three evaluations
+        ([0.1, 0.3, 0.1, 0.1], None),  # a lucky one
+        ([0.1, 0.3], 200.0),  # a course may end at the target
+    ],
+)
+def test_the_target_is_reached_when_two_of_three_evaluations_are_there(
+    held_out: list[float], seconds: float | None
+) -> None:
+    assert reached(course("SGD", 1, held_out).points, 0.25) == seconds
 
 
 def test_courses_of_one_seed_must_have_one_warm_start() -> None:
