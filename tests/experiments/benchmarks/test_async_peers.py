@@ -72,13 +72,10 @@ def test_an_entrant_that_fails_is_told_with_its_error(tmp_path: Path) -> None:
         async_peers.hold(entry, course(tmp_path), target=0.0, seconds_max=50)
 
 
-def test_a_peer_that_is_not_installed_has_no_version() -> None:
+def test_a_peer_that_is_not_installed_has_no_version_and_an_unknown_one_is_refused() -> None:
     entry = Entry(name="nobody", module="nobody", distribution="not-a-distribution")
     assert entry.version() is None
     assert replace(entry, python="/no/such/python").version() is None
-
-
-def test_a_python_for_an_unknown_peer_is_refused() -> None:
     with pytest.raises(SystemExit, match="no peer is called 'hivemind'"):
         async_peers.main([*TINY, "--peer-python", "hivemind=/usr/bin/python3"])
 
@@ -96,12 +93,8 @@ def test_a_course_is_read_as_it_was_written_and_generated_twice_alike(tmp_path: 
     second = course(tmp_path / "b")
     for values, again in zip(first.data(), second.data(), strict=True):
         assert torch.equal(values, again)
-
-
-def test_parameters_are_loaded_in_the_order_of_the_net(tmp_path: Path) -> None:
-    tiny = course(tmp_path)
-    net, flat = tiny.net(), torch.arange(float(tiny.n_parameters))
-    load(net, flat)
+    net, flat = first.net(), torch.arange(float(first.n_parameters))
+    load(net, flat)  # in the order of the net
     assert torch.equal(torch.nn.utils.parameters_to_vector(net.parameters()), flat)
 
 

@@ -71,15 +71,14 @@ def test_a_step_of_the_small_net_takes_as_long_as_one_of_the_large() -> None:
 @pytest.mark.parametrize(("replicas", "machines"), [(1, 2), (20, 10), (200, 100), (2000, 250)])
 def test_shards_have_half_as_many_machines_as_replicas(replicas: int, machines: int) -> None:
     assert shard_machines(replicas) == machines
-    assert ScaledMachines(replicas, time_scale=20.0).n_machines == replicas + machines
-
-
-def test_nobody_shares_a_machine_but_who_computes_little() -> None:
-    rig = ScaledMachines(20, time_scale=20.0)
-    assert rig.place(Address("replica-19"), "replica") == 19
-    assert rig.place(Address("shard-0"), "shard") == (20, 10)
-    assert rig.place(Address("evaluator"), "evaluator") == (30, 64)
-    assert rig.place(Address("coordinator"), "coordinator") == 94
+    rig = ScaledMachines(replicas, time_scale=20.0)
+    assert rig.n_machines == replicas + machines
+    # Nobody shares a machine but who computes little.
+    assert rig.place(Address(f"replica-{replicas - 1}"), "replica") == replicas - 1
+    if replicas == 20:
+        assert rig.place(Address("shard-0"), "shard") == (20, 10)
+        assert rig.place(Address("evaluator"), "evaluator") == (30, 64)
+        assert rig.place(Address("coordinator"), "coordinator") == 94
 
 
 @pytest.fixture(autouse=True)
