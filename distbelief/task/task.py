@@ -18,7 +18,7 @@ from distbelief.core.memory import Memory
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import Initial
@@ -382,8 +382,3 @@ def specs_of(module: nn.Module) -> list[TensorSpec]:
         for name, tensor in sorted(tensors.items())
         if name in saved
     ]
-
-
-def input_names(graph: LayerGraph) -> list[str]:
-    """Return the names of the inputs: the model's first, then the targets."""
-    return [layer.name for layer in graph.layers if layer.kind == INPUT]

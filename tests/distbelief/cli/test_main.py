@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -158,6 +159,34 @@ def test_help_status_and_typing_errors_load_nothing_heavy() -> None:
     assert loaded_by("--help") == (0, [])
     assert loaded_by("status") == (0, [])
     assert loaded_by("train", "speech.toml") == (MISTAKEN, [])
+
+
+INTERRUPTED_AT_THE_START = """
+import os, signal, sys
+
+class Hand:
+    def find_spec(self, name, path, target=None):
+        if name == "distbelief.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal
+sys.meta_path.insert(0, Hand())
+from distbelief.cli.entry import main
+main()
+"""
+
+
+def test_who_interrupts_the_start_reads_no_traceback() -> None:
+    """Ctrl+C within a quarter of a second of the command was a page of text."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_THE_START, "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == -signal.SIGINT
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 # ---------------------------------------------------------------------- train

@@ -1,5 +1,6 @@
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.task import dry_run
+from distbelief.task.imports import installed_imports
 from distbelief.task.losses import higher_is_better
 from distbelief.task.task import (
     DataSpec,
@@ -142,6 +144,26 @@ def test_a_factory_without_data_names_what_it_returned() -> None:
         build_dataset(DataSpec(factory=f"{HERE}:no_dataset"))
     with pytest.raises(JobError, match=r"\[data.test\] .* a data set of 0 samples"):
         build_dataset(DataSpec(factory=f"{HERE}:empty"), table="data.test")
+
+
+def test_installed_modules_are_found_through_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "nets.py").write_text(
+        "import os, msgspec.json\nfrom torch import nn\nfrom pack import data\n"
+        "import nowhere.to.be.found\nimport distbelief.trainer\nraise SystemExit(3)\n"
+    )
+    (tmp_path / "pack" / "data.py").write_text(
+        "from pack import nets, broken\nfrom rich.console import Console\ndef f(): import zmq\n"
+    )
+    (tmp_path / "pack" / "broken.py").write_text("import zmq\ndef net(:\n")
+    found = installed_imports(["pack.nets", "nothing"], [str(tmp_path)])
+    assert set(found) == {"msgspec.json", "torch", "torch.nn", "rich.console"}
+
+
+@pytest.mark.parametrize("name", ["", "a..b", "sys", "zmq.no_such_module"])
+def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) -> None:
+    assert installed_imports([name], [str(tmp_path)]) == ()
 
 
 # ---------------------------------------------------------------------- check

@@ -1,7 +1,3 @@
-import json
-import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,21 +30,6 @@ def course(folder: Path, *, n_workers: int = 2, n_gradients: int = 8) -> Course:
     )
     tiny.generate()
     return tiny
-
-
-@pytest.mark.processes
-@pytest.mark.soak
-@pytest.mark.timeout(240)
-def test_the_last_line_tells_the_figures_of_ours_and_of_the_single_process() -> None:
-    command = [sys.executable, "-m", "experiments.benchmarks.async_peers", *TINY]
-    command += ["--target", "2.5", "--slowdown", "1", "--only", "ours", "pytorch_distbelief"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["benchmark"] == "async_peers"
-    assert {"single_seconds", "ours_seconds"} <= set(last["figures"])
-    assert all(math.isfinite(value) for value in last["figures"].values())
-    assert "pytorch_distbelief -: not installed: pip install" in done.stdout
-    assert not any(key.startswith("pytorch") for key in last["figures"])
 
 
 @pytest.mark.processes
