@@ -552,6 +552,8 @@ class Shard:
 
     def _next_as_primary(self, now: Seconds, *, is_stopping: bool) -> list[Action]:
         commands, saves = self._commands, self._saves
+        if self._versions.copying is not None and not is_stopping:
+            return self._begin_copy()  # the next piece, before anything changes the values
         if not is_stopping and (commands.waiting or commands.running):
             self._work = _Work.COMMAND
             return [commands.begin_next(self._snapshot)]
@@ -611,7 +613,7 @@ class Shard:
     def _begin_copy(self) -> list[Action]:
         self._work = _Work.COPY
         self._copied_last = True
-        work, cost = self._values.copy_work(self._versions.begin_copy())
+        work, cost = self._versions.copy_work()
         return [Compute(name="copy", work=work, cost=cost)]
 
     def _computed(self, event: Computed, now: Seconds) -> list[Action]:
@@ -636,7 +638,8 @@ class Shard:
             case _Work.COMMAND:
                 return self._commands.computed(event)
             case _Work.COPY:
-                return self._versions.end_copy(now)
+                assert isinstance(event.result, int), event.result
+                return self._versions.copied(event.result, now)
             case _Work.SAVE | None:
                 raise AssertionError(f"unexpected result of {event.name} during {work}")
             case _:

@@ -388,10 +388,6 @@ class ShardStore:
     def begin_replace(self) -> None:
         self._published.begin()
 
-    def copy_work(self, out: Vector) -> tuple[Callable[[], None], Cost]:
-        values = self.vector
-        return partial(np.copyto, out, values), Cost(n_bytes=2.0 * values.nbytes)
-
 
 def _average(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> None:
     target, source = torch.from_numpy(vectors[0]), torch.from_numpy(pushed)

@@ -171,7 +171,7 @@ def version_is_unpinned_too_early(patch: Patch) -> None:
     patch.setattr(ShardFetch, "take", _ignoring_the_clock(ShardFetch.take))
 
     def free(self: PinnedVersions) -> Version | None:
-        return next((version for version in self._versions if not version.filling), None)
+        return next((one for one in self._versions if one is not self.copying), None)
 
     patch.setattr(PinnedVersions, "_free", free)
 

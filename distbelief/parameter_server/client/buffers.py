@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, final
+from typing import final
 
 import msgspec
 import numpy as np
@@ -448,8 +448,6 @@ class ShardFetch:
 
 # --- work for the executor ---
 
-_ITEMSIZE_MIN: Final = 4  # bytes of an element whose sums are taken as they are
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -507,12 +505,7 @@ def stage(
     All buffers are filled and checked before any message goes out, so a push with NaN reaches no
     shard.
     """
-    # The sum shows NaN and infinity at a fortieth of the cost of a look at each element.
-    total = 0.0
-    for target in targets:
-        target.copier.gather(tensors)
-        total += float(torch.from_numpy(target.values).sum())
-    # A sum of finite numbers may overflow, so look at each element then.
+    total = sum(target.copier.gather(tensors) for target in targets)
     culprits = () if math.isfinite(total) else _culprits(tensors, specs)
     return PushResult(finite=not culprits, culprits=culprits)
 
@@ -553,12 +546,8 @@ class PushDraft:
                 f"tensor {index} of {len(self._specs)} does not exist or is in this draft "
                 "already: sum gradients first"
             )
-        for target in self._targets:
-            target.copier.put(index, tensor)
+        total = sum(target.copier.put(index, tensor) for target in self._targets)
         self._put.add(index)
-        # In half precision sums overflow where nothing is wrong.
-        short = tensor.is_floating_point() and tensor.dtype.itemsize < _ITEMSIZE_MIN
-        total = float(tensor.sum(dtype=torch.float32 if short else None))
         if not math.isfinite(total):
             self._culprits += _culprits([tensor], [self._specs[index]])
 

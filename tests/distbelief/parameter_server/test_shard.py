@@ -11,6 +11,7 @@ from typing_extensions import override
 from distbelief.core.memory import PrivateMemory, Region
 from distbelief.core.vectors import Vector, block_bounds
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -876,8 +877,59 @@ def test_a_reader_of_blocks_is_sent_so_many_at_once_whatever_it_asks_for() -> No
     tensors = (TensorSpec(name="w", shape=(70 * 131072,)),)
     alone = Alone(layout_of(tensors))
     alone.hello()
-    actions = alone.work(alone.receive(fetch(credit=1 << 40)))
+    actions = alone.work_all(alone.receive(fetch(credit=1 << 40)))
     assert indices(actions) == list(range(64))
+
+
+@pytest.fixture
+def by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions are copied block by block."""
+    monkeypatch.setattr(pinned_versions, "PIECE_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("by_pieces")
+def test_blocks_are_sent_while_the_rest_is_copied_and_a_push_waits() -> None:
+    alone = large()
+    alone.hello(OTHER)
+    alone.hello(READER, pushes=False)
+    actions = alone.work(alone.receive(fetch()))
+    first = sent(actions, ParameterBlock)
+    assert alone.push(1, sender=OTHER) == []  # it would change what is not copied yet
+    shared = alone.receive(fetch(), READER)  # the same version, as far as it is there
+    assert [indices(actions), indices(shared)] == [[0], [0]]
+    actions = alone.work(actions)
+    assert indices(actions) == [1, 1]
+    assert alone.receive(credit(2)) == []  # the third is still being copied
+    actions = alone.work(actions)
+    assert indices(actions) == [2, 2]
+    assert alone.counters()["clock"] == 0.0
+    alone.work(actions)  # the push
+    assert alone.counters()["clock"] == 1.0
+    blocks = [*first, *sent(actions, ParameterBlock)]
+    assert {one.clock for one in blocks} == {0}
+    assert not any(one.values.any() for one in blocks)
+
+
+@pytest.mark.usefixtures("by_pieces")
+def test_a_version_whose_last_reader_is_gone_is_not_copied_to_the_end() -> None:
+    alone = large(n_copies=1)
+    copying = alone.work(alone.receive(fetch()))
+    lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
+    alone.shard.handle(lost, 0.0)
+    alone.receive(fetch(2))  # it was not gone; its memory may still be read
+    actions = alone.work(copying)
+    assert indices(actions) == []
+    actions = alone.work_all(actions)  # from the first block again
+    assert indices(actions) == [0, 1, 2]
+    assert not any(one.values.any() for one in sent(actions, ParameterBlock))
+
+
+@pytest.mark.usefixtures("by_pieces")
+def test_stop_does_not_wait_for_the_rest_of_a_version() -> None:
+    alone = large()
+    copying = alone.work(alone.receive(fetch()))
+    alone.receive(Stop(reason="test"), TEST)
+    assert isinstance(alone.work(copying)[-1], Exit)
 
 
 # --------------------------------------------------------------------- published
