@@ -299,23 +299,22 @@ class PartialView:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
             self.shards = tuple(k for k, pieces in enumerate(self._pieces) if pieces)
-            self._ranges = {k: _united(self._pieces[k], items, k=k) for k in self.shards}
         self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
+        # By shard: what the client holds of its vector.
+        self.slices = {
+            k: ShardSlice(layout.shard_size(k), dtype=layout.dtype)
+            if items is None
+            else ShardSlice.of(_united(self._pieces[k], items, k=k), dtype=layout.dtype)
+            for k in self.shards
+        }
 
-    def slice(self, k: int) -> ShardSlice:
-        """Return what the client holds of shard k's vector."""
-        layout = self.layout
-        if self.is_whole:
-            return ShardSlice(layout.shard_size(k), dtype=layout.dtype)
-        return ShardSlice.of(self._ranges[k], dtype=layout.dtype)
-
-    def copier(self, k: int, vector: Vector, *, within: ShardSlice | None = None) -> TensorCopier:
+    def copier(self, k: int, vector: Vector, *, compact: bool = False) -> TensorCopier:
         """Return a copier between the client's tensors and its elements of shard k.
 
         Args:
             k: Index of the shard.
             vector: The shard's whole vector, or the compact one.
-            within: The slice whose compact vector it is; None for the whole vector.
+            compact: Which of them it is.
         """
         if self.is_whole:
             return self.layout.copier(k, vector)
@@ -323,23 +322,18 @@ class PartialView:
             one.item_index: (
                 one.start,
                 one.stop,
-                one.ranges if within is None else within.positions_of(one.ranges),
+                self.slices[k].positions_of(one.ranges) if compact else one.ranges,
             )
             for one in self._pieces[k]
         }
         return TensorCopier(self.sizes, pieces, vector, has_padding=False)
 
     def scatter_blocks(
-        self,
-        k: int,
-        blocks: Sequence[Vector],
-        tensors: Sequence[torch.Tensor],
-        *,
-        shard_slice: ShardSlice,
+        self, k: int, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor]
     ) -> None:
         """Copy the compact vector of shard k, in consecutive blocks, into the tensors."""
         if not self.is_whole:
-            self.copier(k, np.concatenate(blocks), within=shard_slice).scatter(tensors)
+            self.copier(k, np.concatenate(blocks), compact=True).scatter(tensors)
             return
         # Each number is copied once: the blocks stay where they were received.
         check_tensors(self.sizes, tensors)

@@ -25,8 +25,7 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.optimizers import StepCounts
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, push_buffer_views
-from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, ShardSlice, push_buffer_views
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer

@@ -15,7 +15,7 @@ backup, a push is acknowledged when both copies have applied it.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import msgspec
 import numpy as np
@@ -23,17 +23,68 @@ import numpy as np
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.push_history import PartialStaleness, Staleness
-from distbelief.parameter_server.shared_vector import (
+from distbelief.parameter_server.slices import (
     N_PUSH_BUFFERS,
+    NOTHING,
+    IndexRanges,
+    ShardSlice,
     push_buffer_bytes,
     push_buffer_views,
 )
-from distbelief.parameter_server.slices import NOTHING, IndexRanges, ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import Message, PrimaryChanged, SessionRecord, push_fetch as pf
 from distbelief.roles.role import Action, Address, Received, Send
+
+
+# --- staleness ---
+
+_N_KEPT: Final = 4096
+"""Recent pushes; an older one counts as overlapping."""
+
+_N_KNOWN_MAX: Final = 1 << 14
+
+
+@final
+class PartialStaleness:
+    """Staleness of pushes that cover a part of the shard.
+
+    A push is as stale as the number of pushes that its own elements received since the fetch. The
+    ranks of a partitioned replica push disjoint parts, so the clock rises once per rank while each
+    element receives one push. Counting overlaps gives the same staleness on one rank or several.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
+        self._in_parts = False  # whether any push was not of everything
+        self._known: dict[tuple[bytes, bytes], bool] = {}
+
+    def add(self, shard_slice: ShardSlice, *, clock: int) -> None:
+        self._in_parts |= shard_slice.ranges is not None
+        self._recent.append((clock, shard_slice))
+
+    def since(self, shard_slice: ShardSlice, *, fetched_clock: int, clock: int) -> int:
+        """Return how many pushes these elements received between two clocks."""
+        n_pushes = clock - fetched_clock
+        # As long as every push covers everything, the clock is exact.
+        if not self._in_parts or n_pushes <= 0:
+            return n_pushes
+        for applied_at, other in reversed(self._recent):
+            if applied_at < fetched_clock:
+                break
+            n_pushes -= not self._overlap(shard_slice, other)
+        return n_pushes
+
+    def _overlap(self, one: ShardSlice, other: ShardSlice) -> bool:
+        if one.key == other.key or one.ranges is None or other.ranges is None:
+            return True
+        keys = (one.key, other.key)
+        if keys not in self._known:
+            if len(self._known) >= _N_KNOWN_MAX:
+                self._known.clear()
+            self._known[keys] = one.ranges.overlaps(other.ranges)
+        return self._known[keys]
 
 
 # --- one client ---

@@ -22,10 +22,10 @@ from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore
 from distbelief.parameter_server.optimizers import State, StepCounts
-from distbelief.parameter_server.shared_vector import SeqlockVector
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
+    SeqlockVector,
     ShardSlice,
     SliceTable,
     padded,

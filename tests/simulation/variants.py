@@ -19,12 +19,12 @@ from distbelief.parameter_server import shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
 from distbelief.parameter_server.client import client as client_module
 from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
-from distbelief.parameter_server.client.link import ShardLink
+from distbelief.parameter_server.client.client import ShardLink
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, FromPrimary, ReplicationMessage, Shard
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, SeqlockVector
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.protocol import (
     BackupUnresponsive,
     OpenSession,

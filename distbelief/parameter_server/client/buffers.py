@@ -20,7 +20,7 @@ and from the gradients into the push buffer, which in shared memory is the shard
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
@@ -33,14 +33,81 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.push_history import Lost, lost_after
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, SeqlockVector
-from distbelief.parameter_server.slices import ShardSlice, TensorCopier
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector, TensorCopier
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Seconds
 
 
+# --- lost pushes ---
+#
+#     number   1  2  3  4  5  6  7  8       seen = 8
+#     kept     x  x  x        x  x  x       4 and 5 were lost by a shard that restarted
+#
+# A shard that restarts from a snapshot loses its newest pushes. A lost push is known by its number
+# in the order of its client's pushes; lost by several shards, it counts once.
+
+Lost = tuple[range, ...]  # of numbers, rising, without overlaps
+
+
+def lost_after(lost: Lost, *, seen: int, kept: int) -> Lost:
+    """Return the lost pushes if `kept` of the pushes seen so far are in the values.
+
+    Args:
+        lost: Pushes lost before.
+        seen: Number of the newest push that ever was in the values.
+        kept: How many pushes are in the values.
+    """
+    if kept + n_lost([lost]) > seen:  # another copy of the shard had them after all
+        lost = ()
+    first, before = kept + 1, list[range]()
+    for part in lost:
+        if part.start > first:
+            break
+        first += len(part)
+        before.append(part)
+    return (*before, *([range(first, seen + 1)] if first <= seen else []))
+
+
+def n_lost(of_shards: Iterable[Lost]) -> int:
+    """Return how many pushes at least one of these shards has lost."""
+    parts = sorted((part.start, part.stop) for lost in of_shards for part in lost)
+    n, end = 0, 0
+    for start, stop in parts:
+        n += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return n
+
+
 # --- pushes ---
+
+
+@final
+class Staleness:
+    """Staleness of pushes: mean and maximum of all, 95th percentile of the last 1024.
+
+    The staleness of a push is the shard's clock when the push is applied, minus its clock when the
+    parameters were fetched.
+    """
+
+    def __init__(self) -> None:
+        self._n = self._sum = self._max = 0
+        self._recent: deque[int] = deque(maxlen=1024)
+
+    def add(self, staleness: int) -> None:
+        self._n += 1
+        self._sum += staleness
+        self._max = max(self._max, staleness)
+        self._recent.append(staleness)
+
+    def counters(self) -> dict[str, float]:
+        recent = sorted(self._recent)
+        p95 = recent[(95 * len(recent) - 1) // 100] if recent else 0
+        return {
+            "staleness_mean": self._sum / self._n if self._n else 0.0,
+            "staleness_p95": float(p95),
+            "staleness_max": float(self._max),
+        }
+
 
 PushBuffers = tuple[Vector, Vector]  # each (n_elements,) of what the client holds
 
@@ -68,12 +135,8 @@ class StageTarget:
 class ShardPush:
     """The pushes of one client to one shard."""
 
-    def __init__(
-        self, view: PartialView, index: int, shard_slice: ShardSlice, *, credit_blocks: int
-    ) -> None:
-        self._view = view
-        self._index = index
-        self._slice = shard_slice
+    def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
+        self._view, self._index, self._slice = view, index, view.slices[index]
         self._credit_blocks = credit_blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
@@ -131,8 +194,7 @@ class ShardPush:
         if self._push_buffers is None or push_buffers[0] is not self._push_buffers[0]:
             self._push_buffers = push_buffers
             self._copiers = [
-                self._view.copier(self._index, buffer, within=self._slice)
-                for buffer in push_buffers
+                self._view.copier(self._index, buffer, compact=True) for buffer in push_buffers
             ]
         for in_flight in self._in_flight:
             self._move(in_flight)
@@ -294,12 +356,8 @@ class ShardReader:
 class ShardFetch:
     """The fetches of one client from one shard. Invalid blocks raise RemoteProtocolError."""
 
-    def __init__(
-        self, view: PartialView, index: int, shard_slice: ShardSlice, *, credit_blocks: int
-    ) -> None:
-        self._view = view
-        self._index = index
-        self._slice = shard_slice
+    def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
+        self._view, self._index, self._slice = view, index, view.slices[index]
         self._credit_blocks = credit_blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
@@ -393,7 +451,7 @@ class ShardFetch:
         """Return what the install reads; call only if complete."""
         if self._by_blocks:
             blocks = tuple(self.blocks)
-            copy = partial(self._view.scatter_blocks, self._index, blocks, shard_slice=self._slice)
+            copy = partial(self._view.scatter_blocks, self._index, blocks)
             return ShardReader(copy, None, self._block_clock, self._block_incarnation)
         assert self._copier is not None
         return ShardReader(self._copier.scatter, self._published, 0, self._shard_incarnation)
@@ -494,36 +552,14 @@ def install(
     return FetchResult(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
 
 
-def stage(
-    targets: Sequence[StageTarget],
-    tensors: Sequence[torch.Tensor | None],
-    *,
-    specs: Sequence[TensorSpec],
-) -> PushResult:
-    """Copy `tensors`, each (n_elements,) or None for zeros, into every shard's buffer; check them.
-
-    All buffers are filled and checked before any message goes out, so a push with NaN reaches no
-    shard.
-    """
-    total = sum(target.copier.gather(tensors) for target in targets)
-    culprits = () if math.isfinite(total) else _culprits(tensors, specs)
-    return PushResult(finite=not culprits, culprits=culprits)
-
-
-def _culprits(
-    tensors: Sequence[torch.Tensor | None], specs: Sequence[TensorSpec]
-) -> tuple[str, ...]:
-    return tuple(
-        spec.name
-        for spec, tensor in zip(specs, tensors, strict=True)
-        if tensor is not None and not bool(torch.isfinite(tensor).all())
-    )
-
-
 @final
 @dataclass(slots=True, eq=False)
 class PushDraft:
-    """A push that is filled tensor by tensor, in one executor, while backward continues."""
+    """A push that is filled tensor by tensor, in one executor, while backward continues.
+
+    All tensors are copied and checked before any message goes out, so a push with NaN reaches no
+    shard.
+    """
 
     _targets: Sequence[StageTarget]  # one per shard
     _specs: Sequence[TensorSpec]  # all tensors of the push
@@ -548,8 +584,16 @@ class PushDraft:
             )
         total = sum(target.copier.put(index, tensor) for target in self._targets)
         self._put.add(index)
-        if not math.isfinite(total):
-            self._culprits += _culprits([tensor], [self._specs[index]])
+        # A sum of finite numbers may overflow, so look at each element then.
+        if not (math.isfinite(total) or bool(torch.isfinite(tensor).all())):
+            self._culprits.append(self._specs[index].name)
+
+    def put_all(self, tensors: Sequence[torch.Tensor | None]) -> PushResult:
+        """Copy all tensors, in their order, None for zeros; return whether they are finite."""
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self.put(index, tensor)
+        return self.finish()
 
     def finish(self) -> PushResult:
         """Fill the rest with zeros; return whether all that was put is finite.

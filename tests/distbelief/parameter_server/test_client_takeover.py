@@ -14,13 +14,8 @@ from hypothesis import given, settings, strategies as st
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.shared_vector import (
-    HEADER_BYTES,
-    push_buffer_bytes,
-    push_buffer_views,
-)
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.slices import HEADER_BYTES, push_buffer_bytes, push_buffer_views
 from distbelief.protocol import (
     Fetch,
     Message,

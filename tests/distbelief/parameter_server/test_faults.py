@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.graph.region import Region
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Message, SaveCheckpoint

@@ -13,7 +13,7 @@ from torch import nn
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import MemoryGoneError
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD

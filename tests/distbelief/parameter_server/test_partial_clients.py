@@ -98,7 +98,7 @@ class Machines:
 
     def ranges(self, name: Address) -> IndexRanges:
         """Return what this client holds of shard 0."""
-        ranges = self.selection(name).slice(0).ranges
+        ranges = self.selection(name).slices[0].ranges
         assert ranges is not None
         return ranges
 

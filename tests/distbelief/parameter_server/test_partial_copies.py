@@ -10,8 +10,7 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server import optimizers
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import Adam
-from distbelief.parameter_server.shared_vector import push_buffer_views
-from distbelief.parameter_server.slices import IndexRanges, ShardSlice
+from distbelief.parameter_server.slices import IndexRanges, ShardSlice, push_buffer_views
 from distbelief.protocol import (
     Push,
     PushBlock,
@@ -30,7 +29,7 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, onl
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
 RULE = Adam(learning_rate=0.1)
 HELD: dict[Address, Vector | None] = {
-    name: PartialView(LAYOUT, [("w", Region(((0, 2048), columns)))]).slice(0).stripes
+    name: PartialView(LAYOUT, [("w", Region(((0, 2048), columns)))]).slices[0].stripes
     for name, columns in {
         Address("left"): (0, 90),
         Address("middle"): (50, 120),

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from distbelief.parameter_server.push_history import Lost, lost_after, n_lost
+from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 
 
 def test_the_newest_pushes_are_lost_and_others_follow_them() -> None:

@@ -8,7 +8,7 @@ import pytest
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.parameter_server.shared_vector import push_buffer_bytes
+from distbelief.parameter_server.slices import push_buffer_bytes
 from distbelief.protocol import (
     BackupInSync,
     CheckpointSaved,

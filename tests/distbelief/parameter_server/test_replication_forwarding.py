@@ -11,7 +11,7 @@ from distbelief.parameter_server.replication import (
     STALL_SECONDS,
     TICK_SECONDS,
 )
-from distbelief.parameter_server.shared_vector import push_buffer_views
+from distbelief.parameter_server.slices import push_buffer_views
 from distbelief.protocol import (
     BackupUnresponsive,
     Message,

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server import push_history
-from distbelief.parameter_server.push_history import PartialStaleness, Staleness
-from distbelief.parameter_server.sessions import PushBuffer, Session
+from distbelief.parameter_server import sessions
+from distbelief.parameter_server.client.buffers import Staleness
+from distbelief.parameter_server.sessions import PartialStaleness, PushBuffer, Session
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import Push
 from distbelief.roles.role import Address
@@ -56,12 +56,12 @@ def test_one_blocking_replica_of_two_ranks_is_never_stale() -> None:
 
 def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = PartialStaleness()
-    n = push_history._N_KEPT
+    n = sessions._N_KEPT
     for clock in range(n + 10):
         recent.add(LEFT, clock=clock)
     assert recent.since(RIGHT, fetched_clock=0, clock=n + 10) == 10
     # Which clients share elements is not kept forever either.
-    monkeypatch.setattr(push_history, "_N_KNOWN_MAX", 1)
+    monkeypatch.setattr(sessions, "_N_KNOWN_MAX", 1)
     assert recent.since(MIDDLE, fetched_clock=n, clock=n + 10) == 10
     assert recent.since(RIGHT, fetched_clock=n, clock=n + 10) == 0
 

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import block_bounds
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.shared_vector import HEADER_BYTES
+from distbelief.parameter_server.slices import HEADER_BYTES
 from distbelief.protocol import (
     Fetch,
     FetchAck,
@@ -954,9 +953,10 @@ def test_work_is_reported_before_it_is_asked_for_again() -> None:
     alone = Alone()
     staging = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
     assert not alone.can_push()
-    alone.client.staged(staging(), n_gradients=1, samples=1, now=0.0)
+    outcome = staging()
+    alone.client.staged(outcome, n_gradients=1, samples=1, now=0.0)
     with pytest.raises(LocalProtocolError, match="staged without a stage"):
-        alone.client.staged(staging(), n_gradients=1, samples=1, now=0.0)
+        alone.client.staged(outcome, n_gradients=1, samples=1, now=0.0)
     installing = alone.client.install(zeros_of(LAYOUT))
     with pytest.raises(LocalProtocolError, match="install while an install"):
         alone.client.install(zeros_of(LAYOUT))
