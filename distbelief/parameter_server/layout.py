@@ -197,11 +197,7 @@ class Layout:
     def of(
         cls, tensors: Sequence[TensorSpec], *, n_shards: int, dtype: ElementType = "float32"
     ) -> "Layout":
-        """Return the layout of these tensors, given in any order.
-
-        Raises:
-            ValueError: A name occurs twice, or `n_shards` or `dtype` is invalid.
-        """
+        """Return the layout of these tensors, given in any order; ValueError if it is invalid."""
         return cls(LayoutSpec(tensors=tuple(tensors), n_shards=n_shards, dtype=dtype))
 
     @property
@@ -280,10 +276,6 @@ class PartialView:
     A rank of a model-parallel replica holds the regions of its partition and talks only to the
     shards that hold some of them. No element is held twice; regions and views may be empty.
 
-    Args:
-        layout: Of the whole tensors.
-        items: Names of tensors, and a region of each; None for everything.
-
     Raises:
         ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
             into too many pieces.
@@ -291,7 +283,7 @@ class PartialView:
 
     def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]] | None = None) -> None:
         self.layout = layout
-        self.is_whole = items is None
+        self.is_whole = items is None  # else the items are names of tensors with a region each
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
         self.shards = tuple(range(layout.n_shards))  # those that hold something of them
         self._pieces: list[tuple[_Piece, ...]] = []  # per shard
@@ -309,13 +301,7 @@ class PartialView:
         }
 
     def copier(self, k: int, vector: Vector, *, compact: bool = False) -> TensorCopier:
-        """Return a copier between the client's tensors and its elements of shard k.
-
-        Args:
-            k: Index of the shard.
-            vector: The shard's whole vector, or the compact one.
-            compact: Which of them it is.
-        """
+        """Return a copier between the client's tensors and shard k's vector, or the compact one."""
         if self.is_whole:
             return self.layout.copier(k, vector)
         pieces: dict[int, tuple[int, int, Place]] = {
@@ -357,14 +343,10 @@ class PartialView:
                 left.popleft()
 
     def stripes_of(self, k: int, tensors: Sequence[object | None]) -> Vector | None:
-        """Return the stripes of the given tensors in shard k's vector, or None if all are given.
+        """Return the stripes in shard k's vector of tensors that are not None; None for all.
 
         Padding goes with the tensor before it, so that ranges end at multiples of `ALIGNMENT` and
         update rules round as for the whole vector.
-
-        Args:
-            k: Index of the shard.
-            tensors: In the order of the layout; None for tensors that are not given.
         """
         assert self.is_whole
         segments = self.layout.segments(k)

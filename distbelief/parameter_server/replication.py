@@ -454,11 +454,12 @@ class Primary:
 
     # ------------------------------------------------------------ from the backup
 
-    def state_acked(self, event: Received, message: rp.StateAck, now: Seconds) -> None:
+    def state_acked(self, event: Received, message: rp.StateAck, now: Seconds) -> list[Action]:
         if self._is_from_backup(event, message.term):
             is_news = self._state.acked(message.received)
             self._silence.heard(now, progress=is_news or not self._answered)
             self._answered = True
+        return []  # `transfer` sends the next window
 
     def push_acked(self, event: Received, message: pf.PushApplied, now: Seconds) -> list[Action]:
         if not self._is_from_backup(event, message.shard_incarnation):

@@ -344,10 +344,7 @@ class Sessions:
     def admit(
         self, name: Address, incarnation: int, request: pf.OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
-        """Open a session, with push buffers in memory named `region`... if the client pushes.
-
-        Return it, and a warning if shared memory could not be created.
-        """
+        """Open a session; return it, and a warning if shared memory could not be created."""
         client = self._clients.get(name)
         # Make room: the oldest absent client becomes unknown.
         if client is None and self._is_full and self._oldest_gone is not None:
@@ -512,11 +509,9 @@ class Sessions:
         return None
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
-        """Finish the push in progress: acknowledge it, unless the backup does not have it yet.
+        """Finish the push in progress: acknowledge it, unless it is `held` for the backup.
 
-        Args:
-            held: Whether the client must not know yet.
-            staged: Whether it is a chunk gradient, which does not raise the clock.
+        A `staged` push is a chunk gradient, which does not raise the clock.
         """
         assert self.applying is not None
         applied, self.applying = self.applying, None

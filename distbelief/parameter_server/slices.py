@@ -342,11 +342,7 @@ class ShardSlice:
         return sum(end <= n_elements for _, end in self.bounds)
 
     def check_block(self, index: int, values: Vector, *, sender: str) -> tuple[int, int]:
-        """Return the bounds of a block of the compact vector, if these values fit it.
-
-        Raises:
-            RemoteProtocolError: There is no such block, or it has another size or type.
-        """
+        """Return the bounds of a block; RemoteProtocolError unless these values fit it."""
         if index >= len(self.bounds):
             raise RemoteProtocolError(
                 f"{sender} sent block {index} of a vector of {len(self.bounds)}: use one layout"
@@ -392,11 +388,7 @@ class SliceTable:
         self._known: dict[bytes, ShardSlice] = {}
 
     def get(self, stripes: Vector | None) -> ShardSlice:
-        """Return the slice with these stripes; None for everything.
-
-        Raises:
-            RemoteProtocolError: They do not fit the vector; checked before memory is allocated.
-        """
+        """Return the slice with these stripes, None for everything; RemoteProtocolError if none."""
         if stripes is None:
             return self.whole
         words = stripes.tobytes()
@@ -469,23 +461,18 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 class TensorCopier:
     """Copies between a client's tensors and a vector; made once for many copies.
 
-    Args:
-        sizes: Of all tensors of the client, in their order.
-        pieces: By tensor: which elements [start, stop) of it lie in the vector, and where.
-        vector: May be read-only if nothing is gathered into it.
-        has_padding: Whether a gap of zeros follows a piece that does not end at a multiple of 64.
-
-    The tensors given to `gather` and `scatter` are flat, in the same order and of any real
+    The tensors given to `gather` and `scatter` are flat, in the order of `sizes` and of any real
     dtype; those that do not fit raise ValueError.
     """
 
     def __init__(
         self,
         sizes: Sizes,
+        # By tensor: which elements [start, stop) of it lie in the vector, and where.
         pieces: Mapping[int, tuple[int, int, Place]],
-        vector: Vector,
+        vector: Vector,  # may be read-only if nothing is gathered into it
         *,
-        has_padding: bool,
+        has_padding: bool,  # a gap of zeros follows a piece that ends at no multiple of 64
     ) -> None:
         self._sizes = sizes
         self._vector = whole = as_tensor(vector)
@@ -605,12 +592,7 @@ class SeqlockVector:
     def attach(
         cls, memory: Memory, name: str, *, n_elements: int, dtype: np.dtype[Element]
     ) -> "SeqlockVector":
-        """Attach the vector that another role created.
-
-        Raises:
-            MemoryGoneError: There is none of that name.
-            RemoteProtocolError: It has another size.
-        """
+        """Attach another role's vector, or raise MemoryGoneError, or RemoteProtocolError."""
         region = memory.attach(name)
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
         if region.nbytes != n_bytes:
@@ -670,11 +652,7 @@ def push_buffer_bytes(n_elements: int, *, itemsize: int) -> int:
 def push_buffer_views(
     region: Region, *, n_elements: int, dtype: np.dtype[Element]
 ) -> tuple[Vector, Vector]:
-    """Return both push buffers of a region, each (n_elements,).
-
-    Raises:
-        RemoteProtocolError: The region has another size.
-    """
+    """Return both push buffers, each (n_elements,); RemoteProtocolError if the size differs."""
     n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
     if region.nbytes != n_bytes:
         raise RemoteProtocolError(

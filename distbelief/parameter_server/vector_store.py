@@ -41,11 +41,6 @@ class VectorStore:
 
     Sums run in float64: dot products of float32 vectors would overflow at 1e19 and cost L-BFGS
     four digits of its direction. Results are computed in float64 and rounded once.
-
-    Args:
-        layout: Layout of the parameters.
-        k: Index of this shard.
-        n_vectors_max: Limit of the vectors that a coordinator may create.
     """
 
     def __init__(self, layout: Layout, k: int, *, n_vectors_max: int = 64) -> None:

@@ -16,10 +16,11 @@ import msgspec
 import pytest
 
 from distbelief.parameter_server import shard as shard_module
-from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
+from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.client import client as client_module
 from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
 from distbelief.parameter_server.client.client import ShardLink
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
@@ -223,9 +224,9 @@ def _ignoring_the_clock(
 def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     """A snapshot records a watermark of 0 for each client."""
 
-    def forgetful(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
+    def forgetful(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
         clients = (msgspec.structs.replace(client, watermark=0) for client in state.clients)
-        return take(label, replace(state, clients=tuple(clients)), identity=identity)
+        return take(label, replace(state, clients=tuple(clients)), config=config)
 
     patch.setattr(shard_module, "take", forgetful)
 

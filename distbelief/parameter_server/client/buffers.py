@@ -50,13 +50,7 @@ Lost = tuple[range, ...]  # of numbers, rising, without overlaps
 
 
 def lost_after(lost: Lost, *, seen: int, kept: int) -> Lost:
-    """Return the lost pushes if `kept` of the pushes seen so far are in the values.
-
-    Args:
-        lost: Pushes lost before.
-        seen: Number of the newest push that ever was in the values.
-        kept: How many pushes are in the values.
-    """
+    """Return the lost pushes if `kept` of the pushes up to `seen` are in the values now."""
     if kept + n_lost([lost]) > seen:  # another copy of the shard had them after all
         lost = ()
     first, before = kept + 1, list[range]()
@@ -155,7 +149,6 @@ class ShardPush:
         self.bytes_out = 0  # of sent blocks and filled buffers
 
     def start(self, first_sequence: int) -> None:
-        """Number pushes from here: beyond those of any former incarnation."""
         self.issued = self.settled = first_sequence - 1
 
     @property
@@ -190,7 +183,10 @@ class ShardPush:
         self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
         self._by_blocks = push_buffers is None
         if push_buffers is None:
-            push_buffers = self._own_buffers = self._own_buffers or self._new_buffers()
+            if self._own_buffers is None:
+                one, other = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
+                self._own_buffers = one, other
+            push_buffers = self._own_buffers
         if self._push_buffers is None or push_buffers[0] is not self._push_buffers[0]:
             self._push_buffers = push_buffers
             self._copiers = [
@@ -204,12 +200,7 @@ class ShardPush:
     def stage_target(
         self, *, fetched_clock: int, touched: Sequence[object | None] | None
     ) -> StageTarget:
-        """Return where to stage the next push; call only if `has_room`.
-
-        Args:
-            fetched_clock: Shard clock of its oldest gradient.
-            touched: Per tensor, None if the push must not change it; None: it changes all.
-        """
+        """Return where to stage the next push; it changes `touched` tensors, or None for all."""
         assert self.has_room
         assert self._push_buffers is not None
         slot = (self.issued + 1) % N_PUSH_BUFFERS
@@ -321,11 +312,6 @@ class ShardPush:
             in_flight.push_sent = True
         return messages
 
-    def _new_buffers(self) -> PushBuffers:
-        n_elements = self._slice.n_elements
-        whole = np.zeros(N_PUSH_BUFFERS * n_elements, self._slice.dtype)
-        return whole[:n_elements], whole[n_elements:]
-
 
 # --- fetches ---
 
@@ -377,7 +363,6 @@ class ShardFetch:
         self.bytes_in = 0  # of received blocks and of installs from shared memory
 
     def start(self, first_request: int) -> None:
-        """Number requests from here: beyond those of any former incarnation."""
         self._request = first_request
 
     @property
@@ -405,18 +390,18 @@ class ShardFetch:
 
     def lost(self) -> None:
         """Drop an incomplete fetch: the shard is gone until the session opens."""
-        if not self.complete or not self._by_blocks:
+        if not (self._by_blocks and self.complete):
             self._by_blocks = True
             self.blocks.clear()
 
     def begin(self, *, is_open: bool) -> list[pf.Fetch]:
         self.wanted = True
         self._torn_since = None
-        if not is_open:
-            self._by_blocks = True
-            self.blocks.clear()
-            return []
-        return self._begin(by_blocks=self._published is None)
+        if is_open:
+            return self._begin(by_blocks=self._published is None)
+        self._by_blocks = True
+        self.blocks.clear()
+        return []
 
     def take(self, block: pf.ParameterBlock) -> list[pf.FetchAck]:
         """Keep a block if it is the next one; return the acknowledgement, if one is due."""
@@ -487,11 +472,8 @@ class ShardFetch:
         return [self._fetch()] if by_blocks else []
 
     def _fetch(self) -> pf.Fetch:
-        return pf.Fetch(
-            request=self._request,
-            shard_incarnation=self._shard_incarnation,
-            credit=self._credit_blocks,
-        )
+        incarnation, credit = self._shard_incarnation, self._credit_blocks
+        return pf.Fetch(request=self._request, shard_incarnation=incarnation, credit=credit)
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
         self._acked = len(self.blocks)
@@ -528,28 +510,22 @@ class PushResult:
 
 
 def install(
-    readers: Mapping[int, ShardReader],
-    tensors: Sequence[torch.Tensor],
-    *,
-    missing: Sequence[int],
-    known: Mapping[int, int],
+    readers: Mapping[int, ShardReader], tensors: Sequence[torch.Tensor], *, known: Mapping[int, int]
 ) -> FetchResult:
-    """Copy shards' values into `tensors`.
+    """Copy the values of the shards that are ready into `tensors`.
 
     Args:
-        readers: Per index, the shards that are ready.
+        readers: Per index, those shards.
         tensors: Each (n_elements,), in the order of the layout or the selection.
-        missing: Shards to read later.
         known: Per index, the clock of what was copied before; -1 for the others.
     """
-    clocks, torn = dict(known), list(missing)
+    clocks = dict(known)
     for index, reader in readers.items():
         clock = reader.read(tensors)
-        if clock is None:
-            torn.append(index)
-        else:
+        if clock is not None:
             clocks[index] = clock
-    return FetchResult(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
+    torn = tuple(index for index, clock in clocks.items() if clock < 0)
+    return FetchResult(torn=torn, clocks=tuple(clocks.values()))
 
 
 @final

@@ -186,9 +186,7 @@ class ShardLink:
             self._lost()
             if demoted or not isinstance(message, pf.SessionOpened):
                 actions += self.open_session(now)
-        if not demoted:
-            actions += self._take(sender, message, now)
-        return actions
+        return actions if demoted else [*actions, *self._take(sender, message, now)]
 
     def peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
         if self._is_stale(event.peer, event.incarnation):
@@ -433,21 +431,11 @@ class ParameterClient:
         config: ClientConfig,
         *,
         layout: Layout,
-        shards: Sequence[Address],
-        memory: Memory,
-        backups: Sequence[Address] = (),
-        selection: PartialView | None = None,
+        shards: Sequence[Address],  # shard 0 first
+        memory: Memory,  # shared with shards on this host
+        backups: Sequence[Address] = (),  # each shard's other copy; none if each has one copy
+        selection: PartialView | None = None,  # what this client holds; None for everything
     ) -> None:
-        """Create the client; `start` acts.
-
-        Args:
-            config: Settings.
-            layout: Of the tensors on the shards.
-            shards: Addresses of the shards, shard 0 first.
-            memory: Shared with shards on this host.
-            backups: Address of each shard's other copy; empty if each has one copy.
-            selection: What this client holds; None for everything.
-        """
         if len(shards) != layout.n_shards:
             raise ValueError(f"{len(shards)} shards are given, the layout has {layout.n_shards}")
         if backups and len(backups) != len(shards):
@@ -466,7 +454,7 @@ class ParameterClient:
         self._pushes_allowed = config.pushes
         self._staleness = Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
-        self._link_of: dict[Address, ShardLink] = {}
+        self._links_by_copy: dict[Address, ShardLink] = {}
         for index in view.shards:
             copies = (shards[index], *backups[index : index + 1])
             self._links[index] = link = ShardLink(
@@ -477,7 +465,7 @@ class ParameterClient:
                 memory=memory,
                 note_staleness=self._staleness.add,
             )
-            self._link_of |= dict.fromkeys(copies, link)
+            self._links_by_copy |= dict.fromkeys(copies, link)
         self._installing: dict[int, ShardReader] | None = None
         self._staging: list[StageTarget] | None = None
         self._n_torn = 0  # torn reads, each of one shard
@@ -496,11 +484,9 @@ class ParameterClient:
         return actions
 
     def owns(self, event: Event) -> bool:
-        if isinstance(event, TimerFired):
-            return event.name.startswith(TIMER)
         if isinstance(event, Received) and not isinstance(event.message, ShardReply):
             return False
-        return self._link_of_event(event) is not None
+        return self._link_of(event) is not None
 
     def handle(self, event: Event, now: Seconds) -> list[Action]:
         """Return the actions for `event`; none if the client does not own it.
@@ -510,7 +496,7 @@ class ParameterClient:
             JobError: A shard refuses this client for good.
             RemoteProtocolError: A shard broke the protocol; the event has no effect.
         """
-        link = self._link_of_event(event)
+        link = self._link_of(event)
         if link is None:
             return []
         if isinstance(event, Received):
@@ -529,15 +515,14 @@ class ParameterClient:
             link.release()
         return [*actions, *link.wait(now)]
 
-    def _link_of_event(self, event: Event) -> ShardLink | None:
-        if isinstance(event, Received):
-            return self._link_of.get(event.sender)
-        if isinstance(event, PeerJoined | PeerLost):
-            return self._link_of.get(event.peer)
-        if isinstance(event, TimerFired) and event.name.startswith(TIMER):
-            index = event.name.removeprefix(TIMER)
-            return self._links.get(int(index)) if index.isdecimal() else None
-        return None
+    def _link_of(self, event: Event) -> ShardLink | None:
+        match event:
+            case Received(sender=peer) | PeerJoined(peer=peer) | PeerLost(peer=peer):
+                return self._links_by_copy.get(peer)
+            case TimerFired(name=name) if name.startswith(TIMER):
+                return self._links.get(int(name.removeprefix(TIMER)))
+            case _:
+                return None
 
     # --------------------------------------------------------------------- fetches
 
@@ -585,15 +570,13 @@ class ParameterClient:
         self._installing = {
             index: one.reader() for index, one in fetches.items() if one.wanted and one.complete
         }
-        missing = [index for index, one in fetches.items() if not one.complete]
         known = {index: -1 if one.wanted else one.clock for index, one in fetches.items()}
-        return partial(install, self._installing, tensors, missing=missing, known=known)
+        return partial(install, self._installing, tensors, known=known)
 
     @property
     def readable_share(self) -> float:
-        readers = self._installing or {}
-        n_readable = sum(reader.readable for reader in readers.values())
-        return n_readable / max(len(self._links), 1)
+        readable = [reader.readable for reader in (self._installing or {}).values()]
+        return sum(readable) / max(len(self._links), 1)
 
     def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
         """Take the result of an install.
