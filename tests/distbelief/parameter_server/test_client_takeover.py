@@ -1,20 +1,15 @@
 """A client of shards with two copies: a push is applied once or counted as lost.
 
-The test plays both copies, first by hand, then as `Pair`: a model that loses, repeats and delays
-messages, fails over to the other copy, and dies and restores snapshots.
+The test plays both copies; `tests/simulation/test_copies.py` has real ones, and random faults.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from distbelief.core.memory import Memory
-from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.slices import HEADER_BYTES, push_buffer_bytes, push_buffer_views
 from distbelief.protocol import (
     Fetch,
@@ -28,18 +23,8 @@ from distbelief.protocol import (
     SessionOpened,
     SessionRefused,
 )
-from distbelief.roles.role import (
-    Action,
-    Address,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Seconds,
-    Send,
-    SetTimer,
-    TimerFired,
-)
-from distbelief.simulation.storage import HostMemory, LentMemory
+from distbelief.roles.role import Action, Address, PeerJoined, PeerLost, Received, Send
+from distbelief.simulation.storage import HostMemory
 from tests.distbelief.parameter_server.client.test_client import FIRST, LAYOUT, Alone, N, sent
 from tests.distbelief.parameter_server.pair import SHARD, full_of, zeros_of
 
@@ -100,9 +85,6 @@ def pushed(actions: Sequence[Action]) -> list[tuple[Address, int, int, float]]:
         for a in actions
         if isinstance(a, Send) and isinstance(m := a.message, PushBlock)
     ]
-
-
-# ------------------------------------------------------------------------- by hand
 
 
 def test_each_shard_has_a_backup_or_none_has() -> None:
@@ -292,278 +274,3 @@ def test_a_fetch_from_a_dead_primarys_values_continues_with_the_next() -> None:
     alone.client.begin_fetch(0.0)
     assert alone.client.install(tensors)().clocks == (7,)
     assert tensors[0].unique().tolist() == [7.0]
-
-
-# ------------------------------------------------------------------------- a model
-
-
-@dataclass
-class Pair:
-    """Both copies of a shard, as far as a client can observe them.
-
-    `told` is how far pushes were acknowledged: both copies have those. A takeover keeps at least
-    that; a restored snapshot may be older.
-    """
-
-    host: HostMemory
-    shared: bool
-    stream: np.random.Generator
-    number: int = 1
-    lives: dict[Address, int] = field(default_factory=lambda: {SHARD: 1, SECOND: 1})
-    leader: Address = SHARD
-    applied: list[tuple[int, float]] = field(default_factory=list)
-    watermark: int = FIRST - 1
-    told: int = 0  # how many of `applied`
-    snapshot: int = 0  # the same
-
-    def __post_init__(self) -> None:
-        self.become_primary()
-
-    def become_primary(self) -> None:
-        self.memory: LentMemory = self.host.lend()
-        self.values: dict[int, Vector] = {}  # by push buffer
-        self.waits: set[int] = set()
-        self.region = ""
-        self.opened = False
-        if self.shared:
-            self.region = f"slots-{self.number}"
-            n_bytes = push_buffer_bytes(N, itemsize=8)
-            region = self.memory.create(self.region, n_bytes=n_bytes)
-            views = push_buffer_views(region, n_elements=N, dtype=LAYOUT.dtype)
-            self.values = dict(enumerate(views))
-
-    def take_over(self) -> None:
-        """The other copy leads: it has what was told, and perhaps more."""
-        self._cut(int(self.stream.integers(self.told, len(self.applied) + 1)))
-        self.lives[self.leader] += 1
-        self.leader = SECOND if self.leader == SHARD else SHARD
-        self._succeed()
-
-    def restore(self) -> None:
-        """Both died: a fresh life of either leads, from the newest snapshot."""
-        self._cut(self.snapshot)
-        self.lives[SHARD] += 1
-        self.lives[SECOND] += 1
-        if self.stream.random() < 0.5:
-            self.leader = SECOND if self.leader == SHARD else SHARD
-        self._succeed()
-
-    def _cut(self, n_kept: int) -> None:
-        del self.applied[n_kept:]
-        self.told = min(self.told, n_kept)
-        self.snapshot = min(self.snapshot, n_kept)
-        self.watermark = self.applied[-1][0] if self.applied else FIRST - 1
-
-    def _succeed(self) -> None:
-        self.number += int(self.stream.integers(1, 3))
-        self.shared = bool(self.stream.random() < 0.5)
-        self.memory.release_all()  # as of a killed process
-        self.become_primary()
-
-    def answer(self, receiver: Address, message: Message) -> Message | None:
-        if receiver != self.leader:
-            return None
-        if isinstance(message, OpenSession):
-            self.opened = True
-            self.watermark = max(self.watermark, message.next_sequence - 1)
-            return self.welcome()
-        assert isinstance(message, PushBlock | Push)
-        if message.shard_incarnation != self.number or not self.opened:
-            return SessionRefused(reason="open a session first", for_good=False)
-        if message.sequence <= self.watermark:
-            return self.acknowledge()
-        assert message.sequence <= self.watermark + 2
-        if isinstance(message, PushBlock):
-            return self.take_block(message)
-        return self.take(message.sequence)
-
-    def take_block(self, block: PushBlock) -> Message:
-        self.values[block.sequence % 2] = block.values.copy()
-        return PushBlockAck(sequence=block.sequence, shard_incarnation=self.number, received=1)
-
-    def take(self, sequence: int) -> Message | None:
-        if sequence % 2 in self.values:  # else its block was lost
-            self.waits.add(sequence)
-        n_before = len(self.applied)
-        while self.watermark + 1 in self.waits:
-            self.watermark += 1
-            values = self.values[self.watermark % 2]
-            if not self.region:
-                del self.values[self.watermark % 2]
-            (value,) = set(np.unique(values)) - {0.0}  # padding is zero
-            self.applied.append((self.watermark, float(value)))
-        if len(self.applied) == n_before or self.stream.random() < 0.5:
-            return None  # held: the other copy has not got it
-        return self.acknowledge()
-
-    def acknowledge(self) -> Message:
-        self.told = len(self.applied)
-        return PushApplied(
-            sequence=self.watermark,
-            shard_incarnation=self.number,
-            clock=len(self.applied),
-            staleness=0,
-        )
-
-    def welcome(self) -> Message:
-        self.told = len(self.applied)
-        return SessionOpened(
-            shard_incarnation=self.number,
-            clock=len(self.applied),
-            samples=0,
-            watermark=self.watermark,
-            applied=len(self.applied),
-            parameters_region="",
-            push_buffers_region=self.region,
-        )
-
-
-class Run:
-    """One client, one pair, and a network that loses, repeats and delays."""
-
-    def __init__(self, seed: int, *, loss: float) -> None:
-        self.stream = np.random.default_rng(seed)
-        self.loss = loss
-        host = HostMemory("h", n_bytes_max=20 * push_buffer_bytes(N, itemsize=8))
-        self.pair = Pair(host, bool(self.stream.random() < 0.5), self.stream)
-        self.client = ParameterClient(
-            ClientConfig(pushes=True),
-            layout=LAYOUT,
-            shards=[SHARD],
-            memory=host.lend(),
-            backups=[SECOND],
-        )
-        self.now: Seconds = 0.0
-        self.timer_at: Seconds | None = None
-        self.to_pair: list[tuple[Address, Message]] = []
-        self.to_client: list[Received | PeerLost | PeerJoined] = []
-        self.issued: dict[int, float] = {}
-        self.perform(self.client.start(1, 0.0))
-
-    def perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, SetTimer):
-                self.timer_at = action.at
-            elif isinstance(action, Send) and self.stream.random() >= self.loss:
-                self.to_pair.append((action.receiver, action.message))
-
-    def say(self, message: Message) -> None:
-        life = self.pair.lives[self.pair.leader]
-        event = Received(sender=self.pair.leader, incarnation=life, message=message)
-        while self.stream.random() >= self.loss:
-            self.to_client.append(event)
-            if self.stream.random() >= self.loss:
-                break  # else it arrives once more
-
-    def step(self, *, takeovers: bool, deaths: bool) -> None:
-        match int(self.stream.integers(12)):
-            case 0 | 1 | 2:
-                self.push()
-            case 3 | 4 | 5:
-                self.answer(4)
-            case 6 | 7 | 8:
-                self.deliver(4)
-            case 9:
-                self.fire()
-            case 10 if takeovers:
-                self.change(self.pair.take_over)
-            case 11 if deaths:
-                if self.stream.random() < 0.5:
-                    self.pair.snapshot = len(self.pair.applied)
-                else:
-                    self.change(self.pair.restore)
-
-    def answer(self, n_messages: int = 1) -> None:
-        """What the client says arrives in order; some of it did not leave at all."""
-        for _ in range(min(n_messages, len(self.to_pair))):
-            answer = self.pair.answer(*self.to_pair.pop(0))
-            if answer is not None:
-                self.say(answer)
-
-    def change(self, happen: Callable[[], None]) -> None:
-        leader = self.pair.leader
-        life = self.pair.lives[leader]
-        happen()
-        self.tell(leader, life)
-
-    def tell(self, before: Address, life: int) -> None:
-        """Whatever may tell the client that another leads; or nothing does."""
-        if self.stream.random() < 0.3:
-            lost = PeerLost(peer=before, incarnation=life, reason="killed")
-            self.to_client.append(lost)
-        if self.stream.random() < 0.3:
-            leader = self.pair.leader
-            joined = PeerJoined(peer=leader, incarnation=self.pair.lives[leader])
-            self.to_client.append(joined)
-        if self.stream.random() < 0.5:
-            self.say(PrimaryChanged(shard_incarnation=self.pair.number))
-
-    def deliver(self, n_events: int = 1) -> None:
-        """Deliver any of what is under way: of two copies, nothing is in order."""
-        for _ in range(min(n_events, len(self.to_client))):
-            index = int(self.stream.integers(len(self.to_client)))
-            event = self.to_client.pop(index)
-            self.perform(self.client.handle(event, self.now))
-
-    def fire(self) -> None:
-        if self.timer_at is not None:
-            self.now, self.timer_at = max(self.now, self.timer_at), None
-            actions = self.client.handle(TimerFired(name="client:0"), self.now)
-            self.perform(actions)
-
-    def push(self) -> None:
-        if not self.client.can_push:
-            return
-        value = float(len(self.issued) + 1)
-        work = self.client.stage(full_of(LAYOUT, value), zeros_of(LAYOUT))
-        before = self.stream.random() < 0.5
-        outcome = work() if before else None
-        for _ in range(int(self.stream.integers(5))):
-            self.step(takeovers=True, deaths=False)
-        outcome = outcome or work()
-        self.issued[FIRST + len(self.issued)] = value
-        assert outcome.finite, "it read memory that nobody may read"
-        actions = self.client.staged(outcome, n_gradients=1, samples=int(value), now=self.now)
-        self.perform(actions)
-
-    def finish(self) -> None:
-        """Break nothing more, and let the client look once more who leads."""
-        self.loss = 0.0
-        for copy, life in self.pair.lives.items():
-            self.to_client.append(PeerLost(peer=copy, incarnation=life, reason="look"))
-        for _ in range(2000):
-            if self.to_pair or self.to_client:
-                self.answer()
-                self.deliver()
-            elif self.client.ready and not self.client.unacknowledged:
-                return
-            else:
-                self.fire()
-        pytest.fail("the client does not get through")
-
-
-@pytest.mark.untraced
-@given(
-    seed=st.integers(0, 2**32),
-    loss=st.sampled_from([0.0, 0.1, 0.4]),
-    takeovers=st.booleans(),
-    deaths=st.booleans(),
-)
-@settings(max_examples=150)
-def test_with_any_primary_each_push_is_applied_once_in_order_or_counted_as_lost(
-    *, seed: int, loss: float, takeovers: bool, deaths: bool
-) -> None:
-    run = Run(seed, loss=loss)
-    for _ in range(150):
-        run.step(takeovers=takeovers, deaths=deaths)
-        n_lost = run.client.counters()["pushes_lost"]
-        assert n_lost == 0 or deaths
-    run.finish()
-    applied = run.pair.applied
-    sequences = [sequence for sequence, _ in applied]
-    assert sequences == sorted(set(sequences)), "twice, or out of order"
-    assert all(run.issued[sequence] == value for sequence, value in applied)
-    assert run.client.unacknowledged == 0
-    n_missing = len(run.issued) - len(applied)
-    assert run.client.counters()["pushes_lost"] == n_missing
-    assert n_missing == 0 or deaths

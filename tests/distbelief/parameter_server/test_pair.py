@@ -1,6 +1,6 @@
 """Clients and shards together: the invariants of the parameter server, on a small bench.
 
-`test_faults` adds random faults; `tests/simulation` runs whole clusters in virtual time.
+`tests/simulation` adds random faults, and runs whole clusters in virtual time.
 """
 
 from collections.abc import Sequence

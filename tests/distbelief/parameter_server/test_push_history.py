@@ -5,15 +5,6 @@ from hypothesis import given, strategies as st
 from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 
 
-def test_the_newest_pushes_are_lost_and_others_follow_them() -> None:
-    lost = lost_after((), seen=10, kept=7)
-    assert lost == (range(8, 11),)
-    assert lost_after(lost, seen=15, kept=12) == lost  # 12 of 15: those three are gone
-    assert lost_after(lost, seen=15, kept=9) == (*lost, range(13, 16))
-    assert lost_after(lost, seen=15, kept=3) == (range(4, 16),)
-    assert lost_after(lost, seen=10, kept=10) == ()  # another copy had them
-
-
 def test_what_two_shards_lose_is_counted_once_where_it_is_the_same() -> None:
     first, second = (range(8, 11),), (range(10, 13), range(20, 21))
     assert n_lost([first, second]) == 6

@@ -135,9 +135,14 @@ class Alone:
         host: str = REMOTE,
         pushes: bool = True,
         next_sequence: int = 1,
+        holds: Vector | None = None,
     ) -> Sequence[Action]:
         message = OpenSession(
-            layout=self.layout.fingerprint, pushes=pushes, host=host, next_sequence=next_sequence
+            layout=self.layout.fingerprint,
+            pushes=pushes,
+            host=host,
+            next_sequence=next_sequence,
+            holds=holds,
         )
         return self.receive(message, sender, life=life)
 
@@ -892,16 +897,19 @@ def test_blocks_are_sent_while_the_rest_is_copied_and_a_push_waits() -> None:
     alone = large()
     alone.hello(OTHER)
     alone.hello(READER, pushes=False)
+    end = np.array([262_080, 128, 128, 1])  # of the second block, and the start of the third
+    alone.hello(TEST, pushes=False, holds=end)
     actions = alone.work(alone.receive(fetch()))
     first = sent(actions, ParameterBlock)
     assert alone.push(1, sender=OTHER) == []  # it would change what is not copied yet
     shared = alone.receive(fetch(), READER)  # the same version, as far as it is there
     assert [indices(actions), indices(shared)] == [[0], [0]]
+    assert indices(alone.receive(fetch(), TEST)) == []
     actions = alone.work(actions)
     assert indices(actions) == [1, 1]
     assert alone.receive(credit(2)) == []  # the third is still being copied
     actions = alone.work(actions)
-    assert indices(actions) == [2, 2]
+    assert indices(actions) == [2, 2, 0]
     assert alone.counters()["clock"] == 0.0
     alone.work(actions)  # the push
     assert alone.counters()["clock"] == 1.0

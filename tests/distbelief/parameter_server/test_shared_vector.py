@@ -38,31 +38,6 @@ def test_values_never_written_cannot_be_read() -> None:
     assert reader.read(pytest.fail) is None
 
 
-def test_values_that_are_being_written_are_not_even_copied() -> None:
-    writer, reader = both_ends()
-    writer.end(clock=0)
-    writer.begin()
-    assert reader.read(pytest.fail) is None
-
-
-def test_a_write_within_a_read_makes_it_torn() -> None:
-    writer, reader = both_ends()
-    writer.end(clock=0)
-
-    def overtaken() -> None:
-        writer.begin()
-        writer.end(clock=1)
-
-    assert reader.read(overtaken) is None
-    assert reader.read(lambda: None) == 1
-
-
-def test_a_write_that_begins_within_a_read_makes_it_torn() -> None:
-    writer, reader = both_ends()
-    writer.end(clock=0)
-    assert reader.read(writer.begin) is None
-
-
 @given(
     st.lists(st.sampled_from(["begin", "half", "end"]), max_size=20),
     st.lists(st.integers(0, 20), min_size=2, max_size=2),
