@@ -77,6 +77,17 @@ def full_of(layout: Layout, value: float) -> list[torch.Tensor]:
     return [torch.full_like(zeros, value) for zeros in zeros_of(layout)]
 
 
+def numbered(layout: Layout) -> list[torch.Tensor]:
+    """Return the tensors of a layout, all elements different and none zero."""
+    dtype = torch.float64 if layout.spec.dtype == "float64" else torch.float32
+    tensors = []
+    start = 1
+    for spec in layout.tensors:
+        tensors.append(torch.arange(start, start + spec.n_elements, dtype=dtype))
+        start += spec.n_elements
+    return tensors
+
+
 def shard_of(
     layout: Layout,
     memory: Memory,

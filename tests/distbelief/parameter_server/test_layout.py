@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.parameter_server.layout import Layout, LayoutSpec, PartialView, Segment, TensorSpec
+from tests.distbelief.parameter_server.pair import numbered
 
 
 SPEECH = [440, 2560, 2560, 2560, 2560, 8192]  # units per layer: 41.8 M parameters
@@ -31,17 +32,6 @@ def layouts() -> st.SearchStrategy[Layout]:
     return st.builds(
         Layout.of, tensor_specs(), n_shards=st.integers(1, 9), dtype=st.sampled_from(dtypes)
     )
-
-
-def numbered(layout: Layout) -> list[torch.Tensor]:
-    """Return the tensors of a layout, all elements different and none zero."""
-    dtype = torch.float64 if layout.spec.dtype == "float64" else torch.float32
-    tensors = []
-    start = 1
-    for spec in layout.tensors:
-        tensors.append(torch.arange(start, start + spec.n_elements, dtype=dtype))
-        start += spec.n_elements
-    return tensors
 
 
 def vectors(layout: Layout, *, fill: float = math.nan) -> list[Vector]:

@@ -61,6 +61,14 @@ def pushed(copy: OneCopy, sequence: int, *, number: int = 1) -> list[Action]:
     return copy.push(sequence, number=number)
 
 
+def half_applied() -> OneCopy:
+    """A primary that has applied push 1, to which its backup has not answered."""
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    return copy
+
+
 # ---------------------------------------------------------------------- building
 
 
@@ -145,9 +153,7 @@ def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
 
 
 def test_unconfirmed_pushes_are_reported_to_no_client() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     welcome = only(copy.hello(), SessionOpened)
     assert (welcome.watermark, welcome.applied, welcome.clock) == (0, 0, 1)
     answer = copy.said(1, number=1)
@@ -163,9 +169,7 @@ def test_unconfirmed_pushes_are_reported_to_no_client() -> None:
 
 def test_a_block_of_an_unconfirmed_push_is_answered_with_a_sign_of_life() -> None:
     """Its push buffer is not lent again, and the client does not take the shard for dead."""
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     block = PushBlock(
         sequence=1, shard_incarnation=1, block_index=0, values=np.zeros(N), answer=True
     )
@@ -177,9 +181,7 @@ def test_a_block_of_an_unconfirmed_push_is_answered_with_a_sign_of_life() -> Non
 
 def test_an_absent_client_keeps_its_buffers_while_a_push_is_unconfirmed() -> None:
     """The backup may still read them: it would apply what another client put there."""
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
     copy._note(copy.shard.handle(lost, copy.now))
     copy.wait(ABSENCE_SECONDS_MAX + 1.0)
@@ -190,9 +192,7 @@ def test_an_absent_client_keeps_its_buffers_while_a_push_is_unconfirmed() -> Non
 
 
 def test_a_new_incarnation_of_a_client_waits_while_a_push_of_the_old_one_is_unconfirmed() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     assert "busy" in only(copy.hello(life=2, next_sequence=100), SessionRefused).reason
     welcome = only(acknowledge(copy, 0), SessionOpened)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (99, 0, 10)
@@ -236,9 +236,7 @@ def test_blocks_go_out_within_the_window_of_the_backup() -> None:
 
 
 def test_messages_of_others_and_of_other_terms_are_ignored() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     assert acknowledge(copy, 0, term=1) == []
     assert acknowledge(copy, 0, life=2) == []
     strangers: list[Message] = [
@@ -265,9 +263,7 @@ def test_only_the_named_incarnation_of_the_backup_counts() -> None:
 
 
 def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     actions = copy.wait(SILENCE_SECONDS - 0.01)
     assert len(sent(actions, ReplicatePush)) >= 2
     assert sent(actions, BackupUnresponsive) == []
@@ -282,9 +278,7 @@ def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:
 
 
 def test_a_backup_without_progress_is_reported_in_the_end() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     alive = PushBlockAck(sequence=1, shard_incarnation=2, received=1)
     n_alone = 0
     for _ in range(int(STALL_SECONDS / 0.25) + 4):
@@ -295,9 +289,7 @@ def test_a_backup_without_progress_is_reported_in_the_end() -> None:
 
 
 def test_a_primary_that_was_paused_reports_nobody() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     copy.now += 30.0
     assert sent(copy.wait(0.0), BackupUnresponsive) == []
 
@@ -319,9 +311,7 @@ def test_a_later_promote_drops_the_backup_and_a_late_one_does_nothing() -> None:
 
 
 def test_a_stopping_primary_does_not_wait_for_its_backup() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     actions = copy.receive(Stop(reason="enough"))
     assert kinds(actions, CLIENT) == ["PushApplied"]
     assert isinstance(actions[-1], Exit)

@@ -179,6 +179,13 @@ class Alone:
         return dict(self.shard.status()[1])
 
 
+def opened(layout: Layout = LAYOUT, *, n_copies: int = 2, n_clients_max: int = 4096) -> Alone:
+    """Return a shard with which a client elsewhere has opened its session."""
+    alone = Alone(layout, n_copies=n_copies, n_clients_max=n_clients_max)
+    alone.hello()
+    return alone
+
+
 def block(sequence: int, index: int, values: Vector, *, shard_incarnation: int = 1) -> PushBlock:
     return PushBlock(
         sequence=sequence, shard_incarnation=shard_incarnation, block_index=index, values=values
@@ -364,8 +371,7 @@ def test_no_more_clients_are_known_than_allowed() -> None:
 
 def test_an_absent_client_makes_room_when_the_table_is_full() -> None:
     """After 4,096 loops, however short, a standing server served no other."""
-    alone = Alone(n_clients_max=1)
-    alone.hello()
+    alone = opened(n_clients_max=1)
     alone.work(alone.push(1))
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="gone")
     (timer,) = alone.shard.handle(lost, 0.0)
@@ -421,8 +427,7 @@ def test_a_new_incarnation_starts_over_but_keeps_its_samples() -> None:
 
 
 def test_a_complete_push_of_an_older_incarnation_is_never_applied() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1, sender=OTHER)
     assert alone.push(1) == []  # waits in the queue
@@ -433,8 +438,7 @@ def test_a_complete_push_of_an_older_incarnation_is_never_applied() -> None:
 
 
 def test_a_new_incarnation_that_only_reads_does_not_apply_the_former_ones_push() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1, sender=OTHER)
     alone.push(1)
@@ -457,8 +461,7 @@ def test_a_new_incarnation_waits_until_the_push_of_the_former_one_is_applied() -
 
 
 def test_a_repeated_open_session_does_not_wait_for_the_clients_own_push() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.push(1)
     only(alone.hello(), SessionOpened)
     only(alone.hello(next_sequence=2), SessionRefused)  # this one says something new
@@ -483,8 +486,7 @@ def test_messages_for_another_incarnation_of_the_shard_are_refused() -> None:
 
 
 def test_a_push_is_applied_once_and_acknowledged_again() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     actions = alone.work(alone.push(1))
     acknowledge = only(actions, PushApplied)
     assert (acknowledge.sequence, acknowledge.clock) == (1, 1)
@@ -496,8 +498,7 @@ def test_a_push_is_applied_once_and_acknowledged_again() -> None:
 
 
 def test_a_push_sent_again_before_it_is_applied_is_a_sign_of_life() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     assert only(alone.receive(said(1)), PushBlockAck).received == 1
     assert alone.counters()["duplicates"] == 1
@@ -506,8 +507,7 @@ def test_a_push_sent_again_before_it_is_applied_is_a_sign_of_life() -> None:
 
 
 def test_the_later_push_waits_in_its_buffer() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     assert alone.push(2) == []
     applying = alone.push(1)
     actions = alone.work_all(applying)
@@ -515,8 +515,7 @@ def test_the_later_push_waits_in_its_buffer() -> None:
 
 
 def test_there_is_room_for_two_pushes_and_no_more() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     for sequence in (0, 3):
         if sequence == 0:
             only(alone.receive(said(0)), PushApplied)  # nothing awaits an answer
@@ -529,8 +528,7 @@ def test_there_is_room_for_two_pushes_and_no_more() -> None:
 
 def test_clients_take_turns() -> None:
     """Both of the first client's pushes come before the other's one."""
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1)
     alone.push(2)
@@ -540,8 +538,7 @@ def test_clients_take_turns() -> None:
 
 
 def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1)
     alone.push(1, sender=OTHER)
@@ -553,8 +550,7 @@ def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
 
 
 def test_a_fetched_clock_in_the_future_is_refused() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     with pytest.raises(RemoteProtocolError, match="fetched_clock 5; the shard's clock is"):
         alone.receive(said(1, fetched_clock=5))
 
@@ -570,8 +566,7 @@ def test_a_fetched_clock_in_the_future_is_refused() -> None:
 def test_invalid_blocks_are_refused_with_the_expected_size(
     message: PushBlock, complaint: str
 ) -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     with pytest.raises(RemoteProtocolError, match=complaint):
         alone.receive(message)
 
@@ -626,8 +621,7 @@ def test_a_push_buffer_stays_unchanged_for_a_repeated_push() -> None:
 def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
     layout = layout_of(n_buffers=1)
     start = layout.n_gradient(0)
-    alone = Alone(layout)
-    alone.hello()
+    alone = opened(layout)
     stream = np.random.default_rng(0)
     for sequence in (1, 2):
         pushed = stream.standard_normal(layout.shard_size(0)) * 1e-3
@@ -639,8 +633,7 @@ def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
 
 def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> None:
     layout = layout_of(n_buffers=1)
-    alone = Alone(layout)
-    alone.hello()
+    alone = opened(layout)
     alone.hello(OTHER)
     alone.hello(READER, pushes=False)
     values = alone.shard._values.vector
@@ -665,8 +658,7 @@ def absence(alone: Alone, at: Seconds) -> Seconds:
 
 
 def test_push_buffers_of_an_absent_client_are_released_after_minutes() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     n_bytes = alone.counters()["push_buffer_bytes"]
     assert n_bytes == 2 * 8 * LAYOUT.shard_size(0)
@@ -694,8 +686,7 @@ def test_the_loss_of_a_former_incarnation_is_not_that_of_the_current_one() -> No
 
 
 def test_a_client_back_in_time_keeps_its_push_buffers() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     at = absence(alone, 0.0)
     alone.work(alone.push(1))
     assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
@@ -705,8 +696,7 @@ def test_a_client_back_in_time_keeps_its_push_buffers() -> None:
 
 
 def test_a_push_being_applied_keeps_its_buffer() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     at = absence(alone, 0.0)
     (again,) = alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
@@ -728,9 +718,7 @@ def test_a_reader_has_no_push_buffers_to_release() -> None:
 
 def large(*, n_copies: int = 2) -> Alone:
     """A shard of three blocks and a client elsewhere."""
-    alone = Alone(layout_of(LARGE), n_copies=n_copies)
-    alone.hello()
-    return alone
+    return opened(layout_of(LARGE), n_copies=n_copies)
 
 
 def test_a_fetch_is_served_by_blocks_of_one_version_within_a_window() -> None:
@@ -880,8 +868,7 @@ def test_pushes_and_copies_take_turns() -> None:
 
 def test_a_reader_of_blocks_is_sent_so_many_at_once_whatever_it_asks_for() -> None:
     tensors = (TensorSpec(name="w", shape=(70 * 131072,)),)
-    alone = Alone(layout_of(tensors))
-    alone.hello()
+    alone = opened(layout_of(tensors))
     actions = alone.work_all(alone.receive(fetch(credit=1 << 40)))
     assert indices(actions) == list(range(64))
 
@@ -944,8 +931,7 @@ def test_stop_does_not_wait_for_the_rest_of_a_version() -> None:
 
 
 def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     published = alone.shard._values._published
     assert published.version % 2 == 0
     applying = alone.push(1)
@@ -958,8 +944,7 @@ def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None
 
 
 def test_a_snapshot_is_taken_while_pushes_queue() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1, samples=9))
     saving = alone.receive(SaveCheckpoint(label="1"), TEST)
     (persist,) = saving
@@ -977,8 +962,7 @@ def test_a_snapshot_is_taken_while_pushes_queue() -> None:
 
 
 def test_snapshots_wait_for_the_work_and_not_for_ever_many() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     for n in range(N_SAVES_MAX):
         assert alone.receive(SaveCheckpoint(label=str(n)), TEST) == []
@@ -1059,8 +1043,7 @@ def test_stop_finishes_complete_pushes_and_snapshots_then_exits() -> None:
 
 def test_what_is_not_in_the_last_snapshot_is_not_acknowledged() -> None:
     """Of 1,670 pushes that a server acknowledged until it was ended, it kept 1,667."""
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1)
     alone.push(1, sender=OTHER)
@@ -1117,8 +1100,7 @@ def labels(actions: Sequence[Action]) -> list[str]:
 
 def test_without_a_supervisor_it_saves_what_is_in_no_snapshot_and_ends() -> None:
     """It ended without, and 9,773 pushes that it had acknowledged were lost."""
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     actions = alone.shard.handle(GONE, alone.now)
     assert labels(actions) == [NEWEST]
@@ -1131,8 +1113,7 @@ def test_without_a_supervisor_it_saves_what_is_in_no_snapshot_and_ends() -> None
 
 
 def test_a_push_that_is_being_applied_is_in_that_snapshot() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     assert alone.shard.handle(GONE, alone.now) == []
     applied = alone.work(applying)
@@ -1143,8 +1124,7 @@ def test_a_push_that_is_being_applied_is_in_that_snapshot() -> None:
 def test_what_is_saved_already_is_not_saved_again() -> None:
     alone = Alone()
     assert alone.shard.handle(GONE, 0.0)[-1] == Exit(error="no word for 600.1 s")
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     save = alone.receive(SaveCheckpoint(label="00001"), SUPERVISOR)
     assert labels(alone.shard.handle(GONE, alone.now)) == []
@@ -1154,8 +1134,7 @@ def test_what_is_saved_already_is_not_saved_again() -> None:
 
 
 def test_a_full_disk_is_tried_once() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     alone.shard.handle(GONE, alone.now)
     full = Persisted(label=NEWEST, error="no space left")
@@ -1165,8 +1144,7 @@ def test_a_full_disk_is_tried_once() -> None:
 
 
 def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     saving = alone.shard.handle(GONE, alone.now)
     alone.receive(SaveCheckpoint(label="00008"), SUPERVISOR)
@@ -1176,8 +1154,7 @@ def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
 
 
 def test_after_stop_a_lost_supervisor_changes_nothing() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     alone.receive(Stop(reason="enough"), SUPERVISOR)
     alone.shard.handle(GONE, alone.now)

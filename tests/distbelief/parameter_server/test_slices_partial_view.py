@@ -12,6 +12,7 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server import layout as module
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
+from tests.distbelief.parameter_server.pair import numbered
 
 
 Items = list[tuple[str, Region]]
@@ -43,15 +44,6 @@ def tilings(draw: st.DrawFn) -> tuple[Layout, list[Items]]:
         for region in regions:
             clients[draw(st.integers(0, len(clients) - 1))].append((spec.name, region))
     return layout, clients
-
-
-def numbered(layout: Layout) -> list[torch.Tensor]:
-    """Return whole tensors whose elements all differ."""
-    first, tensors = 1, []
-    for spec in layout.tensors:
-        tensors.append(torch.arange(first, first + spec.n_elements).float())
-        first += spec.n_elements
-    return tensors
 
 
 def cut_out(layout: Layout, whole: list[torch.Tensor], items: Items) -> list[torch.Tensor]:

@@ -6,11 +6,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import block_bounds
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.slices import HEADER_BYTES
@@ -965,3 +967,28 @@ def test_work_is_reported_before_it_is_asked_for_again() -> None:
     alone.client.installed(installing(), 0.0)
     with pytest.raises(LocalProtocolError, match="installed without an install"):
         alone.client.installed(installing(), 0.0)
+
+
+# -------------------------------------------------------------------- lost pushes
+
+
+def test_what_two_shards_lose_is_counted_once_where_it_is_the_same() -> None:
+    first, second = (range(8, 11),), (range(10, 13), range(20, 21))
+    assert n_lost([first, second]) == 6
+    assert n_lost([first, first]) == 3
+    assert n_lost([]) == n_lost([()]) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), max_size=12))
+def test_it_is_what_a_list_of_pushes_would_tell(lives: list[tuple[int, float]]) -> None:
+    values: list[int] = []
+    lost: Lost = ()
+    seen = 0
+    for n_new, share in lives:
+        values += range(seen + 1, seen + n_new + 1)
+        seen += n_new
+        values = values[: int(share * len(values))]  # it restarts from a snapshot
+        lost = lost_after(lost, seen=seen, kept=len(values))
+        gone = {number for part in lost for number in part}
+        assert gone == set(range(1, seen + 1)) - set(values)
+        assert n_lost([lost]) == len(gone)
