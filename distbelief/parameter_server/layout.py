@@ -377,19 +377,19 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_
         of_tensor.setdefault(indices[name], []).append(item_index)
     return [
         tuple(
-            _Piece(i, start := flat[i].n_below(segment.start), start + n, placed)
+            _Piece(
+                i,
+                start := flat[i].n_below(segment.start),
+                start + n,
+                inside.shifted(segment.offset - segment.start),
+            )
             for segment in layout.segments(k)
             for i in of_tensor.get(segment.tensor_index, ())
-            for placed in [_in_segment(flat[i], segment)]
-            if (n := placed.n_elements)
+            for inside in [flat[i].clipped(segment.start, segment.stop)]
+            if (n := inside.n_elements)
         )
         for k in range(layout.n_shards)
     ]
-
-
-def _in_segment(flat: IndexRanges, segment: Segment) -> IndexRanges:
-    clipped = flat.clipped(segment.start, segment.stop)
-    return clipped.shifted(segment.offset - segment.start)
 
 
 def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:

@@ -34,7 +34,7 @@ from distbelief.parameter_server.slices import (
     push_buffer_views,
 )
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import Message, PrimaryChanged, SessionRecord, push_fetch as pf
+from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf
 from distbelief.roles.role import Action, Address, Received, Send
 
 
@@ -201,11 +201,6 @@ class Session:
             self.n_unconfirmed += 1
         else:
             self.confirmed_staleness = staleness
-
-    def confirm(self, *, staleness: int) -> None:
-        assert self.n_unconfirmed > 0, self
-        self.n_unconfirmed -= 1
-        self.confirmed_staleness = staleness
 
     def _push_buffer_of(self, sequence: int) -> PushBuffer:
         if not self.push_buffers:
@@ -528,7 +523,9 @@ class Sessions:
 
     def confirm(self, client: Session, *, staleness: int) -> Action:
         """Acknowledge the oldest push that waited for the backup."""
-        client.confirm(staleness=staleness)
+        assert client.n_unconfirmed > 0, client
+        client.n_unconfirmed -= 1
+        client.confirmed_staleness = staleness
         return self._push_applied(client)
 
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:
@@ -555,16 +552,17 @@ class Sessions:
             parameters_region=client.parameters_region,
             push_buffers_region=client.region,
         )
-        return _to(client.name, opened)
+        return Send(receiver=client.name, message=opened)
 
     def primary_changed(self, receiver: Address) -> Send:
         """Tell a client of the former primary that this copy serves it now."""
-        return _to(receiver, PrimaryChanged(shard_incarnation=self.incarnation))
+        changed = PrimaryChanged(shard_incarnation=self.incarnation)
+        return Send(receiver=receiver, message=changed)
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
         """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""
         text = f"shard {self._config.index}, incarnation {self.incarnation}: {reason}"
-        return _to(receiver, pf.SessionRefused(reason=text, for_good=for_good))
+        return Send(receiver=receiver, message=pf.SessionRefused(reason=text, for_good=for_good))
 
     def _push_applied(self, client: Session) -> Send:
         applied = pf.PushApplied(
@@ -573,14 +571,10 @@ class Sessions:
             clock=self._values.clock,
             staleness=client.confirmed_staleness,
         )
-        return _to(client.name, applied)
+        return Send(receiver=client.name, message=applied)
 
     def _block_ack(self, client: Session, sequence: int, received: int) -> Send:
         ack = pf.PushBlockAck(
             sequence=sequence, shard_incarnation=self.incarnation, received=received
         )
-        return _to(client.name, ack)
-
-
-def _to(receiver: Address, message: Message) -> Send:
-    return Send(receiver=receiver, message=message)
+        return Send(receiver=client.name, message=ack)
