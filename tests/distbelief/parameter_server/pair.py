@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ OTHER = Address("replica-1")
 READER = Address("evaluator")
 SHARD = Address("shard-0")
 TEST = Address("supervisor")
+M = TypeVar("M", bound=Message)
+
 PLUS_ONE = SGD(learning_rate=1.0)  # applied to a gradient of -1, that is
 
 SMALL = (TensorSpec(name="w", shape=(100,)), TensorSpec(name="m", shape=(3,)))
@@ -86,6 +89,11 @@ def numbered(layout: Layout) -> list[torch.Tensor]:
         tensors.append(torch.arange(start, start + spec.n_elements, dtype=dtype))
         start += spec.n_elements
     return tensors
+
+
+def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
+    """Return the messages of this kind among the actions, in order."""
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
 def shard_of(

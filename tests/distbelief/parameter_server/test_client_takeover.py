@@ -11,26 +11,15 @@ import pytest
 from distbelief.core.memory import Memory
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
 from distbelief.parameter_server.slices import HEADER_BYTES, push_buffer_bytes, push_buffer_views
-from distbelief.protocol import (
-    Fetch,
-    Message,
-    OpenSession,
-    PrimaryChanged,
-    Push,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
-    SessionOpened,
-    SessionRefused,
-)
+from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.roles.role import Action, Address, PeerJoined, PeerLost, Received, Send
 from distbelief.simulation.storage import HostMemory
-from tests.distbelief.parameter_server.client.test_client import FIRST, LAYOUT, Alone, N, sent
-from tests.distbelief.parameter_server.pair import SHARD, full_of, zeros_of
+from tests.distbelief.parameter_server.client.test_client import FIRST, LAYOUT, Alone, N
+from tests.distbelief.parameter_server.pair import SHARD, full_of, sent, zeros_of
 
 
 SECOND = Address("shard-0b")
-BUSY = SessionRefused(reason="busy", for_good=False)
+BUSY = pf.SessionRefused(reason="busy", for_good=False)
 
 
 def alone_of(*, memory: Memory | None = None, welcome: bool = True) -> Alone:
@@ -53,7 +42,7 @@ def welcomed(
     push_buffers_region: str = "",
     parameters_region: str = "",
 ) -> list[Action]:
-    message = SessionOpened(
+    message = pf.SessionOpened(
         shard_incarnation=number,
         clock=clock,
         samples=0,
@@ -66,7 +55,7 @@ def welcomed(
 
 
 def acknowledge(alone: Alone, sequence: int, number: int, *, sender: Address = SHARD) -> None:
-    message = PushApplied(sequence=sequence, shard_incarnation=number, clock=1, staleness=0)
+    message = pf.PushApplied(sequence=sequence, shard_incarnation=number, clock=1, staleness=0)
     assert alone.receive(message, sender=sender) == []
 
 
@@ -83,7 +72,7 @@ def pushed(actions: Sequence[Action]) -> list[tuple[Address, int, int, float]]:
     return [
         (a.receiver, m.sequence, m.shard_incarnation, float(m.values.max()))
         for a in actions
-        if isinstance(a, Send) and isinstance(m := a.message, PushBlock)
+        if isinstance(a, Send) and isinstance(m := a.message, pf.PushBlock)
     ]
 
 
@@ -94,12 +83,12 @@ def test_each_shard_has_a_backup_or_none_has() -> None:
 
 def test_open_session_goes_to_both_copies_and_the_rest_to_the_primary() -> None:
     alone = alone_of(welcome=False)
-    assert receivers(alone.greeting, OpenSession) == [SHARD, SECOND]
-    assert receivers(alone.timer(0.5), OpenSession) == [SHARD, SECOND]
+    assert receivers(alone.greeting, pf.OpenSession) == [SHARD, SECOND]
+    assert receivers(alone.timer(0.5), pf.OpenSession) == [SHARD, SECOND]
     welcomed(alone, 4, SECOND)
     assert alone.ready()
     actions = [*alone.push(), *alone.client.begin_fetch(0.0)]
-    for kind in (PushBlock, Push, Fetch):
+    for kind in (pf.PushBlock, pf.Push, pf.Fetch):
         assert receivers(actions, kind) == [SECOND]
     for copy in (SHARD, SECOND):
         assert alone.client.owns(Received(sender=copy, incarnation=1, message=BUSY))
@@ -122,8 +111,8 @@ def test_messages_of_a_demoted_primary_have_no_effect() -> None:
     alone.push()
     welcomed(alone, 5, SECOND)
     late: list[Message] = [
-        PushApplied(sequence=FIRST, shard_incarnation=3, clock=9, staleness=0),
-        PushBlockAck(sequence=FIRST, shard_incarnation=3, received=1),
+        pf.PushApplied(sequence=FIRST, shard_incarnation=3, clock=9, staleness=0),
+        pf.PushBlockAck(sequence=FIRST, shard_incarnation=3, received=1),
         PrimaryChanged(shard_incarnation=3),
         PrimaryChanged(shard_incarnation=4),
         BUSY,
@@ -142,7 +131,7 @@ def test_messages_of_a_demoted_primary_have_no_effect() -> None:
 
 def test_a_refusal_for_good_by_any_copy_counts() -> None:
     with pytest.raises(JobError, match="shard-0b refuses this client: other layout"):
-        alone_of().receive(SessionRefused(reason="other layout", for_good=True), sender=SECOND)
+        alone_of().receive(pf.SessionRefused(reason="other layout", for_good=True), sender=SECOND)
 
 
 def test_primary_changed_is_answered_with_one_open_session() -> None:
@@ -152,8 +141,8 @@ def test_primary_changed_is_answered_with_one_open_session() -> None:
     alone.push()
     leading = PrimaryChanged(shard_incarnation=5)
     actions = alone.receive(leading, sender=SECOND)
-    assert receivers(actions, OpenSession) == [SHARD, SECOND]
-    assert [h.next_sequence for h in sent(actions, OpenSession)] == [FIRST + 1] * 2
+    assert receivers(actions, pf.OpenSession) == [SHARD, SECOND]
+    assert [h.next_sequence for h in sent(actions, pf.OpenSession)] == [FIRST + 1] * 2
     assert not alone.can_push()
     assert alone.receive(leading, sender=SECOND) == []
     # The old primary's SessionOpened comes too late, and so does its acknowledgement.
@@ -171,8 +160,8 @@ def test_a_primary_whose_message_was_lost_is_found_by_the_timer() -> None:
     alone = alone_of()
     alone.push(2.0)
     actions = alone.timer(0.5)
-    assert receivers(actions, PushBlock) == [SHARD]
-    assert receivers(actions, OpenSession) == [SECOND]
+    assert receivers(actions, pf.PushBlock) == [SHARD]
+    assert receivers(actions, pf.OpenSession) == [SECOND]
     assert pushed(welcomed(alone, 5, SECOND)) == [(SECOND, FIRST, 5, 2.0)]
 
 
@@ -180,7 +169,7 @@ def test_a_primary_that_restarts_is_no_longer_primary() -> None:
     alone = alone_of()
     alone.push()
     actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), 0.0)
-    assert receivers(actions, OpenSession) == [SHARD, SECOND]
+    assert receivers(actions, pf.OpenSession) == [SHARD, SECOND]
     assert alone.receive(BUSY, sender=SECOND) == []
     assert welcomed(alone, 3, SHARD, life=1) == []  # of its former incarnation
     assert not alone.ready()
@@ -210,12 +199,12 @@ def test_pushes_in_flight_in_a_dead_primarys_buffers_are_copied_and_sent_again(
     alone.receive(PrimaryChanged(shard_incarnation=4), sender=SECOND)
     region = "" if to_blocks else "slots-b"
     actions = welcomed(alone, 4, SECOND, push_buffers_region=region)
-    assert [push.sequence for push in sent(actions, Push)] == [FIRST]
+    assert [push.sequence for push in sent(actions, pf.Push)] == [FIRST]
     assert not alone.can_push()
     assert host.n_bytes == 2 * push_buffer_bytes(N, itemsize=8)  # one is still being filled
     actions += alone.client.staged(work(), n_gradients=2, samples=8, now=0.0)
     assert host.n_bytes == push_buffer_bytes(N, itemsize=8)
-    pushes = sent(actions, Push)
+    pushes = sent(actions, pf.Push)
     assert [p.sequence for p in pushes] == [FIRST, FIRST + 1]
     assert {p.shard_incarnation for p in pushes} == {4}
     assert (pushes[1].n_gradients, pushes[1].samples) == (2, 8)
@@ -246,7 +235,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     with pytest.raises(RemoteProtocolError, match="a region of push buffers has 8 bytes"):
         welcomed(alone, 4, SECOND, push_buffers_region="slots-c")
     slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
-    (push,) = sent(welcomed(alone, 4, SECOND, **regions), Push)  # type: ignore[arg-type]
+    (push,) = sent(welcomed(alone, 4, SECOND, **regions), pf.Push)  # type: ignore[arg-type]
     assert (push.sequence, push.shard_incarnation) == (FIRST, 4)
     views = push_buffer_views(slots, n_elements=N, dtype=LAYOUT.dtype)
     assert views[FIRST % 2].max() == 4.0
