@@ -26,32 +26,8 @@ def alone_of(*, memory: Memory | None = None, welcome: bool = True) -> Alone:
     """A client that the first copy has welcomed as primary number 3, in its life 1."""
     alone = Alone(backups=[SECOND], memory=memory, welcome=False)
     if welcome:
-        welcomed(alone, 3, SHARD)
+        alone.welcome(term=3, sender=SHARD)
     return alone
-
-
-def welcomed(
-    alone: Alone,
-    number: int,
-    sender: Address,
-    *,
-    life: int = 1,
-    watermark: int = FIRST - 1,
-    applied: int = 0,
-    clock: int = 0,
-    push_buffers_region: str = "",
-    parameters_region: str = "",
-) -> list[Action]:
-    message = pf.SessionOpened(
-        shard_incarnation=number,
-        clock=clock,
-        samples=0,
-        watermark=watermark,
-        applied=applied,
-        parameters_region=parameters_region,
-        push_buffers_region=push_buffers_region,
-    )
-    return alone.receive(message, life=life, sender=sender)
 
 
 def acknowledge(alone: Alone, sequence: int, number: int, *, sender: Address = SHARD) -> None:
@@ -85,7 +61,7 @@ def test_open_session_goes_to_both_copies_and_the_rest_to_the_primary() -> None:
     alone = alone_of(welcome=False)
     assert receivers(alone.greeting, pf.OpenSession) == [SHARD, SECOND]
     assert receivers(alone.timer(0.5), pf.OpenSession) == [SHARD, SECOND]
-    welcomed(alone, 4, SECOND)
+    alone.welcome(term=4, sender=SECOND)
     assert alone.ready()
     actions = [*alone.push(), *alone.client.begin_fetch(0.0)]
     for kind in (pf.PushBlock, pf.Push, pf.Fetch):
@@ -98,10 +74,10 @@ def test_open_session_goes_to_both_copies_and_the_rest_to_the_primary() -> None:
 def test_incarnations_of_copies_do_not_order_primaries() -> None:
     alone = alone_of()
     alone.push(7.0)
-    actions = welcomed(alone, 4, SECOND, life=1, clock=2)
+    actions = alone.welcome(term=4, sender=SECOND, life=1, clock=2)
     assert pushed(actions) == [(SECOND, FIRST, 4, 7.0)]
     # A higher incarnation, a lower term.
-    assert welcomed(alone, 3, SHARD, life=9) == []
+    assert alone.welcome(term=3, sender=SHARD, life=9) == []
     assert pushed(alone.push()) == [(SECOND, FIRST + 1, 4, 1.0)]
 
 
@@ -109,7 +85,7 @@ def test_messages_of_a_demoted_primary_have_no_effect() -> None:
     alone = alone_of()
     alone.push()
     alone.push()
-    welcomed(alone, 5, SECOND)
+    alone.welcome(term=5, sender=SECOND)
     late: list[Message] = [
         pf.PushApplied(sequence=FIRST, shard_incarnation=3, clock=9, staleness=0),
         pf.PushBlockAck(sequence=FIRST, shard_incarnation=3, received=1),
@@ -119,7 +95,7 @@ def test_messages_of_a_demoted_primary_have_no_effect() -> None:
     ]
     for message in late:
         assert alone.receive(message, sender=SHARD) == []
-    assert welcomed(alone, 3, SHARD, watermark=FIRST, applied=1) == []
+    assert alone.welcome(term=3, sender=SHARD, watermark=FIRST, applied=1) == []
     lost = PeerLost(peer=SHARD, incarnation=1, reason="killed")
     assert alone.client.handle(lost, 0.0) == []
     joined = PeerJoined(peer=SHARD, incarnation=2)
@@ -146,11 +122,11 @@ def test_primary_changed_is_answered_with_one_open_session() -> None:
     assert not alone.can_push()
     assert alone.receive(leading, sender=SECOND) == []
     # The old primary's SessionOpened comes too late, and so does its acknowledgement.
-    assert welcomed(alone, 3, SHARD, watermark=FIRST, applied=1) == []
+    assert alone.welcome(term=3, sender=SHARD, watermark=FIRST, applied=1) == []
     acknowledge(alone, FIRST + 1, 3)
     assert not alone.ready()
     assert alone.unacknowledged() == 1
-    welcomed(alone, 5, SECOND, watermark=FIRST, applied=1)
+    alone.welcome(term=5, sender=SECOND, watermark=FIRST, applied=1)
     assert alone.ready()
     assert alone.receive(leading, sender=SECOND) == []
     assert alone.client.counters()["pushes_lost"] == 0
@@ -162,7 +138,7 @@ def test_a_primary_whose_message_was_lost_is_found_by_the_timer() -> None:
     actions = alone.timer(0.5)
     assert receivers(actions, pf.PushBlock) == [SHARD]
     assert receivers(actions, pf.OpenSession) == [SECOND]
-    assert pushed(welcomed(alone, 5, SECOND)) == [(SECOND, FIRST, 5, 2.0)]
+    assert pushed(alone.welcome(term=5, sender=SECOND)) == [(SECOND, FIRST, 5, 2.0)]
 
 
 def test_a_primary_that_restarts_is_no_longer_primary() -> None:
@@ -171,9 +147,9 @@ def test_a_primary_that_restarts_is_no_longer_primary() -> None:
     actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), 0.0)
     assert receivers(actions, pf.OpenSession) == [SHARD, SECOND]
     assert alone.receive(BUSY, sender=SECOND) == []
-    assert welcomed(alone, 3, SHARD, life=1) == []  # of its former incarnation
+    assert alone.welcome(term=3, sender=SHARD, life=1) == []  # of its former incarnation
     assert not alone.ready()
-    welcomed(alone, 6, SHARD, life=2)
+    alone.welcome(term=6, sender=SHARD, life=2)
     assert alone.ready()
 
 
@@ -192,13 +168,13 @@ def test_pushes_in_flight_in_a_dead_primarys_buffers_are_copied_and_sent_again(
     first.create("slots-a", n_bytes=push_buffer_bytes(N, itemsize=8))
     slots_b = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     alone = alone_of(memory=mine, welcome=False)
-    welcomed(alone, 3, SHARD, push_buffers_region="slots-a")
+    alone.welcome(term=3, sender=SHARD, push_buffers_region="slots-a")
     alone.push(4.0)
     work = alone.client.stage(full_of(LAYOUT, 6.0), zeros_of(LAYOUT))
     first.release_all()  # it is dead, and the next incarnation has begun
     alone.receive(PrimaryChanged(shard_incarnation=4), sender=SECOND)
     region = "" if to_blocks else "slots-b"
-    actions = welcomed(alone, 4, SECOND, push_buffers_region=region)
+    actions = alone.welcome(term=4, sender=SECOND, push_buffers_region=region)
     assert [push.sequence for push in sent(actions, pf.Push)] == [FIRST]
     assert not alone.can_push()
     assert host.n_bytes == 2 * push_buffer_bytes(N, itemsize=8)  # one is still being filled
@@ -222,20 +198,20 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     first, second, mine = host.lend(), host.lend(), host.lend()
     first.create("slots-a", n_bytes=push_buffer_bytes(N, itemsize=8))
     alone = alone_of(memory=mine, welcome=False)
-    welcomed(alone, 3, SHARD, push_buffers_region="slots-a")
+    alone.welcome(term=3, sender=SHARD, push_buffers_region="slots-a")
     alone.push(4.0)
     first.release_all()
-    assert welcomed(alone, 4, SECOND, push_buffers_region="slots-b") == []
+    assert alone.welcome(term=4, sender=SECOND, push_buffers_region="slots-b") == []
     n_bytes = HEADER_BYTES + 8 * N
     second.create("values-b", n_bytes=n_bytes)
     regions = {"parameters_region": "values-b", "push_buffers_region": "slots-b"}
-    assert welcomed(alone, 4, SECOND, **regions) == []  # type: ignore[arg-type]
+    assert alone.welcome(term=4, sender=SECOND, **regions) == []  # type: ignore[arg-type]
     assert not alone.ready()
     second.create("slots-c", n_bytes=8)
     with pytest.raises(RemoteProtocolError, match="a region of push buffers has 8 bytes"):
-        welcomed(alone, 4, SECOND, push_buffers_region="slots-c")
+        alone.welcome(term=4, sender=SECOND, push_buffers_region="slots-c")
     slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
-    (push,) = sent(welcomed(alone, 4, SECOND, **regions), pf.Push)  # type: ignore[arg-type]
+    (push,) = sent(alone.welcome(term=4, sender=SECOND, **regions), pf.Push)  # type: ignore[arg-type]
     assert (push.sequence, push.shard_incarnation) == (FIRST, 4)
     views = push_buffer_views(slots, n_elements=N, dtype=LAYOUT.dtype)
     assert views[FIRST % 2].max() == 4.0
@@ -250,13 +226,13 @@ def test_a_fetch_from_a_dead_primarys_values_continues_with_the_next() -> None:
         region[:HEADER_BYTES].view(np.int64)[:2] = 2, clock
         region[HEADER_BYTES:].view(np.float64)[:] = clock
     alone = alone_of(memory=mine, welcome=False)
-    welcomed(alone, 3, SHARD, clock=9, parameters_region="a")
+    alone.welcome(term=3, sender=SHARD, clock=9, parameters_region="a")
     alone.client.begin_fetch(0.0)
     first.release_all()
     tensors = zeros_of(LAYOUT)
     outcome = alone.client.install(tensors)()  # as good as any older version
     assert (outcome.torn, outcome.clocks) == ((), (9,))
-    welcomed(alone, 4, SECOND, clock=7, parameters_region="b")
+    alone.welcome(term=4, sender=SECOND, clock=7, parameters_region="b")
     alone.client.installed(outcome, 0.0)
     assert alone.clocks() == (7,)  # staleness is counted by the clock of who leads
     assert host.n_bytes == HEADER_BYTES + 8 * N

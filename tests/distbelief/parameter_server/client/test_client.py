@@ -84,6 +84,7 @@ class Alone:
         self,
         *,
         life: int = 1,
+        term: int | None = None,
         clock: int = 0,
         samples: int = 0,
         watermark: int = FIRST - 1,
@@ -93,7 +94,7 @@ class Alone:
         sender: Address = SHARD,
     ) -> list[Action]:
         message = pf.SessionOpened(
-            shard_incarnation=life,
+            shard_incarnation=life if term is None else term,
             clock=clock,
             samples=samples,
             watermark=watermark,
