@@ -315,16 +315,19 @@ class PartialView:
         return TensorCopier(self.sizes, pieces, vector, has_padding=False)
 
     def scatter_blocks(
-        self, k: int, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor]
+        self, k: int, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor], *, begin: int = 0
     ) -> None:
-        """Copy the compact vector of shard k, in consecutive blocks, into the tensors."""
+        """Copy consecutive blocks of the compact vector of shard k into the tensors.
+
+        If the client holds everything, the first block may be one that begins later than 0.
+        """
         if not self.is_whole:
             self.copier(k, np.concatenate(blocks), compact=True).scatter(tensors)
             return
         # Each number is copied once: the blocks stay where they were received.
         check_tensors(self.sizes, tensors)
         left = deque(self.layout.segments(k))
-        end = 0
+        end = begin
         for block in blocks:
             begin, end = end, end + len(block)
             values = as_tensor(block)

@@ -215,7 +215,7 @@ def _ignoring_the_clock(
     take: Callable[[ShardFetch, ParameterBlock], Sequence[object]],
 ) -> Callable[[ShardFetch, ParameterBlock], Sequence[object]]:
     def take_any(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
-        clock = self._block_clock if self.blocks else block.clock
+        clock = self._block_clock if self.received else block.clock
         return take(self, msgspec.structs.replace(block, clock=clock))
 
     return take_any

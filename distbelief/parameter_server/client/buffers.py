@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import Final, final
 
 import msgspec
 import numpy as np
@@ -315,6 +315,9 @@ class ShardPush:
 
 # --- fetches ---
 
+INSTALL_BLOCKS: Final = 4
+"""Blocks worth an install while others are still to come."""
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -322,16 +325,17 @@ class ShardReader:
     """What one install reads from one shard: a new session meanwhile changes nothing for it."""
 
     copy: Callable[[Sequence[torch.Tensor]], None]
-    published: SeqlockVector | None  # where it reads; None: blocks, of `clock`
-    clock: int
+    published: SeqlockVector | None  # where it reads; None: blocks
+    clock: int | None  # of the blocks; None if there are more to come
     shard_incarnation: int  # that the values come from
+    blocks: Sequence[Vector] = ()
 
     @property
     def readable(self) -> bool:
         return self.published is None or self.published.version % 2 == 0
 
     def read(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """Copy the values into `tensors`; return their clock, or None if the read was torn."""
+        """Copy into `tensors`; return the clock, or None if it was torn or more is to come."""
         if self.published is None:
             self.copy(tensors)
             return self.clock
@@ -355,8 +359,9 @@ class ShardFetch:
         self._acked = 0  # blocks of this request the shard was told of
         self._by_blocks = True
         self._torn_since: Seconds | None = None
-        # Of this request, until they are installed. They stay in the transport's memory.
-        self.blocks: list[Vector] = []
+        self.received = 0  # blocks [0, received) of this request have come
+        # Those of them that are not installed. They stay in the transport's memory.
+        self._blocks: list[Vector] = []
         self.wanted = False  # a fetch has begun and is not installed
         self.clock = 0  # of the installed values; lowered when the shard restarts
         self.version = 0, 0  # shard incarnation and clock of the installed values
@@ -369,7 +374,13 @@ class ShardFetch:
     def complete(self) -> bool:
         if not self.wanted or not self._by_blocks:
             return True
-        return len(self.blocks) == len(self._slice.bounds)
+        return self.received == len(self._slice.bounds)
+
+    @property
+    def installable(self) -> bool:
+        """Whether it is worth while to copy what has come into the tensors."""
+        has_part = self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
+        return self.wanted and (self.complete or has_part)
 
     def session_opened(
         self, published: SeqlockVector | None, *, shard_incarnation: int, clock: int
@@ -391,16 +402,14 @@ class ShardFetch:
     def lost(self) -> None:
         """Drop an incomplete fetch: the shard is gone until the session opens."""
         if not (self._by_blocks and self.complete):
-            self._by_blocks = True
-            self.blocks.clear()
+            self._restart(by_blocks=True)
 
     def begin(self, *, is_open: bool) -> list[pf.Fetch]:
         self.wanted = True
         self._torn_since = None
         if is_open:
             return self._begin(by_blocks=self._published is None)
-        self._by_blocks = True
-        self.blocks.clear()
+        self._restart(by_blocks=True)
         return []
 
     def take(self, block: pf.ParameterBlock) -> list[pf.FetchAck]:
@@ -410,19 +419,20 @@ class ShardFetch:
         sender = f"shard {self._index}"
         self._slice.check_block(block.block_index, block.values, sender=sender)
         # Blocks are kept in order; the shard resends from the first missing one.
-        if block.block_index != len(self.blocks):
+        if block.block_index != self.received:
             return []
-        if self.blocks and block.clock != self._block_clock:
+        if self.received and block.clock != self._block_clock:
             raise RemoteProtocolError(
                 f"{sender} sent block {block.block_index} of clock {block.clock} after blocks of "
                 f"clock {self._block_clock}: a mixture"
             )
         self._block_clock = block.clock
         self._block_incarnation = self._shard_incarnation
-        self.blocks.append(block.values)
+        self._blocks.append(block.values)
+        self.received += 1
         self.bytes_in += block.values.nbytes
-        n_blocks, n_new = len(self.blocks), len(self.blocks) - self._acked
-        if n_blocks < len(self._slice.bounds) and n_new < max(1, self._credit_blocks // 4):
+        n_new = self.received - self._acked
+        if self.received < len(self._slice.bounds) and n_new < max(1, self._credit_blocks // 4):
             return []
         return [self._ack(again=False)]
 
@@ -430,20 +440,28 @@ class ShardFetch:
         """Return the message to repeat after a while without progress."""
         if self.complete:
             return []
-        return [self._ack(again=True) if self.blocks else self._fetch()]
+        return [self._ack(again=True) if self.received else self._fetch()]
 
     def reader(self) -> ShardReader:
-        """Return what the install reads; call only if complete."""
+        """Return what the install reads; call only if `installable`."""
         if self._by_blocks:
-            blocks = tuple(self.blocks)
-            copy = partial(self._view.scatter_blocks, self._index, blocks)
-            return ShardReader(copy, None, self._block_clock, self._block_incarnation)
+            blocks = tuple(self._blocks)
+            begin, _ = self._slice.bounds[self.received - len(blocks)] if blocks else (0, 0)
+            copy = partial(self._view.scatter_blocks, self._index, blocks, begin=begin)
+            clock = self._block_clock if self.complete else None
+            return ShardReader(copy, None, clock, self._block_incarnation, blocks)
         assert self._copier is not None
         return ShardReader(self._copier.scatter, self._published, 0, self._shard_incarnation)
 
+    def part_installed(self, reader: ShardReader) -> None:
+        """Let go of installed blocks, unless the fetch has begun anew."""
+        n = len(reader.blocks)
+        if n and len(self._blocks) >= n and self._blocks[0] is reader.blocks[0]:
+            del self._blocks[:n]
+
     def installed(self, clock: int, reader: ShardReader) -> None:
         self.wanted = False
-        self.blocks.clear()
+        self._blocks.clear()
         self.version = reader.shard_incarnation, clock
         if reader.shard_incarnation != self._shard_incarnation:
             clock = min(clock, self._first_clock)
@@ -465,18 +483,21 @@ class ShardFetch:
         return self._begin(by_blocks=True)
 
     def _begin(self, *, by_blocks: bool) -> list[pf.Fetch]:
-        self._by_blocks = by_blocks
         self._request += 1
-        self._acked = 0
-        self.blocks.clear()
+        self._restart(by_blocks=by_blocks)
         return [self._fetch()] if by_blocks else []
+
+    def _restart(self, *, by_blocks: bool) -> None:
+        self._by_blocks = by_blocks
+        self.received = self._acked = 0
+        self._blocks.clear()
 
     def _fetch(self) -> pf.Fetch:
         incarnation, credit = self._shard_incarnation, self._credit_blocks
         return pf.Fetch(request=self._request, shard_incarnation=incarnation, credit=credit)
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
-        self._acked = len(self.blocks)
+        self._acked = self.received
         return pf.FetchAck(
             request=self._request,
             shard_incarnation=self._shard_incarnation,

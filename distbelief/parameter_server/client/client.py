@@ -234,11 +234,11 @@ class ShardLink:
                 if progress:
                     self._note_staleness(message.staleness)
             case pf.ParameterBlock():
-                before = len(self.fetching.blocks)
+                before = self.fetching.received
                 replies = self.fetching.take(message)
                 # Every block counts, not only those that get an answer: over a busy network a
                 # quarter of a window may take longer than `retry_seconds`.
-                progress = len(self.fetching.blocks) > before
+                progress = self.fetching.received > before
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
                 progress = bool(replies)
@@ -555,11 +555,19 @@ class ParameterClient:
     def fetch_complete(self) -> bool:
         return all(link.fetching.complete for link in self._links.values())
 
+    @property
+    def installable(self) -> bool:
+        """Whether an install now has something to copy, or nothing is to come."""
+        return self.fetch_complete or any(
+            link.fetching.installable for link in self._links.values()
+        )
+
     def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
         """Return the work that copies the fetched values into `tensors`.
 
         The tensors are (n_elements,) each, in the order of the layout or the selection. A repeated
-        install skips shards that an earlier one of the same fetch has copied.
+        install skips what an earlier one of the same fetch has copied, so that a client with
+        nothing else to do can install what has come while the rest is on its way.
 
         Raises:
             LocalProtocolError: Another install is running.
@@ -567,9 +575,7 @@ class ParameterClient:
         if self._installing is not None:
             raise LocalProtocolError("install while an install is under way")
         fetches = {index: link.fetching for index, link in self._links.items()}
-        self._installing = {
-            index: one.reader() for index, one in fetches.items() if one.wanted and one.complete
-        }
+        self._installing = {i: one.reader() for i, one in fetches.items() if one.installable}
         known = {index: -1 if one.wanted else one.clock for index, one in fetches.items()}
         return partial(install, self._installing, tensors, known=known)
 
@@ -591,7 +597,9 @@ class ParameterClient:
         actions: list[Action] = []
         for index, reader in readers.items():
             link = self._links[index]
-            if index in outcome.torn:
+            if index in outcome.torn and reader.blocks:
+                link.fetching.part_installed(reader)
+            elif index in outcome.torn:
                 self._n_torn += 1
                 seconds_max = link.config.torn_seconds_max
                 actions += link.send(link.fetching.torn(now, seconds_max=seconds_max), now)

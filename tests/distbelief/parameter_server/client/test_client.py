@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import block_bounds
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from distbelief.graph.region import Region
+from distbelief.parameter_server.client import buffers
 from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.slices import HEADER_BYTES
 from distbelief.protocol import HeartbeatAck, Message, push_fetch as pf
 from distbelief.roles.role import (
@@ -62,6 +64,7 @@ class Alone:
         config: ClientConfig | None = None,
         welcome: bool = True,
         backups: Sequence[Address] = (),
+        selection: PartialView | None = None,
     ) -> None:
         self.layout = layout
         self.client = ParameterClient(
@@ -70,6 +73,7 @@ class Alone:
             shards=[Address(f"shard-{k}") for k in range(layout.n_shards)],
             memory=memory or PrivateMemory(host=""),
             backups=backups,
+            selection=selection,
         )
         self.now = 0.0
         self.greeting = self.client.start(1, self.now)
@@ -114,6 +118,9 @@ class Alone:
 
     def complete(self) -> bool:
         return self.client.fetch_complete
+
+    def installable(self) -> bool:
+        return self.client.installable
 
     def unacknowledged(self) -> int:
         return self.client.unacknowledged
@@ -590,6 +597,71 @@ def test_a_fetch_that_the_shard_has_forgotten_begins_anew() -> None:
     tensors = zeros_of(alone.layout)
     assert alone.client.install(tensors)().torn == ()
     assert torch.unique(tensors[0]).tolist() == [2.0]
+
+
+def test_blocks_are_installed_while_others_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 2)
+    alone = Alone(layout_of(LARGE))
+    tensors = full_of(alone.layout, 9.0)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
+    alone.block(0, request=fetch.request, clock=4, value=1.0)
+    assert not alone.installable()  # too little
+    alone.block(1, request=fetch.request, clock=4, value=1.0)
+    assert alone.installable()
+    work = alone.client.install(tensors)
+    alone.block(2, request=fetch.request, clock=4, value=1.0)  # comes meanwhile
+    outcome = work()
+    assert (outcome.torn, outcome.clocks) == ((0,), (-1,))
+    assert alone.client.installed(outcome, 0.0) == []
+    assert tensors[0].unique().tolist() == [1.0, 9.0]
+    tensors[0][:2] = 5.0  # what is installed is not copied again
+    outcome = alone.client.install(tensors)()
+    assert (outcome.torn, outcome.clocks) == ((), (4,))
+    alone.client.installed(outcome, 0.0)
+    assert tensors[0].unique().tolist() == [1.0, 5.0]
+    assert alone.clocks() == (4,)
+    assert alone.client.counters()["torn_reads"] == 0
+
+
+def test_a_fetch_that_begins_anew_installs_everything_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 1)
+    alone = Alone(layout_of(LARGE))
+    tensors = full_of(alone.layout, 9.0)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
+    alone.block(0, request=fetch.request, clock=4, value=1.0)
+    work = alone.client.install(tensors)
+    alone.receive(pf.SessionRefused(reason="without progress", for_good=False))
+    (fetch,) = sent(alone.welcome(), pf.Fetch)
+    alone.block(0, request=fetch.request, clock=5, value=2.0)
+    alone.client.installed(work(), 0.0)
+    alone.client.installed(alone.client.install(tensors)(), 0.0)
+    assert tensors[0][0] == 2.0
+    for index in (1, 2):
+        alone.block(index, request=fetch.request, clock=5, value=2.0)
+    assert alone.client.install(tensors)().torn == ()
+    assert tensors[0].unique().tolist() == [2.0]
+
+
+def test_a_client_that_holds_a_part_installs_it_when_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 1)
+    layout = layout_of(LARGE)
+    selection = PartialView(layout, [("w", Region(((0, 299_968),)))])
+    alone = Alone(layout, selection=selection)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
+    for index in range(2):
+        alone.block(index, request=fetch.request, value=1.0)
+        assert not alone.installable()
+    alone.block(2, request=fetch.request, value=1.0, size=299_968 - 2 * 131_072)
+    assert alone.installable()
+    tensors = [torch.zeros(299_968).double()]
+    assert alone.client.install(tensors)().torn == ()
+    assert tensors[0].unique().tolist() == [1.0]
 
 
 def test_a_fetch_begun_while_a_shard_is_away_starts_when_its_session_opens() -> None:
