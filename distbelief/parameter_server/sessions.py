@@ -136,14 +136,7 @@ class Session:
 
     @property
     def record(self) -> SessionRecord:
-        return SessionRecord(
-            name=self.name,
-            incarnation=self.incarnation,
-            watermark=self.watermark,
-            applied=self.applied,
-            samples=self.samples,
-            staleness=self.staleness,
-        )
+        return msgspec.convert(self, SessionRecord, from_attributes=True)
 
     @property
     def confirmed(self) -> int:
@@ -264,9 +257,6 @@ class Sessions:
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
         self._clients = {client.name: client for client in map(Session.of, clients)}
-
-    def all(self) -> tuple[Session, ...]:
-        return tuple(self._clients.values())
 
     def records(self) -> tuple[SessionRecord, ...]:
         return tuple(client.record for client in self._clients.values())

@@ -203,7 +203,7 @@ class Shard:
         self._region = f"{self._name}.{event.incarnation}"
         if is_primary:
             self._sessions.incarnation = event.incarnation
-        why_not = self._values.publish(f"{self._region}.values", incarnation=event.incarnation)
+        why_not = self._values.publish(f"{self._region}.values")
         restored, restore_vectors = self._commands.restore_work(event.restored)
         initialise, cost = self._values.initialise_work(
             restored, self._initialise, incarnation=event.incarnation if is_primary else None

@@ -542,14 +542,14 @@ class TensorCopier:
 
 HEADER_BYTES: Final = 64
 
-_VERSION, _CLOCK, _INCARNATION = range(3)
+_VERSION, _CLOCK = range(2)
 
 
 @final
 class SeqlockVector:
     """One vector under a seqlock: one writer, many readers, nobody waits.
 
-        | version, clock, incarnation, 0 ... (64 bytes) | values (n elements) |
+        | version, clock, 0 ... (64 bytes) | values (n elements) |
 
     The writer makes the version odd before it writes the values and even afterwards. A reader
     copies between two reads of the version; if they differ or are odd, the copy is torn: it mixes
@@ -565,18 +565,11 @@ class SeqlockVector:
 
     @classmethod
     def create(
-        cls,
-        memory: Memory,
-        name: str,
-        *,
-        n_elements: int,
-        dtype: np.dtype[Element],
-        incarnation: int,
+        cls, memory: Memory, name: str, *, n_elements: int, dtype: np.dtype[Element]
     ) -> "SeqlockVector":
         """Return a vector that others may attach but not yet read, or raise StorageError."""
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
         published = cls(name, memory.create(name, n_bytes=n_bytes), dtype=dtype)
-        published._header[_INCARNATION] = incarnation
         published.begin()
         return published
 
@@ -609,10 +602,6 @@ class SeqlockVector:
     @property
     def clock(self) -> int:
         return int(self._header[_CLOCK])
-
-    @property
-    def incarnation(self) -> int:
-        return int(self._header[_INCARNATION])
 
     def begin(self) -> None:
         assert self.version % 2 == 0, f"{self.name!r} is being written already"

@@ -203,22 +203,19 @@ class ShardStore:
     def vector(self) -> Vector:
         return self._published.values
 
-    def publish(self, region: str, *, incarnation: int) -> str | None:
+    def publish(self, region: str) -> str | None:
         """Create the memory for the values; return why it cannot be shared, if that is an error."""
-        n_elements, dtype = self._n_elements, self._dtype
-        self._published = SeqlockVector.private(n_elements=n_elements, dtype=dtype)
+        n_elements, dtype, why_not = self._n_elements, self._dtype, None
         if self._memory.host:
             try:
                 self._published = SeqlockVector.create(
-                    self._memory,
-                    region,
-                    n_elements=n_elements,
-                    dtype=dtype,
-                    incarnation=incarnation,
+                    self._memory, region, n_elements=n_elements, dtype=dtype
                 )
             except StorageError as error:
-                return str(error)
-        return None
+                why_not = str(error)
+        if not self._published.name:  # it is not shared
+            self._published = SeqlockVector.private(n_elements=n_elements, dtype=dtype)
+        return why_not
 
     def initialise_work(
         self,

@@ -291,7 +291,7 @@ class Bounded(Invariant):
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         n_workers = len(self.scene.workers)
-        queue, clients = shard._sessions.queue, shard._sessions.all()
+        queue, clients = shard._sessions.queue, shard._sessions._clients.values()
         assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
         assert len(shard._deferred) <= n_workers, f"{shard._deferred}"
         assert len(clients) <= n_workers, f"{clients}"

@@ -533,12 +533,9 @@ class PushResult:
 def install(
     readers: Mapping[int, ShardReader], tensors: Sequence[torch.Tensor], *, known: Mapping[int, int]
 ) -> FetchResult:
-    """Copy the values of the shards that are ready into `tensors`.
+    """Copy the values of shards into `tensors`, in the order of the layout or the selection.
 
-    Args:
-        readers: Per index, those shards.
-        tensors: Each (n_elements,), in the order of the layout or the selection.
-        known: Per index, the clock of what was copied before; -1 for the others.
+    `known` has, per index, the clock of what was copied before; -1 for the others.
     """
     clocks = dict(known)
     for index, reader in readers.items():
@@ -566,9 +563,7 @@ class PushDraft:
     def put(self, index: int, tensor: torch.Tensor) -> None:
         """Copy one gradient, or the value of a buffer, into every shard's push buffer.
 
-        Args:
-            index: Of the tensor, in the order of the layout or the selection.
-            tensor: (n_elements,); it may be overwritten as soon as this returns.
+        The tensor, (n_elements,), may be overwritten as soon as this returns.
 
         Raises:
             LocalProtocolError: This tensor was put before.

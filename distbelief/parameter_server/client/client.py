@@ -629,19 +629,15 @@ class ParameterClient:
         gradients: Sequence[torch.Tensor | None],
         values: Sequence[torch.Tensor],
         *,
-        fetched_clocks: Sequence[int] | None = None,
+        fetched_clocks: Sequence[int] | None = None,  # of the parameters of the oldest gradient
         skip_missing: bool = False,
     ) -> Callable[[], PushResult]:
         """Return the work that copies a push into every shard's buffer and checks it.
 
-        Args:
-            gradients: Each (n_elements,), in the order of the layout or the selection: sums of
-                raw gradients (DB-7). None for zeros; those of buffers are ignored.
-            values: In the same order; only those of buffers are pushed.
-            fetched_clocks: `clocks` of the parameters of the oldest gradient; by default those of
-                the last install.
-            skip_missing: Tensors without a gradient keep their values and rule state; only for
-                a client that holds everything.
+        Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
+        or the selection; None for zeros. Of buffers the values are pushed instead. `fetched_clocks`
+        are by default those of the last install. With `skip_missing`, for a client that holds
+        everything, tensors without a gradient keep their values and rule state.
 
         Raises:
             LocalProtocolError: Not `can_push`.
@@ -670,20 +666,14 @@ class ParameterClient:
         self,
         outcome: PushResult,
         *,
-        n_gradients: int,
+        n_gradients: int,  # that were summed
         samples: int,
         now: Seconds,
-        commit_token: int = 0,
+        commit_token: int = 0,  # of a chunk, whose sum is committed later, not applied
     ) -> list[Action]:
         """Push what was staged if it is finite; otherwise count and report it.
 
-        Args:
-            outcome: Result of the work.
-            n_gradients: How many were summed.
-            samples: Total of this client over all incarnations, including this push.
-            now: The time.
-            commit_token: Token of a chunk, whose sum is committed later, not applied; `samples`
-                then counts this push only.
+        `samples` is this client's total over all incarnations; of a chunk, its own.
         """
         if self._staging is None:
             raise LocalProtocolError("staged without a stage: stage a push first")
