@@ -256,13 +256,15 @@ class DownpourSGD(torch.optim.Optimizer):
             self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
         session.command(Computed(name=FETCH), self._timeout_seconds)
         while True:
-            self._wait(lambda: client.fetch_complete, "parameters")
+            # Blocks are copied while others are on their way.
+            self._wait(lambda: client.installable, "parameters")
+            has_all = client.fetch_complete
             outcome = client.install(session.values)()
             session.command(Computed(name=INSTALLED, result=outcome), self._timeout_seconds)
-            # A torn fetch met a half-applied update.
             if not outcome.torn:
                 break
-            session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+            if has_all:  # a torn fetch met a half-applied update
+                session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
         if self._keeps_local_steps:
             # Local steps that are not pushed yet are repeated from the fetched values.
             for accrued, values, rate in zip(

@@ -33,7 +33,8 @@ from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.data.sharding import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import Resharding, ShardIdentity, restore, take
+from distbelief.parameter_server.checkpoint import Resharding, restore, take
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
 from distbelief.parameter_server.replication import shard_of
@@ -541,8 +542,8 @@ class Resharder:
             snapshot = self.source.newest(f"shard-{k}")
             if snapshot is None:
                 raise StorageError(f"{self.source.directory} has no intact shard-{k}")
-            identity = ShardIdentity(index=k, layout=self.old, rule=self.rule)
-            state = restore(snapshot, identity=identity, incarnation=self.incarnation)
+            config = ShardConfig(index=k, layout=self.old, rule=self.rule)
+            state = restore(snapshot, config=config, incarnation=self.incarnation)
             # Values are read again, in parts: not all of them are in memory at once.
             clocks.append(state.clock)
             steps.append(state.steps)
@@ -562,8 +563,8 @@ class Resharder:
                     k, rule=self.rule, clocks=clocks, steps=steps, read=read
                 )
                 state = replace(state, incarnation=last, clients=clients)
-                identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
-                target.save(f"shard-{k}", take(label, state, identity=identity))
+                config = ShardConfig(index=k, layout=self.new, rule=self.rule)
+                target.save(f"shard-{k}", take(label, state, config=config))
                 del state  # free them before the next one is made
 
 

@@ -13,8 +13,7 @@ import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.errors import JobError, PeerLostError, TransportError
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join

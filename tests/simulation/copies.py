@@ -20,11 +20,11 @@ import pytest
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.buffers import n_lost
+from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.push_history import n_lost
 from distbelief.parameter_server.replication import copy_names
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (

@@ -23,8 +23,7 @@ from torch.nn import functional
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.data.sharding import DataShard, Samples
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD

@@ -22,7 +22,7 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import copy_names, other_copy
 from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused

@@ -16,15 +16,16 @@ import msgspec
 import pytest
 
 from distbelief.parameter_server import shard as shard_module
-from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
+from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.client import client as client_module
 from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
-from distbelief.parameter_server.client.link import ShardLink
+from distbelief.parameter_server.client.client import ShardLink
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, FromPrimary, ReplicationMessage, Shard
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, SeqlockVector
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.protocol import (
     BackupUnresponsive,
     OpenSession,
@@ -171,7 +172,7 @@ def version_is_unpinned_too_early(patch: Patch) -> None:
     patch.setattr(ShardFetch, "take", _ignoring_the_clock(ShardFetch.take))
 
     def free(self: PinnedVersions) -> Version | None:
-        return next((version for version in self._versions if not version.filling), None)
+        return next((one for one in self._versions if one is not self.copying), None)
 
     patch.setattr(PinnedVersions, "_free", free)
 
@@ -214,7 +215,7 @@ def _ignoring_the_clock(
     take: Callable[[ShardFetch, ParameterBlock], Sequence[object]],
 ) -> Callable[[ShardFetch, ParameterBlock], Sequence[object]]:
     def take_any(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
-        clock = self._block_clock if self.blocks else block.clock
+        clock = self._block_clock if self.received else block.clock
         return take(self, msgspec.structs.replace(block, clock=clock))
 
     return take_any
@@ -223,9 +224,9 @@ def _ignoring_the_clock(
 def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     """A snapshot records a watermark of 0 for each client."""
 
-    def forgetful(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
+    def forgetful(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
         clients = (msgspec.structs.replace(client, watermark=0) for client in state.clients)
-        return take(label, replace(state, clients=tuple(clients)), identity=identity)
+        return take(label, replace(state, clients=tuple(clients)), config=config)
 
     patch.setattr(shard_module, "take", forgetful)
 
