@@ -26,8 +26,14 @@ from typing import Final, final
 from distbelief.protocol import ChunkResult, GrantedChunk, WorkReport
 from distbelief.roles.role import Address, Seconds
 from sandblaster.chunks import BatchRange
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.workers import Attempt, Chunk, WorkerPool, WorkerState, typical
+from sandblaster.coordinator.workers import (
+    Attempt,
+    Chunk,
+    CoordinatorConfig,
+    WorkerPool,
+    WorkerState,
+    typical,
+)
 
 
 N_VOID_MAX: Final = 8

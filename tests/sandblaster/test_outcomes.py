@@ -41,11 +41,9 @@ from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.task.losses import Loss
 from sandblaster.chunks import COORDINATOR, BatchRange
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.coordinator import Coordinator
-from sandblaster.coordinator.run import _check
+from sandblaster.coordinator.coordinator import Coordinator, _check
 from sandblaster.coordinator.work_queue import EpochCounters, WorkQueue
-from sandblaster.coordinator.workers import WorkerPool
+from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,

@@ -66,9 +66,8 @@ from distbelief.worker.config import DownpourConfig
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.replica import Replica
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.coordinator import Coordinator
-from sandblaster.coordinator.run import Method
+from sandblaster.coordinator.coordinator import Coordinator, Method
+from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed

@@ -54,8 +54,8 @@ from sandblaster.algorithm import SANDBLASTER
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.workers import CoordinatorConfig
 from tests.distbelief.program.plans import random_plan
 
 

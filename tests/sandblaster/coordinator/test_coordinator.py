@@ -30,9 +30,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from sandblaster.chunks import ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
+from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.optimizers.gradient_descent import GradientDescent
 from tests.simulation.sandblasts import Run, Sandblast
 
@@ -60,20 +60,6 @@ def says(
     sender: Address, message: CommandDone | WorkReport | HeartbeatAck, *, incarnation: int = 1
 ) -> Received:
     return Received(sender=sender, incarnation=incarnation, message=message)
-
-
-def test_a_time_is_above_0() -> None:
-    with pytest.raises(ValueError, match="retry_seconds is 0; use more than 0"):
-        replace(CONFIG, retry_seconds=0)
-    with pytest.raises(ValueError, match="starved_seconds_max is -1; use more than"):
-        replace(CONFIG, starved_seconds_max=-1)
-    with pytest.raises(ValueError, match="backup_seconds_min is -1; use 0 or more"):
-        replace(CONFIG, backup_seconds_min=-1)
-
-
-def test_a_window_has_a_chunk() -> None:
-    with pytest.raises(ValueError, match="window_chunks is 0"):
-        CoordinatorConfig(chunk_sizes=ChunkSizes(mini_batch_size=1), window_chunks=0)
 
 
 # --- commands ---

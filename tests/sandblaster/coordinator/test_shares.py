@@ -6,8 +6,7 @@ from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
 from distbelief.simulation.faults import DiskFull
 from sandblaster.chunks import BatchRange, ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.workers import TimeShares, WorkerPool
+from sandblaster.coordinator.workers import CoordinatorConfig, TimeShares, WorkerPool
 from tests.simulation.sandblasts import Sandblast, play
 
 

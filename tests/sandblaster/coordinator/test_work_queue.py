@@ -9,7 +9,6 @@ from hypothesis import given, strategies as st
 from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
 from sandblaster.chunks import BatchRange, ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.work_queue import (
     N_ASSIGNED_MAX,
     N_VOID_MAX,
@@ -18,7 +17,7 @@ from sandblaster.coordinator.work_queue import (
     WorkQueue,
     end_undivided,
 )
-from sandblaster.coordinator.workers import WorkerPool, WorkerState
+from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool, WorkerState
 
 
 A, B, C = Address("replica-a"), Address("replica-b"), Address("replica-c")

@@ -6,8 +6,13 @@ import pytest
 from distbelief.protocol import Assignment, WorkReport
 from distbelief.roles.role import Address, Received, Send
 from sandblaster.chunks import BatchRange, ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.workers import Attempt, Chunk, WorkerPool, WorkerState
+from sandblaster.coordinator.workers import (
+    Attempt,
+    Chunk,
+    CoordinatorConfig,
+    WorkerPool,
+    WorkerState,
+)
 from sandblaster.worker import ChunkAttempts
 
 
