@@ -197,7 +197,7 @@ class Coordinator:
         self._n_examples = n_examples
         self._commands = CommandBroadcast(config, shards=shards)
         self._pool = WorkerPool(config)
-        self._metrics = CoordinatorMetrics()
+        self.metrics = CoordinatorMetrics()
         self._journal = Journal(None, goal=config.goal)
         self._warm_start = WarmStart(
             config.n_warm, shards=shards, retry_seconds=config.retry_seconds
@@ -208,7 +208,7 @@ class Coordinator:
         self._incarnation = 0
         self._n_epochs = 0
         self._epoch = _Epoch(counters=EpochCounters(), last_savepoint=0)
-        self._steps: EpochSteps[Result] | None = None  # of the epoch; None before the first
+        self._steps: EpochSteps[Reason] | None = None  # of the epoch; None before the first
         self._saving: int | None = None  # the savepoint whose journal is being saved
         self._save_labels: deque[str] = deque()  # of checkpoints to take
         self._save_again_at: Seconds = 0.0  # when the next checkpoint may be taken
@@ -216,7 +216,7 @@ class Coordinator:
         self._begun = not config.await_begin
         self._stopped_by: Address | None = None
         self._has_ended = False
-        self.result: Result | None = None  # how the run ended, once it has
+        self.reason: Reason | None = None  # why the run ended, once it has
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
@@ -246,7 +246,7 @@ class Coordinator:
 
         `wasted` counts examples computed more than once, in evaluations that are finished.
         """
-        metrics, queue = self._metrics, self._epoch.queue
+        metrics, queue = self.metrics, self._epoch.queue
         last, reasons = metrics.iterated, list(Reason)
         return self._state(), {
             "iteration": float(metrics.iteration),
@@ -262,7 +262,7 @@ class Coordinator:
             "sets_done": float(queue.n_counted) if queue else 0.0,
             "epoch": float(self._commands.epoch),
             "orders": float(self._commands.n_commands),
-            "reason": -1.0 if self.result is None else float(reasons.index(self.result.reason)),
+            "reason": -1.0 if self.reason is None else float(reasons.index(self.reason)),
             **metrics.shares.counters(),
         }
 
@@ -340,11 +340,11 @@ class Coordinator:
         actions: list[Action] = []
         if self._steps is None or self._commands.lost is not None:
             actions += self._begin_epoch(now)
-        while self.result is None and self._commands.complete:
+        while self.reason is None and self._commands.complete:
             actions += self._step(now)
             if self._epoch.wait is not None:
                 break
-        if self.result is not None:
+        if self.reason is not None:
             return [*actions, *self._end()]
         reports, self._reports = self._reports, []
         return [*actions, *reports, *self._assign(now)]
@@ -429,7 +429,7 @@ class Coordinator:
         first = number << _TOKEN_BITS
         self._epoch = _Epoch(counters=EpochCounters(commit_token=first), last_savepoint=first)
         self._pool.clear_tasks()
-        self._metrics.shares.run_begins()
+        self.metrics.shares.run_begins()
         self._steps = self._epoch_steps()
         next(self._steps)  # it waits for what the shards answer to `BeginEpoch`
         return actions
@@ -453,7 +453,7 @@ class Coordinator:
             else:
                 step = steps.send(self._commands.answers)
         except StopIteration as end:
-            self.result = end.value
+            self.reason = end.value
             return actions
         if had_queue and epoch.queue is None:
             actions += self._pool.cancel_all(now)
@@ -469,9 +469,9 @@ class Coordinator:
             ),
         ]
 
-    def _epoch_steps(self) -> EpochSteps[Result]:
+    def _epoch_steps(self) -> EpochSteps[Reason]:
         """Start the epoch, restore a savepoint, run the optimizer to its end."""
-        epoch, journal, metrics = self._epoch, self._journal, self._metrics
+        epoch, journal, metrics = self._epoch, self._journal, self.metrics
         held = yield BeginEpoch()
         resume_point = journal.choose([answer.cuts for answer in held])
         if resume_point.cut == 0 and journal.base_clocks is None:
@@ -499,42 +499,25 @@ class Coordinator:
         epoch.has_point = True
         result = yield from self._drive(self._method.steps(state))
         if metrics.iterated is None:  # it ended at its starting point
-            self._report_progress(
-                IterationDone(
-                    iteration=result.iteration,
-                    n_evaluations=result.n_evaluations,
-                    loss=result.loss,
-                    gradient_norm=result.gradient_norm,
-                    step_length=0.0,
-                    state=result.state,
-                    vectors=(),
-                )
-            )
+            self._report_progress(result)
         yield from self._publish()
-        return result
+        return result.reason
 
-    def _end_early(self) -> EpochSteps[Result]:
+    def _end_early(self) -> EpochSteps[Reason]:
         """Publish the last accepted point; to be run instead of the remaining steps."""
-        epoch, last = self._epoch, self._metrics.iterated
+        epoch, last = self._epoch, self.metrics.iterated
         epoch.queue = None
         if epoch.savepoint is None and last is not None and epoch.savepoint_iteration is last:
             # The optimizer may be in the middle of the next iteration: restore its history.
             yield Restore(cut=epoch.last_savepoint, whole=True)
         yield from self._publish()
-        return Result(
-            reason=Reason.STOPPED,
-            iteration=0 if last is None else last.iteration,
-            n_evaluations=0 if last is None else last.n_evaluations,
-            loss=math.nan if last is None else last.loss,
-            gradient_norm=math.nan if last is None else last.gradient_norm,
-            state="" if last is None else last.state,
-        )
+        return Reason.STOPPED
 
     def _publish(self) -> EpochSteps[None]:
         epoch = self._epoch
         published = yield Publish(point=PARAMETERS)
         yield from self._until_saved()
-        entry = self._entry(0, iteration=self._metrics.iteration, state="")
+        entry = self._entry(0, iteration=self.metrics.iteration, state="")
         self._journal.end([answer.clock for answer in published], entry)
         if epoch.save_error is None:
             epoch.unsaved = epoch.last_savepoint
@@ -567,7 +550,7 @@ class Coordinator:
             return result
 
     def _evaluate(self, request: Evaluate) -> EpochSteps[Evaluation]:
-        batch, config, metrics = self._batch(request), self._config, self._metrics
+        batch, config, metrics = self._batch(request), self._config, self.metrics
         counters = self._epoch.counters
         opened = yield BeginEvaluation(
             point=request.point,
@@ -638,13 +621,13 @@ class Coordinator:
             self._save_again_at = self._now + taken / SAVING_SHARE
             self._save_labels.popleft()
             self._report_saved(label, error)
-        self._metrics.shares.saved(self._pool, since=since, now=self._now)
+        self.metrics.shares.saved(self._pool, since=since, now=self._now)
         # One savepoint at a time: a point is skipped while the last one is not safe.
         if epoch.unsaved is None:
             self._take_savepoint(request)
 
     def _report_progress(self, iterated: IterationDone) -> None:
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.iterated = iterated
         progress = Progress(
             step=metrics.iteration,
@@ -662,7 +645,7 @@ class Coordinator:
         epoch.last_savepoint += 1
         epoch.savepoint_iteration = request
         cut = epoch.unsaved = epoch.last_savepoint
-        iteration = self._metrics.offset + request.iteration
+        iteration = self.metrics.offset + request.iteration
         self._journal.write(self._entry(cut, iteration=iteration, state=request.state))
         epoch.savepoint = Savepoint(cut=cut, vectors=request.vectors)
         return cut
@@ -671,9 +654,9 @@ class Coordinator:
         return CheckpointEntry(
             cut=cut,
             iteration=iteration,
-            offset=self._metrics.offset,
-            samples=self._metrics.samples,
-            evaluations=self._metrics.n_evaluations,
+            offset=self.metrics.offset,
+            samples=self.metrics.samples,
+            evaluations=self.metrics.n_evaluations,
             goal=self._config.goal,
             state=state,
         )
@@ -689,7 +672,7 @@ class Coordinator:
             self._save_labels.append(label)
 
     def _report_saved(self, label: str, error: str | None) -> None:
-        saved = CheckpointSaved(label=label, clock=self._metrics.iteration, error=error)
+        saved = CheckpointSaved(label=label, clock=self.metrics.iteration, error=error)
         self._reports.append(Send(receiver=SUPERVISOR, message=saved))
 
     def _save(self, label: str, request: IterationDone) -> EpochSteps[str | None]:

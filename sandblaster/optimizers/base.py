@@ -121,7 +121,6 @@ class Evaluation:
     scalars: Scalars  # measured by `before`, then by `after`
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationDone:
     """A point was accepted, and "parameters" holds it; the reply is whether to stop."""
@@ -137,15 +136,10 @@ class IterationDone:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """How a run ended; "parameters" holds the best accepted point."""
+class Result(IterationDone):
+    """How a run ended, and its best accepted point, which "parameters" holds."""
 
     reason: Reason
-    iteration: int
-    n_evaluations: int
-    loss: float
-    gradient_norm: float
-    state: str  # as in `IterationDone`
 
 
 Request = VectorOps | Evaluate | IterationDone

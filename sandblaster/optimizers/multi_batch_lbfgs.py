@@ -13,7 +13,7 @@ consecutive batches share some, and y is the change of the shared examples' grad
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import final
 
 import msgspec
@@ -312,7 +312,7 @@ class _Run:
 
     # --- reports ---
 
-    def _state(self, present: Present) -> str:
+    def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
         state = _State(
             present=present,
             start=self.batch.start,
@@ -320,14 +320,11 @@ class _Run:
             n_refuted=self.n_refuted,
             n_unasked=self.n_unasked,
         )
-        return msgspec.json.encode(state).decode()
-
-    def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
         return present.done(
             step_length=step_length,
-            state=self._state(present),
+            state=msgspec.json.encode(state).decode(),
             vectors=(PARAMETERS, GRADIENT, _TAIL, *self.descent.vectors),
         )
 
     def _result(self, present: Present, reason: Reason) -> Result:
-        return present.result(reason, state=self._state(present))
+        return Result(reason=reason, **asdict(self._iteration_done(present, 0.0)))

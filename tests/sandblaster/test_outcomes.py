@@ -96,7 +96,9 @@ class Scripted:
             n_evaluations=0,
             loss=0.0,
             gradient_norm=0.0,
+            step_length=0.0,
             state=state or "",
+            vectors=(),
         )
 
 
@@ -107,8 +109,9 @@ class Scripted:
 @pytest.mark.parametrize("window_chunks", [1, 64])
 def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_chunks: int) -> None:
     run = play(Sandblast(hosts=hosts, window_chunks=window_chunks))
-    assert run.coordinator.result is not None
-    assert run.checker.n_sealed == run.coordinator.result.n_evaluations
+    last = run.coordinator.metrics.iterated
+    assert last is not None
+    assert run.checker.n_sealed == last.n_evaluations
     assert finished(run).counters["iteration"] == 3.0
     update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
     steps = [message.step for message in update if isinstance(message, Progress)]
@@ -145,9 +148,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
         accepted.append(algebra.export(("parameters",))["parameters"].tobytes())
     run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
     assert ended(run) is None
-    result = run.coordinator.result
-    assert result is not None
-    assert result.reason is Reason.STOPPED
+    assert run.coordinator.reason is Reason.STOPPED
     for shard, parameters in zip(shards, accepted, strict=True):
         assert isinstance(shard, Shard)
         n = len(parameters) // 8
@@ -169,9 +170,7 @@ def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None
     run.cluster.run_until(lambda: run.coordinator.status()[1]["epoch"] == 4098.0)
     run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
     assert ended(run) is None
-    result = run.coordinator.result
-    assert result is not None
-    assert result.reason is Reason.STOPPED
+    assert run.coordinator.reason is Reason.STOPPED
     for name in SHARDS:
         shard = run.cluster.role(name)
         assert isinstance(shard, Shard)
@@ -377,10 +376,7 @@ def infinite_slope(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_and_says_where(loss: Loss) -> None:
     run = Run(replace(SMALL, loss=loss))
     assert ended(run) is None
-    result = run.coordinator.result
-    assert result is not None
-    assert result.reason is Reason.NOT_FINITE
-    assert not result.reason.converged
+    assert run.coordinator.reason is Reason.NOT_FINITE
     texts = [report.text for _, report in run.cluster.reports]
     assert any("positions" in text and "not finite" in text for text in texts)
 
@@ -462,4 +458,4 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
 
 def test_a_link_that_is_slow_makes_no_difference() -> None:
     scene = replace(SMALL, latency_seconds=0.03)
-    assert play(scene).coordinator.result is not None
+    assert play(scene).coordinator.reason is not None

@@ -527,7 +527,7 @@ class Run:
         self.cluster.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
         error = self.cluster.halted[COORDINATOR]
         assert error is None, error
-        assert self.coordinator.result is not None
+        assert self.coordinator.reason is not None
 
     @property
     def values(self) -> bytes:
@@ -602,7 +602,7 @@ def play(scene: Sandblast) -> Run:
     run = Run(scene)
     run.play()
     sights, coordinator = run.checker.sights, run.coordinator
-    figures = coordinator._metrics
+    figures = coordinator.metrics
     incarnation = run.cluster.incarnation
     sights["backups"] = figures.n_backups
     sights["wasted"] = figures.n_wasted

@@ -368,7 +368,7 @@ class Run:
         self.cluster.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
         error = self.cluster.halted[COORDINATOR]
         assert error is None, error
-        assert self.coordinator.result is not None
+        assert self.coordinator.reason is not None
 
     @property
     def values(self) -> dict[str, torch.Tensor]:

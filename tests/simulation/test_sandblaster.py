@@ -216,14 +216,14 @@ def test_one_replica_five_times_slower_delays_a_batch_by_a_tenth_at_most() -> No
     """DB-15: backup tasks; and no more than 5 % is computed in vain."""
     run, times = seconds_of_evaluations(STRAGGLER)
     assert max(times) <= 1.1 * ideal_seconds(STRAGGLER, STRAGGLER.speeds)
-    figures = run.coordinator._metrics
+    figures = run.coordinator.metrics
     assert figures.n_backups
     assert figures.n_wasted <= 0.05 * figures.samples
 
 
 def test_without_backup_tasks_the_slowest_worker_ends_last() -> None:
     run, times = seconds_of_evaluations(replace(STRAGGLER, backups=False))
-    assert not run.coordinator._metrics.n_backups
+    assert not run.coordinator.metrics.n_backups
     assert max(times) > 1.1 * ideal_seconds(STRAGGLER, STRAGGLER.speeds)
 
 
@@ -254,12 +254,12 @@ def test_a_replica_killed_in_each_evaluation_costs_two_chunks_at_most() -> None:
     scene = replace(STRAGGLER, speeds=(), faults=kills, suspect_seconds=0.05)
     run, _ = seconds_of_evaluations(scene)
     lost = sum(kill.at < run.cluster.now for kill in kills)
-    figures, n_chunks = run.coordinator._metrics, 2 * lost + figures_backups(run)
+    figures, n_chunks = run.coordinator.metrics, 2 * lost + figures_backups(run)
     assert figures.n_wasted <= n_chunks * scene.chunk_sizes.chunk_size
 
 
 def figures_backups(run: Run) -> int:
-    return run.coordinator._metrics.n_backups
+    return run.coordinator.metrics.n_backups
 
 
 # --------------------------------------------------------------------------- traffic
@@ -277,11 +277,11 @@ def test_two_commands_per_iteration_and_two_per_evaluation() -> None:
     run.cluster.observe(see)
     run.play()
     tasks = list(given.values())
-    count, result = Counter(tasks), run.coordinator.result
-    assert result is not None
+    count, last = Counter(tasks), run.coordinator.metrics.iterated
+    assert last is not None
     assert count["BeginEpoch"] == count["Restore"] == count["Publish"] == 1
-    assert count["BeginEvaluation"] == count["FinishEvaluation"] == result.n_evaluations
-    assert count["Execute"] <= 2 * (result.iteration + 1)
+    assert count["BeginEvaluation"] == count["FinishEvaluation"] == last.n_evaluations
+    assert count["Execute"] <= 2 * (last.iteration + 1)
     assert all(pair != ("Execute", "Execute") for pair in pairwise(tasks)), (
         "two trips where one would do"
     )
@@ -324,12 +324,12 @@ def test_an_iteration_takes_as_many_bytes_with_a_hundred_million_parameters() ->
     n_bytes: list[float] = []
     for n_priced in (1e3, 1e5, 1e7, 1e8):
         run, sizes = frames_of_coordinator(replace(PRICED, n_priced=n_priced))
-        result, now = run.coordinator.result, run.cluster.now
-        assert result is not None
-        n_bytes.append(sum(sizes) / result.iteration)
+        last, now = run.coordinator.metrics.iterated, run.cluster.now
+        assert last is not None
+        n_bytes.append(sum(sizes) / last.iteration)
         sys.stdout.write(
             f"{n_priced:9,.0e} parameters: {len(sizes)} messages, {n_bytes[-1]:,.0f} "
-            f"bytes an iteration, {now / result.iteration:.2f} s each\n"
+            f"bytes an iteration, {now / last.iteration:.2f} s each\n"
         )
         assert max(sizes) < 16_384
     assert max(n_bytes) <= 1.1 * n_bytes[0]

@@ -101,7 +101,7 @@ def test_a_rank_that_dies_while_pushing_costs_one_generation(after: Seconds) -> 
         Scene(n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
     )
     assert run.sights["machines restarted"] == 1
-    wasted = run.coordinator._metrics.n_wasted
+    wasted = run.coordinator.metrics.n_wasted
     assert wasted <= 4 * run.coordinator._config.chunk_sizes.chunk_size  # what it was assigned
 
 

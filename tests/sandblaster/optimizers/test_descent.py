@@ -5,10 +5,10 @@ import pytest
 from numpy.typing import NDArray
 
 from sandblaster.local import Local, minimize_flat
-from sandblaster.optimizers.base import Combination, IterationDone, Objective
+from sandblaster.optimizers.base import Combination, IterationDone
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
-from sandblaster.optimizers.line_search import Sample, Straight, Trial
+from sandblaster.optimizers.line_search import Sample, Trial
 from sandblaster.optimizers.termination import Reason
 from tests.sandblaster.optimizers.problems import bowl, of_all
 
@@ -64,7 +64,7 @@ def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(sc
     descent = Perverse(scale, at=4)
     method = LBFGS()
     local = Local(np.ones(6), of_all(bowl), n_shards=2, callback=watch)
-    run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
+    run = DescentRun(method, descent, method.line())
     result = local.run(run.steps(None))
     assert result.reason.converged
     assert descent.n_forgotten == 2  # once at the start
@@ -85,7 +85,7 @@ def test_a_search_that_fails_drops_the_history_and_tries_the_gradient() -> None:
 
     method = LBFGS()
     local = Local(np.full(6, 2.0), of_all(function))
-    run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
+    run = DescentRun(method, descent, method.line())
     result = local.run(run.steps(None))
     assert result.reason.converged
     assert descent.n_forgotten == 2

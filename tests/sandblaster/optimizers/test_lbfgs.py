@@ -15,7 +15,14 @@ from tests.sandblaster.two_loop import two_loop
 
 Doubles = NDArray[np.float64]
 RESULT = Result(
-    reason=Reason.STOPPED, iteration=0, n_evaluations=0, loss=0.0, gradient_norm=0.0, state=""
+    reason=Reason.STOPPED,
+    iteration=0,
+    n_evaluations=0,
+    loss=0.0,
+    gradient_norm=0.0,
+    step_length=0.0,
+    state="",
+    vectors=(),
 )
 
 
