@@ -97,7 +97,7 @@ requested too early is delayed. 42 million parameters with three pairs of correc
 2 GB: writing them took 4 s, which was 9 % of the time with a checkpoint every 30 s."""
 
 _TICK_SECONDS_MIN: Final = 0.02
-_TICK_SECONDS_PER_WORKER: Final = 1e-4
+_TICK_SECONDS_PER_WORKER: Final = 2.5e-4
 """Bounds how often workers are looked at, all of them: 2,000 took a third of a core."""
 
 _EPOCH_BITS: Final = 12

@@ -32,7 +32,6 @@ from sandblaster.coordinator.workers import (
     CoordinatorConfig,
     WorkerPool,
     WorkerState,
-    typical,
 )
 
 
@@ -284,7 +283,8 @@ class WorkQueue:
             if one is None:
                 continue
             if one.result is None:
-                worker.record(result, elapsed=now - max(one.assigned_at, worker.progress_at))
+                since = max(one.assigned_at, worker.progress_at)
+                self._pool.record(worker, result, elapsed=now - since)
                 worker.progress_at = now
                 self._computed(one, result, now)
             elif not math.isfinite(result.loss):
@@ -457,10 +457,7 @@ class WorkQueue:
         workers, self._touched = list(self._touched.values()), {}
         if is_ranked or len(self._pool) <= _N_UNRANKED_MAX:
             workers, is_ranked, self._n_changes = list(self._pool), True, 0.0
-            self._typical_pace = typical(w.seconds_per_example for w in workers) or 0.0
-            # Not the median: where parameters reach workers one after the other, the lag of
-            # the first ones would make all others look late.
-            self._longest_lag = max((w.lag for w in workers if w.lag is not None), default=0.0)
+            self._typical_pace, self._longest_lag = self._pool.estimates()
         if self._pending.n_assignable and self._typical_pace:
             if is_ranked:
                 self._assign_by_speed(now)

@@ -8,7 +8,7 @@ Every message carries the whole state, so a lost, late or repeated one does no h
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -115,20 +115,6 @@ class WorkerState:
     def outstanding(self) -> list[Attempt]:
         return [one for one in self.attempts.values() if one.result is None]
 
-    def record(self, result: ChunkResult, *, elapsed: Seconds) -> None:
-        """Note a computed chunk; `elapsed` counts from when it could begin."""
-        pace = result.seconds / max(result.n_examples, 1)
-        if 0.0 < pace < math.inf:
-            self.seconds_per_example = _average(self.seconds_per_example, pace)
-            before = max(0.0, elapsed - result.seconds)
-            self.spent.computing += result.seconds
-            if self.n_chunks:
-                self.spent.staging += before
-            else:
-                self.spent.fetching += before
-                self.lag = _average(self.lag, before)
-        self.n_chunks += 1
-
 
 @final
 class WorkerPool:
@@ -147,6 +133,7 @@ class WorkerPool:
         self._batch = BatchRange(first=0, n_examples=0)
         self._n_joined = 0
         self._n_of_removed = 0  # examples that removed workers computed, in this evaluation
+        self._estimates: tuple[float, Seconds] | None = None  # None: to be computed
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._workers.values())
@@ -161,10 +148,35 @@ class WorkerPool:
     def n_computed(self) -> int:
         return self._n_of_removed + sum(worker.n_computed for worker in self)
 
+    def estimates(self) -> tuple[float, Seconds]:
+        """Return the median pace and the longest lag of all workers; 0: none is known."""
+        # With thousands of workers these are asked for more often than they change.
+        if self._estimates is None:
+            paces = sorted(w.seconds_per_example for w in self if w.seconds_per_example is not None)
+            # Not the median lag: where parameters reach workers one after the other, the lag of
+            # the first ones would make all others look late.
+            lag = max((worker.lag for worker in self if worker.lag is not None), default=0.0)
+            self._estimates = (paces[len(paces) // 2] if paces else 0.0), lag
+        return self._estimates
+
     @property
     def chunk_seconds(self) -> Seconds:
-        pace = typical(worker.seconds_per_example for worker in self)
-        return 0.0 if pace is None else pace * self._config.chunk_sizes.chunk_size
+        return self.estimates()[0] * self._config.chunk_sizes.chunk_size
+
+    def record(self, worker: WorkerState, result: ChunkResult, *, elapsed: Seconds) -> None:
+        """Note a computed chunk; `elapsed` counts from when it could begin."""
+        self._estimates = None
+        pace = result.seconds / max(result.n_examples, 1)
+        if 0.0 < pace < math.inf:
+            worker.seconds_per_example = _average(worker.seconds_per_example, pace)
+            before = max(0.0, elapsed - result.seconds)
+            worker.spent.computing += result.seconds
+            if worker.n_chunks:
+                worker.spent.staging += before
+            else:
+                worker.spent.fetching += before
+                worker.lag = _average(worker.lag, before)
+        worker.n_chunks += 1
 
     def get(self, name: Address) -> WorkerState | None:
         return self._workers.get(name)
@@ -229,13 +241,14 @@ class WorkerPool:
             backoff=Backoff(self._config.retry_seconds, self._config.retry_seconds_max),
         )
         worker.silence.start(now)
-        self._workers[name] = worker
+        self._workers[name], self._estimates = worker, None
         return worker
 
     def remove(self, name: Address, *, is_over: bool) -> WorkerState | None:
         """Remove a worker; if its incarnation `is_over`, ignore later reports of that too."""
         worker = self._workers.pop(name, None)
         if worker is not None:
+            self._estimates = None
             self._n_of_removed += worker.n_computed
             self._last_versions[name] = worker.version
             if is_over:
@@ -349,12 +362,6 @@ class TimeShares:
         """Return each share of the total; zeros before the first evaluation ends."""
         total = sum(self._seconds.values()) or 1.0
         return {f"{name}_share": part / total for name, part in self._seconds.items()}
-
-
-def typical(speeds: Iterable[float | None]) -> float | None:
-    """Return the median of the known values."""
-    known = sorted(pace for pace in speeds if pace is not None)
-    return known[len(known) // 2] if known else None
 
 
 def _average(before: float | None, newest: float) -> float:

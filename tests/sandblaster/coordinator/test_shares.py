@@ -27,7 +27,7 @@ def computed(pool: WorkerPool, name: str, *, seconds: float, elapsed: float) -> 
     worker = pool.get(Address(name))
     assert worker is not None
     result = ChunkResult(attempt=1, n_examples=1, loss=0.0, seconds=seconds, staged=False)
-    worker.record(result, elapsed=elapsed)
+    pool.record(worker, result, elapsed=elapsed)
 
 
 def begin(pool: WorkerPool, shares: TimeShares, *, now: Seconds) -> None:

@@ -460,16 +460,18 @@ def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
     table = Table(A, B, C, n_chunks=1)
     table.assign()
     assert table.queue._chunk_seconds(table.worker(A)) == 0.0
-    table.worker(B).seconds_per_example = 0.2
+    measured = ChunkResult(attempt=1, n_examples=10, loss=0.0, seconds=2.0, staged=False)
+    table.pool.record(table.worker(B), measured, elapsed=2.0)
     table.assign()
     assert table.queue._chunk_seconds(table.worker(A)) == pytest.approx(2.0)
 
 
 def test_a_pace_that_is_none_is_not_believed() -> None:
-    worker = Table(A).worker(A)
+    table = Table(A)
+    worker = table.worker(A)
     for seconds in (0.0, -1.0, math.nan, math.inf):
         result = ChunkResult(attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False)
-        worker.record(result, elapsed=1.0)
+        table.pool.record(worker, result, elapsed=1.0)
         assert worker.seconds_per_example is None
 
 
