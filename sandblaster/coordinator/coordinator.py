@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, Protocol, TypeVar, assert_never, final
+from typing import Final, TypeVar, assert_never, final
 
 from distbelief.core.reliable import Silence
 from distbelief.errors import (
@@ -81,6 +81,7 @@ from sandblaster.optimizers.base import (
     IterationDone,
     Reply,
     Result,
+    Runnable,
     Steps,
     VectorOps,
 )
@@ -107,12 +108,6 @@ _TOKEN_BITS: Final = 28
 """Tokens and savepoints of epoch e begin at e << 28: no number is used twice."""
 
 _N_SAVES_MAX: Final = 8
-
-
-class Method(Protocol):
-    """An optimizer: the settings of a method."""
-
-    def steps(self, state: str | None = None) -> Steps[Result]: ...
 
 
 class Wait(Enum):
@@ -188,7 +183,7 @@ class Coordinator:
         self,
         config: CoordinatorConfig,
         *,
-        method: Method,
+        method: Runnable,
         shards: Sequence[Address],
         n_examples: int,
     ) -> None:

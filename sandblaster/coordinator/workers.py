@@ -73,20 +73,6 @@ class Attempt:
 
 
 @final
-@dataclass(slots=True)
-class TimeSpent:
-    """Where the time of one worker goes, in one evaluation."""
-
-    computing: Seconds = 0.0  # seconds computing chunks
-    fetching: Seconds = 0.0  # seconds before the first of them, while parameters come
-    staging: Seconds = 0.0  # seconds before the others, for a push or the next assignment
-
-    @property
-    def total(self) -> Seconds:
-        return self.computing + self.fetching + self.staging
-
-
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
     """One worker."""
@@ -109,7 +95,9 @@ class WorkerState:
     # Average wait before the first chunk of an evaluation, mostly for parameters.
     lag: float | None = None
     turnaround: float | None = None  # average seconds from an assignment to its acknowledgement
-    spent: TimeSpent = field(default_factory=TimeSpent)  # where its time goes, in this evaluation
+    # Seconds in this evaluation: "computing" chunks; "fetching" parameters before the first of
+    # them; "staging", before the others, for a push or the next assignment.
+    spent: dict[str, Seconds] = field(default_factory=dict)
 
     @property
     def outstanding(self) -> list[Attempt]:
@@ -170,12 +158,11 @@ class WorkerPool:
         if 0.0 < pace < math.inf:
             worker.seconds_per_example = _average(worker.seconds_per_example, pace)
             before = max(0.0, elapsed - result.seconds)
-            worker.spent.computing += result.seconds
-            if worker.n_chunks:
-                worker.spent.staging += before
-            else:
-                worker.spent.fetching += before
+            if not worker.n_chunks:
                 worker.lag = _average(worker.lag, before)
+            name = "staging" if worker.n_chunks else "fetching"
+            for share, seconds in (("computing", result.seconds), (name, before)):
+                worker.spent[share] = worker.spent.get(share, 0.0) + seconds
         worker.n_chunks += 1
 
     def get(self, name: Address) -> WorkerState | None:
@@ -191,7 +178,7 @@ class WorkerPool:
         for worker in self:
             worker.attempts.clear()
             worker.n_computed = worker.n_chunks = 0
-            worker.spent = TimeSpent()
+            worker.spent.clear()
 
     def clear_tasks(self) -> None:
         for worker in self:
@@ -345,12 +332,10 @@ class TimeShares:
 
     def evaluation_ends(self, pool: WorkerPool, now: Seconds) -> None:
         for worker in pool:
-            spent = worker.spent
             there = now - max(self._began_at, worker.joined_at)
-            self._seconds["computing"] += spent.computing
-            self._seconds["fetching"] += spent.fetching
-            self._seconds["staging"] += spent.staging
-            self._seconds["waiting"] += max(0.0, there - spent.total)
+            self._seconds["waiting"] += max(0.0, there - sum(worker.spent.values()))
+            for share, seconds in worker.spent.items():
+                self._seconds[share] += seconds
         self._ended_at = now
 
     def saved(self, pool: WorkerPool, *, since: Seconds, now: Seconds) -> None:

@@ -15,7 +15,7 @@ receives scalars, and returns a `Result` (reverse communication, as in scipy's L
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Protocol, TypeVar, final
 
 from distbelief.protocol.vector_commands import Axpy, Command, Dot, Scalars, VectorName
 from sandblaster.optimizers.termination import Reason
@@ -142,6 +142,12 @@ class Result(IterationDone):
     reason: Reason
 
 
+class Runnable(Protocol):
+    """The settings of a method."""
+
+    def steps(self, state: str | None = None) -> "Steps[Result]": ...
+
+
 Request = VectorOps | Evaluate | IterationDone
 Reply = Scalars | Evaluation | bool
 
@@ -173,7 +179,6 @@ class Objective:
     """F(w) = loss(w) + l2 / 2 |w|^2."""
 
     l2: float = 0.0
-    examples: Examples | None = None
 
     def at(
         self,
@@ -182,6 +187,7 @@ class Objective:
         gradient: VectorName,
         before: tuple[Command, ...] = (),
         after: tuple[Command, ...] = (),
+        examples: Examples | None = None,
     ) -> Steps[tuple[float, Scalars]]:
         """Return F at a vector, and what `after` measures.
 
@@ -190,6 +196,7 @@ class Objective:
             gradient: The vector that receives the gradient of F.
             before: Commands that form the point; they measure nothing.
             after: Commands to execute once the gradient is complete.
+            examples: Part of the data; None: all.
         """
         # The penalty needs no request of its own: its commands go with the evaluation.
         penalty: tuple[Command, ...] = ()
@@ -201,7 +208,7 @@ class Objective:
                 gradient=gradient,
                 before=before,
                 after=penalty + after,
-                examples=self.examples,
+                examples=examples,
             )
         )
         if not self.l2:

@@ -66,8 +66,9 @@ from distbelief.worker.config import DownpourConfig
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.replica import Replica
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.coordinator.coordinator import Coordinator, Method
+from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
+from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
@@ -328,7 +329,7 @@ class Sandblast:
     faults: tuple[Fault, ...] = ()
     speeds: tuple[float, ...] = ()  # of the replicas; 1 where not given
     latency_seconds: Seconds = 5e-5
-    method: Method = METHOD
+    method: Runnable = METHOD
     loss: Loss = logistic
     silence_seconds_max: Seconds = 60.0
     starved_seconds_max: Seconds = 600.0

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sandblaster.local import Runnable, minimize_flat
+from sandblaster.local import minimize_flat
+from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
 from sandblaster.optimizers.gradient_descent import GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
