@@ -440,7 +440,8 @@ class Coordinator:
         try:
             # An epoch that has just begun must reach a point first: until it publishes one,
             # the shards stay bound to it and cannot be saved.
-            if self._stopped_by and epoch.has_point and not epoch.is_ending:
+            is_saving = epoch.wait is Wait.SAVED and self._awaits_journal
+            if self._stopped_by and epoch.has_point and not (epoch.is_ending or is_saving):
                 epoch.is_ending = True
                 steps.close()
                 steps = self._steps = self._end_early()
@@ -521,8 +522,12 @@ class Coordinator:
         self._save_labels.clear()  # the supervisor sees the end, and saves the shards itself
 
     def _until_saved(self) -> EpochSteps[None]:
-        while self._epoch.unsaved is not None and self._epoch.save_error is None:
+        while self._awaits_journal:
             yield Wait.SAVED
+
+    @property
+    def _awaits_journal(self) -> bool:
+        return self._epoch.unsaved is not None and self._epoch.save_error is None
 
     def _drive(self, steps: Steps[Result]) -> EpochSteps[Result]:
         try:
