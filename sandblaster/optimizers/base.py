@@ -161,12 +161,6 @@ def perform(*commands: Command) -> Steps[Scalars]:
     return reply
 
 
-def evaluate(request: Evaluate) -> Steps[Evaluation]:
-    reply = yield request
-    assert isinstance(reply, Evaluation)
-    return reply
-
-
 def stop_requested(done: IterationDone) -> Steps[bool]:
     reply = yield done
     assert isinstance(reply, bool)
@@ -202,15 +196,10 @@ class Objective:
         penalty: tuple[Command, ...] = ()
         if self.l2:
             penalty = (Dot(x=point, y=point), Axpy(target=gradient, a=self.l2, x=point))
-        evaluation = yield from evaluate(
-            Evaluate(
-                point=point,
-                gradient=gradient,
-                before=before,
-                after=penalty + after,
-                examples=examples,
-            )
+        evaluation = yield Evaluate(
+            point=point, gradient=gradient, before=before, after=penalty + after, examples=examples
         )
+        assert isinstance(evaluation, Evaluation)
         if not self.l2:
             return evaluation.loss, evaluation.scalars
         square, *measured = evaluation.scalars
