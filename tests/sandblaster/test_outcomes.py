@@ -16,6 +16,7 @@ from distbelief.protocol import (
     BeginEvaluation,
     CommandDone,
     Commit,
+    Execute,
     Finished,
     Progress,
     Push,
@@ -24,6 +25,7 @@ from distbelief.protocol import (
     ShardCommand,
     StartTraining,
     Stop,
+    Task,
 )
 from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
 from distbelief.roles.role import (
@@ -135,17 +137,26 @@ def test_a_coordinator_stopped_before_it_starts_ends_at_once() -> None:
     assert ended(run) is None
 
 
-def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
-    """Not the trial point that was just evaluated."""
+@pytest.mark.parametrize("during", [Commit, Execute])
+def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> None:
+    """Not the trial point that is evaluated, nor the point that it is moving to."""
     run = Run(SMALL)
     accepted: list[bytes] = []
+    tasks: list[Task] = []
     run.cluster.run_until(lambda: len(run.checker.losses) == 2)
-    run.cluster.run_until(lambda: run.coordinator.status()[1]["sets_done"] > 0, within=1.0)
     shards = [run.cluster.role(name) for name in SHARDS]
     for shard in shards:
         assert isinstance(shard, Shard)
         algebra = shard._commands._vector_store
         accepted.append(algebra.export(("parameters",))["parameters"].tobytes())
+    run.cluster.observe(
+        lambda happening: tasks.extend(
+            action.message.task
+            for action in happening.actions
+            if isinstance(action, Send) and isinstance(action.message, ShardCommand)
+        )
+    )
+    run.cluster.run_until(lambda: any(isinstance(task, during) for task in tasks), within=1.0)
     run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
