@@ -222,7 +222,7 @@ def targets(batch: Sequence[Command]) -> frozenset[VectorName]:
 
 def n_scalars(batch: Sequence[Command]) -> int:
     """Return how many numbers a shard answers this batch with."""
-    return sum(len(orders) for orders in map(_orders, batch))
+    return sum(map(len, map(_combinations, batch)))
 
 
 def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
@@ -233,39 +233,17 @@ def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
     Raises:
         RemoteProtocolError: an answer does not fit the batch.
     """
-    orders = [order for command in batch for order in _orders(command)]
+    combinations = [one for command in batch for one in _combinations(command)]
     for k, answer in enumerate(answers):
-        if len(answer) != len(orders):
+        if len(answer) != len(combinations):
             raise RemoteProtocolError(
                 f"shard {k} answered a batch of {len(batch)} commands with "
-                f"{len(answer)} numbers; it measures {len(orders)}"
+                f"{len(answer)} numbers; it measures {len(combinations)}"
             )
     return tuple(
-        _COMBINATIONS[order](partials)
-        for order, partials in zip(orders, zip(*answers, strict=True), strict=True)
+        combined(partials)
+        for combined, partials in zip(combinations, zip(*answers, strict=True), strict=True)
     )
-
-
-_Combined = Literal["sum", "root", "max"]
-
-
-def _orders(command: Command) -> tuple[_Combined, ...]:
-    # How each number that the command measures follows from the partial results.
-    match command:
-        case Dot():
-            return ("sum",)
-        case Gram():
-            n_pairs = len(command.rows) * len(command.columns)
-            return tuple("sum" for _ in range(n_pairs))
-        case Norm():
-            return (_NORMS[command.order],)
-        case _:
-            return ()
-
-
-def _largest(partials: Sequence[float]) -> float:
-    # `max` alone may lose a NaN.
-    return math.nan if any(map(math.isnan, partials)) else max(partials)
 
 
 def _sum(partials: Sequence[float]) -> float:
@@ -277,9 +255,23 @@ def _root(partials: Sequence[float]) -> float:
     return math.sqrt(total) if total >= 0.0 else math.nan
 
 
-_NORMS: dict[Order, _Combined] = {"1": "sum", "2": "root", "inf": "max"}
-_COMBINATIONS: dict[_Combined, Callable[[Sequence[float]], float]] = {
-    "sum": _sum,
-    "root": _root,
-    "max": _largest,
-}
+def _largest(partials: Sequence[float]) -> float:
+    # `max` alone may lose a NaN.
+    return math.nan if any(map(math.isnan, partials)) else max(partials)
+
+
+_Combined = Callable[[Sequence[float]], float]
+_OF_NORMS: dict[Order, _Combined] = {"1": _sum, "2": _root, "inf": _largest}
+
+
+def _combinations(command: Command) -> Sequence[_Combined]:
+    # How each number that the command measures follows from the partial results.
+    match command:
+        case Dot():
+            return [_sum]
+        case Gram():
+            return [_sum] * (len(command.rows) * len(command.columns))
+        case Norm():
+            return [_OF_NORMS[command.order]]
+        case _:
+            return []

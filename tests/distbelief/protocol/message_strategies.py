@@ -16,8 +16,6 @@ from distbelief.protocol.push_fetch import Payload
 from distbelief.protocol.vector_commands import Axpy, Batch, Dot, Scalars, VectorName
 
 
-MESSAGES: tuple[type[wire.Message], ...] = get_args(wire.Message)
-
 counts = st.integers(0, 2**63 - 1)
 names = st.text(max_size=128)
 vector_names = st.sampled_from(["trial", "s0", "A-9_.x"])
@@ -116,7 +114,7 @@ def of_kind(kind: type[wire.Message]) -> st.SearchStrategy[wire.Message]:
     return cast("st.SearchStrategy[wire.Message]", _structs_of(kind))
 
 
-messages = st.sampled_from(MESSAGES).flatmap(of_kind)
+messages = st.sampled_from(wire.MESSAGES).flatmap(of_kind)
 
 
 def same(left: object, right: object) -> bool:
