@@ -47,8 +47,7 @@ ServeKeysOption = Annotated[
 InsecureOption = Annotated[
     bool,
     o.flag(
-        "--insecure",
-        "Listen on a network without key files. Anyone who has the address can connect.",
+        "--insecure", "Listen on a network without key files. Anyone with the address can connect."
     ),
 ]
 DirectoryOption = Annotated[

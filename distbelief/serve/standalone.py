@@ -213,7 +213,7 @@ class _Terminal:
         lines.append(f"workers on this host: {here}")
         if reach.is_open:
             lines.append(
-                "NOT SECURE: anyone who has this address can read and change the parameters. "
+                "NOT SECURE: anyone with this address can read and change the parameters. "
                 "Use keys instead: distbelief keys new"
             )
         elif reach.secret:

@@ -17,8 +17,14 @@ from typing import Literal, Self
 import msgspec
 
 from distbelief.errors import JobError
-from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
-from distbelief.transport.curve_auth import CurveAuth, PeerLimits, Permissions
+from distbelief.transport.authenticator import (
+    Authenticator,
+    CurveAuth,
+    DirectoryAuth,
+    PeerLimits,
+    Permissions,
+    RunAuth,
+)
 from distbelief.transport.keys import KeyFiles, KeyPair
 from distbelief.transport.zmq_transport import ZmqTransport
 

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -127,10 +127,9 @@ class WorkExecutors:
         """Run `task` after all tasks added to this executor before."""
         self._tasks[executor].put((name, task))
 
-    def results(self) -> Iterator[Event]:
-        """Yield and remove the results that are ready."""
-        for _ in range(len(self._results)):
-            yield self._results.popleft()
+    def results(self) -> list[Event]:
+        """Remove and return the results that are ready."""
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self, *, seconds_max: Seconds) -> list[str]:
         """Drop waiting tasks; wait for running ones; return those that still run."""
@@ -262,6 +261,7 @@ class RoleRunner:
         self._n_rejected = 0
         self._waker = Waker()
         self._executors = WorkExecutors(self._name, wake=self._waker.wake)
+        self._descriptors = frozenset[int]()  # that end a poll, beside messages
         self._started = False
         self.halted = False
         self.error: str | None = None  # why the role ended, if not as planned
@@ -361,6 +361,8 @@ class RoleRunner:
         self._started = True
         self._waker.start()
         self._executors.start()
+        wakers = (self._waker, self._launcher) if self._launcher else (self._waker,)
+        self._descriptors = frozenset(waker.fileno() for waker in wakers)
         restored, unrestored = None, None
         try:
             restored = self._store.newest(self._name) if self._store else None
@@ -377,17 +379,12 @@ class RoleRunner:
     def _poll_once(self, seconds_max: Seconds) -> None:
         # Waits for something to happen, then handles a bounded share of it.
         wait = min(seconds_max, WAIT_SECONDS_MAX, self._timers.next_at - time.monotonic())
-        if self._posted:
-            wait = 0.0
-        fds = [self._waker.fileno()]
-        if self._launcher:
-            fds.append(self._launcher.fileno())
-        ready = self._transport.poll(wait, fds)
-        if self._waker.fileno() in ready:
+        ready = self._transport.poll(0.0 if self._posted else wait, self._descriptors)
+        if ready and self._waker.fileno() in ready:
             self._waker.clear()
         self._deliver_due()
-        events = list(self._executors.results())
-        if self._launcher and self._launcher.fileno() in ready:
+        events = self._executors.results()
+        if ready and self._launcher and self._launcher.fileno() in ready:
             events += self._launcher.events()
         if self._n_posted_dropped:
             self._log("warning", f"{self._n_posted_dropped} posted events were dropped")
@@ -396,19 +393,14 @@ class RoleRunner:
         for event in events:
             self._deliver(event)
         for envelope in self._transport.receive():
-            self._deliver(
-                Received(
-                    sender=Address(envelope.sender),
-                    incarnation=envelope.incarnation,
-                    message=envelope.message,
-                )
-            )
+            sender = Address(envelope.sender)
+            incarnation, message = envelope.incarnation, envelope.message
+            self._deliver(Received(sender=sender, incarnation=incarnation, message=message))
 
     def _deliver_due(self) -> None:
         now = time.monotonic()
         for _ in range(len(self._timers)):  # bounds timers that set themselves again
-            name = self._timers.pop_due(now)
-            if name is None:
+            if (name := self._timers.pop_due(now)) is None:
                 return
             self._deliver(TimerFired(name=name))
 

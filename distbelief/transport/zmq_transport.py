@@ -31,9 +31,14 @@ from distbelief.protocol.codec import (
     Frame,
 )
 from distbelief.roles.role import HOST, SUPERVISOR, USER
-from distbelief.transport.address import LOOPBACK, Endpoint, is_local
-from distbelief.transport.authenticator import Authenticator, Socket
-from distbelief.transport.curve_auth import CurveAuth, NotIntroducedError, Source
+from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.authenticator import (
+    Authenticator,
+    CurveAuth,
+    NotIntroducedError,
+    Socket,
+    Source,
+)
 
 
 # Events: the peer rejects this side's key.
@@ -233,7 +238,7 @@ class ZmqTransport:
         outgoing.sndhwm = self._messages_max
         outgoing.reconnect_ivl = 50
         outgoing.reconnect_ivl_max = 2000
-        if not is_local(target.endpoint):
+        if not target.is_local:
             # Both ends notice a cut link and reopen it sooner than TCP, whose timeouts double.
             outgoing.heartbeat_ivl = outgoing.connect_timeout = HEARTBEAT_MS
             outgoing.heartbeat_timeout = outgoing.heartbeat_ttl = SILENCE_MS_MAX
@@ -290,7 +295,7 @@ class ZmqTransport:
             return False
         return True
 
-    def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> frozenset[int]:
+    def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> set[int]:
         """Wait for a message or for one of `extra_fds`; return those of them that are ready.
 
         It may return early.
@@ -308,7 +313,7 @@ class ZmqTransport:
             self._authenticate()
         if self._curve is not None:
             self._curve.refresh()
-        return wanted & ready
+        return ready & wanted
 
     def receive(self) -> Iterator[Envelope]:
         """Yield the messages that have arrived, at most `BATCH_MAX`."""

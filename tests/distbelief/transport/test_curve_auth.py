@@ -17,9 +17,8 @@ from distbelief.errors import TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint
 from distbelief.protocol.codec import Codec
 from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import REFUSED, RunAuth
+from distbelief.transport.authenticator import REFUSED, PeerLimits, RunAuth, Source, TokenBucket
 from distbelief.transport.config import KeyConfig
-from distbelief.transport.curve_auth import PeerLimits, Source, TokenBucket
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.transport.test_zmq_transport import labels, take, wait

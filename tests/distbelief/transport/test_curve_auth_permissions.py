@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from distbelief.transport import curve_auth as module
-from distbelief.transport.curve_auth import SPEAKS_AS, Permissions
+from distbelief.transport import authenticator as module
+from distbelief.transport.authenticator import SPEAKS_AS, Permissions
 from distbelief.transport.keys import Allowed, KeyFiles
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from distbelief.roles.role import Compute, Computed, Executor
+from distbelief.roles.role import Compute, Computed, Event, Executor
 from distbelief.transport.node import WorkExecutors, _compute
 
 
@@ -18,6 +18,7 @@ class Bench:
 
     def __init__(self) -> None:
         self._woken = threading.Semaphore(0)
+        self._results: list[Event] = []
         self.executors = WorkExecutors("role", wake=self._woken.release)
 
     def compute(self, action: Compute) -> None:
@@ -25,7 +26,8 @@ class Bench:
 
     def next_result(self) -> Computed:
         assert self._woken.acquire(timeout=PATIENCE_SECONDS)
-        result = next(self.executors.results())
+        self._results += self.executors.results()
+        result = self._results.pop(0)
         assert isinstance(result, Computed)
         return result
 
