@@ -113,9 +113,9 @@ def serve(  # noqa: PLR0913 -- options
                 "no model to serve: name the function that makes it, as in "
                 "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
             )
-        from distbelief.serve import options as options_module, standalone  # noqa: PLC0415 -- torch
+        from distbelief.serve import options as options_module  # noqa: PLC0415 -- torch
         from distbelief.serve.address import parameter_specs  # noqa: PLC0415 -- torch
-        from distbelief.serve.server_process import ServerRequest  # noqa: PLC0415 -- torch
+        from distbelief.serve.server_process import ServerRequest, run_server  # noqa: PLC0415 -- torch
 
         here = str(Path.cwd())  # nets:make is looked up in the current directory
         sys.path[:0] = [] if here in sys.path else [here]
@@ -128,7 +128,7 @@ def serve(  # noqa: PLR0913 -- options
             snapshot_every=snapshot_every,
             reach=options_module.listen_config(bind, keys=keys, insecure=insecure),
         )
-        error = standalone.run_server(
+        error = run_server(
             request, parameters, directory, tell=_print_line, from_scratch=from_scratch
         )
         if error is not None:
