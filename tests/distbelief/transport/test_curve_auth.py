@@ -507,17 +507,6 @@ def test_a_message_of_another_run_is_no_offence(world: World, server: ZmqTranspo
     assert server.n_malformed == 1
 
 
-def test_a_frame_that_is_too_large_is_not_taken(
-    world: World, server: ZmqTransport, worker: ZmqTransport
-) -> None:
-    link = world.member(server)
-    watch = world.lost(link, server)
-    link.send(bytes(64 * MEBIBYTE))
-    wait(server, until=lambda: watch.poll(0) > 0)
-    assert not list(server.receive())
-    assert works(server, worker)
-
-
 def test_a_peer_that_sends_byte_by_byte_is_cut(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,17 +1,18 @@
 """RoleRunner with one real role: events in, actions performed, errors reported."""
 
+import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+from hypothesis import given, strategies as st
 
 from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
@@ -48,7 +49,7 @@ from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth
-from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner
+from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner, Timers
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.supervisor.hosts import offer_of
 from tests.links import link
@@ -269,6 +270,47 @@ def test_a_timer_always_due_does_not_keep_messages_out(build: Build) -> None:
     assert node.run() is None
 
 
+def due(timers: Timers, now: float) -> list[str]:
+    return list(iter(lambda: timers.pop_due(now) or "", ""))
+
+
+def test_a_watchdog_set_forever_takes_no_memory() -> None:
+    timers = Timers()
+    timers.set("first", 0.5)
+    for moment in range(10_000):
+        timers.set("watchdog", 10.0 + moment)
+    assert len(timers) == 2
+    assert len(timers._heap) < 100
+    assert due(timers, 20_000.0) == ["first", "watchdog"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.sampled_from(["set", "cancel", "look"]), st.integers(0, 9)
+        ),
+        max_size=200,
+    )
+)
+def test_timers_do_what_a_dictionary_of_times_would(steps: list[tuple[str, str, int]]) -> None:
+    timers, plain = Timers(), dict[str, tuple[int, int]]()
+    for order, (name, step, at) in enumerate(steps):
+        if step == "set":
+            timers.set(name, at)
+            plain[name] = at, order  # of two at the same time, the one set first
+        elif step == "cancel":
+            timers.cancel(name)
+            plain.pop(name, None)
+        else:
+            expected = sorted(
+                (key for key, when in plain.items() if when[0] <= at), key=plain.__getitem__
+            )
+            assert due(timers, at) == expected
+            plain = {key: when for key, when in plain.items() if key not in expected}
+        assert timers.next_at == min((when for when, _ in plain.values()), default=math.inf)
+        assert len(timers) == len(plain)
+
+
 # ---------------------------------------------------------------------------- work
 
 
@@ -294,10 +336,16 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
     assert answer.result is True
 
 
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(1), KeyboardInterrupt()])
 @pytest.mark.parametrize("executor", Executor)
-def test_work_is_answered_by_its_result_or_its_error(build: Build, executor: Executor) -> None:
+def test_work_is_answered_by_its_result_or_its_error(
+    build: Build, executor: Executor, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
     good = Compute(name="gradient", work=lambda: 42, executor=executor)
-    bad = Compute(name="batch", work=lambda: 1 / 0, executor=executor)
+    bad = Compute(name="batch", work=fail, executor=executor)
 
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
         if isinstance(event, Started):
@@ -310,19 +358,43 @@ def test_work_is_answered_by_its_result_or_its_error(build: Build, executor: Exe
     assert isinstance(one, Computed)
     assert isinstance(other, Computed)
     assert (one.name, one.result, one.error) == ("gradient", 42, None)
-    assert isinstance(other.error, ZeroDivisionError)
+    assert (other.name, other.result, other.error) == ("batch", None, error)
 
 
-def test_work_without_an_end_is_abandoned_and_named(
+def test_two_executors_work_in_parallel_and_each_in_order(build: Build) -> None:
+    meeting, busy = threading.Barrier(2), threading.Lock()
+    order: list[int] = []
+
+    def work(index: int) -> None:
+        assert busy.acquire(blocking=False)
+        order.append(index)
+        busy.release()
+
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            meet = partial(meeting.wait, PATIENCE_SECONDS)
+            both = [Compute(name=each.value, work=meet, executor=each) for each in Executor]
+            return [*both, *(Compute(name=f"{n}", work=partial(work, n)) for n in range(50))]
+        return [Exit()] if isinstance(event, Computed) and event.name == "49" else []
+
+    node, role = build(react)
+    assert node.run() is None
+    assert not [event for event in role.events if isinstance(event, Computed) and event.error]
+    assert order == list(range(50))
+
+
+def test_work_without_an_end_is_abandoned_and_named_and_what_waits_is_dropped(
     build: Build, log: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "JOIN_SECONDS_MAX", 0.02)
     end = threading.Event()
+    ran: list[int] = []
 
     def react(event: Event, now: Seconds) -> Sequence[Action]:
         if isinstance(event, Started):
             endless = Compute(name="endless", work=lambda: end.wait(PATIENCE_SECONDS))
-            return [endless, SetTimer(name="end", at=now + 0.01)]
+            never = Compute(name="never", work=lambda: ran.append(1))
+            return [endless, never, SetTimer(name="end", at=now + 0.01)]
         return [Exit()]
 
     node, _ = build(react)
@@ -331,6 +403,7 @@ def test_work_without_an_end_is_abandoned_and_named(
     end.set()
     monkeypatch.undo()
     node.close()  # waits for it
+    assert ran == []
 
 
 # ----------------------------------------------------------------------- snapshots
@@ -498,8 +571,10 @@ def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
 
 
 def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> None:
+    before = threading.active_count()
     node, role = build(on_start())
     assert node.post(NEWS)
+    assert threading.active_count() == before  # a runner that never runs needs no thread
     node.run()
     assert role.events == [Started(incarnation=4), NEWS]
 
@@ -727,72 +802,3 @@ def test_launching_without_a_launcher_is_a_bug_of_ours(build: Build) -> None:
     launch = Launch(name=Address("shard-0"), incarnation=1)
     node, _ = build(on_start(launch))
     assert node.run() == "LocalProtocolError: me has no launcher"
-
-
-# ----------------------------------------------------------------------- processes
-
-
-ECHO = """
-import sys
-from distbelief.protocol import Stop
-from distbelief.transport.node import RoleRunner
-from distbelief.roles.role import ALL_MESSAGES, Connect, Exit, Received, Send, Started
-from distbelief.transport.config import ListenConfig
-
-class Echo:
-    accepts = ALL_MESSAGES
-
-    def handle(self, event, now):
-        match event:
-            case Started():
-                place = sys.argv[1]
-                return [Connect(peer="me", incarnation=4, endpoint=place, host="")]
-            case Received():
-                reply = Send(receiver="me", message=event.message)
-                is_last = isinstance(event.message, Stop)
-                return [reply, Exit(error="told to")] if is_last else [reply]
-        return []
-
-    def status(self):
-        return "", {}
-
-links = ListenConfig(directory=sys.argv[2]).transport(
-    name="echo", incarnation=1, run="run", log=print
-)
-with links as transport:
-    print(transport.endpoint, flush=True)
-    print(RoleRunner(Echo(), transport=transport, log=print).run(), flush=True)
-"""
-
-
-@pytest.mark.processes
-def test_two_nodes_in_two_processes_talk(
-    build: Build, transport: ZmqTransport, tmp_path: Path
-) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", ECHO, transport.endpoint, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        echo = Address("echo")
-        endpoint = process.stdout.readline().strip()
-
-        def react(event: Event, _now: Seconds) -> Sequence[Action]:
-            match event:
-                case Started():
-                    return [
-                        Connect(peer=echo, incarnation=1, endpoint=endpoint, host=""),
-                        Send(receiver=echo, message=SaveCheckpoint(label="x")),
-                    ]
-                case Received(sender="echo", message=SaveCheckpoint()):
-                    return [Send(receiver=echo, message=Stop(reason="done"))]
-                case Received(sender="echo", message=Stop()):
-                    return [Exit()]
-                case _:
-                    return [Exit(error=f"unexpected: {event}")]
-
-        node, _ = build(react)
-        assert node.run() is None
-        assert process.stdout.readline() == "told to\n"
-        assert process.wait(PATIENCE_SECONDS) == 0

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import zmq
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.errors import LocalProtocolError, TransportError
@@ -501,17 +501,6 @@ def test_a_watched_peer_with_another_key_is_reported(
     assert not stranger.has_other_key("inbox")
 
 
-@pytest.mark.parametrize("kind", [zmq.PUSH, zmq.DEALER, zmq.REQ, zmq.PUB])
-def test_a_socket_without_a_key_sends_nothing(
-    inbox_tcp: ZmqTransport, make_tcp: Make, kind: int
-) -> None:
-    link = Stranger(make_tcp, pair=None).connect(inbox_tcp.endpoint, kind)
-    link.send(b"hello")
-    for _ in range(20):
-        assert still_works(inbox_tcp)
-    assert inbox_tcp.n_malformed == 0
-
-
 def test_a_socket_of_another_kind_gets_no_message_in(inbox: ZmqTransport, make: Make) -> None:
     Stranger(make).connect(inbox.endpoint, zmq.DEALER).send(b"hello")
     for _ in range(20):
@@ -520,19 +509,6 @@ def test_a_socket_of_another_kind_gets_no_message_in(inbox: ZmqTransport, make: 
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
-
-
-@given(garbage=st.binary(min_size=1, max_size=200))
-@settings(max_examples=30)
-def test_random_bytes_from_a_raw_socket_do_no_harm(garbage: bytes) -> None:
-    with ExitStack() as stack:
-        inbox = reached(Make(Path(), over_tcp=True, stack=stack), [])
-        place = Endpoint.parse(inbox.endpoint)
-        for prefix in (b"", GREETING, GREETING + b"\x04\xc8\x05HELLO"):
-            with socket.create_connection((place.host, place.port)) as raw:
-                raw.sendall(prefix + garbage)
-                assert still_works(inbox)
-        assert inbox.n_malformed == 0
 
 
 def test_no_peer_may_speak_as_the_user(inbox: ZmqTransport, make: Make, log: list[str]) -> None:
