@@ -77,9 +77,9 @@ def serve(  # noqa: PLR0913 -- options
             "no model to serve: name the function that makes it, as in "
             "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
         )
-    from distbelief.serve import options as options_module, standalone  # noqa: PLC0415 -- torch
+    from distbelief.serve import options as options_module  # noqa: PLC0415 -- torch
     from distbelief.serve.address import parameter_specs  # noqa: PLC0415 -- torch
-    from distbelief.serve.server_process import ServerRequest  # noqa: PLC0415 -- torch
+    from distbelief.serve.server_process import ServerRequest, run_server  # noqa: PLC0415 -- torch
 
     o.look_up_modules_here()
     parameters = list(options_module.model(model, seed=seed).parameters())
@@ -91,9 +91,7 @@ def serve(  # noqa: PLR0913 -- options
         snapshot_every=snapshot_every,
         reach=options_module.listen_config(bind, keys=keys, insecure=insecure),
     )
-    error = standalone.run_server(
-        request, parameters, directory, tell=typer.echo, from_scratch=from_scratch
-    )
+    error = run_server(request, parameters, directory, tell=typer.echo, from_scratch=from_scratch)
     if error is not None:
         typer.echo(error, err=True)
         return o.FAILED

@@ -105,7 +105,7 @@ class Server:
 
 
 class SimulatedSession:
-    """Replaces `serve.client_session.ClientSession`, in virtual time."""
+    """Replaces `optimizer.ClientSession`, in virtual time."""
 
     def __init__(self, server: Server, parameters: list[nn.Parameter]) -> None:
         self.values = [parameter.detach().view(-1) for parameter in parameters]
