@@ -9,8 +9,8 @@ from typing import Final, Self, final
 from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
-from distbelief.protocol import Assignments, Offer, Release, RoleAssignment
-from distbelief.roles.role import Address, Seconds, Send
+from distbelief.protocol import Offer
+from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
 
 
@@ -142,22 +142,6 @@ class Host:
     @property
     def free(self) -> int:
         return max(0, self.slots - self.used) if self.takes_roles else 0
-
-    def release(self, reason: str, *, again: bool, refused: bool = False) -> Send:
-        """Return the `Release` that ends this incarnation."""
-        incarnation = self.offer.incarnation
-        message = Release(
-            incarnation=incarnation, again=again, reason=reason[:2048], refused=refused
-        )
-        return Send(receiver=self.name, message=message)
-
-    def assign(self, run: str) -> Send:
-        """Return the complete list of what it runs."""
-        self.changed = False
-        assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.roles.items())
-        incarnation = self.offer.incarnation
-        message = Assignments(incarnation=incarnation, run=run, assignments=assigned)
-        return Send(receiver=self.name, message=message)
 
     def resources(self) -> str:
         """Return what it offers beside its cores: "2 GPUs, 3.1 GB"."""

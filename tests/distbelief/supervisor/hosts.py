@@ -156,7 +156,7 @@ class Town:
 
     @property
     def said(self) -> list[str]:
-        return [m.text for m in self.supervisor.metrics.messages]
+        return [m.text for m in self.supervisor.out.messages]
 
     # ---------------------------------------------------------------------- inside
 

@@ -16,7 +16,7 @@ from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import TICK_SECONDS, Supervisor
-from distbelief.supervisor.view import HISTORY_MAX, JobView
+from distbelief.supervisor.view import HISTORY_MAX, JobView, RoleView
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -746,19 +746,22 @@ def test_told_to_stop_a_server_saves_in_its_own_time(server: Desk) -> None:
 
 
 def test_a_resumed_job_goes_on_counting() -> None:
-    before = PreviousTotals(
+    last = JobView(
         seconds=100.0,
         training_seconds=90.0,
         step=500,
-        samples={"replica-0": 3000, "replica-1": 2000},
-        clocks={"shard-0": 250, "shard-1": 240},
         pushes_lost=20,
         pushes_refused=3,
         bytes_in=1000,
         bytes_out=2000,
-        restarts={"replica-1": 2},
+        roles=(RoleView(name="replica-1", state="done", restarts=2),),
         best_metric=0.9,
         best_metric_seconds=80.0,
+    )
+    before = PreviousTotals(
+        view=last,
+        samples={"replica-0": 3000, "replica-1": 2000},
+        clocks={"shard-0": 250, "shard-1": 240},
     )
     desk = a_job(
         stop=StopTable(samples=10_000),
