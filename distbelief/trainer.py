@@ -101,7 +101,6 @@ def supervisor_config(
         stop=StopRules(
             job.stop,
             n_train=answer.task.train.n_samples,
-            metric_name=answer.metric_name,
             higher_is_better=answer.higher_is_better,
             has_test=job.data.test is not None,
         ),
@@ -244,7 +243,9 @@ class Trainer:
         self._run = run
         self._memory = memory
         self._launcher = launcher
-        self._log = RunLog(console, run)
+        self._console = console
+        tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        self._log = RunLog(run.log_file(SUPERVISOR), SUPERVISOR, tell=tell)
         self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
@@ -269,7 +270,7 @@ class Trainer:
         job, run, log = self._job, self._run, self._log
         import_from(job)  # for `Run.model`
         with run.plan_kept():
-            with log.console.status("Starting ...") as status:
+            with self._console.status("Starting ...") as status:
                 self._preflight = found = run_preflight(
                     self._launcher,
                     job,
@@ -342,7 +343,7 @@ class Trainer:
                 node.post(Received(sender=USER, incarnation=0, message=message))
 
             caught.tell = stop
-            if self._log.console.is_terminal is False:
+            if self._console.is_terminal is False:
                 self._log.print(f"{self._job.name}: {self._run.path}")
             error = node.run(on_tick=lambda: self.tick(supervisor, watch))
             self._view = supervisor.view(time.monotonic())

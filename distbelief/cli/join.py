@@ -159,10 +159,10 @@ def join(  # noqa: PLR0913 -- options
     stopped by Ctrl+C.
     """
     with reported_errors(show_traceback=show_traceback):
-        from distbelief.cluster import join as join_module  # noqa: PLC0415 -- torch
+        from distbelief.cluster import agent, join as join_module  # noqa: PLC0415 -- torch
         from distbelief.core import units  # noqa: PLC0415 -- start quickly
 
-        options = join_module.JoinOptions(
+        options = agent.JoinOptions(
             address=address,
             keys=keys,
             cores=cores,

@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Final, Protocol, cast, final
 
+from distbelief.cluster.agent import JoinOptions
 from distbelief.config.job import Job
 from distbelief.core.signals import handlers_kept
 from distbelief.errors import JobError
@@ -68,28 +69,11 @@ class RayOptions:
 class RayMachine:
     """The actor: one host that joins."""
 
-    def join(
-        self,
-        *,
-        address: str,
-        keys: str,
-        cores: int,
-        allowed: tuple[str, ...],
-        code: str,
-        directory: str,
-    ) -> int:
+    def join(self, options: JoinOptions) -> int:
         """Run the host until the job is over; return the exit code."""
-        from distbelief.cluster import join  # noqa: PLC0415 -- on Ray's node
+        from distbelief.cluster.join import join  # noqa: PLC0415 -- on Ray's node
 
-        options = join.JoinOptions(
-            address=address,
-            keys=Path(keys) if keys else None,
-            cores=cores,
-            allowed=allowed,
-            code=Path(code),
-            directory=Path(directory),
-        )
-        return join.join(options, tell=print)
+        return join(options, tell=print)
 
 
 class _Actor(Protocol):
@@ -100,7 +84,7 @@ class _Actor(Protocol):
 
 
 class _Method(Protocol):
-    def remote(self, **arguments: object) -> object: ...
+    def remote(self, options: JoinOptions) -> object: ...
 
 
 def connect(*, is_local: bool) -> None:
@@ -193,14 +177,15 @@ class RayHosts:
             )
             machine = make(RayMachine).options(scheduling_strategy=strategy)
             actor = cast("_Actor", machine.remote())
-            end = actor.join.remote(
+            host = JoinOptions(
                 address=address,
-                keys=options.keys,
+                keys=Path(options.keys) if options.keys else None,
                 cores=options.cores,
                 allowed=options.allowed,
-                code=str(Path.cwd()),
-                directory=str(directory / f"ray-{index}"),
+                code=Path.cwd(),
+                directory=directory / f"ray-{index}",
             )
+            end = actor.join.remote(host)
             self._actors.append(actor)
             self._ends.append(end)
 

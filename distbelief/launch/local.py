@@ -24,6 +24,9 @@ from distbelief.roles.role import Address, Event, PeerLost
 
 CLOSE_SECONDS_MAX: Final = 5.0  # for the fork server to end its children
 
+# The preflight process of a joining host: can the run's roles be built here?
+PREPARE: Final = Address("prepare")
+
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -113,13 +116,10 @@ class LocalLauncher:
             os.close(end)
 
     def launch(self, name: Address, incarnation: int) -> None:
-        self._start("role", name, incarnation, self._spec)
+        self._start("prepare" if name == PREPARE else "role", name, incarnation, self._spec)
 
     def check(self, name: Address, question: Path) -> None:
         self._start("check", name, 1, question)
-
-    def prepare(self, name: Address, incarnation: int) -> None:
-        self._start("prepare", name, incarnation, self._spec)
 
     def terminate(self, name: Address) -> None:
         """Kill the role; nothing happens if it is gone already."""

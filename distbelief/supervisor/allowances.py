@@ -59,7 +59,7 @@ class Allowances:
         replicas = self._members.of("replica")
         first = self._members.of("coordinator")
         begins: list[tuple[Address, StartTraining]] = []
-        for record in first + (replicas if self.warm_start_is_over else replicas[:1]):
+        for record in (*first, *(replicas if self.warm_start_is_over else replicas[:1])):
             if record.introduced_at is None or record.begun or not record.is_alive:
                 continue
             record.begun = True

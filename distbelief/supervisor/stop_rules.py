@@ -19,8 +19,7 @@ class StopRules:
     Args:
         table: As in the job file.
         n_train: Training samples, for epochs.
-        metric_name: What `accuracy` is compared with.
-        higher_is_better: If False, the metric must fall to `accuracy`.
+        higher_is_better: If False, the held-out metric must fall to `accuracy`.
         has_test: Whether `loss` means the held-out one.
     """
 
@@ -29,12 +28,10 @@ class StopRules:
         table: StopTable,
         *,
         n_train: int,
-        metric_name: str = "accuracy",
         higher_is_better: bool = True,
         has_test: bool = True,
     ) -> None:
         self._table = table
-        self._metric_name = metric_name
         self._higher_is_better = higher_is_better
         self._has_test = has_test
         limits = [] if table.samples is None else [table.samples]
@@ -53,8 +50,8 @@ class StopRules:
         if table.seconds is not None and view.training_seconds >= table.seconds:
             return f"{formatting.duration(table.seconds)} of training are over"
         if self._is_good(view.metric):
-            value = formatting.metric(view.metric, self._metric_name)
-            return f"held-out {self._metric_name} {value} reached"
+            value = formatting.metric(view.metric, view.metric_name)
+            return f"held-out {view.metric_name} {value} reached"
         loss = view.held_out_loss if self._has_test else view.loss
         if table.loss is not None and loss is not None and loss <= table.loss:
             kind = "held-out" if self._has_test else "training"

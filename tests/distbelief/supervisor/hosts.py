@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from distbelief.cluster.agent import PREPARE, HostAgent, HostAgentConfig
+from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
+from distbelief.launch.local import PREPARE
 from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Offer, Stop
 from distbelief.protocol.codec import Codec
 from distbelief.roles import role as rl

@@ -55,7 +55,7 @@ def test_no_rule_is_met_before_its_time(table: StopTable, view: JobView) -> None
 def test_a_metric_that_is_better_if_lower_ends_the_job_when_it_has_fallen() -> None:
     """A job with metric "mse" ended at its first evaluation, the worst of all."""
     table = StopTable(accuracy=0.5)
-    falling = StopRules(table, n_train=9, metric_name="mse", higher_is_better=False)
+    falling = StopRules(table, n_train=9, higher_is_better=False)
     assert falling.reason(JobView(samples=1, training_seconds=1, metric=3.0)) is None
     assert falling.reason(JobView(samples=1, training_seconds=1, metric=0.4)) is not None
 
