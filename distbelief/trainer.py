@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol, Self, final
 
@@ -50,8 +49,14 @@ from distbelief.protocol import Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, PeerLost, Received, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.metrics_file import Measurement, MetricsFile
-from distbelief.run.model_file import draw_curve_of, write_model
+from distbelief.run.metrics_file import (
+    Measurement,
+    MetricsFile,
+    draw_curve,
+    import_for_drawing,
+    read_metrics,
+)
+from distbelief.run.model_file import write_model
 from distbelief.run.result import Run
 from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
@@ -379,8 +384,7 @@ class Trainer:
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
-            name = "distbelief.run.plot"
-            threading.Thread(target=import_module, args=(name,), daemon=True).start()
+            threading.Thread(target=import_for_drawing, daemon=True).start()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
@@ -479,7 +483,11 @@ class Trainer:
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
-        self._try_write(partial(draw_curve_of, self._run, title=self._job.name))
+        def draw() -> None:
+            measurements = read_metrics(self._run.metrics_file)
+            draw_curve(self._run.curve_file, measurements, title=self._job.name)
+
+        self._try_write(draw)
 
     def __enter__(self) -> Self:
         self._log.log("info", f"begins in {self._run.path}")
