@@ -73,18 +73,6 @@ def test_a_restarted_role_goes_back_to_its_host_as_long_as_that_takes_roles() ->
     assert find(hosts, "r") == ["here"]
 
 
-def test_what_ran_on_a_host_that_is_gone_is_nowhere() -> None:
-    hosts = table(0, 1)
-    put(hosts, "r", "a")
-    host = hosts.joined[Address("a")]
-    assert (hosts.at(Address("r")), host.used) == (host, 1)
-    hosts.leave(Address("r"))
-    host.ready = False
-    assert (hosts.at(Address("r")), host.used, host.roles) == (None, 0, {})
-    assert find(hosts, "r", must=True) is None  # there is no slot at all
-    assert hosts.leave(Address("r")) is None
-
-
 @given(
     here=st.integers(0, 4),
     slots=st.lists(st.integers(0, 5), max_size=4),

@@ -237,14 +237,6 @@ def test_hosts_of_one_model_leave_at_once() -> None:
     assert town.runs()["host-b"] == ["replica-0.0", "replica-0.1"]
 
 
-def test_one_model_goes_to_one_host_if_it_fits() -> None:
-    town = Town(roster(2, 2), config_of(n_hosts=2, slots_here=0))
-    town.come("a")
-    town.come("b")
-    assert town.runs()["host-a"] == ["replica-0.0", "replica-0.1"]
-    assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
-
-
 class Elsewhere:
     """Places every role, shards and evaluator too, on the first host that takes roles."""
 

@@ -225,17 +225,6 @@ def test_a_job_trains_once_a_replica_does() -> None:
     assert phase(desk) == "done"
 
 
-def test_a_resumed_job_in_which_nobody_trains_yet_is_resuming() -> None:
-    """It was "training 74 %" at once."""
-    before = PreviousTotals(samples={"replica-0": 400, "replica-1": 340})
-    desk = a_job(stop=StopTable(samples=1000), before=before)
-    assert phase(desk) == "resuming"
-    desk.join()
-    assert phase(desk) == "resuming"
-    desk.beat("replica-1", "computing")
-    assert phase(desk) == "training"
-
-
 def test_a_job_that_fails_is_failed_and_one_that_is_interrupted_is_not_done(desk: Desk) -> None:
     """It was "done: " and the error."""
     desk.join()
@@ -270,21 +259,14 @@ def test_messages_of_strangers_and_those_that_roles_never_send_are_rejected(desk
         desk.hear("shard-0", wire.StartTraining())
     with pytest.raises(RemoteProtocolError, match="sent the supervisor Progress, which is not"):
         desk.progress("shard-0")
+    # A replica of another machine could say how accurate the model is.
+    done = wire.EvaluationDone(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
+    with pytest.raises(RemoteProtocolError, match="not for a replica to send"):
+        desk.hear("replica-1", done)
     with pytest.raises(RemoteProtocolError, match="the user sent StartTraining"):
         desk.hear(rl.USER, wire.StartTraining())
     desk.die("replica-0")
     assert desk.hear("replica-0", wire.StartTraining(), incarnation=1) == []
-
-
-def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
-    """A replica of another machine could say how accurate the model is."""
-    desk.train()
-    desk.pass_time(10.1, beats=EVERYBODY)
-    message = wire.EvaluationDone(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
-    with pytest.raises(RemoteProtocolError, match="not for a replica to send"):
-        desk.hear("replica-1", message)
-    desk.hear("evaluator", message)
-    assert desk.view.metric == 1.0
 
 
 def test_a_role_that_never_sends_anything_is_started_again(desk: Desk) -> None:
@@ -772,6 +754,9 @@ def test_a_resumed_job_goes_on_counting() -> None:
     )
     assert rl.Launch(name=rl.Address("shard-0"), incarnation=4) in desk.start
     desk.join()
+    assert phase(desk) == "resuming"  # it was "training 74 %" at once
+    desk.beat("replica-1", "computing")
+    assert phase(desk) == "training"
     desk.now = 10.0
     view = desk.view
     assert (view.seconds, view.samples, view.step) == (110.0, 5000, 500)
