@@ -514,7 +514,7 @@ def test_a_backup_that_is_paused_holds_nobody_up_for_long() -> None:
     pause = Pause(at=job.simulation.now, role=backup, seconds=5.0)
     job.simulation.inject(pause)
     before = job.view.samples
-    job.run_until(lambda: job.view.samples > before + 100, within=6.0)
+    job.run_until(lambda: job.view.samples > before + 100, within=4.0)
     job.run_until(job.is_paired)
     assert job.restarts(backup) == 0
     assert job.view.pushes_lost == 0

@@ -63,6 +63,16 @@ def test_a_bound_that_is_not_heard_of_is_said_again() -> None:
     assert bounds(desk.beat("replica-0", samples=10, samples_allowed=bound or 0)) == {}
 
 
+def test_what_a_dead_replica_held_others_get() -> None:
+    desk = a_job()
+    desk.join()
+    desk.die("replica-1")
+    desk.now += 1.0
+    told = bounds(report(desk, "replica-0", 240))
+    assert told["replica-0"] == 240 + 190  # a quarter of what is left
+    assert bounds(desk.join("replica-1"))["replica-1"] == 190
+
+
 def test_a_resumed_job_deals_out_what_is_left() -> None:
     desk = a_job(before=PreviousTotals(samples={"replica-0": 500, "replica-1": 480}))
     assert bounds(desk.join()) == {"replica-0": 510, "replica-1": 490}

@@ -176,6 +176,17 @@ def test_a_fault_that_no_restart_fixes_leaves_a_primary_to_save(in_sync: Desk) -
     assert sent(in_sync.finish("replica-0"), wire.SaveCheckpoint) == ["shard-0b"]
 
 
+def test_what_two_copies_apply_is_counted_once(in_sync: Desk) -> None:
+    beat(in_sync, "shard-0b", clock=90.0, pushes_applied=90.0, whole=2.0)
+    beat(in_sync, "shard-0", clock=120.0, pushes_applied=120.0, term=2.0)
+    assert in_sync.view.pushes_applied == 120
+    in_sync.die("shard-0")
+    beat(in_sync, "shard-0b", clock=118.0, pushes_applied=118.0, term=3.0)
+    assert in_sync.view.pushes_applied == 120
+    beat(in_sync, "shard-0b", clock=130.0, pushes_applied=130.0, term=3.0)
+    assert in_sync.view.pushes_applied == 130
+
+
 def test_what_a_shard_had_and_has_no_more_is_lost_and_not_applied(desk: Desk) -> None:
     """Pushes applied and then lost were counted as applied ever after."""
     desk.join()

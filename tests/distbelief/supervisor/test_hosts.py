@@ -57,6 +57,7 @@ def test_hosts_of_one_replica_stay_together_where_they_can() -> None:
     hosts = table(1, 2, 3)
     assert find(hosts, "x.0", "x.1", "x.2") == ["b", "b", "b"]
     assert find(hosts, "x.0", "x.1", "x.2", "x.3") == ["b", "b", "b", "a"]
+    assert find(table(0, 1, 3, grades=(-14, -10)), "x.0", "x.1") == ["b", "b"]  # though slower
     assert find(hosts, *"1234567") is None
     assert find(hosts, *"1234567", must=True) == ["b", "b", "b", "a", "a", "here", "b"]
 
