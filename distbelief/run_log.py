@@ -24,16 +24,7 @@ _AGAIN: Final = " (so far "  # begins the count in a repeated warning of the tra
 
 @final
 class RunLog:
-    """Writes the log of a run. A failed write never stops the run.
-
-    Args:
-        file: The log file.
-        role: Of this process; named in each line.
-        tell: Shows a line to the user.
-
-    Attributes:
-        disk: Writes the files of the run.
-    """
+    """Writes the log of a run. A failed write never stops the run."""
 
     def __init__(self, file: Path, role: str, *, tell: Callable[[str], object]) -> None:
         self._role = role

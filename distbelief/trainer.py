@@ -136,14 +136,7 @@ def run_preflight(
 ) -> PreflightResult:
     """Run the preflight process; return its result.
 
-    Args:
-        launcher: Starts the process.
-        job: The job.
-        request: File for the request; the result goes beside it.
-        initial_file: For the module's initial values, if they are needed.
-        plan: For the plan, if replicas are split.
-        log: Where the process writes.
-        tell: Receives what is being done.
+    Its result goes beside the request; `tell` receives what is being done.
 
     Raises:
         JobError: the user has to fix the job.
@@ -229,11 +222,7 @@ class MessageProxies(Protocol):
 
 @final
 class Trainer:
-    """One session of a run: prepare, supervise, conclude.
-
-    Attributes:
-        exit_code: As in `Run`, once it is over.
-    """
+    """One session of a run: prepare, supervise, conclude."""
 
     def __init__(
         self,

@@ -232,14 +232,8 @@ def verify(
 ) -> VerificationResult:
     """Run a plan for some steps, and compare.
 
-    Args:
-        result: The planning result; the plan for the most machines is run.
-        factory: Import path of the function that makes the model, without arguments.
-        loss: Its name.
-        n_cores: Of this host.
-        launcher: Starts the processes; the caller closes it.
-        show: Called with what the ranks are doing.
-        n_steps: Number of steps after the warm-up.
+    The plan for the most machines is run, `n_steps` steps after the warm-up. `factory` is the
+    import path of the model; the caller closes the launcher.
 
     Raises:
         JobError: the model has no loss, or several inputs, or draws random numbers other than

@@ -192,10 +192,6 @@ class HostAgent:
       listens at its address, and posts `PeerLost` if not: the last `Release` may have been lost.
     * Messages carry the host's incarnation; those of an older one are ignored.
     * Asked to leave, a host waits a little until its roles have been moved; asked twice, it ends.
-
-    Args:
-        config: What it offers.
-        storage: Where it stores what it receives.
     """
 
     accepts: Final = message_types(HostMessage)

@@ -55,12 +55,6 @@ class SupervisorMonitor:
 
     A link that is cut shows nothing, and may recover. ZeroMQ reconnects silently, so a TCP connect
     that never blocks tells the two apart: a port where nothing listens refuses at once.
-
-    Args:
-        transport: Of this host.
-        key: Public key of this host; "" without one.
-        place: Address of the supervisor.
-        tell: Shows a text to the user.
     """
 
     def __init__(self, transport: ZmqTransport, *, key: str, place: Endpoint, tell: Tell) -> None:

@@ -47,15 +47,7 @@ class RayOptions:
     def of(
         cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str
     ) -> "RayOptions":
-        """Return what this job needs beyond the supervisor's own host.
-
-        Args:
-            job: The job, whose user is also Ray's.
-            n_hosts: Number of actors.
-            n_machines: Ranks of each replica.
-            slots_here: Processes of replicas that the supervisor's host takes.
-            keys: Directory of keys on Ray's nodes.
-        """
+        """Return what this job needs beyond the supervisor's own host."""
         n_processes = max(1, job.cluster.replicas * n_machines - slots_here)
         modules = (path.partition(":")[0] for _, path in import_paths(job))
         return cls(
@@ -156,12 +148,7 @@ class RayHosts:
         self._look_at: Seconds = 0.0
 
     def start(self, address: str, *, directory: Path) -> None:
-        """Ask Ray for hosts; they join when it has them.
-
-        Args:
-            address: Where the job listens.
-            directory: For their logs, on each node.
-        """
+        """Ask Ray for hosts; they join when it has them."""
         import ray  # noqa: PLC0415 -- an extra
         from ray.util import placement_group  # noqa: PLC0415 -- an extra
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 -- an extra

@@ -97,11 +97,7 @@ class LocalLauncher:
     ) -> None:
         """Set the run whose processes are started from now on.
 
-        Args:
-            spec: File with everything they need but their names (`RoleSpec`).
-            log_of: Returns the log file of a role.
-            has_ranks: Whether replicas are split: their ranks need more modules.
-            modules: What else the server is to import once for all of them.
+        Ranks of split replicas need more modules; the server imports all of them once.
         """
         self._spec, self._log_of = spec, log_of
         self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))

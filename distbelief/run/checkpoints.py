@@ -40,12 +40,7 @@ _HEADER_BYTES_MAX: Final = 1 << 20
 
 @final
 class CheckpointStore:
-    """The checkpoints of one run, by role.
-
-    Args:
-        directory: The run directory's `snapshots`; made when first needed.
-        report: Receives a sentence about each damaged checkpoint.
-    """
+    """The checkpoints of one run, by role."""
 
     def __init__(self, directory: Path, *, report: Callable[[str], None]) -> None:
         self.directory = directory

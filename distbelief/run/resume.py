@@ -169,11 +169,6 @@ def making_checkpoint_set(
 ) -> Iterator[tuple[Path, Path]]:
     """Make a new checkpoint set; it is in use once the block has ended without error.
 
-    Args:
-        run: The run.
-        number: Above that of every set and every checkpoint before.
-        cut: The numbers it is for.
-
     Yields:
         Where the block writes its checkpoints, and where they will be found.
     """
@@ -402,13 +397,7 @@ def resume_run(
 ) -> Resumed:
     """Prepare a run, new or not, so that the job can start in it.
 
-    Args:
-        job: The job, after `check_same`.
-        run: The run; its job file is still that of its last session.
-        layout: Of the model on the job's shards.
-        train: The training data.
-        report: Receives a sentence about each damaged checkpoint.
-        plan: How each replica is split; None if replicas are not split.
+    The job has passed `check_same`; the run's job file is still that of its last session.
 
     Raises:
         JobError: the data have changed, or a checkpoint to reshard is missing.

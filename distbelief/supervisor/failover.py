@@ -44,12 +44,6 @@ class PrimaryElection:
 
     Repeated news does no harm. `joined` must be called once per incarnation of a copy, and `tick`
     several times in `takeover_seconds`.
-
-    Attributes:
-        primary: The primary; None if there is none.
-        backup: The backup; None if there is none.
-        term: Term of the latest `Promote`; `first` - 1 before there was one.
-        in_sync: Whether the backup holds everything that was acknowledged.
     """
 
     def __init__(
@@ -57,11 +51,8 @@ class PrimaryElection:
     ) -> None:
         """Begin without any copy.
 
-        Args:
-            copies: Names of the two roles.
-            first: First term: above all of the run that this one resumes, and above the incarnation
-                of every checkpoint of the shard.
-            takeover_seconds: Silence of the primary after which an in-sync backup takes over.
+        `first` is above every term of earlier sessions, and above the incarnation of every
+        checkpoint of the shard.
         """
         self._copies = copies
         self._takeover_seconds = takeover_seconds
@@ -72,7 +63,7 @@ class PrimaryElection:
         self.primary: Address | None = None
         self.backup: Address | None = None
         self.term = first - 1
-        self.in_sync = False
+        self.in_sync = False  # whether the backup holds everything that was acknowledged
 
     def joined(self, copy: Address, incarnation: int, now: Seconds) -> list[Action]:
         """Note a new incarnation of this copy; an earlier one, if any, is over."""
@@ -203,12 +194,6 @@ class ShardFailover:
 
     A push counts once, however many shards and copies it goes to: it is applied if it is in the
     values of every shard, and lost if it was acknowledged and one shard no longer has it.
-
-    Args:
-        members: All roles of the job.
-        out: Takes actions and log events.
-        first: First term; a resumed run goes on counting.
-        clocks: Pushes in the checkpoints that shards begin from; 0 for the others.
     """
 
     def __init__(

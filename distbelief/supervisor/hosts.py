@@ -43,12 +43,7 @@ class StepTime:
         )
 
     def grade(self, *, flops: float, bandwidth: float) -> int | None:
-        """Return the grade of a host, lower is faster; None if unknown.
-
-        Args:
-            flops: Of one process of a replica, operations a second.
-            bandwidth: Bytes a second; 0.0 counts as infinite.
-        """
+        """Return the grade of a host, lower is faster; None if unknown. Bandwidth 0.0: no limit."""
         if not flops:
             return None
         # The host reports this number: below 1 it makes no sense.
@@ -179,11 +174,7 @@ class Host:
 
 @final
 class HostTable:
-    """All hosts of a job, and which role runs on which.
-
-    Args:
-        slots_here: Slots of the supervisor's own host.
-    """
+    """All hosts of a job, and which role runs on which."""
 
     def __init__(self, *, slots_here: int) -> None:
         self.here = Host(name=HERE, slots=slots_here, ready=True)
@@ -219,9 +210,7 @@ class HostTable:
         ones count as fast. A group goes to one host if it fits, because its messages then stay
         there; else it is spread.
 
-        Args:
-            names: The roles of one group.
-            must: Use full hosts if need be.
+        With `must`, full hosts are used if need be.
         """
         n = len(names)
         hosts = [host for host in (self.here, *self.joined.values()) if host.takes_roles]

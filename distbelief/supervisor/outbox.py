@@ -12,11 +12,7 @@ from distbelief.supervisor.view import MESSAGES_MAX, Message
 
 @final
 class Outbox:
-    """Collects the actions of all parts of the supervisor.
-
-    Args:
-        metrics: Say how long the job has run, for the messages to the user.
-    """
+    """Collects the actions of all parts of the supervisor."""
 
     def __init__(self, metrics: JobMetrics) -> None:
         self._metrics = metrics

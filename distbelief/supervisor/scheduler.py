@@ -95,7 +95,10 @@ def takes_slots(record: RoleRecord) -> bool:
 
 
 class Ended(Protocol):
-    """What the supervisor does when a role has ended on another host."""
+    """What the supervisor does when a role has ended on another host.
+
+    `at_once`: the role will say nothing more.
+    """
 
     def __call__(
         self, name: Address, incarnation: int, reason: str, *, at_once: bool = False
@@ -104,17 +107,7 @@ class Ended(Protocol):
 
 @final
 class Scheduler:
-    """Places the roles of one job, and keeps the hosts that have joined.
-
-    Args:
-        members: All roles of the job.
-        out: Takes actions and log events.
-        shutdown: Of the job.
-        stable_seconds: An incarnation that lasts this long did not die early.
-        on_end: Called when a role has ended on another host; `at_once`: it will say nothing more.
-        cluster: How the job uses hosts that join; None: it runs on one host.
-        policy: Decides which host runs a role.
-    """
+    """Places the roles of one job, and keeps the hosts that have joined."""
 
     def __init__(
         self,
@@ -426,16 +419,12 @@ class Scheduler:
     # --- time
 
     def tick(self, *, late: Seconds) -> None:
-        """Look for silent hosts, and for roles that do not leave in time; called every tick.
-
-        Args:
-            late: How long the supervisor itself was suspended, which is no silence of a host.
-        """
+        """Look for silent hosts, and for roles that do not leave in time; called every tick."""
         if self._cluster is None:
             return
         now = self._out.now
         for host in list(self.hosts.joined.values()):
-            host.silence.heard_at += late
+            host.silence.heard_at += late  # the supervisor itself was suspended
             silent = host.silence.silent(now)
             if not host.present:
                 continue

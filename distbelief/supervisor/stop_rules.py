@@ -16,11 +16,8 @@ from distbelief.supervisor.view import JobView, Seconds
 class StopRules:
     """The rules of one job.
 
-    Args:
-        table: As in the job file.
-        n_train: Training samples, for epochs.
-        higher_is_better: If False, the held-out metric must fall to `accuracy`.
-        has_test: Whether `loss` means the held-out one.
+    `accuracy` is compared with the held-out metric, which may have to fall; without held-out data
+    `loss` is that of training.
     """
 
     def __init__(

@@ -84,13 +84,7 @@ RoleToSupervisor = (
 
 @final
 class Supervisor:
-    """The role `supervisor`: a pure state machine, events in, actions out.
-
-    Args:
-        config: Of the job.
-        cluster: How it uses hosts that join; None: all roles run on this host.
-        policy: Decides which host runs a role.
-    """
+    """The role `supervisor`: a pure state machine, events in, actions out."""
 
     accepts: Final = message_types(RoleToSupervisor | HostToSupervisor)
 

@@ -67,6 +67,7 @@ class Town:
         policy: PlacementPolicy | None = None,
     ) -> None:
         self.policy = policy
+        self.places: dict[rl.Address, rl.Address] = {}  # who may use each name
         self.now = 100.0
         self.machines: dict[rl.Address, Machine] = {}
         self.lossy = ""  # a document of which no piece arrives
@@ -220,6 +221,8 @@ class Town:
                 self.mail.append((sender, 1, action.receiver, action.message))
             case rl.SetTimer():
                 machine.timers[action.name] = action.at
+            case rl.AssignName(name=name, to=to):
+                self.places[name] = to
             case rl.Launch(name=name):
                 assert name not in machine.processes, "begun twice"
                 machine.processes[name] = action.incarnation

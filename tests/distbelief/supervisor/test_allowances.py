@@ -68,9 +68,9 @@ def test_what_a_dead_replica_held_others_get() -> None:
     desk.join()
     desk.die("replica-1")
     desk.now += 1.0
-    told = bounds(report(desk, "replica-0", 240))
-    assert told["replica-0"] == 240 + 190  # a quarter of what is left
-    assert bounds(desk.join("replica-1"))["replica-1"] == 190
+    told = bounds(report(desk, "replica-0", 740))
+    assert told["replica-0"] == 740 + 70  # a quarter of what is left
+    assert bounds(desk.join("replica-1"))["replica-1"] == 70
 
 
 def test_a_resumed_job_deals_out_what_is_left() -> None:

@@ -52,6 +52,8 @@ def test_a_job_waits_for_its_hosts_and_uses_them() -> None:
         "here": ["evaluator", "replica-0", "shard-0"],
         "host-a": ["replica-1", "replica-2"],
     }
+    assert town.places[rl.Address("replica-1")] == "host-a"
+    assert town.places[rl.Address("shard-0")] == rl.SUPERVISOR
     assert "a (host-a) has joined: 2 cores, 1.1 GB" in town.said
     assert "replica 1, replica 2: on a (host-a)" in town.said
 

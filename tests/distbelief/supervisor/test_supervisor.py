@@ -759,7 +759,8 @@ def test_a_resumed_job_goes_on_counting() -> None:
     assert phase(desk) == "training"
     desk.now = 10.0
     view = desk.view
-    assert (view.seconds, view.samples, view.step) == (110.0, 5000, 500)
+    assert (view.seconds, view.training_seconds) == (110.0, 90.0)
+    assert (view.samples, view.step) == (5000, 500)
     assert view.best_metric == 0.9
     assert (view.pushes_applied, view.pushes_lost, view.pushes_refused) == (240, 20, 3)
     assert (view.bytes_in, view.bytes_out) == (1000, 2000)
