@@ -21,7 +21,7 @@ from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Action, Address, Seconds, Send, Terminate
 from distbelief.supervisor.membership import Membership, RoleRecord
-from distbelief.supervisor.outbox import Outbox
+from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Checkpoints
 
 
@@ -197,7 +197,7 @@ class ShardFailover:
     """
 
     def __init__(
-        self, members: Membership, out: Outbox, *, first: int, clocks: Mapping[str, int]
+        self, members: Membership, out: Output, *, first: int, clocks: Mapping[str, int]
     ) -> None:
         self._members = members
         self._out = out

@@ -42,7 +42,7 @@ from distbelief.roles.role import (
 )
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
-from distbelief.supervisor.outbox import Outbox
+from distbelief.supervisor.output import Output
 from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
 
 
@@ -112,7 +112,7 @@ class Scheduler:
     def __init__(
         self,
         members: Membership,
-        out: Outbox,
+        out: Output,
         shutdown: Shutdown,
         *,
         stable_seconds: Seconds,

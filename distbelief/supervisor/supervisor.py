@@ -45,7 +45,7 @@ from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
-from distbelief.supervisor.outbox import Outbox
+from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Checkpoints, Evaluations
 from distbelief.supervisor.scheduler import (
     HostToSupervisor,
@@ -104,7 +104,7 @@ class Supervisor:
             higher_is_better=config.higher_is_better,
             before=config.before,
         )
-        self.out = Outbox(self.metrics)
+        self.out = Output(self.metrics)
         self.failover = ShardFailover(
             self.members, self.out, first=config.first_incarnation, clocks=config.before.clocks
         )

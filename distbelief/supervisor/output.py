@@ -11,7 +11,7 @@ from distbelief.supervisor.view import MESSAGES_MAX, Message
 
 
 @final
-class Outbox:
+class Output:
     """Collects the actions of all parts of the supervisor."""
 
     def __init__(self, metrics: JobMetrics) -> None:
