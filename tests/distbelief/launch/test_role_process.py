@@ -24,6 +24,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.transport.config import ListenConfig
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import net
+from tests.distbelief.jobs import small
 from tests.links import link
 from tests.processes.commands import poll
 
@@ -34,17 +35,8 @@ EXAMPLES = "tests.distbelief.examples"
 
 
 def a_job(tmp_path: Path, *overrides: str) -> Job:
-    text = f"""
-        model = {{ factory = "{EXAMPLES}:net", initial = "seed" }}
-        data.train.factory = "{EXAMPLES}:frames"
-        stop.epochs = 1
-        [algorithm]
-        name = "downpour"
-        loss = "cross_entropy"
-        batch_size = 4
-        rule = {{ name = "sgd", learning_rate = 0.1 }}
-    """
-    return parse_job(text, path=tmp_path / "job.toml", overrides=overrides)
+    text = small(f"{EXAMPLES}:net", f"{EXAMPLES}:frames")
+    return parse_job(text, path=tmp_path / "job.toml", overrides=("model.initial=seed", *overrides))
 
 
 class Supervised:
