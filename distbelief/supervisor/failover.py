@@ -172,14 +172,15 @@ class _PushCount:
     seen: int = 0  # number of the newest push that was in the values
     lost: Lost = ()
     counted: tuple[Address, int] | None = None  # name and incarnation of the primary
+    was_in_sync: bool = False  # whether that one was a backup in sync, or began from a checkpoint
 
-    def add(self, record: RoleRecord, *, was_in_sync: bool) -> None:
+    def add(self, record: RoleRecord) -> None:
         clock = record.counters.get("clock")
         if clock is None:
             return
         applied = record.counters.get("pushes_applied", 0.0)
         process = (record.name, record.incarnation)
-        if process != self.counted and not was_in_sync:
+        if process != self.counted and not self.was_in_sync:
             restored = int(record.counters.get("pushes_restored", clock - applied))
             self.lost = lost_after(self.lost, seen=self.seen, kept=restored)
             self.seen = max(self.seen, restored + n_lost([self.lost]))
@@ -203,9 +204,7 @@ class ShardFailover:
         self._out = out
         self._elections: dict[Address, PrimaryElection] = {}  # of shards with two copies
         self._push_counts: dict[Address, _PushCount] = {}
-        # Whether the primary went on as a backup in sync, or began from a checkpoint.
-        self._was_in_sync: dict[Address, bool] = {}
-        self._demoted: dict[Address, tuple[Address, int]] = {}  # the last: name, incarnation
+        self._demoted: set[tuple[Address, int]] = set()  # names and incarnations
         for record in members.of("shard"):
             if record.name != record.shard:
                 continue
@@ -237,8 +236,7 @@ class ShardFailover:
 
     def was_primary(self, record: RoleRecord) -> bool:
         """Return whether this incarnation is the primary, or was until it was demoted."""
-        process = (record.name, record.incarnation)
-        return self.is_primary(record) or self._demoted.get(record.shard) == process
+        return self.is_primary(record) or (record.name, record.incarnation) in self._demoted
 
     def _survivor(self, record: RoleRecord) -> RoleRecord | None:
         # The copy that has all of the shard if this one is lost. It may be silent or dead itself.
@@ -292,7 +290,7 @@ class ShardFailover:
         was_primary = election.primary == record.name
         self._out.add(*election.lost(record.name))
         if was_primary:
-            self._was_in_sync[record.shard] = election.primary is not None
+            self._push_counts[record.shard].was_in_sync = election.primary is not None
 
     def reported(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> None:
         """Handle what a copy reports of the other one."""
@@ -345,15 +343,15 @@ class ShardFailover:
                 if record is None:
                     self._out.add(action)
                     continue
-                self._was_in_sync[shard] = True
-                self._demoted[shard] = (record.name, record.incarnation)
+                self._push_counts[shard].was_in_sync = True
+                self._demoted.add((record.name, record.incarnation))
                 demoted.append(record)
         return demoted
 
     def count(self, record: RoleRecord) -> None:
         push_count = self._push_counts.get(record.shard)
         if push_count is not None and self.is_primary(record):
-            push_count.add(record, was_in_sync=self._was_in_sync.get(record.shard, False))
+            push_count.add(record)
 
     @property
     def pushes_applied(self) -> int:
