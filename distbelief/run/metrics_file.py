@@ -12,7 +12,8 @@ from contextlib import suppress
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, final
+from threading import Lock
+from typing import TYPE_CHECKING, Final, Self, final
 
 import msgspec
 
@@ -129,14 +130,19 @@ def _end_of_last_line(file: FileIO) -> int:
     return 0
 
 
+_IMPORTING: Final = Lock()  # matplotlib's modules import each other: two threads must not
+
+
 def import_for_drawing() -> None:
     """Import what `draw_curve` needs, which takes most of a second."""
-    for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-        import_module(module)
+    with _IMPORTING:
+        for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+            import_module(module)
 
 
 def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -> bool:
     """Draw the curve to `path`; return False if there is nothing to draw yet."""
+    import_for_drawing()
     # Without pyplot, which keeps global state and may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
