@@ -45,12 +45,8 @@ class Job:
             folder = self.folder / str(index)
             self.machines.append(self._start(host, folder, words))
 
-    def told(self) -> str:
-        log = self.command.run / "logs" / "supervisor.log"
-        return log.read_text() if log.is_file() else ""
-
     def says(self, pattern: str) -> bool:
-        return re.search(pattern, self.told()) is not None
+        return re.search(pattern, self.command.told()) is not None
 
     def goes_on(self) -> None:
         before = self.command.samples()
@@ -127,6 +123,6 @@ def test_a_job_does_without_a_host_that_is_cut_off(tmp_path: Path, *, for_good: 
         job.goes_on()
         if not for_good:
             job.lan.mend(last)
-            poll(lambda: len(re.findall(r": on \S+ \(host-", job.told())) == N_HOSTS)
+            poll(lambda: len(re.findall(r": on \S+ \(host-", job.command.told())) == N_HOSTS)
             job.goes_on()
         job.end()
