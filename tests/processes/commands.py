@@ -225,6 +225,11 @@ class Command:
     def is_training(self) -> bool:
         return self.view().get("phase") == "training" and self.samples() > 0
 
+    def trains(self, n_samples: int = 500) -> None:
+        """Wait until it has trained so many more samples."""
+        before = self.samples()
+        poll(lambda: self.view().get("phase") == "training" and self.samples() > before + n_samples)
+
 
 @contextmanager
 def train(

@@ -128,20 +128,20 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
         _refused_for_its_imports(land, command)
         with land.joined(command) as machine:
             poll(lambda: command.told().count("replica 1: on ") == 1)
-            _goes_on(command)
+            command.trains()
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
         poll(lambda: "replica 1 has left with" in command.told())
         poll(lambda: command.told().count("replica 1 waits for a host") >= 2)
         with land.joined(command) as machine:
             poll(lambda: command.told().count("replica 1: on ") == 2)
-            _goes_on(command)
+            command.trains()
             machine.kill()
             poll(lambda: "replica 1 lost with it" in command.told())
-            _goes_on(command)
+            command.trains()
         with land.joined(command) as machine:
             poll(lambda: command.told().count("replica 1: on ") == 3)
-            _goes_on(command)
+            command.trains()
             command.signal(signal.SIGINT)
             assert command.wait() == 130, command.output
             assert machine.wait() == 0, machine.said
@@ -154,11 +154,6 @@ def _refused_for_its_imports(land: Land, command: Command) -> None:
         assert machine.wait() == 1, machine.said
     assert machine.said.count("--allow-import tiny") == 1  # it was told twice
     assert "cannot take part: [model] 'tiny:net'" in command.told()
-
-
-def _goes_on(command: Command) -> None:
-    before = command.samples()
-    poll(lambda: command.samples() > before + 500)
 
 
 @pytest.mark.soak
@@ -176,8 +171,7 @@ def test_a_job_ends_and_so_does_the_machine_that_joined(land: Land) -> None:
 def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
     with listening(land, *LONG, "--hosts", "1", "--cores", "1", replicas=2) as command:
         with land.joined(command) as machine:
-            poll(command.is_training)
-            poll(lambda: command.samples() > 1000)
+            command.trains(1000)
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
         poll(lambda: "replica 1 has left with" in command.told())

@@ -48,10 +48,6 @@ class Job:
     def says(self, pattern: str) -> bool:
         return re.search(pattern, self.command.told()) is not None
 
-    def goes_on(self) -> None:
-        before = self.command.samples()
-        poll(lambda: self.command.samples() > before + 500)
-
     def end(self) -> None:
         self.command.signal(signal.SIGINT)
         assert self.command.wait() == 130, self.command.output
@@ -120,9 +116,9 @@ def test_a_job_does_without_a_host_that_is_cut_off(tmp_path: Path, *, for_good: 
         last = job.lan.hosts[-1]
         job.lan.cut(last)
         poll(lambda: job.says("waits for a host" if for_good else "is lost"), seconds=40)
-        job.goes_on()
+        job.command.trains()
         if not for_good:
             job.lan.mend(last)
             poll(lambda: len(re.findall(r": on \S+ \(host-", job.command.told())) == N_HOSTS)
-            job.goes_on()
+            job.command.trains()
         job.end()
