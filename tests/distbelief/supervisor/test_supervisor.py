@@ -381,21 +381,6 @@ def applied(desk: Desk, name: str, n: int, **counters: float) -> None:
     desk.beat(name, "busy", clock=n, pushes_applied=n, **counters)
 
 
-def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(desk: Desk) -> None:
-    """A replica's next life knows of no push before it: 0 were said to be lost."""
-    desk.join()
-    applied(desk, "shard-0", 207)
-    applied(desk, "shard-1", 205)
-    for name in ("replica-0", "shard-0"):
-        desk.restart(name)
-    applied(desk, "shard-0", 3)
-    desk.beat("replica-0", pushes_lost=0.0)
-    assert pushes(desk) == (0, 207)  # shard 1 has not told of the three since
-    applied(desk, "shard-1", 208)
-    applied(desk, "shard-0", 13)
-    assert pushes(desk) == (1, 207)  # 208 came to both, and 207 are gone
-
-
 @pytest.mark.parametrize(
     ("first", "second", "counted"),
     [
