@@ -39,12 +39,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
-    """Return the encoded job spec of a run.
-
-    Args:
-        spec: Of the roles of this host.
-        plan: File of their plan.
-    """
+    """Return the encoded job spec of a run."""
     portable = msgspec.structs.replace(
         spec,
         supervisor="",
@@ -118,12 +113,7 @@ ASK_SECONDS: Final = 1.0  # without a chunk, until it is requested again
 
 @final
 class FileDownload:
-    """A document, as far as it has come; one chunk is under way at a time.
-
-    Args:
-        document: Its name.
-        now: The present.
-    """
+    """A document, as far as it has come; one chunk is under way at a time."""
 
     def __init__(self, document: str, now: Seconds) -> None:
         self.document = document

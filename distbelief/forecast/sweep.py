@@ -23,7 +23,7 @@ import numpy as np
 from distbelief.config.job import Job, StopTable
 from distbelief.errors import JobError
 from distbelief.roles.role import Seconds
-from distbelief.supervisor.stop_rules import Reached, StopRules
+from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import JobView, Point
 
 
@@ -119,10 +119,7 @@ def reached_at(job: Job, view: JobView) -> Seconds | None:
         return view.training_seconds
     target = StopTable(accuracy=job.stop.accuracy, loss=job.stop.loss)
     rules = StopRules(target, n_train=1, has_test=job.data.test is not None)
-    last = Reached(
-        samples=0, seconds=0.0, metric=view.metric, held_out_loss=view.held_out_loss, loss=view.loss
-    )
-    return None if rules.reason(last) is None else view.training_seconds
+    return None if rules.reason(view) is None else view.training_seconds
 
 
 def step_seconds(view: JobView, *, n_trainers: int) -> Seconds | None:

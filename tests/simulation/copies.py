@@ -56,7 +56,7 @@ from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.supervisor.failover import Decision, PrimaryElection
+from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.workers import (
     N_MARKS,
     PLAIN,
@@ -168,13 +168,10 @@ class Overseer:
             case _:
                 return []
 
-    def _follow(self, decision: Decision) -> list[Action]:
-        actions: list[Action] = [*decision.sends]
-        if decision.demoted is not None:
-            self.n_takeovers += 1
-            if self.terminates:
-                actions.append(Terminate(name=decision.demoted))
-        return actions
+    def _follow(self, actions: list[Action]) -> list[Action]:
+        demoted = [action for action in actions if isinstance(action, Terminate)]
+        self.n_takeovers += len(demoted)
+        return actions if self.terminates else [a for a in actions if a not in demoted]
 
 
 @dataclass

@@ -60,7 +60,6 @@ from distbelief.simulation.faults import (
 from distbelief.simulation.machines import ClusterOptions, Machine, TraceKind
 from distbelief.simulation.network import Link
 from distbelief.supervisor import failover
-from distbelief.supervisor.failover import Decision
 from tests.simulation import copies
 from tests.simulation.copies import Beating, Overseer
 from tests.simulation.invariants import Scene, shard_in, watch
@@ -356,11 +355,9 @@ class LateOverseer(Overseer):
         return super().handle(event, now)
 
     @override
-    def _follow(self, decision: Decision) -> list[Action]:
-        actions = super()._follow(decision)
-        if not self._late_seconds:
-            return actions
-        return [self._late(action) for action in actions]
+    def _follow(self, actions: list[Action]) -> list[Action]:
+        actions = super()._follow(actions)
+        return [self._late(action) for action in actions] if self._late_seconds else actions
 
     def _late(self, action: Action) -> Action:
         if not isinstance(action, Terminate):

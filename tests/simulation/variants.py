@@ -39,7 +39,7 @@ from distbelief.protocol import (
     StateBlock,
 )
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
-from distbelief.supervisor.failover import Decision, PrimaryElection
+from distbelief.supervisor.failover import PrimaryElection
 
 
 Patch = pytest.MonkeyPatch
@@ -359,10 +359,10 @@ def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
     """
     whole, fence = PrimaryElection._promote, Backup.promote
 
-    def decide(self: PrimaryElection, primary: Address, *, backup: Address | None) -> Decision:
-        decision = whole(self, primary, backup=backup)
+    def decide(self: PrimaryElection, primary: Address, *, backup: Address | None) -> list[Action]:
+        actions = whole(self, primary, backup=backup)
         self.in_sync = backup is not None
-        return decision
+        return actions
 
     def promote(self: Backup, term: int) -> bool:
         fence(self, term)
