@@ -151,11 +151,7 @@ class Driver:
         self.options = options
         self.event_queue = EventQueue()
         self.streams = RandomStreams.of(seed)
-        self.trace = Trace(
-            n_kept=options.n_lines_kept,
-            full=options.full_trace,
-            order_only=options.trace == "order",
-        )
+        self.trace = Trace(n_kept=options.n_lines_kept, order_only=options.trace == "order")
         self.disk = Disk()
         self.counts = Counts()
         self.slow: list[Slow] = []  # active now

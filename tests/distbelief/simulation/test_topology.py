@@ -201,8 +201,8 @@ def test_a_trace_of_the_order_has_the_last_events_of_each_role() -> None:
     cluster.run()
     assert cluster.trace.n_lines == 9  # two begin, and meet each other
     lines = cluster.trace.last()[D]
-    assert [line.split(" ", 1)[1] for line in lines] == ["d#1 PushBlock a"] * 2
-    assert "PushBlock a" in cluster.trace.table()
+    assert [line.split(" ", 1)[1] for line in lines] == ["d#1 PushBlock from a#1"] * 2
+    assert "PushBlock from a#1" in cluster.trace.table()
     opts = replace(opts, faults=(Kill(at=0.01, role=D),))
     cluster = cluster_of(roles, options=opts)
     with pytest.raises(SimulationFailed, match="lost, from a: no such process"):
