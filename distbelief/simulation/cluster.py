@@ -228,8 +228,8 @@ class SimulatedCluster:
 
     def post(self, name: Address, event: Event) -> None:
         """Deliver an event to `name` now, as if its driver had produced it."""
-        deliver = partial(self._driver.deliver, self._process(name), event)
-        self._driver.event_queue.at(self.now, deliver)
+        driver = self._driver
+        driver.event_queue.at(self.now, driver.deliver, self._process(name), event)
 
     def kill(self, name: Address, *, tears: bool = False) -> None:
         """Kill `name` between two events; its files stay."""
@@ -244,7 +244,7 @@ class SimulatedCluster:
         self._driver.start(name)
 
     def inject(self, fault: Fault) -> None:
-        self._driver.event_queue.at(fault.at, partial(self._begin, fault))
+        self._driver.event_queue.at(fault.at, self._begin, fault)
 
     def _process(self, name: Address) -> SimulatedProcess:
         try:
@@ -266,7 +266,7 @@ class SimulatedCluster:
                 self._begin_outage(fault)
             case Slow():
                 driver.slow.append(fault)
-                event_queue.at(event_queue.now + fault.seconds, partial(driver.slow.remove, fault))
+                event_queue.at(event_queue.now + fault.seconds, driver.slow.remove, fault)
             case DiskFull():
                 driver.disk.fill()
                 event_queue.at(event_queue.now + fault.seconds, driver.disk.clear)
@@ -295,7 +295,7 @@ class SimulatedCluster:
                     self._driver.end(process, "killed")
                 elif fault.restart_after is not None:
                     at = self.now + fault.restart_after
-                    self._driver.event_queue.at(at, partial(self._disarm, process))
+                    self._driver.event_queue.at(at, self._disarm, process)
             case Pause():
                 self._driver.pause(process, fault.seconds)
             case Supersede():

@@ -294,7 +294,7 @@ class Driver:
             self._handle(process, event)
         else:
             process.handles_until = begins + takes
-            event_queue.at(begins, partial(self._handle, process, event))
+            event_queue.at(begins, self._handle, process, event)
 
     def _is_misrouted(self) -> bool:
         port_reuse = self.options.port_reuse
@@ -517,14 +517,13 @@ class Driver:
         """Start an incarnation of `name` after the time that a process needs to start."""
         launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
         self._launches.append(launch)
-        event_queue = self.event_queue
-        begins = event_queue.now + self.options.launch_seconds
-        event_queue.at(begins, partial(self._finish_launch, launch))
+        begins = self.event_queue.now + self.options.launch_seconds
+        self.event_queue.at(begins, self._finish_launch, launch)
 
     def _finish_launch(self, launch: "_Launch") -> None:
         name, number = launch.name, launch.incarnation
-        again = partial(self._finish_launch, launch)
-        if launch.cancelled is None and self._waits_for_machine(name, again):
+        if launch.cancelled is None and (back_at := self._away_until(name)):
+            self.event_queue.at(back_at, self._finish_launch, launch)
             return
         self._launches.remove(launch)
         if launch.cancelled is None:
@@ -532,14 +531,10 @@ class Driver:
         else:
             self._report_loss(launch.launcher, name, number, launch.cancelled)
 
-    def _waits_for_machine(self, name: Address, call: Call) -> bool:
-        # True if the machine of `name` is in an outage; then `call` is made at its end.
-        event_queue = self.event_queue
+    def _away_until(self, name: Address) -> Seconds | None:
+        # The end of the outage of its machine, or None.
         back_at = self.away_until.get(name, 0.0)
-        if back_at <= event_queue.now:
-            return False
-        event_queue.at(back_at, call)
-        return True
+        return back_at if back_at > self.event_queue.now else None
 
     def _next_incarnation(self, name: Address, wanted: int | None) -> int:
         if name not in self.builders:
@@ -598,13 +593,13 @@ class Driver:
         if process.launcher is not None:
             self._report_loss(process.launcher, process.name, process.incarnation, reason)
         if process.restart_after is not None and not process.halted:
-            event_queue = self.event_queue
-            event_queue.at(event_queue.now + process.restart_after, partial(self._restart, process))
+            again_at = self.event_queue.now + process.restart_after
+            self.event_queue.at(again_at, self._restart, process)
 
     def _restart(self, process: SimulatedProcess) -> None:
-        if self._waits_for_machine(process.name, partial(self._restart, process)):
-            return
-        if self.newest[process.name] is process:
+        if back_at := self._away_until(process.name):
+            self.event_queue.at(back_at, self._restart, process)
+        elif self.newest[process.name] is process:
             self.start(process.name)
 
     def terminate(self, name: Address, reason: str) -> None:
@@ -620,10 +615,8 @@ class Driver:
         self, launcher: SimulatedProcess, name: Address, incarnation: int, reason: str
     ) -> None:
         lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
-        event_queue = self.event_queue
-        event_queue.at(
-            event_queue.now + self.options.notice_seconds, partial(self.deliver, launcher, lost)
-        )
+        noticed_at = self.event_queue.now + self.options.notice_seconds
+        self.event_queue.at(noticed_at, self.deliver, launcher, lost)
 
     # --- pause ---
 
@@ -639,7 +632,7 @@ class Driver:
         if process.event_loop is not None:
             process.event_loop.hold(held=True)
         process.paused_until = until
-        event_queue.at(until, partial(self._resume, process))
+        event_queue.at(until, self._resume, process)
 
     def _resume(self, process: SimulatedProcess) -> None:
         if process.paused_until is None or process.paused_until > self.event_queue.now:
@@ -680,7 +673,7 @@ class Driver:
         ports = self._ports.between(process.machine.host, options.machine_of(peer).host)
         if ports:
             path.use_ports(ports, self._ports.network)
-        path.add_latency(options.machine_of(peer).handling_seconds)
+        path.latency_seconds += options.machine_of(peer).handling_seconds
         path.frame_scale = frame_scale(options.scales, process.name, peer)
         path.traffic = self.traffic.setdefault(ends, [0, 0])
         return path

@@ -43,7 +43,7 @@ _dtypes: Final[dict[object, str]] = {}  # name of each dtype: numpy builds it at
 
 def crc(array: Vector) -> int:
     """Return the CRC-32 of an array's bytes."""
-    return zlib.crc32(array if array.flags.c_contiguous else array.tobytes())
+    return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def stable_repr(value: object, *, depth: int = 0) -> str:
@@ -75,7 +75,7 @@ def _array_text(array: Vector) -> str:
 
 
 def _composite_repr(value: object, depth: int) -> str:
-    kind = type(value)
+    kind = type(value).__name__
     if isinstance(value, Mapping):
         items = [f"{key}: {stable_repr(item, depth=depth)}" for key, item in value.items()]
         return f"{{{', '.join(items[:ITEMS_MAX])}}}"
@@ -83,13 +83,13 @@ def _composite_repr(value: object, depth: int) -> str:
         texts = [stable_repr(item, depth=depth) for item in value[:ITEMS_MAX]]
         return f"{len(value)}[{', '.join(texts)}]"
     if isinstance(value, msgspec.Struct):
-        names: Sequence[str] = kind.__struct_fields__
+        names: Sequence[str] = value.__struct_fields__
     elif dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
     else:
-        return kind.__name__  # its repr may contain an address
+        return kind  # its repr may contain an address
     fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]
-    return f"{kind.__name__}({', '.join(fields)})"
+    return f"{kind}({', '.join(fields)})"
 
 
 def _cut(text: str) -> str:

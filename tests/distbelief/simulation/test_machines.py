@@ -112,8 +112,6 @@ def test_what_cannot_be_is_refused() -> None:
         CostScale(flops=-1.0)
     with pytest.raises(ValueError, match="block_bytes"):
         ClusterOptions(block_bytes=0)
-    with pytest.raises(ValueError, match="full_trace"):
-        replace(ClusterOptions(full_trace=True), trace="order")
 
 
 @pytest.mark.parametrize("lent", [False, True])

@@ -61,8 +61,7 @@ def busy_run(seed: int) -> SimulatedCluster:
         },
         seed=seed,
         options=ClusterOptions(
-            introduce=True,
-            faults=random_faults(seed, (A, B, C), horizon=5.0, intensity=2.0),
+            introduce=True, faults=random_faults(seed, (A, B, C), horizon=5.0, intensity=2.0)
         ),
     )
     cluster.run(until=20.0)
