@@ -69,23 +69,14 @@ class TimelineResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `simulate`.
+    """The result of `simulate`."""
 
-    Attributes:
-        job: The job of the first variant.
-        cluster: The cluster's name.
-        constants: Name and value of every constant of the model.
-        variants: All variants, in order.
-        best: The suggested variant, if a suggestion was asked for.
-        drawn: The timeline; None if none was asked for.
-    """
-
-    job: Job
+    job: Job  # of the first variant
     cluster: str
-    constants: tuple[tuple[str, str], ...]
-    variants: tuple[Variant, ...]
-    best: Variant | None = None
-    timeline: TimelineResult | None = None
+    constants: tuple[tuple[str, str], ...]  # name and value, of the model
+    variants: tuple[Variant, ...]  # in order
+    best: Variant | None = None  # the suggested one, if a suggestion was asked for
+    timeline: TimelineResult | None = None  # None if none was asked for
 
 
 def simulate(  # noqa: PLR0913 -- public API: all but the first are options

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Final, Literal, final
 
 import msgspec
@@ -95,24 +95,6 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         units: tuple[Unit, ...] = (unit_of(asked.cost), "times")
         keys = (key_of(kind, asked.name, unit) for unit in units)
         return next((self.work[key] for key in keys if key in self.work), None)
-
-
-def mean_of(found: Sequence[Rates]) -> Rates:
-    """Return the mean of several measurements of one job; work is weighted by its pieces."""
-    work: dict[str, Rate] = {}
-    for rates in found:
-        for key, rate in rates.work.items():
-            other = work.get(key, msgspec.structs.replace(rate, n=0))
-            n = rate.n + other.n
-            seconds = (rate.n * rate.seconds + other.n * other.seconds) / max(1, n)
-            waiting = (rate.n * rate.waiting + other.n * other.waiting) / max(1, n)
-            work[key] = Rate(unit=rate.unit, seconds=seconds, n=n, waiting=waiting)
-    return Rates(
-        work=work,
-        message=fmean(rates.message for rates in found),
-        wake=fmean(rates.wake for rates in found),
-        share=min(rates.share for rates in found),
-    )
 
 
 def key_of(kind: str, name: str, unit: Unit) -> str:

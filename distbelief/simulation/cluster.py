@@ -90,17 +90,10 @@ class SimulatedCluster:
         Raises:
             SimulationFailed: a role or a check failed, or there are more than `max_events`.
         """
-        with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
-            event_queue = self._driver.event_queue
-            self._start()
-            end = math.inf if until is None else until
-            n_left = max_events
-            while event_queue.next_time <= end and event_queue.next_time < math.inf:
-                if not n_left:
-                    raise self._driver.failure(f"the run has not ended after {max_events} events")
-                n_left -= self._steps(min(n_left, N_EVENTS_TOGETHER), until=end)
-            if until is not None and until > event_queue.now:
-                event_queue.advance(until)
+        end = math.inf if until is None else until
+        self._run(lambda: False, end=end, max_events=max_events, every=N_EVENTS_TOGETHER)
+        if until is not None and until > self.now:
+            self._driver.event_queue.advance(until)
 
     def run_until(
         self,
@@ -115,21 +108,24 @@ class SimulatedCluster:
         Raises:
             SimulationFailed: it does not hold within `within` virtual seconds.
         """
+        end = self.now + within
+        if not self._run(condition, end=end, max_events=max_events, every=every):
+            raise self._driver.failure(f"the condition of run_until does not hold by {end!r} s")
+
+    def _run(
+        self, condition: Callable[[], bool], *, end: Seconds, max_events: int, every: int
+    ) -> bool:
+        # Returns whether the condition holds; False if no event is due by `end`.
+        event_queue, n_left = self._driver.event_queue, max_events
         with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
-            event_queue = self._driver.event_queue
             self._start()
-            end = event_queue.now + within
-            n_left = max_events
             while not condition():
                 if (next_time := event_queue.next_time) > end or next_time == math.inf:
-                    raise self._driver.failure(
-                        f"the condition of run_until does not hold by {end!r} s"
-                    )
+                    return False
                 if not n_left:
-                    raise self._driver.failure(
-                        f"the condition of run_until does not hold after {max_events} events"
-                    )
+                    raise self._driver.failure(f"the run has not ended after {max_events} events")
                 n_left -= self._steps(min(n_left, every), until=end)
+        return True
 
     def _start(self) -> None:
         # Processes that start at time 0 are started by the first call of `run`.

@@ -2,7 +2,7 @@
 
 Compute, Persist -> Executors -> Computed, Persisted
 SetTimer -> Timers -> TimerFired
-Send -> MessageSizing -> Network -> Received
+Send -> Encoded or PassedOn -> Network -> Received
 Launch -> a new SimulatedProcess -> Started; when it ends, PeerLost to its launcher
 
 An older incarnation may still run when the next one starts, if the supervisor declared it dead
@@ -62,7 +62,6 @@ from distbelief.simulation.machines import (
 )
 from distbelief.simulation.network import (
     Encoded,
-    MessageSizing,
     Network,
     Packet,
     PassedOn,
@@ -179,7 +178,7 @@ class Driver:
         self._misrouted: dict[Address, deque[Event]] = {}  # for future incarnations
         self._incarnations: dict[Address, int] = {}
         run = f"simulation-{seed}"
-        self._sizing: MessageSizing = Encoded(run) if options.codec else PassedOn(run)
+        self._sizing = Encoded(run) if options.codec else PassedOn(run)
 
     def slowness(self, name: Address) -> float:
         """Return the factor by which faults slow down the work of `name` now."""
@@ -355,7 +354,7 @@ class Driver:
     def _send(self, process: SimulatedProcess, action: Send) -> None:
         sizing, receiver = self._sizing, action.receiver
         payload = sizing.sent(action, sender=process.name, incarnation=process.incarnation)
-        path = process.paths.get(receiver) or self.path(process, receiver)
+        path = process.paths.get(receiver) or self._first_path(process, receiver)
         if path is None:
             self.counts.lost += 1
             text = f"lost, not connected to {receiver}"
@@ -467,7 +466,11 @@ class Driver:
         try:
             role = self.builders[name](memory)
         except DistBeliefError as error:
-            self._report_build_failure(name, number, launcher, error)
+            reason = f"could not be built: {error}"
+            if launcher is None:
+                raise self.failure(f"{name}#{number} {reason}") from error
+            self.note(name, number, reason)
+            self._report_loss(launcher, name, number, reason)
             return
         event_queue, options = self.event_queue, self.options
         machine = options.machine_of(name)
@@ -485,7 +488,7 @@ class Driver:
             handles_slowly=machine.handles_slowly,
             memory=memory,
             executors=Executors(host, wake_seconds=wake_seconds),
-            timers=Timers(event_queue, lambda timer: self._fire(process, timer)),
+            timers=Timers(event_queue, lambda timer: self.deliver(process, TimerFired(name=timer))),
             launcher=launcher,
         )
         if handles:
@@ -549,18 +552,6 @@ class Driver:
             )
         self._incarnations[name] = number
         return number
-
-    def _report_build_failure(
-        self, name: Address, number: int, launcher: SimulatedProcess | None, error: Exception
-    ) -> None:
-        reason = f"could not be built: {error}"
-        if launcher is None:
-            raise self.failure(f"{name}#{number} {reason}") from error
-        self.note(name, number, reason)
-        self._report_loss(launcher, name, number, reason)
-
-    def _fire(self, process: SimulatedProcess, timer: str) -> None:
-        self.deliver(process, TimerFired(name=timer))
 
     def _introduce(self, process: SimulatedProcess) -> None:
         joined = PeerJoined(peer=process.name, incarnation=process.incarnation)
@@ -657,36 +648,26 @@ class Driver:
 
     def connect(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
         """Connect a process to this incarnation of `peer`."""
-        path = process.paths.get(peer)
-        if path is None or path.incarnation != incarnation:
-            path = process.paths[peer] = self._new_path(process, peer, incarnation)
-        return path
-
-    def _new_path(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
-        options, ends = self.options, (process.name, peer)
-        path = Path(
-            options.link_of(process.name, peer),
-            sender=process.name,
-            receiver=peer,
-            incarnation=incarnation,
-        )
-        ports = self._ports.between(process.machine.host, options.machine_of(peer).host)
+        known = process.paths.get(peer)
+        if known is not None and known.incarnation == incarnation:
+            return known
+        options, machine = self.options, self.options.machine_of(peer)
+        link = options.link_of(process.name, peer)
+        path = Path(link, sender=process.name, receiver=peer, incarnation=incarnation)
+        ports = self._ports.between(process.machine.host, machine.host)
         if ports:
             path.use_ports(ports, self._ports.network)
-        path.latency_seconds += options.machine_of(peer).handling_seconds
+        path.latency_seconds += machine.handling_seconds
         path.frame_scale = frame_scale(options.scales, process.name, peer)
-        path.traffic = self.traffic.setdefault(ends, [0, 0])
+        path.traffic = self.traffic.setdefault((process.name, peer), [0, 0])
+        process.paths[peer] = path
         return path
 
-    def path(self, process: SimulatedProcess, receiver: Address) -> Path | None:
-        """Return the connection to `receiver`, or None if there is none."""
-        introduced = self.options.introduce
-        known = process.paths.get(receiver)
-        if known is not None:
-            return known
+    def _first_path(self, process: SimulatedProcess, receiver: Address) -> Path | None:
+        # Connect to `receiver`, as far as that needs no `Connect`.
         if receiver not in self.builders:
             return self.connect(process, receiver, 0)
-        if not introduced and receiver != SUPERVISOR:
+        if not self.options.introduce and receiver != SUPERVISOR:
             return None
         newest = self.newest.get(receiver)
         # 1: the receiver starts at the same time, but after its peer.

@@ -59,9 +59,6 @@ class EventQueue:
             return self.now
         return self._heap[0][0] if self._heap else math.inf
 
-    def step(self) -> None:
-        self.steps(1, until=math.inf)
-
     def steps(self, n_max: int, *, until: Seconds) -> int:
         """Make at most `n_max` of the calls due by `until`; return how many were made."""
         heap, first = self._heap, self._first  # local names: this loop is hot

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, assert_never, cast, final, get_args
+from typing import Final, assert_never, cast, final, get_args
 
 import msgspec
 import numpy as np
@@ -415,27 +415,13 @@ _ARRAYS: Final[Mapping[type[Message], str]] = {
 }
 
 
-class MessageSizing(Protocol):
-    """The form in which messages travel, and their sizes."""
-
-    size: tuple[int, int]  # bytes of header and array of the last message sent
-
-    def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
-        """Return the payload that travels."""
-        ...
-
-    def received(self, payload: object) -> Received:
-        """Return the event for the receiver."""
-        ...
-
-
 @final
 class Encoded:
-    """Messages travel as encoded frames."""
+    """Messages travel as encoded frames; `size` is that of the last message sent."""
 
     def __init__(self, run: str) -> None:
         self._wire = Codec(run=run)
-        self.size = (0, 0)
+        self.size = (0, 0)  # bytes of header and array
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
         """Return the frames of the message.

@@ -259,16 +259,6 @@ class Traffic:
     def n_bytes(self) -> float:
         return sum(n_bytes for _, n_bytes in self._counts.values())
 
-    @property
-    def sent(self) -> Mapping[Address, float]:
-        """Bytes sent by each role."""
-        return self._by_end(0)
-
-    @property
-    def received(self) -> Mapping[Address, float]:
-        """Bytes sent to each role."""
-        return self._by_end(1)
-
     def between(self, sender: str, receiver: str) -> float:
         """Return the bytes from roles to roles whose names begin with these prefixes."""
         return sum(
@@ -276,9 +266,3 @@ class Traffic:
             for ends, (_, n_bytes) in self._counts.items()
             if ends[0].startswith(sender) and ends[1].startswith(receiver)
         )
-
-    def _by_end(self, end: int) -> Mapping[Address, float]:
-        totals: dict[Address, float] = {}
-        for ends, (_, n_bytes) in self._counts.items():
-            totals[ends[end]] = totals.get(ends[end], 0.0) + n_bytes
-        return totals

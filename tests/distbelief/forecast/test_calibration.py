@@ -19,7 +19,6 @@ from distbelief.forecast.calibration import (
     idle,
     key_of,
     load_rates,
-    mean_of,
     measure,
     measure_messages,
     rate_of,
@@ -35,6 +34,7 @@ from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine
+from experiments.benchmarks.simulated.truth import mean_of
 from tests.distbelief.forecast.jobs import small
 
 

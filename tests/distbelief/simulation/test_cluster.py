@@ -111,42 +111,6 @@ def test_an_hour_of_silence_takes_no_events() -> None:
 # ------------------------------------------------------------------- messages
 
 
-def test_every_message_arrives_as_a_copy() -> None:
-    values = np.ones(4, np.float32)
-
-    def answer(event: Event, _: Seconds) -> list[Action]:
-        if isinstance(event, Started):
-            return [Send(receiver=B, message=block(values)), SetTimer(name="t", at=0)]
-        values[:] = 7  # after the handling in which it was sent
-        return []
-
-    receiver = Scripted()
-    cluster_of({A: Scripted(answer), B: receiver}).run()
-    (message,) = [e.message for _, e in receiver.seen if isinstance(e, Received)]
-    assert getattr(message, "values").tolist() == [1, 1, 1, 1]  # noqa: B009
-    with pytest.raises(ValueError, match="read-only"):
-        getattr(message, "values")[0] = 2  # noqa: B009
-
-
-def test_what_is_lent_is_read_when_it_arrives() -> None:
-    """As late as a network may do it: who changes it too soon is found out."""
-    values = np.ones(4, np.float32)
-
-    def answer(event: Event, _: Seconds) -> list[Action]:
-        if isinstance(event, Started):
-            lent = Send(receiver=B, message=block(values), lent=True)
-            return [lent, SetTimer(name="t", at=0)]
-        values[:] = 7
-        return []
-
-    receiver = Scripted()
-    cluster_of({A: Scripted(answer), B: receiver}).run()
-    (message,) = [e.message for _, e in receiver.seen if isinstance(e, Received)]
-    assert getattr(message, "values").tolist() == [7, 7, 7, 7]  # noqa: B009
-    values[:] = 8
-    assert getattr(message, "values").tolist() == [7, 7, 7, 7]  # noqa: B009
-
-
 def test_messages_of_one_link_keep_their_order_though_latency_varies() -> None:
     receiver = Scripted()
     sends = [Send(receiver=B, message=push(n)) for n in range(1, 101)]
@@ -681,7 +645,7 @@ def test_a_condition_that_never_holds_ends_the_run() -> None:
     cluster = cluster_of({A: Scripted(beat)})
     with pytest.raises(SimulationFailed, match=r"does not hold by 10\.0 s"):
         cluster.run_until(lambda: False, within=10.0)
-    with pytest.raises(SimulationFailed, match="does not hold after 5 events"):
+    with pytest.raises(SimulationFailed, match="has not ended after 5 events"):
         cluster.run_until(lambda: False, max_events=5)
     with pytest.raises(SimulationFailed, match="does not hold by"):
         cluster_of({A: Scripted()}).run_until(lambda: False, within=float("inf"))
@@ -753,15 +717,6 @@ def test_links_can_be_chosen_by_their_ends() -> None:
     cluster_of({A: Scripted(on_start(*sends)), B: b, C: c}, options=options).run()
     assert b.seen[-1][0] < 0.01
     assert c.seen[-1][0] == pytest.approx(2.0, abs=1e-3)
-
-
-def test_impossible_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"launch_seconds is -1\.0, below 0"):
-        ClusterOptions(launch_seconds=-1.0)
-    with pytest.raises(ValueError, match=r"port_reuse is 1\.5; it is a prob"):
-        ClusterOptions(port_reuse=1.5)
-    with pytest.raises(ValueError, match="n_lines_kept is 0, below 1"):
-        ClusterOptions(n_lines_kept=0)
 
 
 @pytest.mark.parametrize("often", [700, 0, 1 << 30])  # 0: it is turned off
