@@ -20,7 +20,7 @@ from distbelief.errors import JobError, StorageError
 from distbelief.forecast.placement import HostCosts
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.report import check_place, write_trace
-from distbelief.forecast.run import Trial, WorkLog, check_learns_nothing
+from distbelief.forecast.run import Timeline, Trial, check_learns_nothing
 from distbelief.forecast.sweep import Axis, Variant, axes_of, best_of, combinations, usual_axes
 
 
@@ -200,16 +200,16 @@ def _run_trial(
         keeps_timeline = request.trace is not None and not index
         ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
         if keeps_timeline and request.trace is not None:
-            timeline = _write_timeline(request.trace, ended.work_log)
+            timeline = _write_timeline(request.trace, ended.timeline)
         outcomes.append(ended.outcome)
     return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), timeline
 
 
-def _write_timeline(path: Path, work_log: WorkLog) -> TimelineResult:
+def _write_timeline(path: Path, timeline: Timeline) -> TimelineResult:
     # The results of a long run must not be lost because its timeline cannot be written.
     error = None
     try:
-        write_trace(path, work_log)
+        write_trace(path, timeline)
     except StorageError as refused:
         error = refused
-    return TimelineResult(n_spans_lost=work_log.lost_spans, error=error)
+    return TimelineResult(n_spans_lost=timeline.n_lost, error=error)

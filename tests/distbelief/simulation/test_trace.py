@@ -5,19 +5,7 @@ import pytest
 from hypothesis import given
 
 from distbelief.protocol import Failed, Message, Peers
-from distbelief.roles.role import (
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Event,
-    PeerLost,
-    Persisted,
-    Received,
-    Seconds,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import random_faults
 from distbelief.simulation.machines import ClusterOptions
@@ -46,7 +34,7 @@ from tests.elsewhere import answers
 pytestmark = pytest.mark.untraced
 
 
-D = Address("d")
+D = rl.Address("d")
 
 
 def busy_run(seed: int) -> SimulatedCluster:
@@ -57,7 +45,7 @@ def busy_run(seed: int) -> SimulatedCluster:
             B: lambda _: Echo(),
             C: lambda _: Summer(seed=seed, n_wanted=50),
             D: lambda _: Pinger(C, 3),
-            Address("e"): lambda _: Counter(),
+            rl.Address("e"): lambda _: Counter(),
         },
         seed=seed,
         options=ClusterOptions(
@@ -93,9 +81,9 @@ def test_only_the_last_lines_of_a_role_are_kept() -> None:
 
 
 def test_a_failure_shows_the_seed_and_the_last_events_of_every_role() -> None:
-    def answer(event: Event, now: Seconds) -> list[Action]:
-        assert not isinstance(event, Computed), "the sum is wrong"
-        return list(on_start(Compute(name="sum", work=lambda: 3))(event, now))
+    def answer(event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
+        assert not isinstance(event, rl.Computed), "the sum is wrong"
+        return list(on_start(rl.Compute(name="sum", work=lambda: 3))(event, now))
 
     cluster = cluster_of({A: Scripted(), B: Scripted(answer)}, seed=41)
     with pytest.raises(SimulationFailed) as caught:
@@ -114,7 +102,7 @@ def test_a_failure_shows_the_seed_and_the_last_events_of_every_role() -> None:
     assert caught.value.last[B][-1] == "0.0 b#1 Computed sum 3"
 
 
-def texts_of(*events: Event) -> list[str]:
+def texts_of(*events: rl.Event) -> list[str]:
     trace = Trace(n_kept=100)
     for event in events:
         trace.event(0.0, B, 1, event)
@@ -124,15 +112,15 @@ def texts_of(*events: Event) -> list[str]:
 def test_texts_of_events_are_short_and_hold_no_addresses() -> None:
     values = np.arange(3, dtype=np.float32)
     assert texts_of(
-        Received(sender=A, incarnation=2, message=block(values)),
-        TimerFired(name="retry"),
-        Computed(name="step", result=(1.5, None, values, {"k": b"v"})),
-        Computed(name="step", result=object()),
-        Computed(name="step", error=ValueError("no")),
-        Persisted(label="00003"),
-        Persisted(label="00003", error="disk full"),
-        PeerLost(peer=A, incarnation=1, reason="killed"),
-        Started(incarnation=2, restored=counted(1)),
+        rl.Received(sender=A, incarnation=2, message=block(values)),
+        rl.TimerFired(name="retry"),
+        rl.Computed(name="step", result=(1.5, None, values, {"k": b"v"})),
+        rl.Computed(name="step", result=object()),
+        rl.Computed(name="step", error=ValueError("no")),
+        rl.Persisted(label="00003"),
+        rl.Persisted(label="00003", error="disk full"),
+        rl.PeerLost(peer=A, incarnation=1, reason="killed"),
+        rl.Started(incarnation=2, restored=counted(1)),
     ) == [
         (
             "ParameterBlock(request=1, shard_incarnation=1, block_index=0, clock=0, "
@@ -163,7 +151,7 @@ def test_arrays_of_other_content_have_other_texts() -> None:
 
 @given(messages)
 def test_every_kind_of_message_can_be_recorded(message: Message) -> None:
-    (text,) = texts_of(Received(sender=A, incarnation=1, message=message))
+    (text,) = texts_of(rl.Received(sender=A, incarnation=1, message=message))
     assert text.startswith(f"{type(message).__name__}(")
 
 
@@ -172,7 +160,7 @@ def test_the_content_of_a_message_is_part_of_the_digest() -> None:
     for last in (1.0, 2.0):
         trace = Trace()
         message = block(np.array([0.0, last]))
-        trace.event(0.0, B, 1, Received(sender=A, incarnation=1, message=message))
+        trace.event(0.0, B, 1, rl.Received(sender=A, incarnation=1, message=message))
         digests.add(trace.digest)
     assert len(digests) == 2
 
@@ -184,7 +172,7 @@ def test_long_texts_are_cut_but_still_distinguished() -> None:
         Failed(error=long + "2", culprit_is_job=True),
         Peers(entries=()),
     )
-    texts = texts_of(*(Received(sender=A, incarnation=1, message=m) for m in messages))
+    texts = texts_of(*(rl.Received(sender=A, incarnation=1, message=m) for m in messages))
     assert len(set(texts)) == 3
     assert max(len(text) for text in texts) < TEXT_MAX + 20
 
