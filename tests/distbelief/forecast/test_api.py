@@ -247,7 +247,7 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"cluster": "rack-1"}, "Did you mean 'rack-1g'?"),
+        ({"cluster": "rack-1"}, "--cluster rack-1: there is no cluster .*Did you mean 'rack-1g'?"),
         ({"machines": 7}, "has 6 machines, but 7 are requested"),
         ({"machines": 0}, "--machines 0: use 1 or more"),
         ({"suggests": True}, "--suggest needs a number of machines"),
@@ -297,7 +297,7 @@ TRACE = '[trace]\nfile = "spot.csv"\n'
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        (RACK.replace("1 GiB", "1 kB"), "of cluster 'bad' cannot hold shard-"),
+        (RACK.replace("1 GiB", "1 kB"), "machine-4 of cluster 'bad' cannot hold supervisor"),
         (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job needs 5: one for"),
         (RACK + SWITCH, "a switch is for machines 0 to 9: use 0 to 5"),
         (RACK.replace('"10 MB/s"', '"-10 MB/s"'), '"-10 MB/s" is no quantity'),
