@@ -4,6 +4,7 @@ Processes get signals. Faults of links and messages are left to the simulation. 
 the same in each run with the same seed, but the result varies, as the timing of processes does.
 """
 
+import math
 import os
 import signal
 import threading
@@ -31,11 +32,15 @@ PERIOD_SECONDS: Final = 0.1
 
 @final
 @dataclass(slots=True)
-class _PausedProcess:
-    until: Seconds
-    factor: float | None  # None: it is stopped all the time
+class _SlowedProcess:
     begun: Seconds
-    stopped: bool = False
+    until: Seconds
+    factor: float
+    stopped: bool
+
+    def stands_at(self, now: Seconds) -> bool:
+        phase = ((now - self.begun) % PERIOD_SECONDS) / PERIOD_SECONDS
+        return phase >= 1.0 / self.factor
 
 
 @final
@@ -43,20 +48,22 @@ class ProcessFaults:
     """Kills, stops and slows processes by their ids; `release` continues all of them."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _PausedProcess] = {}
+        self._held: dict[int, _SlowedProcess] = {}
 
     def kill(self, pid: int) -> bool:
         """Kill a process; return whether it existed."""
         self._held.pop(pid, None)
         return _send(pid, signal.SIGKILL)
 
-    def pause(self, pid: int, *, now: Seconds, seconds: Seconds) -> bool:
-        """Stop a process for `seconds`; return whether it exists."""
-        return self._hold(pid, _PausedProcess(until=now + seconds, factor=None, begun=now))
-
     def slow(self, pid: int, *, now: Seconds, seconds: Seconds, factor: float) -> bool:
-        """Let a process run for `1 / factor` of the time; return whether it exists."""
-        return self._hold(pid, _PausedProcess(until=now + seconds, factor=factor, begun=now))
+        """Let a process run for `1 / factor` of the time; return whether it exists.
+
+        With an infinite factor it is stopped all the time.
+        """
+        before = self._held.get(pid)
+        stopped = before is not None and before.stopped
+        held = self._held[pid] = _SlowedProcess(now, now + seconds, factor, stopped)
+        return self._set(pid, held, stopped=held.stands_at(now))
 
     def turn(self, now: Seconds) -> None:
         """Stop and continue processes at their times; call it often."""
@@ -64,19 +71,13 @@ class ProcessFaults:
             if now >= held.until:
                 self._let_go(pid)
             else:
-                self._set(pid, held, stopped=_is_to_stand(held, now))
+                self._set(pid, held, stopped=held.stands_at(now))
 
     def release(self) -> None:
         for pid in list(self._held):
             self._let_go(pid)
 
-    def _hold(self, pid: int, held: _PausedProcess) -> bool:
-        before = self._held.get(pid)
-        held.stopped = before is not None and before.stopped
-        self._held[pid] = held
-        return self._set(pid, held, stopped=_is_to_stand(held, held.begun))
-
-    def _set(self, pid: int, held: _PausedProcess, *, stopped: bool) -> bool:
+    def _set(self, pid: int, held: _SlowedProcess, *, stopped: bool) -> bool:
         if held.stopped == stopped:
             return True
         there = _send(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
@@ -86,16 +87,8 @@ class ProcessFaults:
         return there
 
     def _let_go(self, pid: int) -> None:
-        held = self._held.pop(pid)
-        if held.stopped:
+        if self._held.pop(pid).stopped:
             _send(pid, signal.SIGCONT)
-
-
-def _is_to_stand(held: _PausedProcess, now: Seconds) -> bool:
-    if held.factor is None:
-        return True
-    phase = ((now - held.begun) % PERIOD_SECONDS) / PERIOD_SECONDS
-    return phase >= 1.0 / held.factor
 
 
 def _send(pid: int, what: signal.Signals) -> bool:
@@ -212,20 +205,17 @@ class FaultInjector:
 
     def _inject(self, event: FaultEvent, now: Seconds) -> bool:
         # Returns whether the process exists.
-        seconds = event.lasts * self._horizon
         pid = self._pids.get(event.role)
         if pid is None:
             return False
-        match event.kind:
-            case "kill":
-                injected = self._process_faults.kill(pid)
-                if injected:
-                    self._killed.add(event.role)
-                return injected
-            case "pause":
-                return self._process_faults.pause(pid, now=now, seconds=seconds)
-            case _:
-                return self._process_faults.slow(pid, now=now, seconds=seconds, factor=event.factor)
+        if event.kind == "kill":
+            injected = self._process_faults.kill(pid)
+            if injected:
+                self._killed.add(event.role)
+            return injected
+        seconds = event.lasts * self._horizon
+        factor = math.inf if event.kind == "pause" else event.factor
+        return self._process_faults.slow(pid, now=now, seconds=seconds, factor=factor)
 
 
 @final

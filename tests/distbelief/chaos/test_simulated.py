@@ -1,6 +1,7 @@
 """Chaos: the schedule, both kinds of runs, the report."""
 
 import io
+import math
 import os
 import subprocess
 import sys
@@ -257,7 +258,7 @@ def await_state(pid: int, states: str) -> None:
 
 def test_a_paused_process_goes_on_when_its_time_is_up(victim: int) -> None:
     process_faults = ProcessFaults()
-    assert process_faults.pause(victim, now=0.0, seconds=2.0)
+    assert process_faults.slow(victim, now=0.0, seconds=2.0, factor=math.inf)
     await_state(victim, "T")
     process_faults.turn(1.9)
     assert state_of(victim) == "T"
@@ -282,7 +283,7 @@ def test_who_is_gone_cannot_be_hit(victim: int) -> None:
     assert process_faults.kill(victim)
     os.waitpid(victim, 0)
     assert not process_faults.kill(victim)
-    assert not process_faults.pause(victim, now=0.0, seconds=1.0)
+    assert not process_faults.slow(victim, now=0.0, seconds=1.0, factor=math.inf)
     process_faults.slow(victim, now=0.0, seconds=1.0, factor=2.0)  # found out when it is due
     process_faults.turn(0.09)
     process_faults.turn(5.0)
@@ -334,6 +335,13 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
         "pause shard-0 for 0.0 s: no such process",
     ]
     assert injector.fault_events == (fault_events[0], fault_events[3])
+
+
+def test_a_pause_of_the_schedule_stops_its_process(victim: int) -> None:
+    pause = FaultEvent(kind="pause", role="replica-0", at=0.0, lasts=100.0)
+    injector = begun(FaultInjector(lambda _: [pause], horizon=1.0), victim)
+    injector.turn()
+    await_state(victim, "T")
 
 
 def _interrupt(injector: FaultInjector) -> None:

@@ -229,6 +229,19 @@ def test_connecting_anew_to_the_same_incarnation_keeps_the_order() -> None:
     assert receiver.sequences == list(range(1, 31))
 
 
+def test_connecting_to_the_next_incarnation_reaches_it() -> None:
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
+        n = 1 if isinstance(event, rl.Started) else 2
+        connect = rl.Connect(peer=B, incarnation=n, endpoint="", host="host-0")
+        again = [rl.SetTimer(name="again", at=3.0)] if n == 1 else []
+        return [connect, rl.Send(receiver=B, message=push(n)), *again]
+
+    receiver = Scripted()
+    options = ClusterOptions(faults=(Kill(at=1.0, role=B, restart_after=1.0),))
+    cluster_of({A: Scripted(answer), B: receiver}, options=options).run()
+    assert receiver.sequences == [1, 2]
+
+
 # ------------------------------------------------------------ launch, terminate
 
 
