@@ -137,9 +137,9 @@ def _message_text(encoded: bytes) -> str:
 
 N_TOGETHER: Final = 256  # records that enter the digest together
 
-# Number, time, role, its incarnation, and text or encoded message; of a message also its
+# Time, role, its incarnation, and text or encoded message; of a message also its
 # sender and the incarnation of the sender.
-_Record = tuple[int, Seconds, Address, int, str | bytes, *tuple[object, ...]]
+_Record = tuple[Seconds, Address, int, str | bytes, *tuple[object, ...]]
 
 
 class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
@@ -169,12 +169,16 @@ class Trace:
     """
 
     def __init__(self, *, n_kept: int = 12, order_only: bool = False) -> None:
-        self.n_lines = 0
         self._hash = hashlib.sha256()
         self._order_only = order_only
-        self._pending: list[_Record] = []
+        self._pending: list[_Record] = []  # not in the digest yet
+        self._n_flushed = 0
         self._n_kept = n_kept
-        self._kept: dict[Address, deque[_Record]] = {}
+        self._kept: dict[Address, deque[tuple[int, _Record]]] = {}  # numbered
+
+    @property
+    def n_lines(self) -> int:
+        return self._n_flushed + len(self._pending)
 
     @property
     def digest(self) -> str:
@@ -184,46 +188,52 @@ class Trace:
 
     def event(self, now: Seconds, name: Address, incarnation: int, event: Event) -> None:
         """Record an event just before the role handles it."""
+        pending = self._pending
         if type(event) is Received:
             message = event.message
             what = type(message).__name__ if self._order_only else _encode(message)
-            self._add((self.n_lines, now, name, incarnation, what, event.sender, event.incarnation))
+            pending.append((now, name, incarnation, what, event.sender, event.incarnation))
         elif not self._order_only:
-            self.note(now, name, incarnation, _event_text(event))
+            pending.append((now, name, incarnation, _event_text(event)))
         else:
             named = f" {event.name}" if isinstance(event, (TimerFired, Computed)) else ""
-            self.note(now, name, incarnation, f"{type(event).__name__}{named}")
+            pending.append((now, name, incarnation, f"{type(event).__name__}{named}"))
+        if len(pending) >= N_TOGETHER:
+            self._flush()
 
     def note(self, now: Seconds, name: Address, incarnation: int, text: str) -> None:
         """Record something that happened to a role and is not an event."""
-        self._add((self.n_lines, now, name, incarnation, text))
-
-    def _add(self, record: _Record) -> None:
-        self.n_lines += 1
-        self._pending.append(record)
-        name = record[2]
-        kept = self._kept.get(name)
-        if kept is None:
-            kept = self._kept[name] = deque(maxlen=self._n_kept)
-        kept.append(record)
+        self._pending.append((now, name, incarnation, text))
         if len(self._pending) >= N_TOGETHER:
             self._flush()
 
     def _flush(self) -> None:
-        self._hash.update(msgspec.msgpack.encode(self._pending))
+        # One by one: the digest must not depend on when it is asked for.
+        self._hash.update(b"".join(map(_encode, self._pending)))
+        for number, record in enumerate(self._pending, start=self._n_flushed):
+            name = record[1]
+            if name not in self._kept:
+                self._kept[name] = deque(maxlen=self._n_kept)
+            self._kept[name].append((number, record))
+        self._n_flushed += len(self._pending)
         self._pending.clear()
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:
         """Return the last lines of each role."""
+        self._flush()
         return {
-            name: tuple(f"{now!r} {role} {text}" for now, role, text in map(_cells, kept))
+            name: tuple("{!r} {} {}".format(*_cells(record)) for _, record in kept)
             for name, kept in self._kept.items()
         }
 
     def table(self) -> str:
         """Return the last lines of all roles as a table, ordered by time."""
-        records = sorted(record for kept in self._kept.values() for record in kept)
-        rows = [(f"{now:.6f}", role, text) for now, role, text in map(_cells, records)]
+        self._flush()
+        numbered = sorted(one for kept in self._kept.values() for one in kept)
+        rows = [
+            (f"{now:.6f}", role, text)
+            for now, role, text in (_cells(record) for _, record in numbered)
+        ]
         cells = [("time", "role", "event"), *rows]
         widths = [max(len(row[column]) for row in cells) for column in range(2)]
         return "\n".join(
@@ -233,7 +243,7 @@ class Trace:
 
 
 def _cells(record: _Record) -> tuple[Seconds, str, str]:
-    _, now, name, incarnation, what, *sender = record
+    now, name, incarnation, what, *sender = record
     text = _message_text(what) if isinstance(what, bytes) else what
     if sender:
         text += f" from {sender[0]}#{sender[1]}"

@@ -165,6 +165,15 @@ def test_the_content_of_a_message_is_part_of_the_digest() -> None:
     assert len(digests) == 2
 
 
+def test_looking_at_the_digest_does_not_change_it() -> None:
+    one, two = Trace(order_only=True), Trace(order_only=True)
+    for n in range(40):
+        for trace in (one, two):
+            trace.note(float(n), B, 1, "-- a note")
+        assert one.digest
+    assert one.digest == two.digest
+
+
 def test_long_texts_are_cut_but_still_distinguished() -> None:
     long = "x" * 10_000
     messages = (
