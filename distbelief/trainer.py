@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, Self, final
+from typing import Final, Self, final
 
 import msgspec
 from rich.console import Console
@@ -81,6 +81,7 @@ _TAIL: Final = 2000  # characters of the log that are shown
 _LOOK_SECONDS: Final = 0.2  # between two looks at how far the preflight is
 
 Watch = Callable[[JobView], bool]  # receives each view; returns whether to end the job
+Around = Callable[[Role], Role]
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
@@ -212,14 +213,6 @@ class HeldCallback:
             raise self._error
 
 
-class MessageProxies(Protocol):
-    """Routes the messages of a run through proxies, where faults can be injected."""
-
-    def through(self, name: str, endpoint: str) -> str: ...
-
-    def around(self, supervisor: Role) -> Role: ...
-
-
 @final
 class Trainer:
     """One session of a run: prepare, supervise, conclude."""
@@ -298,7 +291,7 @@ class Trainer:
     def supervise(
         self,
         watch: Watch | None = None,
-        detours: MessageProxies | None = None,
+        around: Around | None = None,
         hosting: JoinServer | None = None,
     ) -> None:
         config = supervisor_config(self._job, self._preflight, previous=self._previous)
@@ -320,8 +313,6 @@ class Trainer:
             self._shown(),
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
-            if detours is not None:
-                endpoint = detours.through(SUPERVISOR, endpoint)
             spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
             cluster = None
             if hosting is not None:
@@ -329,7 +320,7 @@ class Trainer:
                 cluster = hosting.cluster(self._job, spec, plan=plan)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
             supervisor = Supervisor(config, cluster)
-            role: Role = supervisor if detours is None else detours.around(supervisor)
+            role: Role = supervisor if around is None else around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
@@ -495,7 +486,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     json: bool = False,
     launcher: LocalLauncher | None = None,
     watch: Watch | None = None,
-    detours: MessageProxies | None = None,
+    around: Around | None = None,
     hosting: JoinServer | None = None,
 ) -> Run:
     """Run a job in processes of this host, and of hosts that join, until it ends.
@@ -510,7 +501,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         launcher: One that was started early, closed at the end; by default a new one.
         watch: Called with each view of the job; returns whether to end it. If it raises, the job
             ends in order and the error is raised then.
-        detours: Proxies for all messages; by default there are none.
+        around: Wraps the supervisor; chaos uses it to see its events.
         hosting: How other hosts may join; by default they may not.
 
     Returns:
@@ -556,7 +547,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        trainer.supervise(watch, detours, hosting)
+        trainer.supervise(watch, around, hosting)
         summary = trainer.conclude()
         if json:
             sys.stdout.write(summary_text(summary))

@@ -129,8 +129,8 @@ def chaos(
     Its processes are killed, paused, slowed down and disconnected, and their
     messages lost or duplicated. The seed decides the schedule of faults. In
     virtual time, the same seed gives the same run, event by event. With --real,
-    the same schedule is applied to real processes on this host, without lost
-    and duplicated messages.
+    real processes on this host are killed, paused and slowed by the same
+    schedule; faults of links and messages are left out.
 
     Exit code: 0 the job completed, 1 it failed, 2 wrong usage, 130 stopped by
     Ctrl+C.

@@ -81,28 +81,25 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Metrics that are shown with their spread over seeds.
-FIGURES: Final[Mapping[str, Callable[[Outcome], float | None]]] = {
-    "step_seconds": lambda run: run.step_seconds,
-    "samples_per_second": lambda run: run.samples_per_second,
-    "target_seconds": lambda run: run.target_seconds,
-    "training_seconds": lambda run: run.training_seconds,
-    "metric": lambda run: run.metric,
-    "loss": lambda run: run.loss,
-    "staleness_mean": lambda run: run.staleness_mean,
-    "staleness_p95": lambda run: run.staleness_p95,
-    "pushed_bytes": lambda run: float(run.pushed_bytes),
-    "fetched_bytes": lambda run: float(run.fetched_bytes),
-    "machine_hours": lambda run: run.machine_hours,
-    "pushes_lost": lambda run: float(run.pushes_lost),
-}
+FIGURES: Final = (
+    "step_seconds",
+    "samples_per_second",
+    "target_seconds",
+    "training_seconds",
+    "metric",
+    "loss",
+    "staleness_mean",
+    "staleness_p95",
+    "pushed_bytes",
+    "fetched_bytes",
+    "machine_hours",
+    "pushes_lost",
+)
 
 
 def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread]:
     """Return the spread of each metric that at least one run has."""
-    found = {
-        name: Spread.of([figure(outcome) for outcome in outcomes])
-        for name, figure in FIGURES.items()
-    }
+    found = {name: Spread.of([getattr(run, name) for run in outcomes]) for name in FIGURES}
     return {name: spread for name, spread in found.items() if spread is not None}
 
 
