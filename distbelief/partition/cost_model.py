@@ -19,7 +19,7 @@ from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.instructions import rule_of, work_of
+from distbelief.program.tasks import rule_of, work_of
 from distbelief.program.step_cost import Costs, Passes, StepCost
 
 

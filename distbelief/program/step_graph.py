@@ -18,7 +18,7 @@ from typing import Final, final
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.program.compiler import Compiled
-from distbelief.program.instructions import MessageKind, Task
+from distbelief.program.tasks import MessageKind, Task
 from distbelief.program.traffic import Traffic
 
 

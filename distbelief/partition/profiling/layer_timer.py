@@ -37,7 +37,7 @@ from distbelief.partition.profiling.profile import (
     this_host,
 )
 from distbelief.program.compiler import with_gradient
-from distbelief.program.instructions import work_of
+from distbelief.program.tasks import work_of
 
 
 # --- timing ---

@@ -7,12 +7,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from distbelief.execution.dataflow import dataflow
+from distbelief.execution.operations import InputOp, OutputOp
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import joined, operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.compiler import Compiled, compile_plan
-from distbelief.program.instructions import Fetch, Message, Push, Receive, Send
 from distbelief.program.placement import Placement, grid
+from distbelief.program.tasks import Message
 from tests.distbelief.program.plans import captured, chain, random_plan
 
 
@@ -132,14 +134,14 @@ def test_every_number_of_a_tensor_is_kept_by_one_of_its_users(name: str) -> None
 def test_programs_send_and_receive_every_message_once(name: str) -> None:
     _, _, compiled = drawn(name, 5)
     sent, got = [], []
-    for program in compiled.programs:
-        for instruction in program.instructions:
-            if isinstance(instruction, Send):
-                assert instruction.message.sender == program.machine
-                sent.append(instruction.message)
-            if isinstance(instruction, Receive):
-                assert instruction.message.receiver == program.machine
-                got.append(instruction.message)
+    for rank in range(compiled.n_machines):
+        for operation in dataflow(compiled, rank).operations:
+            if isinstance(operation, OutputOp) and operation.message is not None:
+                assert operation.message.sender == rank
+                sent.append(operation.message)
+            if isinstance(operation, InputOp) and operation.message is not None:
+                assert operation.message.receiver == rank
+                got.append(operation.message)
     order = [str(message) for message in compiled.messages]
     assert sorted(map(str, sent)) == sorted(order)
     assert sorted(map(str, got)) == sorted(order)
@@ -168,12 +170,9 @@ def test_a_weight_that_three_bands_share_is_cut_in_three() -> None:
     kinds = [m.kind for m in compiled.messages if m.name == weight.name]
     assert kinds.count("parameter") == kinds.count("parameter_gradient") == 6
     for machine in range(3):
-        instructions = compiled.program(machine).instructions
-        fetched = [i for i in instructions if isinstance(i, Fetch)]
-        pushed = [i for i in instructions if isinstance(i, Push)]
-        assert [i.regions for i in fetched if i.tensor == weight.name] == [
-            i.regions for i in pushed if i.tensor == weight.name
-        ]
+        flow = dataflow(compiled, machine)
+        assert [name for name, _ in flow.items].count(weight.name) == 1
+        assert flow.trained == set(range(len(flow.items)))  # what is fetched is pushed
 
 
 def test_plans_for_other_graphs_are_rejected_with_a_message() -> None:

@@ -1,13 +1,7 @@
-"""The instruction set of a rank's program, the messages between ranks, and tasks.
+"""Tasks and messages of a step.
 
-    Fetch, Read                     from the parameter server; from the data
-    Send, Receive                   one message to, or from, another rank
-    Forward, Partial, Combine       compute a region of a layer
-    Backward                        its gradient, added to those of what it read
-    Reduce, Push                    gradients of the tensors that this rank owns
-
-Sends do not wait; receives do. In a step a rank sends another rank at most one message of each kind
-and name, however many layers read it there (DB-2).
+A task computes a region of a layer on one rank. In a step a rank sends another rank at most one
+message of each kind and name, however many layers read it there (DB-2).
 """
 
 from collections.abc import Iterator
@@ -41,96 +35,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     receiver: int
     regions: tuple[Region, ...]  # disjoint; of the layer's output, or of the tensor
     n_bytes: int  # for the whole batch
-
-
-@final
-class Fetch(msgspec.Struct, frozen=True):
-    """Parameter server -> rank: the regions of a tensor that it owns."""
-
-    tensor: str
-    regions: tuple[Region, ...]
-
-
-@final
-class Read(msgspec.Struct, frozen=True):
-    """Data -> rank: the regions of an input layer that it needs."""
-
-    layer: str
-    regions: tuple[Region, ...]
-
-
-@final
-class Send(msgspec.Struct, frozen=True):
-    """Does not wait."""
-
-    message: Message
-
-
-@final
-class Receive(msgspec.Struct, frozen=True):
-    """Waits. Gradients and partial outputs are added to what the rank has."""
-
-    message: Message
-
-
-@final
-class Forward(msgspec.Struct, frozen=True):
-    """Computes a region of the output."""
-
-    layer: str
-    region: Region
-
-
-@final
-class Partial(msgspec.Struct, frozen=True):
-    """Computes what a part of the first input contributes to the output."""
-
-    layer: str
-    part: Region
-
-
-@final
-class Combine(msgspec.Struct, frozen=True):
-    """Adds up contributions, its own and those received: a region of the output."""
-
-    layer: str
-    region: Region
-
-
-@final
-class Backward(msgspec.Struct, frozen=True):
-    """Add the gradients of what a region, or a part, has read and used."""
-
-    layer: str
-    region: Region  # as in the `Forward` or `Partial` that it belongs to
-    partial: bool = False  # whether it belongs to a `Partial`
-
-
-@final
-class Reduce(msgspec.Struct, frozen=True):
-    """Adds up its own gradient of an owned tensor and those of other ranks."""
-
-    tensor: str
-    regions: tuple[Region, ...]
-
-
-@final
-class Push(msgspec.Struct, frozen=True):
-    """Rank -> parameter server: the gradient of the regions of a tensor that it owns."""
-
-    tensor: str
-    regions: tuple[Region, ...]
-
-
-Instruction = Fetch | Read | Send | Receive | Forward | Partial | Combine | Backward | Reduce | Push
-
-
-@final
-class Program(msgspec.Struct, frozen=True):
-    """The instructions of one rank for one step, in order."""
-
-    machine: int
-    instructions: tuple[Instruction, ...]
 
 
 Phase = Literal["forward", "partial", "combine", "backward", "partial_backward"]
