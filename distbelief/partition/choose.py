@@ -22,7 +22,7 @@ from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, he
 from distbelief.partition.report import lack
 from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
-from distbelief.program.cluster_file import load_cluster
+from distbelief.config.cluster_file import load_cluster
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan, load
 

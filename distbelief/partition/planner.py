@@ -44,7 +44,7 @@ from distbelief.partition.search import (
     solve_problem,
 )
 from distbelief.program.cluster import Cluster
-from distbelief.program.cluster_file import load_cluster
+from distbelief.config.cluster_file import load_cluster
 from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Seconds

@@ -131,7 +131,6 @@ _PRICED: Final = (
 )
 
 
-@final
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one machine."""
 

@@ -23,7 +23,7 @@ from distbelief.partition.cost_model import (
 from distbelief.partition.cost_tables import sync_seconds
 from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, uniform
-from distbelief.program.cluster_file import load_cluster
+from distbelief.config.cluster_file import load_cluster
 from distbelief.program.step_cost import StepCost
 from tests.distbelief.partition.plans import (
     MACHINE,
