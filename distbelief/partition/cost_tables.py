@@ -20,9 +20,9 @@ from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import index_bytes, with_gradient
-from distbelief.program.tasks import rule_of
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
+from distbelief.program.tasks import rule_of
 
 
 # --- replicated parameters ---

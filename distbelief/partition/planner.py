@@ -19,18 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import check_pins
-from distbelief.partition.cost_model import (
-    AnalyticCosts,
-    MicroBatchScaling,
-    ProfiledCosts,
-    single_sample,
-)
+from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, single_sample
 from distbelief.partition.cost_tables import Network
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.this_host import HERE, here, recheck
@@ -44,7 +40,6 @@ from distbelief.partition.search import (
     solve_problem,
 )
 from distbelief.program.cluster import Cluster
-from distbelief.config.cluster_file import load_cluster
 from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Seconds
@@ -212,11 +207,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
         notify("measuring this machine")
     machines = machines or here(max([1, *counts]))
     single = single_sample(graph)
-
-    def by_arithmetic(n_samples: int) -> AnalyticCosts:
-        return AnalyticCosts(machines, batch=n_samples, single=single)
-
-    costs = by_arithmetic(batch)
+    costs = AnalyticCosts(machines, batch=batch, single=single)
     request = PlanningRequest(
         graph=graph,
         model=name,
@@ -224,7 +215,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
         cluster=machines,
         batch=batch,
         costs=costs,
-        costs_for=by_arithmetic,
+        micro_batches=True,
         pins=pins,
         exactly=exactly,
     )
@@ -237,13 +228,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
 
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
-    found = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
-
-    def fewer(n_samples: int) -> MicroBatchScaling:
-        part = by_arithmetic(n_samples)
-        return MicroBatchScaling(found, batch=costs, part=part, shares=found.shares)
-
-    return replace(request, costs=found, costs_for=fewer)
+    return replace(request, costs=ProfiledCosts(measured, machines=costs, host=host, slower=slower))
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:
@@ -459,7 +444,7 @@ class _Planner:
     def _stages(self, cluster: Cluster, orders: Sequence[Sequence[int]]) -> list[SimulatedPlan]:
         # Pipelines of whole layers with several micro-batches.
         request, count = self._request, len(cluster)
-        if request.costs_for is None or count == 1 or statistics_of(request.graph):
+        if not request.micro_batches or count == 1 or statistics_of(request.graph):
             return []
         # The last machines of the second order are the most expensive to talk to: try without.
         fewer = {machines[:n] for machines in orders[1:] for n in (count - 1, count // 2)}

@@ -10,11 +10,11 @@ from typer.testing import CliRunner, Result
 from typing_extensions import override
 
 from distbelief.cli.main import app
+from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.partition.profiling import this_host as this_host_module
 from distbelief.partition.profiling.profile import Figures, add, load as load_profile, this_host
-from distbelief.config.cluster_file import load_cluster
 from distbelief.program.plan import load
 
 

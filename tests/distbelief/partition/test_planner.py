@@ -161,17 +161,10 @@ def test_stages_win_if_layers_cannot_be_split_well() -> None:
     slow = msgspec.structs.replace(
         MACHINE, memory_rate=1e12, bandwidth=2e7, jitter=0.0, overhead=0.0
     )
-    cluster = uniform("slow", slow, 4)
-
-    def costs_for(n_samples: int) -> AnalyticCosts:
-        return AnalyticCosts(cluster, batch=n_samples)
-
-    asked = PlanningRequest(
-        graph=graph, cluster=cluster, batch=64, costs=costs_for(64), costs_for=costs_for, pins={}
-    )
+    asked = request_for(graph, uniform("slow", slow, 4), batch=64)
     without, with_stages = (
-        plan(dataclasses.replace(asked, costs_for=costs_or_none), [4])[0]
-        for costs_or_none in (None, costs_for)
+        plan(dataclasses.replace(asked, micro_batches=micro_batches), [4])[0]
+        for micro_batches in (False, True)
     )
     assert with_stages.best.cost.micro_batches > 1
     assert with_stages.median < 0.8 * without.median
