@@ -11,7 +11,7 @@ import distbelief
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT, GraphError
 from distbelief.partition.cost_model import ProfiledCosts
-from distbelief.partition.planner import planning_request
+from distbelief.partition.planner import Request, planning_request
 from distbelief.partition.profiling import this_host as this_host_module
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.profile import Figures, add, load, this_host
@@ -48,18 +48,17 @@ def make_request(
     profile: bool = False,
     told: list[str] | None = None,
 ) -> PlanningRequest:
-    return planning_request(
-        model or net(),
-        [InputSpec(shape=shape)],
-        name="net",
+    asked = Request(
+        model="net",
+        inputs=[InputSpec(shape=shape)],
         batch=4,
         loss=loss,
         counts=[1, 2],
         cluster=cluster,
-        pins={},
-        exactly=False,
         profile=profile,
-        notify=(told if told is not None else []).append,
+    )
+    return planning_request(
+        model or net(), asked, notify=[].append if told is None else told.append
     )
 
 
