@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from distbelief.partition.profiling.profile import (
     this_host,
 )
 from distbelief.program.compiler import with_gradient
+from distbelief.program.step_cost import Passes
 from distbelief.program.tasks import work_of
 
 
@@ -77,14 +78,6 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-@final
-class Time(NamedTuple):
-    """Seconds of both passes."""
-
-    forward: float
-    backward: float
-
-
 _Given = tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]
 
 
@@ -111,7 +104,7 @@ class Bench:
     def is_late(self) -> bool:
         return self._limits.clock() >= self._deadline
 
-    def ready(self, layer: Layer) -> Callable[[], Time]:
+    def ready(self, layer: Layer) -> Callable[[], Passes]:
         """Return a function that runs and times a whole layer once, without a warm-up run."""
         kind = operator_of(layer)
         given = self._given(kind, layer, layer.region, self._batch)
@@ -138,15 +131,15 @@ class Bench:
 
     def _time(
         self, rule: Operator | PartialSums, layer: Layer, region: Region, n_samples: int
-    ) -> Time:
+    ) -> Passes:
         given = self._given(rule, layer, region, n_samples)
-        times: list[Time] = []
+        times: list[Passes] = []
         began = self._limits.clock()
         for _ in range(1 + self._limits.n_runs):
             if len(times) > 1 and self._limits.clock() - began > _SECONDS_ENOUGH:
                 break
             times.append(self._once(rule, layer, region, given))
-        return Time(*map(median, zip(*times[1:], strict=True)))
+        return Passes(*map(median, zip(*times[1:], strict=True)))
 
     def _given(self, rule: Operator | PartialSums, layer: Layer, region: Region, n: int) -> _Given:
         inputs = [
@@ -162,18 +155,18 @@ class Bench:
 
     def _once(
         self, rule: Operator | PartialSums, layer: Layer, region: Region, given: _Given
-    ) -> Time:
+    ) -> Passes:
         inputs, tensors, leaves = given
         clock = self._limits.timer or self._limits.clock
         began = clock()
         result = rule.compute(Call(layer, region, inputs, tensors, self._step))
         forward = clock() - began
         if not leaves or not result.requires_grad:
-            return Time(forward, 0.0)
+            return Passes(forward, 0.0)
         gradient = torch.ones_like(result)
         ready = clock()
         torch.autograd.grad(result, leaves, gradient, allow_unused=True)
-        return Time(forward, clock() - ready)
+        return Passes(forward, clock() - ready)
 
     def _input(self, source: Layer, part: Region, n_samples: int) -> torch.Tensor:
         shape = (1 if source.name in self._joined else n_samples, *part.shape)
@@ -216,7 +209,7 @@ def _cuts(layer: Layer, batch: int) -> Iterator[_Cut]:
     yield SAMPLES, kind, [(n, layer.region, n) for n in fewer]
 
 
-def _slices(rows: Sequence[tuple[int, Time]]) -> Slices:
+def _slices(rows: Sequence[tuple[int, Passes]]) -> Slices:
     return Slices(
         extents=tuple(extent for extent, _ in rows),
         forward=tuple(time.forward for _, time in rows),
@@ -314,21 +307,21 @@ def profiled(
     return profile
 
 
-def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
+def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Passes]]:
     """Return a function that times all whole layers once, by their keys in a profile.
 
     A call takes no longer than a step; the inputs are kept for the next call. Opaque layers are
     left out.
     """
-    runs: dict[str, Callable[[], Time]] = {}
+    runs: dict[str, Callable[[], Passes]] = {}
     with undisturbed():
         bench = Bench(graph, batch, {}, Limits(timer=busy_seconds))
         for key, layer in _unlike(graph, batch, {}).items():
             with suppress(*_FAILURES):
                 runs[key] = bench.ready(layer)
 
-    def measure() -> dict[str, Time]:
-        found: dict[str, Time] = {}
+    def measure() -> dict[str, Passes]:
+        found: dict[str, Passes] = {}
         with undisturbed():
             for key, run in runs.items():
                 with suppress(*_FAILURES):

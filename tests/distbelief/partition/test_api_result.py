@@ -57,9 +57,8 @@ def make_request(
         cluster=cluster,
         profile=profile,
     )
-    return planning_request(
-        model or net(), asked, notify=[].append if told is None else told.append
-    )
+    notify = (told if told is not None else []).append
+    return planning_request(model or net(), asked, notify=notify)
 
 
 def test_machines_like_this_one_take_the_times_measured_here() -> None:
