@@ -13,9 +13,9 @@ from distbelief.cli.main import app
 from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
-from distbelief.partition.profiling import this_host as this_host_module
-from distbelief.partition.profiling.profile import Figures, add, load as load_profile, this_host
+from distbelief.partition.profiling.profile import load as load_profile, this_host
 from distbelief.program.plan import load
+from tests.distbelief.partition.requests import know_host, known_figures
 
 
 HERE = "tests.distbelief.partition.test_api_command"
@@ -23,17 +23,12 @@ ARGUMENTS = ("--input", "3x16x16", "--batch", "16", "--loss", "cross_entropy")
 WHOLE = [f"--pin={layer}=whole" for layer in ("0", "1", "2", "3", "loss")]
 
 
-FIGURES = Figures(
-    flops=1e10, memory_rate=1e10, message_rate=1e9, memory=1e9, overhead=1e-5, jitter=0.1
-)
+FIGURES = known_figures(jitter=0.1)
 
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separate cache that has this machine's figures."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
-    add(this_host(), figures=FIGURES)
+    know_host(FIGURES, tmp_path / "cache", monkeypatch)
 
 
 def net() -> nn.Module:

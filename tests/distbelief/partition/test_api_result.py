@@ -14,25 +14,21 @@ from distbelief.partition.cost_model import ProfiledCosts
 from distbelief.partition.planner import Request, planning_request
 from distbelief.partition.profiling import this_host as this_host_module
 from distbelief.partition.profiling.layer_timer import profiled
-from distbelief.partition.profiling.profile import Figures, add, load, this_host
+from distbelief.partition.profiling.profile import add, load, this_host
 from distbelief.partition.profiling.this_host import HERE, Network, here
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import load as load_plan
+from tests.distbelief.partition.requests import know_host, known_figures
 
 
-FIGURES = Figures(
-    flops=1e10, memory_rate=1e10, message_rate=1e9, memory=1e9, overhead=1e-5, jitter=0.0
-)
+FIGURES = known_figures(jitter=0.0)
 EXAMPLE = torch.zeros(4, 12)
 
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separate cache that has this machine's figures."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
-    add(this_host(), figures=FIGURES)
+    know_host(FIGURES, tmp_path, monkeypatch)
 
 
 def net() -> nn.Module:
