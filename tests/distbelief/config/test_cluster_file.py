@@ -140,7 +140,6 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
             "[[machines]] 1 flops = \"1 TFLOPS\" has the unknown unit 'TFLOPS'. Did",
         ),
         ('"100 us"', "100", 'latency = 100 has no unit: write "100 s"'),
-        ('"100 us"', "true", "latency = True is no quantity"),
         (
             'bandwidth = "1 Gbit/s"',
             'bandwidth = "1 GB"',
@@ -154,13 +153,10 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
         ),
         ('flops = "100 GFLOP/s"', 'flops = "9 TFLOP/s"', "write the fastest first"),
         ("count = 2", "count = 0", "[[machines]] 1 count = 0: wants a whole number, at least 1"),
-        ("count = 2", "count = 2.5", "count = 2.5: wants a whole number"),
         ("count = 2", "count = true", "count = true: wants a whole number"),
         ("count = 2", "count = 10000", "count: 10001 in all; use at most 10000"),
         ("count = 2", f"count = {10**30}", "in all; use at most 10000"),
         ("jitter = 0.1", "jitter = nan", "jitter = nan: wants a number, at least 0"),
-        ("jitter = 0.1", "jitter = true", "jitter = true: wants a number"),
-        ("jitter = 0.1", 'jitter = "1 s"', 'jitter = "1 s": wants a number'),
         ("jitter = 0.1", f"jitter = {10**400}", "jitter] Number out of range"),
         ('"0-2"', '"2-0"', '[links] has no key "2-0": write two machines from 0 to 2'),
         ('"0-2"', '"0-3"', '[links] has no key "0-3"'),
@@ -172,7 +168,6 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
         ("[links]", "[[links]]", 'links = [{ 0-2 = "100 Mbit/s" }]: wants a table'),
         ('"lab"', "7", 'name = 7: wants text in quotes: "..."'),
         ('"measured"', '"guessed"', 'origin = "guessed" is unknown: use measured or'),
-        ('"measured"', "[]", "origin = []: wants text"),
         ("[[machines]]", "[[machine]]", "has no key 'machine'. Did you mean 'machines'?"),
         ('"lab"', '"lab', "is not TOML"),
     ],
@@ -187,7 +182,6 @@ def test_a_mistake_names_the_key_and_the_fix(old: str, new: str, message: str) -
     ("content", "message"),
     [
         (b"", "there is no machine: write [[machines]] for each group of equal ones"),
-        (b"machines = []", "there is no machine"),
         (b"machines = [1]", "machines.1 = 1: wants a table"),
         (b"machines = 3", "machines = 3: begin each one with [[machines]]"),
         (b"[machines]\ncount = 3", "begin each one with [[machines]]"),
@@ -346,7 +340,6 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("cores = 4", "cores = 0", "cores = 0: wants a whole number, at least 1"),
         ('"50 us"', '"-50 us"', "handling ="),
         ('"0-3"', '"3-0"', "a switch is for machines 3 to 0: name the lower one first"),
         ('"0-3"', '"3"', 'machines = "3": write the first and the last of a group'),
@@ -372,8 +365,3 @@ def test_a_mistake_in_switches_and_outages_names_the_key_and_the_fix(
         text = SIMULATED.split(old, maxsplit=1)[0] + '[switches]\nmachines = "0-1"\n'
     with pytest.raises(GraphError, match=re.escape(message)):
         read_cluster(text.encode(), name="lab")
-
-
-def test_a_machine_without_cores_is_rejected() -> None:
-    with pytest.raises(GraphError, match="cores of a machine is 0: use 1 or more"):
-        Machine(flops=1.0, memory_rate=1.0, bandwidth=1.0, cores=0)

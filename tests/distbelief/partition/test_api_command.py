@@ -172,11 +172,6 @@ def test_picture_timeline_and_explanation(tmp_path: Path) -> None:
     assert "chosen" in result.stdout
 
 
-def test_whole_numbers_are_inputs_too() -> None:
-    result = call("--input", "6:50", "--machines", "1,2", "--json", name="words")
-    assert result.exit_code == 0, result.output
-
-
 def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
     cluster = tmp_path / "tiny.toml"
     cluster.write_text(

@@ -242,18 +242,6 @@ def test_mistakes_are_reported_before_anything_is_measured() -> None:
     assert not this_host().path.exists()
 
 
-@pytest.mark.parametrize("machines", [0, (), (0, 1)])
-def test_no_machines_are_a_mistake(machines: int | tuple[int, ...]) -> None:
-    with pytest.raises(GraphError, match="machines"):
-        distbelief.plan(net(), EXAMPLE, machines=machines, cluster="here")
-
-
-@pytest.mark.parametrize("example", [torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
-def test_an_example_is_a_batch(example: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(GraphError, match="all with the same batch"):
-        distbelief.plan(net(), example)
-
-
 def test_whole_numbers_are_inputs_too() -> None:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(48, 10))
     words = torch.full((4, 6), 49)

@@ -83,6 +83,7 @@ def test_more_machines_are_never_slower_and_baselines_never_faster() -> None:
         gap = done.gap
         assert gap is None or gap >= 0
         assert sum(done.shares) == pytest.approx(1.0)
+        assert {p for pair in done.best.cost.link_bytes for p in pair} <= set(done.used)
 
 
 def test_a_plan_for_fewer_machines_is_kept_if_none_is_faster() -> None:
