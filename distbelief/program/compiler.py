@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final, Generic, Literal, TypeVar, final, get_args
 
+import msgspec
+
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region, disjoint, shared_by
 from distbelief.program.placement import Placement
-from distbelief.program.tasks import Message, MessageKind, Task, backward_of, needed, tasks_of
+from distbelief.program.tasks import Message, MessageKind, Phase, Task, needed, tasks_of
 from distbelief.program.traffic import Traffic
 
 
@@ -193,7 +195,8 @@ def _layer_demands(
         for sort, name, region in wanted:
             if region.n_elements:
                 needs[sort].setdefault(name, {}).setdefault(task.machine, set()).add(region)
-    back = [backward_of(task, layer, batch=batch) for task in computing]
+    phases: dict[bool, Phase] = {False: "backward", True: "partial_backward"}
+    back = [msgspec.structs.replace(task, phase=phases[task.is_partial]) for task in computing]
     return _LayerDemands(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
 
 

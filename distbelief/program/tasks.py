@@ -48,8 +48,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     machine: int
     phase: Phase
     region: Region  # of the output; of the first input in a partial phase
-    flops: float  # floating point operations, for the whole batch
-    n_bytes: float  # read and written, for the whole batch; tensors count once
+    n_bytes: float = 0.0  # that combining reads and writes, for the whole batch
 
     @property
     def is_partial(self) -> bool:
@@ -67,23 +66,14 @@ class Needed(NamedTuple):
 def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task]:
     """Yield the tasks of a layer's forward pass, `combine` tasks last."""
     partial = placement.combine is not None
-    shape = layer.input_shapes[0] if partial else layer.shape
-    for machine, region in placement.cells(shape):
-        uses = needed(layer, region, partial=partial).uses
-        n_parameters = sum(used.n_elements for _, used in uses)
-        work = work_of(layer, region, partial=partial)
-        yield Task(
-            layer=layer.name,
-            machine=machine,
-            phase="partial" if partial else "forward",
-            region=region,
-            flops=work.forward * batch,
-            n_bytes=4.0 * (work.n_elements * batch + n_parameters),
-        )
+    cells = list(placement.cells(layer.input_shapes[0] if partial else layer.shape))
+    phase: Phase = "partial" if partial else "forward"
+    for machine, region in cells:
+        yield Task(layer=layer.name, machine=machine, phase=phase, region=region)
     if not partial:
         return
     # Each combining task reads all summands of its region, and writes the sum.
-    written = sum(written_by(layer, region).n_elements for _, region in placement.cells(shape))
+    written = sum(written_by(layer, region).n_elements for _, region in cells)
     n_summands = written / max(1, layer.region.n_elements)
     for machine, region in placement.owners(layer):
         yield Task(
@@ -91,20 +81,8 @@ def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task
             machine=machine,
             phase="combine",
             region=region,
-            flops=float(region.n_elements * batch),
             n_bytes=4.0 * (1 + n_summands) * region.n_elements * batch,
         )
-
-
-def backward_of(task: Task, layer: Layer, *, batch: int) -> Task:
-    # The backward task of a forward task.
-    work = work_of(layer, task.region, partial=task.is_partial)
-    return msgspec.structs.replace(
-        task,
-        phase="partial_backward" if task.is_partial else "backward",
-        flops=work.backward * batch,
-        n_bytes=2 * task.n_bytes,  # as much again, for gradients
-    )
 
 
 def rule_of(layer: Layer, *, partial: bool) -> Operator | PartialSums:
