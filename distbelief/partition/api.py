@@ -343,20 +343,19 @@ def run(
             raise GraphError(f"{path} is a directory: name a file in it")
         if path is not None and not path.parent.is_dir():
             raise GraphError(f"{path}: there is no directory {path.parent}: create it first")
-    with console.status("capturing the model") as status:
-        planning = planning_request(
-            _made(asked.model, make), asked, notify=lambda what: status.update(escape(what))
-        )
-    for layer in explain:
-        report.check_layer(planning.graph, layer)
-    with console.status("planning") as status:
+    with console.status("") as status:
         notify = _progress_line(console, status)
-        result = planning_result(planning, asked.counts, notify=notify)
-    explained = [result.explain(layer) for layer in explain]
-    trial: Trial | None = None
-    if verify is not None:
-        with console.status("running the plan") as status:
-            trial = verify(result, lambda text: status.update(f"running the plan: {escape(text)}"))
+        notify("capturing the model")
+        planning = planning_request(_made(asked.model, make), asked, notify=notify)
+        for layer in explain:
+            report.check_layer(planning.graph, layer)
+        result = planning_result(
+            planning, asked.counts, notify=lambda what: notify(f"planning: {what}")
+        )
+        explained = [result.explain(layer) for layer in explain]
+        trial: Trial | None = None
+        if verify is not None:
+            trial = verify(result, lambda what: notify(f"running the plan: {what}"))
     if as_json:
         tried = {} if trial is None else {"verified": trial.plain()}
         print(json.dumps({**result.plain(), **tried}))  # noqa: T201 -- the output of the command
@@ -406,10 +405,10 @@ def _progress_line(console: Console, status: Status) -> Notify:
         nonlocal printed_at
         now = time.monotonic()
         if console.is_terminal:
-            status.update(escape(f"planning: {what}"))
+            status.update(escape(what))
         elif now - printed_at >= _PRINT_EVERY_SECONDS:
             printed_at = now
-            print(f"planning: {what}", file=sys.stderr)  # noqa: T201 -- progress
+            print(what, file=sys.stderr, flush=True)  # noqa: T201 -- progress
 
     return notify
 

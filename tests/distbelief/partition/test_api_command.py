@@ -97,6 +97,7 @@ def test_the_table_has_a_row_for_each_number_of_machines() -> None:
     rows = [row for row in rows if len(row) > 2 and row[0].isdigit() and row[1].isdigit()]
     assert [row[0] for row in rows] == ["1", "2", "4"]
     assert "assumed figures of cluster 'rack-10g'" in result.stdout
+    assert result.stderr.startswith("capturing the model\n")  # progress from the first second
 
 
 def test_json_is_all_that_is_on_standard_output() -> None:
