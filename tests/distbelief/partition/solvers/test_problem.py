@@ -57,14 +57,8 @@ def test_a_solution_is_exact_if_its_bound_says_so() -> None:
     assert not PAIR.solution((0, 0), bound=4, solver="hand", proven=False).exact
     loose = PAIR.solution((0, 0), bound=3, solver="hand")
     assert not loose.exact
-    assert loose.gap == 0.25
     with pytest.raises(GraphError, match="finite cost"):
         PAIR.solution((0, 2), bound=4, solver="hand")
-
-
-def test_what_costs_nothing_has_no_gap() -> None:
-    nothing = Problem(costs=(np.zeros(2),), edges={})
-    assert nothing.solution((1,), bound=0, solver="hand").gap == 0
 
 
 def test_a_restriction_keeps_rows_and_columns() -> None:
