@@ -353,25 +353,20 @@ def partition(  # noqa: PLR0913 -- options
     with closing(LocalLauncher()) as launcher:
         if verify:
             launcher.start()  # it imports torch while the plan is made
-        from distbelief.partition import api  # noqa: PLC0415 -- torch
+        from distbelief.partition import api, planner  # noqa: PLC0415 -- torch
         from distbelief.task.imports import resolve  # noqa: PLC0415 -- start quickly
 
         o.look_up_modules_here()
-        asked = api.Request(
+        asked = planner.Request(
             model=model,
             inputs=[api.input_spec(text) for text in inputs],
             batch=batch,
             loss=loss,
             counts=api.counts(machines),
-            cluster=cluster or api.DEFAULT_CLUSTER,
+            cluster=cluster or "rack-10g",
             pins=api.pins(pins or ()),
             exactly=exactly,
             profile=profile,
-            explain=explain or (),
-            out=out,
-            picture=picture,
-            timeline=timeline,
-            as_json=as_json,
         )
         trial = None
         if verify:
@@ -384,7 +379,17 @@ def partition(  # noqa: PLR0913 -- options
                 n_cores=len(os.sched_getaffinity(0)),
                 launcher=launcher,
             )
-        return 0 if api.run(asked, resolve(model, table="model"), verify=trial) else FAILED
+        fits = api.run(
+            asked,
+            resolve(model, table="model"),
+            explain=explain or (),
+            out=out,
+            picture=picture,
+            timeline=timeline,
+            as_json=as_json,
+            verify=trial,
+        )
+        return 0 if fits else FAILED
 
 
 app.command()(simulate)

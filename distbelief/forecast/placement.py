@@ -30,7 +30,7 @@ from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
-from distbelief.program.cluster_file import load_cluster
+from distbelief.config.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault

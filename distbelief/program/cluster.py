@@ -11,6 +11,8 @@ from itertools import combinations
 from typing import Final, Literal, final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from distbelief.graph.graph import GraphError
 
@@ -116,6 +118,7 @@ def _seconds(cell: str, number: int) -> float:
 
 
 Origin = Literal["measured", "assumed"]
+FloatArray = NDArray[np.float64]
 
 UNLIMITED: Final = math.inf
 
@@ -131,7 +134,6 @@ _PRICED: Final = (
 )
 
 
-@final
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one machine."""
 
@@ -262,6 +264,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return rate
         low, high = sorted((sender, receiver))
         return min(rate, self.links.get(f"{low}-{high}", math.inf))
+
+    @cached_property
+    def rates(self) -> FloatArray:
+        # Bandwidth between any two machines, (n, n); () if all are equal.
+        bandwidths = np.array([machine.bandwidth for machine in self.machines], dtype=np.float64)
+        rates = np.minimum.outer(bandwidths, bandwidths)
+        for ends, rate in self.links.items():
+            low, high = map(int, ends.split("-"))
+            if max(low, high) < len(self):
+                rates[low, high] = rates[high, low] = min(rate, float(rates[low, high]))
+        return np.asarray(rates[0, 0] if (rates == rates[0, 0]).all() else rates)
 
     @cached_property
     def is_uniform(self) -> bool:

@@ -28,7 +28,7 @@ from distbelief.forecast.placement import HostCosts, PlacedCluster, constants_of
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
-from distbelief.program.cluster_file import load_cluster
+from distbelief.config.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine

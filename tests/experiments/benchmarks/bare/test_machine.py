@@ -39,7 +39,7 @@ def order_of(workload: Workload) -> PlanningRequest:
         cluster=CLUSTER,
         batch=batch,
         costs=AnalyticCosts(CLUSTER, batch=batch, single=single),
-        costs_for=lambda n: AnalyticCosts(CLUSTER, batch=n, single=single),
+        micro_batches=True,
         pins={},
     )
 
