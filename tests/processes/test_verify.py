@@ -77,12 +77,23 @@ SAMPLE = Sample(
 )
 
 
-def run(folder: Path, tell: Callable[[str], None]) -> None:
+def run(
+    folder: Path, tell: Callable[[str], None], show: Callable[[str], None] = lambda _: None
+) -> None:
     computation = Computation(folder=str(folder), weights="", inputs="", n_samples=1, n_steps=1)
     job = parse_job(JOB, path=folder / "job.toml")
     plan = folder / "no-plan.json"
     with closing(LocalLauncher()) as launcher:
-        compute(job, computation, plan=plan, sample=SAMPLE, n_ranks=2, launcher=launcher, tell=tell)
+        compute(
+            job,
+            computation,
+            plan=plan,
+            sample=SAMPLE,
+            n_ranks=2,
+            launcher=launcher,
+            tell=tell,
+            show=show,
+        )
 
 
 @pytest.mark.soak
@@ -111,9 +122,10 @@ def test_a_rank_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(MODEL)
     os.mkfifo(tmp_path / "no-plan.json")  # whoever opens it waits, and lives
 
+    states: list[str] = []
+
     def stop() -> None:
-        log = tmp_path / "replica-0.1.log"
-        poll(lambda: log.is_file() and "begins" in log.read_text(), seconds=100.0)
+        poll(lambda: states and "replica-0.1 starting" not in states[-1], seconds=100.0)
         pid = process_of(1, tmp_path)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -122,7 +134,7 @@ def test_a_rank_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None:
     stopper.start()
     told: list[str] = []
     with pytest.raises(DistBeliefError, match="replica"):
-        run(tmp_path, told.append)
+        run(tmp_path, told.append, states.append)
     stopper.join()
     assert any("silent for" in text for text in told)
     assert process_of(0, tmp_path) is process_of(1, tmp_path) is None
