@@ -302,11 +302,9 @@ def test_timers_do_what_a_dictionary_of_times_would(steps: list[tuple[str, str, 
             timers.cancel(name)
             plain.pop(name, None)
         else:
-            expected = sorted(
-                (key for key, when in plain.items() if when[0] <= at), key=plain.__getitem__
-            )
-            assert due(timers, at) == expected
-            plain = {key: when for key, when in plain.items() if key not in expected}
+            expected = sorted((when, key) for key, when in plain.items() if when[0] <= at)
+            assert due(timers, at) == [key for _, key in expected]
+            plain = {key: when for key, when in plain.items() if when[0] > at}
         assert timers.next_at == min((when for when, _ in plain.values()), default=math.inf)
         assert len(timers) == len(plain)
 

@@ -107,12 +107,12 @@ def test_a_name_is_used_once(any_memory: Memory) -> None:
 def test_a_region_given_up_is_gone_and_existing_mappings_stay_valid(
     any_memory: Memory, way: str
 ) -> None:
-    region = any_memory.create("a", n_bytes=8)
+    any_memory.create("a", n_bytes=8)[:] = 7
     seen = other_role(any_memory).attach("a")
     for _ in range(2):  # as often as one likes
         getattr(any_memory, way)("a")
-    region[:] = 7
-    assert (seen == 7).all()
+    is_poisoned = way == "release" and isinstance(any_memory, PrivateMemory)
+    assert (seen == (0xFF if is_poisoned else 7)).all()
     with pytest.raises(MemoryGoneError, match=r"no region 'a' (on host 'h'|in /)"):
         other_role(any_memory).attach("a")
 
