@@ -25,7 +25,7 @@ commands need every vector that they name.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, assert_never, final
+from typing import Annotated, Literal, assert_never
 
 import msgspec
 
@@ -56,7 +56,6 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all commands: immutable, tagged by class name on the wire."""
 
 
-@final
 class Copy(_Command, frozen=True):
     """Target <- x."""
 
@@ -64,7 +63,6 @@ class Copy(_Command, frozen=True):
     x: VectorName
 
 
-@final
 class Fill(_Command, frozen=True):
     """Target <- a in every element of a tensor (padding stays 0)."""
 
@@ -72,7 +70,6 @@ class Fill(_Command, frozen=True):
     a: float
 
 
-@final
 class Scale(_Command, frozen=True):
     """Target <- a target."""
 
@@ -80,7 +77,6 @@ class Scale(_Command, frozen=True):
     a: float
 
 
-@final
 class Axpy(_Command, frozen=True):
     """Target <- target + a x."""
 
@@ -89,7 +85,6 @@ class Axpy(_Command, frozen=True):
     x: VectorName
 
 
-@final
 class Multiply(_Command, frozen=True):
     """Target <- target x, element by element."""
 
@@ -97,7 +92,6 @@ class Multiply(_Command, frozen=True):
     x: VectorName
 
 
-@final
 class Term(msgspec.Struct, frozen=True):
     """One summand a x."""
 
@@ -108,7 +102,6 @@ class Term(msgspec.Struct, frozen=True):
 Terms = Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=256)]
 
 
-@final
 class LinearCombination(_Command, frozen=True):
     """Target <- sum of its terms, rounded once; the target may be among them."""
 
@@ -120,7 +113,6 @@ class LinearCombination(_Command, frozen=True):
         return tuple(term.x for term in self.terms)
 
 
-@final
 class Pointwise(_Command, frozen=True):
     """Target <- function(x, y, a), element by element; the target may be x or y."""
 
@@ -139,14 +131,12 @@ class Pointwise(_Command, frozen=True):
         return (self.x,) if self.y is None else (self.x, self.y)
 
 
-@final
 class Drop(_Command, frozen=True):
     """Delete these vectors; missing ones are no error."""
 
     names: Names
 
 
-@final
 class Dot(_Command, frozen=True):
     """Measure x.y."""
 
@@ -154,7 +144,6 @@ class Dot(_Command, frozen=True):
     y: VectorName
 
 
-@final
 class Gram(_Command, frozen=True):
     """Measure the dot product of every row with every column, row by row."""
 
@@ -162,7 +151,6 @@ class Gram(_Command, frozen=True):
     columns: Names
 
 
-@final
 class Norm(_Command, frozen=True):
     """Measure a norm of x."""
 

@@ -13,7 +13,6 @@ messages. Nothing blocks but `poll` (its timeout) and `close` (its linger).
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Final, Self, final
 
 import zmq
@@ -93,7 +92,7 @@ class ZmqTransport:
 
     Args:
         name: The role's name.
-        incarnation: Process generation of the role.
+        incarnation: Its process generation.
         run: Name of the run.
         bind: Where to listen.
         guard: Who may connect.
@@ -182,12 +181,7 @@ class ZmqTransport:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     # --- links ---
