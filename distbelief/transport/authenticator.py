@@ -225,7 +225,7 @@ class Permissions:
     """Which key may speak as which role, by the allow-list and by introduction.
 
     Args:
-        files: Key files with the allow-list.
+        files: They have the allow-list.
         trusted: Keys that are not on the list, and their roles.
         warn: Called when the list cannot be read, once until it changes.
         is_of_job: Whether this is the transport of a role of a job.
@@ -382,12 +382,7 @@ class CurveAuth:
     A key that exceeds its bucket, or breaks a rule, loses its connection and is rejected for a
     while. Replayed bytes open no connection: each has session keys of its own.
 
-    Args:
-        pair: This side's keys.
-        permissions: Which key may speak as which role.
-        warn: Called at every violation.
-        limits: Limits of one key; this side's own has none.
-        now: The clock.
+    `warn` is called at every violation. This side's own key has no limits.
     """
 
     encrypts: Final = True

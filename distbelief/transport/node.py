@@ -244,9 +244,7 @@ class RoleRunner:
     ) -> str | None:
         """Run the role until it ends; return the error, if there was one.
 
-        Args:
-            on_tick: Called every `tick_seconds` in this thread, for a display.
-            tick_seconds: Interval of `on_tick`.
+        `on_tick` is called every `tick_seconds` in this thread, for a display.
         """
         with self:
             self._start()
@@ -278,10 +276,9 @@ class RoleRunner:
         return True
 
     def post(self, event: rl.Event) -> bool:
-        """Queue an event for the role. Safe in any thread and in signal handlers.
+        """Queue an event for the role; return False if it was dropped instead.
 
-        Returns:
-            Whether it was queued: beyond `POSTED_MAX` waiting events it is dropped.
+        Beyond `POSTED_MAX` waiting events it is. Safe in any thread and in signal handlers.
         """
         if len(self._posted) >= POSTED_MAX:
             self._n_posted_dropped += 1
@@ -291,13 +288,10 @@ class RoleRunner:
         return True
 
     def tell(self, event: rl.Event) -> bool:
-        """Let the role handle an event now; only in the thread that pumps.
+        """Let the role handle an event now; return False if the role has ended.
 
-        What has arrived is handled first, so that a caller that never waits still receives from
-        peers.
-
-        Returns:
-            Whether the role handled it: a role that has ended does not.
+        Only in the thread that pumps. What has arrived is handled first, so that a caller that
+        never waits still receives from peers.
         """
         self._start()
         if not self.halted:

@@ -90,15 +90,8 @@ class PeerSocket:
 class ZmqTransport:
     """The links of one role. For one thread only; call `start` first.
 
-    Args:
-        name: The role's name.
-        incarnation: Its process generation.
-        run: Name of the run.
-        bind: Where to listen.
-        guard: Who may connect.
-        log: Called with a level and a text.
-        messages_max: Messages queued at each end of a link.
-        linger_seconds: How long `close` waits for unsent messages.
+    It listens at `bind`; `guard` decides who may connect. Each end of a link queues
+    `messages_max`; `close` waits `linger_seconds` for those not sent yet.
     """
 
     def __init__(
@@ -189,11 +182,7 @@ class ZmqTransport:
     def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """Send to `peer` at `endpoint` from now on; messages queued on an older link are lost.
 
-        Args:
-            peer: Name of the peer.
-            incarnation: Process generation of the peer.
-            endpoint: Where it listens.
-            watched: Record failed handshakes for `is_refused` and `has_other_key`.
+        If `watched`, failed handshakes are recorded for `is_refused` and `has_other_key`.
 
         Raises:
             TransportError: The endpoint is invalid or not allowed.
@@ -268,11 +257,8 @@ class ZmqTransport:
     def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
         """Queue `message`; return False if it was dropped instead.
 
-        Args:
-            peer: Name of the receiver.
-            message: Its arrays are copied, unless they are lent.
-            lent: The caller does not change the arrays until they are sent: they are read when the
-                network has room for them.
+        Its arrays are copied. If they are `lent`, they are read when the network has room for
+        them, and the caller does not change them before.
         """
         link = self._sockets.pop(peer, None)
         if link is None:
