@@ -68,6 +68,14 @@ def test_anywhere_is_where_the_supervisor_was_found() -> None:
     assert somewhere.seen_from("10.0.0.1") == somewhere
 
 
+def test_only_files_and_the_loopback_are_local() -> None:
+    places = [
+        Endpoint(path="/x"),
+        *(Endpoint(host=h) for h in ("127.0.0.1", "10.0.0.1", "0.0.0.0")),
+    ]
+    assert [place.is_local for place in places] == [True, True, False, False]
+
+
 def test_users_may_name_hosts() -> None:
     assert number_of("localhost") == number_of("127.0.0.1") == "127.0.0.1"
     assert number_of("*") == "0.0.0.0"
