@@ -21,6 +21,7 @@ from typing import Final, final
 import msgspec
 import torch
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.core import units
 from distbelief.data.dataset import read_batch
@@ -30,7 +31,6 @@ from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
-from distbelief.config.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.errors import JobError
 from distbelief.forecast import calibration
@@ -31,7 +32,6 @@ from distbelief.forecast.placement import HostCosts, PlacedCluster, constants_of
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
-from distbelief.config.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine

@@ -6,9 +6,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from distbelief.config.cluster_file import load_cluster, names
 from distbelief.graph.graph import GraphError
 from distbelief.program.cluster import Cluster, Lost, Machine, Outages, OutageTrace, Switch
-from distbelief.config.cluster_file import load_cluster, names
 from distbelief.roles.role import Address, Launch, PeerLost, Started, TimerFired
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions
