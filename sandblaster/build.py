@@ -36,8 +36,8 @@ from distbelief.worker.group import EVALUATORS, GroupRank, member_names
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.optimizers import AnyMethod
 from sandblaster.partitioned_worker import ChunkObjective

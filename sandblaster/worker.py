@@ -23,8 +23,7 @@ import torch
 from distbelief.data.sharding import Samples
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ShardReply
+from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.protocol import (
     Assignment,
     ChunkResult,

@@ -45,19 +45,6 @@ N_MACHINES_MAX: Final = 10_000
 _SUFFIX: Final = ".toml"
 # Two machines, or the first and the last of a group: "0-15".
 _ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
-_QUANTITIES: Final[Mapping[str, units.Dimension]] = {
-    "flops": "compute",
-    "memory_rate": "rate",
-    "bandwidth": "rate",
-    "memory": "bytes",
-    "message_rate": "rate",
-    "overhead": "time",
-    "handling": "time",
-    "latency": "time",
-    "message_overhead": "time",
-    "mean_time": "time",
-    "away": "time",
-}
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -65,8 +52,8 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 @final
 class _File(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
-    latency: float = 0.0
-    message_overhead: float = 0.0
+    latency: units.Time = 0.0
+    message_overhead: units.Time = 0.0
     origin: str = "assumed"
     note: str = ""  # for the reader of a report
     machines: tuple[object, ...] = ()
@@ -91,7 +78,7 @@ class _Group(Machine, frozen=True, kw_only=True):
 @final
 class _Switch(msgspec.Struct, frozen=True, kw_only=True):
     machines: str  # "0-3"
-    bandwidth: float
+    bandwidth: units.Rate
 
 
 @final
@@ -214,7 +201,7 @@ def _parsed(content: bytes) -> Table:
 
 
 def _decoded(value: object, struct: type[_S], *path: str) -> _S:
-    return tables.decode(value, struct, path=path, quantities=_QUANTITIES)
+    return tables.decode(value, struct, path=path)
 
 
 def _links(links: Mapping[str, object], *, n_machines: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from distbelief.core import units
 from distbelief.graph.graph import GraphError
 
 
@@ -26,8 +27,8 @@ N_OUTAGES_MAX: Final = 1_000_000
 class Outages(msgspec.Struct, frozen=True, kw_only=True):
     """A random process of outages; the times between them are exponential."""
 
-    mean_time: float  # seconds between two outages of one machine, on average
-    away: float  # seconds until a machine is back
+    mean_time: units.Time  # seconds between two outages of one machine, on average
+    away: units.Time  # seconds until a machine is back
     group: int = 1  # machines that fail together: the first so many, the next so many, ...
 
     def __post_init__(self) -> None:
@@ -137,18 +138,18 @@ _PRICED: Final = (
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one machine."""
 
-    flops: float  # floating point operations per second in a large matrix product
-    memory_rate: float  # bytes per second to and from memory
+    flops: units.Compute  # floating point operations per second in a large matrix product
+    memory_rate: units.Rate  # bytes per second to and from memory
     # Bytes per second of messages that keep its processors busy; tasks meanwhile take longer.
-    message_rate: float = UNLIMITED
-    memory: float = UNLIMITED  # bytes for parameters, gradients and activations
-    overhead: float = 0.0  # seconds per layer, however small
+    message_rate: units.Rate = UNLIMITED
+    memory: units.Bytes = UNLIMITED  # bytes for parameters, gradients and activations
+    overhead: units.Time = 0.0  # seconds per layer, however small
     # Standard deviation of the logarithm of compute times: 0.1 is often 10 % faster or slower.
     jitter: float = 0.0
-    bandwidth: float  # bytes per second that it can send, and also receive
+    bandwidth: units.Rate  # bytes per second that it can send, and also receive
     cores: int = 1  # `flops` are divided evenly among them
     # Core seconds per message at each end; simulations charge it to the process that receives.
-    handling: float = 0.0
+    handling: units.Time = 0.0
 
     def __post_init__(self) -> None:
         if self.cores < 1:

@@ -11,8 +11,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.data.dataset import Dataset
 from distbelief.data.sharding import DataShard
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (
     Fetch,
