@@ -1,1 +1,1 @@
-"""Plans, placements and clusters, and the programs that each rank executes."""
+"""Plans, placements and clusters; the tasks and messages of a step, and what it costs."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.graph.region import Region, Shape
 from distbelief.partition.cost_tables import Boxes, own_seconds, transfer_seconds
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from tests.distbelief.partition.plans import equal, unequal
 
 
@@ -58,9 +58,13 @@ def counted(
         for index in indices(region):
             sent[has[index], machine] += 8.0
     np.fill_diagonal(sent, 0.0)
-    seconds = sent / cluster.rates + cluster.message_overhead * (sent > 0)
+    seconds = sent / rates_of(cluster) + cluster.message_overhead * (sent > 0)
     busiest = float(max(seconds.sum(0).max(), seconds.sum(1).max()))
     return busiest + cluster.latency * (busiest > 0)
+
+
+def rates_of(cluster: Cluster) -> FloatArray:
+    return np.array([[cluster.rate(p, q) for q in range(5)] for p in range(5)])
 
 
 def indices(region: Region) -> list[tuple[int, ...]]:
@@ -110,8 +114,9 @@ def test_a_scalar_goes_to_all_ranks() -> None:
     np.testing.assert_allclose(matrix, [[0, 3, 0], [1, 3, 0]])
 
 
-def test_links_of_missing_machines_are_ignored() -> None:
-    assert unequal().first(2).rates.ndim == 0
+def test_rates_are_those_of_each_pair_and_one_number_if_all_are_equal() -> None:
+    np.testing.assert_array_equal(unequal().rates, rates_of(unequal()))
+    assert unequal().first(2).rates.ndim == 0  # the link of a missing machine does not count
 
 
 def test_fifty_candidates_on_144_machines_take_a_fraction_of_a_second() -> None:

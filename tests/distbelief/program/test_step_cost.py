@@ -261,10 +261,12 @@ def test_adding_up_partial_outputs_takes_its_share_of_memory() -> None:
     graph = chain([2, 2, 2])
     halves = Placement(cuts=((1,),), machines=(0, 1), combine=Placement.whole(1, 0))
     plan = {"fc0": Placement.whole(1, 0), "fc1": halves}
-    machine = Machine(flops=1.0, memory_rate=8.0, overhead=0.5, bandwidth=math.inf)
+    machine = Machine(flops=1.0, memory_rate=8.0, overhead=0.5, bandwidth=4.0)
     found = priced(graph, plan, uniform("test", machine, 2))
     (combining,) = [event for event in events(found) if event.what == "combine"]
     assert combining.seconds == 0.5 + 24 / 8.0
+    came = [event for event in events(found) if (event.what, event.track) == ("partial", "receive")]
+    assert [event.start + event.seconds for event in came] == [combining.start]
 
 
 def handling(on: Cluster, rate: float) -> Cluster:
