@@ -95,7 +95,8 @@ def test_the_gradient_is_that_of_plain_torch() -> None:
             assert gradient is None, spec.name
         else:
             assert gradient is not None, spec.name
-            assert torch.equal(gradient, plain_gradient.reshape(-1)), spec.name
+            # A bias before BatchNorm has no gradient but rounding, which depends on addresses.
+            torch.testing.assert_close(gradient, plain_gradient.reshape(-1), rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_unused_frozen_or_a_buffer_has_no_gradient() -> None:
