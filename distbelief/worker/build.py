@@ -265,16 +265,17 @@ def local_executor(
     *,
     seed: tuple[int, int],
     clip_norm: float | None = None,
-    loss: Loss | None = None,
+    sums: bool = False,
 ) -> LocalExecutor:
     task = context.task
     return LocalExecutor(
         model,
         context.train_data(),
-        loss=loss or build_loss(task),
+        loss=build_loss(task),
         names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
         clip_norm=clip_norm,
         seed=seed,
+        sums=sums,
     )
 
 
@@ -433,7 +434,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
             training=training,
             seed=seed,
         ),
-        slices=SlicePrefetch(parts.reader, batch_plan),
+        slices=SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
         objective=objective,
         shapes=[region.shape for _, region in flow.items],
         leader=leader if rank.machine == 0 else None,

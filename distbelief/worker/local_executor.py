@@ -187,6 +187,7 @@ class LocalExecutor:
         names: How messages call model, data and loss.
         clip_norm: Bound of each gradient's 2-norm, if any.
         seed: Of the model's own random numbers, one stream per position.
+        sums: Take the gradient of the loss's sum over the samples, not of its mean.
     """
 
     def __init__(
@@ -198,10 +199,12 @@ class LocalExecutor:
         names: dry_run.Names,
         seed: tuple[int, int],
         clip_norm: float | None = None,
+        sums: bool = False,
     ) -> None:
         self.model = model
         self._dataset = dataset
-        self._loss = loss
+        self._loss = summed(loss) if sums else loss
+        self._sums = sums
         self._names = names
         self._clip_norm = clip_norm
         self._seed = seed
@@ -228,18 +231,19 @@ class LocalExecutor:
     # --- steps ---
 
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
-        loss = self.gradient(batch)
-        for item, gradient in enumerate(self.model.gradients):
-            if gradient is not None:
-                put(item, gradient)
-        return StepResult(loss=len(batch.samples.indices) * loss, averages={}, outputs=())
-
-    def gradient(self, batch: BatchSlice) -> float:
-        """Compute the gradient of a batch; return its loss.
+        """Compute the gradient of a batch.
 
         Raises:
             JobError: the user's model, loss or data fails on this batch.
         """
+        loss = self._gradient(batch)
+        for item, gradient in enumerate(self.model.gradients):
+            if gradient is not None:
+                put(item, gradient)
+        loss = loss if self._sums else len(batch.samples.indices) * loss
+        return StepResult(loss=loss, averages={}, outputs=())
+
+    def _gradient(self, batch: BatchSlice) -> float:
         (inputs,), targets, model = batch.inputs[INPUTS], batch.targets, self.model
         assert targets is not None
         torch.default_generator.manual_seed(step_seed(self._seed, batch.samples.position))
@@ -263,6 +267,16 @@ class LocalExecutor:
                 f"{type(error).__name__}: {error}"
             ) from error
         return loss
+
+
+def summed(loss: Loss) -> Loss:
+    """Return the loss times the number of samples: a sum, where users give a mean."""
+
+    # The last mini-batch may be smaller: so sums are added, and the shards divide once.
+    def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(outputs, targets) * targets.shape[0]
+
+    return total
 
 
 @final

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from distbelief.data.sharding import Samples
 from distbelief.errors import JobError
+from distbelief.worker.local_executor import summed
 from sandblaster.chunks import BatchRange, ChunkSizes
-from sandblaster.worker import summed
 
 
 cuttings = st.builds(

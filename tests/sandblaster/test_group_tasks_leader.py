@@ -24,8 +24,7 @@ from distbelief.protocol import (
 from distbelief.roles.role import Action, Report, Send, SetTimer
 from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
-from sandblaster.worker import BatchWorkerConfig
+from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 
 
 CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
@@ -33,7 +32,7 @@ VERSIONS = (ShardVersion(incarnation=1, clock=7),)
 
 
 def assignment(
-    version: int, *tasks: tuple[int, int, int], generation: int = 1, **keys: int
+    version: int, *tasks: tuple[int, int, int], generation: int = 0, **keys: int
 ) -> Assignment:
     """Return an assignment of these (chunk, attempt, token)."""
     return Assignment(
@@ -58,7 +57,7 @@ class Bench:
     def __init__(self, *, await_begin: bool = False) -> None:
         plan = ChunkBatchPlan(Samples(11), mini_batch_size=CHUNK_SIZES.mini_batch_size)
         self.group_tasks = GroupTasks(
-            BatchWorkerConfig(chunk_sizes=CHUNK_SIZES, retry_seconds=1.0, retry_seconds_max=9.0),
+            WorkerConfig(chunk_sizes=CHUNK_SIZES, retry_seconds=1.0, retry_seconds_max=9.0),
             plan=plan,
             n_ranks=2,
             await_begin=await_begin,
@@ -124,7 +123,7 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     bench = Bench()
     first = bench.work_report()
     assert first is not None
-    assert (first.generation, first.results, first.n_computed) == (1, (), 0)
+    assert (first.generation, first.results, first.n_computed) == (0, (), 0)
     assert bench.work_report() is None  # reported once
     bench.group_tasks.take(assignment(1, (1, 5, 0), (2, 6, 0)))
     (gather,) = gathers(bench.report())
@@ -238,8 +237,8 @@ def test_a_restarted_rank_makes_it_another_replica() -> None:
     bench.gather(incarnations=(1, 2))
     said = bench.work_report()
     assert said is not None
-    assert (said.generation, said.results, said.n_computed) == (2, (), 0)
-    bench.group_tasks.take(assignment(3, (0, 9, 0), generation=2))
+    assert (said.generation, said.results, said.n_computed) == (1, (), 0)
+    bench.group_tasks.take(assignment(3, (0, 9, 0), generation=1))
     (gather,) = gathers(bench.report())
     assert gather.order is not None
     assert gather.order.attempt == 9
@@ -305,7 +304,7 @@ def test_reports_repeat_soon_with_work_and_late_without() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        assignment(1, (0, 1, 0), generation=2),
+        assignment(1, (0, 1, 0), generation=1),
         msgspec.structs.replace(assignment(1, (0, 1, 0)), replica_incarnation=2),
     ],
 )

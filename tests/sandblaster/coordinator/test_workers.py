@@ -8,7 +8,7 @@ from distbelief.roles.role import Address, Received, Send
 from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.workers import Attempt, Chunk, WorkerPool, WorkerState
-from sandblaster.worker import ChunkAttempts
+from sandblaster.group_tasks import ChunkAttempts
 
 
 A = Address("replica-a")
@@ -61,8 +61,8 @@ def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: in
     version that it knew already.
     """
     talk = Talk()
-    talk.attempts.update(talk.tells(talk.hears(talk.attempts.report), is_dealt=1))
-    before = talk.attempts.report
+    talk.attempts.update(talk.tells(talk.hears(talk.attempts.report()), is_dealt=1))
+    before = talk.attempts.report()
     worker = talk.hears(before)
     late = [talk.tells(worker, is_dealt=2 + n) for n in range(n_told)]
     talk.pool.remove(A, is_over=False)
@@ -71,19 +71,19 @@ def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: in
         talk.attempts.update(assignment)
     assert talk.attempts.update(talk.tells(again, is_dealt=9))
     assert [one.attempt for one in talk.attempts] == [9]
-    assert talk.hears(talk.attempts.report).known == again.version
+    assert talk.hears(talk.attempts.report()).known == again.version
     assert talk.pool.resend(99.0) == []
 
 
 def test_an_unacknowledged_assignment_is_sent_again() -> None:
     talk = Talk()
-    worker = talk.hears(talk.attempts.report)
+    worker = talk.hears(talk.attempts.report())
     talk.tells(worker, is_dealt=1)
     (again,) = talk.pool.resend(99.0)
     assert isinstance(again, Send)
     assert isinstance(again.message, Assignment)
     assert talk.attempts.update(again.message)
-    talk.hears(talk.attempts.report)
+    talk.hears(talk.attempts.report())
     assert talk.pool.resend(199.0) == []
 
 
