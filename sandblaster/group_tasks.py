@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from distbelief.core.reliable import Silence
+from distbelief.core.reliable import Backoff, Silence
 from distbelief.data.sharding import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
@@ -53,6 +53,11 @@ class WorkerConfig:
     chunk_sizes: ChunkSizes  # how batches are divided; the coordinator must have the same
     retry_seconds: Seconds = 0.5  # seconds after which a busy worker repeats its report
     retry_seconds_max: Seconds = 4.0  # seconds after which an idle worker does
+
+    @property
+    def heartbeat_seconds(self) -> Seconds:
+        """Return the longest silence of a busy worker; the coordinator bears twice as much."""
+        return self.retry_seconds_max / 2
 
     def __post_init__(self) -> None:
         for name in ("retry_seconds", "retry_seconds_max"):
@@ -139,6 +144,7 @@ class ChunkAttempt:
     loss: float | None = None  # once computed; NaN if it or the gradient is not finite
     seconds: Seconds = 0.0
     is_held: bool = False  # the ranks hold its sum: it is computed, and not staged yet
+    is_pushed: bool = False  # of the only rank: its memory is free for another sum
     staged: bool = False
 
     @property
@@ -214,7 +220,7 @@ class ChunkAttempts:
 
     @property
     def to_compute(self) -> Sequence[ChunkAttempt]:
-        if len(self.held) >= N_CHUNKS_HELD:
+        if sum(not one.is_pushed for one in self.held) >= N_CHUNKS_HELD:
             return ()
         return [one for one in self if not one.is_computed]
 
@@ -285,6 +291,8 @@ class GroupTasks:
         self._began_at: Seconds | None = None  # when its first mini-batch began
         self._waiting: dict[int, set[int]] = {}  # by token: ranks that have not staged it
         self._is_due = True  # whether a report is due
+        self._is_repeat = False  # and says nothing new
+        self._backoff = Backoff(config.retry_seconds, config.heartbeat_seconds)  # while it is busy
 
     def start(self, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -337,6 +345,12 @@ class GroupTasks:
         current = self._current
         if current is not None and (self._current_of[0], current.attempt) == (epoch, attempt):
             self._outcome = outcome
+
+    def pushed(self, commit_token: int) -> None:
+        """The only rank of the worker has sent the sum with this token."""
+        for one in self._attempts.with_token:
+            one.is_pushed |= one.commit_token == commit_token
+        self._look_ahead()
 
     def staged(self, rank: int, commit_tokens: Sequence[int]) -> None:
         for one in self._attempts:
@@ -483,7 +497,7 @@ class GroupTasks:
 
     def resend(self) -> Outgoing:
         """Return the messages that ranks have not answered."""
-        self._is_due = True
+        self._is_due = self._is_repeat = True
         return [
             message
             for one in self._attempts.with_token
@@ -495,10 +509,13 @@ class GroupTasks:
         """Return the report to the coordinator, if one is due, and the timer of the next."""
         if not self._is_due:
             return []
-        self._is_due = False
-        config = self._config
-        pause = config.retry_seconds if self._attempts else config.retry_seconds_max
-        actions: list[Action] = [SetTimer(name=TIMER, at=now + pause)]
+        if self._is_repeat:
+            self._backoff.repeat(now)
+        else:
+            self._backoff.start(now)
+        self._is_due = self._is_repeat = False
+        due = self._backoff.due if self._attempts else now + self._config.retry_seconds_max
+        actions: list[Action] = [SetTimer(name=TIMER, at=due)]
         if self._begun and self._is_ready and not self._stopping and self._all_alive(now):
             report = self._attempts.report(self._replica_generation)
             actions.append(Send(receiver=COORDINATOR, message=report))

@@ -111,6 +111,7 @@ class ChunkPushes:
         self._to_push: dict[int, Key] = {}  # by token, the oldest first
         self._pushing: _PushInFlight | None = None  # in the executor
         self._pushed: deque[int] = deque()  # not acknowledged
+        self.newest = 0  # token of the last push
         self._has_new_staged = False
         self._has_work = False
 
@@ -145,9 +146,11 @@ class ChunkPushes:
 
     def stage(self) -> Sequence[Action]:
         """Start to stage the next sum that has a token, once every shard has a free slot."""
-        self._to_push = {g: key for g, key in self._to_push.items() if key in self._sums}
         client = self._client
         if not self._to_push or not (client.ready and client.can_push):
+            return []
+        self._to_push = {g: key for g, key in self._to_push.items() if key in self._sums}
+        if not self._to_push:
             return []
         commit_token = next(iter(self._to_push))
         kept = self._sums.pop(self._to_push.pop(commit_token))
@@ -163,7 +166,8 @@ class ChunkPushes:
         pushing, self._pushing = self._pushing, None
         if not result.finite:  # it was when it was summed
             raise JobError(f"a chunk's sum is not finite when it is pushed: {result.culprits}")
-        self._pushed.append(pushing.commit_token)
+        self.newest = pushing.commit_token
+        self._pushed.append(self.newest)
         return self._client.staged(
             result,
             n_gradients=pushing.kept.n_mini_batches,
@@ -174,7 +178,7 @@ class ChunkPushes:
 
     def has_new_staged(self) -> bool:
         """Return whether more parts are staged than at the last call."""
-        while len(self._pushed) > self._client.unacknowledged:
+        while self._pushed and len(self._pushed) > self._client.unacknowledged:
             self.staged.append(self._pushed.popleft())
             self._has_new_staged = True
         news, self._has_new_staged = self._has_new_staged, False
@@ -417,7 +421,10 @@ class ChunkObjective(Objective):
 
     @override
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        return self.pushes.computed(event, now)
+        actions = self.pushes.computed(event, now)
+        if self._group_tasks is not None and self._is_alone:
+            self._group_tasks.pushed(self.pushes.newest)
+        return actions
 
     # --- the coordinator's protocol ---
 

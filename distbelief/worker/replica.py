@@ -219,15 +219,18 @@ class Replica:
         """
         if self._is_gone:
             return []
-        own = self._give_objective(event, now) if self.objective.accepts else None
-        if own is not None:
-            actions: Sequence[Action] = own
-        elif self._client.owns(event):
-            actions = self._client.handle(event, now)
+        of_shard, phase = self._client.owns(event), self._epoch.phase
+        if of_shard:
+            actions: Sequence[Action] = self._client.handle(event, now)
         else:
-            actions = self._on_event(event, now)
+            own = self._give_objective(event, now) if self.objective.accepts else None
+            actions = self._on_event(event, now) if own is None else own
         # Every event may have removed the last obstacle to the next piece of work.
         begun = self._advance(now)
+        # Most messages of shards are no news to a leader without other ranks.
+        is_same = self._is_single and not begun and phase is self._epoch.phase
+        if of_shard and is_same and not self.objective.has_news():
+            return actions
         # Work of a partition does not depend on these messages: it starts before they are sent.
         is_chain = not self._is_single and self._lane == [STEP]
         both = (begun, actions) if is_chain else (actions, begun)
