@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
-from distbelief.roles.role import Cost, Role
+from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.build import (
@@ -32,10 +32,10 @@ from distbelief.worker.build import (
     zeros_of,
 )
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.gradients import Items
 from distbelief.worker.group import EVALUATORS, GroupRank, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeSteps
 from distbelief.worker.replica import RankConfig, Replica
+from distbelief.worker.training import Items
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
@@ -151,25 +151,22 @@ def whole_worker(
     model = executor.model
     trained = (item for item, spec in enumerate(model.specs()) if spec.kind == "parameter")
     plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
+    objective = ChunkObjective(
+        Items(values=model.values, trained=frozenset(trained)),
+        shards=None,
+        client=client,
+        plan=plan,
+        group_tasks=GroupTasks(config, plan=plan, n_ranks=1, await_begin=await_begin),
+        names=member_names("replica", 1),
+        retry_seconds=config.retry_seconds,
+    )
     return Replica(
         RankConfig(group="replica"),
         client=client,
-        executor=WholeSteps(
-            executor.run,
-            cost=lambda n: Cost(flops=model.flops(n), n_bytes=float(model.n_bytes)),
-            # The version of the parameters is checked first.
-            follows_install=False,
-        ),
+        # No step follows an install: the version of the parameters is checked first.
+        executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=False),
         slices=SlicePrefetch(executor, plan, reuses=True),
-        objective=ChunkObjective(
-            Items(values=model.values, trained=frozenset(trained)),
-            shards=None,
-            client=client,
-            plan=plan,
-            group_tasks=GroupTasks(config, plan=plan, n_ranks=1, await_begin=await_begin),
-            names=member_names("replica", 1),
-            retry_seconds=config.retry_seconds,
-        ),
+        objective=objective,
         leader=leader_on_request(n_ranks=1),
     )
 

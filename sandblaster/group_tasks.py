@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.core.reliable import Backoff, Silence
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
     Assignment,

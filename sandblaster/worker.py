@@ -51,10 +51,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.gradients import GradientSum, Items, bad_sample, blame_of, is_finite
 from distbelief.worker.group import GroupLeader, Outgoing
 from distbelief.worker.objective import LocalNorm, Objective
-from distbelief.worker.training import PUSH
+from distbelief.worker.training import PUSH, GradientSum, Items, bad_sample, blame_of, is_finite
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks
 
@@ -330,6 +329,10 @@ class ChunkObjective(Objective):
         self._mini_batch, self._positions = batch_slice, self._plan.bounds(step)
         self._is_last = self._plan.is_last(step)
         return self._gradients.__setitem__
+
+    def step_bytes(self) -> float:
+        """Moved by a step beside its computation."""
+        return self._items.n_bytes
 
     @override
     def close(self, found: StepResult) -> LocalNorm | bool:

@@ -12,8 +12,7 @@ from typing import Final, Protocol, final
 import numpy as np
 import torch
 
-from distbelief.data.dataset import Dataset, read_batch
-from distbelief.data.sharding import BatchCursor, DataShard, Indices
+from distbelief.data import BatchCursor, Dataset, DataShard, Indices, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region

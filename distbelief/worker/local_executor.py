@@ -13,7 +13,7 @@ from typing import Final, final
 import torch
 from torch import nn
 
-from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data import Dataset, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.graph.region import Region
@@ -230,6 +230,9 @@ class LocalExecutor:
 
     # --- steps ---
 
+    def flops(self, n_samples: int) -> float:
+        return self.model.flops(n_samples)
+
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
         """Compute the gradient of a batch.
 
@@ -306,6 +309,9 @@ class LocalEvaluator:
         self._metric = metric
         self._names = names
 
+    def flops(self, n_samples: int) -> float:
+        return self.model.flops(n_samples) / 3.0  # forward only
+
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
         """Compute outputs and, beside them, give the targets."""
         del put
@@ -342,24 +348,24 @@ class WholeSteps:
     """The step executor of a replica that holds the whole model.
 
     Args:
-        run: Computes one step.
-        cost: Of a step of so many samples.
+        model: Computes one step.
+        n_bytes: Moved by a step beside its computation.
         follows_install: Queue a step's work behind the install of its parameters.
     """
 
     def __init__(
         self,
-        run: Callable[[BatchSlice, Put], StepResult],
+        model: LocalExecutor | LocalEvaluator,
         *,
-        cost: Callable[[int], Cost],
+        n_bytes: Callable[[], float],
         follows_install: bool,
     ) -> None:
         self.follows_install = follows_install
         self.awaited = None
         self.generation = 0
         self.step = 0
-        self._compute = run
-        self._cost = cost
+        self._model = model
+        self._n_bytes = n_bytes
         self._open: Compute | None = None
         self._is_running = False
 
@@ -380,7 +386,8 @@ class WholeSteps:
     ) -> None:
         del parameters  # the module's own tensors
         work = partial(self._run, self.generation, batch_slice, put, close)
-        cost = self._cost(len(batch_slice.samples.indices))
+        flops = self._model.flops(len(batch_slice.samples.indices))
+        cost = Cost(flops=flops, n_bytes=self._n_bytes())
         self._open = Compute(name=STEP, work=work, cost=cost)
 
     def cancel(self) -> None:
@@ -393,7 +400,7 @@ class WholeSteps:
         return [self._open]
 
     def _run(self, generation: int, batch_slice: BatchSlice, put: Put, close: Close) -> StepOutcome:
-        found = self._compute(batch_slice, put)
+        found = self._model.run(batch_slice, put)
         return StepOutcome(generation=generation, sends=(), found=found, closed=close(found))
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn import functional
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import JobError
 from distbelief.worker.local_executor import summed
 from sandblaster.chunks import BatchRange, ChunkSizes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import ChunkOrder
 from sandblaster.group_tasks import ChunkBatchPlan

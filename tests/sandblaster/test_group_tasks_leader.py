@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
     Assignment,

@@ -13,7 +13,7 @@ from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from tests.simulation.sandblasts import Run, Sandblast
 
 
-N_FILES_MAX: Final = 30
+N_FILES_MAX: Final = 28
 """Bound on their number, to be lowered: 24 is wanted."""
 
 ROOT: Final = Path(distbelief.__file__).parents[1]

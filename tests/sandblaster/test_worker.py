@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.protocol import (
     Assignment,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import PushResult
@@ -16,9 +16,8 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
 from distbelief.roles.role import Action, Address, Compute, Computed, Report
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.gradients import Items
 from distbelief.worker.objective import LocalNorm
-from distbelief.worker.training import PUSH
+from distbelief.worker.training import PUSH, Items
 from sandblaster.group_tasks import ChunkBatchPlan
 from sandblaster.worker import ChunkObjective
 

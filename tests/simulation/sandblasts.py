@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.data.sharding import DataShard, Samples
+from distbelief.data import DataShard, Samples
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig

@@ -11,11 +11,9 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourConfig
-from distbelief.worker.gradients import Items, Trainer
+from distbelief.worker.config import Async, DownpourConfig
 from distbelief.worker.group import GroupLeader
-from distbelief.worker.policy import Async
-from distbelief.worker.training import TrainingObjective
+from distbelief.worker.training import Items, Trainer, TrainingObjective
 
 
 class Client:
