@@ -49,10 +49,6 @@ def rank_name(replica: int, rank: int) -> Address:
     return member_name(f"replica-{replica}", rank)
 
 
-def evaluator_name(rank: int) -> Address:
-    return member_name(EVALUATORS, rank)
-
-
 def member_name(group: str, rank: int) -> Address:
     if group == EVALUATORS and rank == 0:
         return Address(EVALUATORS)

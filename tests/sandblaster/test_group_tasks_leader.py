@@ -7,21 +7,18 @@ import msgspec
 import pytest
 
 from distbelief.data import Samples
-from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
     Assignment,
     ChunkTask,
-    Evaluate,
     PushChunk,
     RankReady,
     ShardVersion,
     StartEpoch,
-    StartTraining,
     StepsDone,
     Stop,
     WorkReport,
 )
-from distbelief.roles.role import Action, Report, Send, SetTimer
+from distbelief.roles.role import Action, Report, Send
 from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
@@ -159,20 +156,6 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     assert said.results[0].staged
 
 
-def test_no_more_than_two_sums_are_held() -> None:
-    bench = Bench()
-    bench.group_tasks.take(assignment(1, (0, 1, 0), (1, 2, 0), (2, 3, 0)))
-    assert gathers(bench.report())
-    bench.gather()
-    assert gathers(bench.step(2))
-    bench.gather()
-    assert not gathers(bench.step(2))
-    bench.group_tasks.take(assignment(2, (1, 2, 0), (2, 3, 0)))  # the first was dropped
-    (gather,) = gathers(bench.report())
-    assert gather.order is not None
-    assert (gather.order.attempt, gather.order.keeps) == (3, (2,))
-
-
 def test_a_chunk_that_is_no_longer_assigned_is_dropped_at_once() -> None:
     bench = Bench()
     bench.group_tasks.take(assignment(1, (0, 1, 0), (1, 2, 0)))
@@ -265,15 +248,6 @@ def test_a_loss_or_part_that_is_not_finite_is_reported(
     assert report.text.startswith("loss or gradient of positions 0 to 3 of the data is")
 
 
-def test_it_asks_for_work_after_start_training() -> None:
-    bench = Bench(await_begin=True)
-    assert bench.work_report() is None
-    assert bench.group_tasks.command(bench.leader, StartTraining(), 0.0) == []
-    assert bench.work_report() is not None
-    evaluate = Evaluate(request=1, whole=True)
-    assert bench.group_tasks.command(bench.leader, evaluate, 0.0) == []
-
-
 def test_after_stop_it_begins_no_generation_and_is_silent() -> None:
     bench = Bench()
     assert bench.group_tasks.command(bench.leader, Stop(reason="over"), 0.0)
@@ -292,15 +266,6 @@ def test_while_a_rank_is_silent_so_is_the_leader() -> None:
     assert bench.work_report(4.3) is not None
 
 
-def test_reports_repeat_soon_with_work_and_late_without() -> None:
-    bench = Bench()
-    timers = [a.at for a in bench.group_tasks.due_report(2.0) if isinstance(a, SetTimer)]
-    assert timers == [11.0]
-    bench.group_tasks.take(assignment(1, (0, 1, 0)))
-    timers = [a.at for a in bench.group_tasks.due_report(2.0) if isinstance(a, SetTimer)]
-    assert timers == [3.0]
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -312,16 +277,3 @@ def test_messages_for_another_incarnation_are_ignored(message: Assignment) -> No
     bench = Bench()
     bench.group_tasks.take(message)
     assert bench.report() == []
-
-
-def test_messages_of_an_earlier_coordinator_are_ignored() -> None:
-    bench = Bench()
-    bench.group_tasks.take(assignment(1, epoch=3))
-    bench.group_tasks.take(assignment(2, (0, 1, 0), epoch=2))
-    assert bench.report() == []
-
-
-def test_a_chunk_that_the_batch_does_not_have_is_rejected() -> None:
-    bench = Bench()
-    with pytest.raises(RemoteProtocolError, match="invalid assignment: chunk 9 of"):
-        bench.group_tasks.take(assignment(1, (9, 1, 0)))

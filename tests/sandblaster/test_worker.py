@@ -72,11 +72,17 @@ class Net(nn.Module):
 class Bench(RoleBench):
     """A batch worker; the test is its coordinator."""
 
-    def __init__(self, *, loss: Loss = functional.mse_loss, begun: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        loss: Loss = functional.mse_loss,
+        begun: bool = True,
+        chunk_sizes: ChunkSizes = CHUNK_SIZES,
+    ) -> None:
         model = FlatModel(Net())
         super().__init__(model)
         self.role = self.replica = whole_worker(
-            WorkerConfig(chunk_sizes=CHUNK_SIZES),
+            WorkerConfig(chunk_sizes=chunk_sizes),
             client=self.client,
             executor=LocalExecutor(
                 model,
@@ -342,3 +348,47 @@ def test_user_errors_end_with_a_message() -> None:
 def test_a_time_is_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use more than 0"):
         WorkerConfig(chunk_sizes=CHUNK_SIZES, **{name: 0})
+
+
+def test_the_next_chunk_is_read_while_this_one_is_computed() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0), (2, 2, 0))
+    names = bench.run_while_it_can()
+    second_step = [at for at, name in enumerate(names) if name == "replica:step"][1]
+    assert names[:second_step].count("replica:read") == 3
+    assert names.count("replica:read") == names.count("replica:step") == 4  # each read once
+
+
+def test_a_pushed_sum_leaves_room_for_another() -> None:
+    bench = Bench()
+    bench.shard.acknowledges = False
+    bench.assign(1, (0, 1, 9), (1, 2, 0), (2, 3, 0))
+    bench.run_while_it_can()
+    assert len(bench.attempts) == 3
+
+
+def test_a_report_without_news_is_repeated_ever_more_slowly() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0))
+    pauses = []
+    for _ in range(5):
+        pauses.append(bench.timers[TIMER] - bench.now)
+        bench.now = bench.timers[TIMER]
+        bench.happen(TimerFired(name=TIMER))
+    assert pauses == [0.5, 1.0, 2.0, 2.0, 2.0]
+    bench.run_while_it_can()  # news
+    assert bench.timers[TIMER] == bench.now + 0.5
+    bench.assign(2)  # idle
+    assert bench.timers[TIMER] == bench.now + 4.0
+
+
+def test_the_loss_of_a_chunk_is_exactly_rounded() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 0.0 * outputs.sum() + (5e15 if targets.max() < 3.0 else 0.5)
+
+    bench = Bench(loss=loss, chunk_sizes=ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=3))
+    bench.assign(1, (0, 1, 0))
+    bench.run_while_it_can()
+    large = 2.0 * float(torch.tensor(5e15))
+    assert large + 1.0 + 1.0 == large  # as a plain sum is
+    assert bench.attempts == {1: (large + 2.0, False)}

@@ -247,23 +247,6 @@ def test_a_dropped_step_leaves_nothing() -> None:
     assert gradient.tolist() == [20.0, 20.0]
 
 
-def test_parameters_are_fetched_once_for_an_evaluation_and_of_that_version() -> None:
-    bench = computed()
-    bench.begin(5)
-    assert not bench.sums.fetches_at(0)
-    bench.begin(6, evaluation=2)
-    assert bench.sums.fetches_at(0)
-    assert not bench.sums.fetches_at(1)
-    bench.client.versions = ((1, 6),)
-    assert not bench.fetch()
-    assert bench.sums.fetches_at(0)
-    bench.client.versions = ((1, 7),)
-    assert bench.fetch()
-    assert not bench.sums.fetches_at(0)
-    assert bench.sums.may_fetch(ahead=False)
-    assert not bench.sums.may_fetch(ahead=True)
-
-
 @pytest.mark.parametrize(("gradient", "loss"), [(math.inf, 1.0), (2.0, math.nan)])
 def test_a_sum_that_is_not_finite_is_reported_with_its_sample(gradient: float, loss: float) -> None:
     bench = Bench()
@@ -293,14 +276,6 @@ def test_a_rank_without_items_has_nothing_to_push() -> None:
     bench.push(4, 50)
     assert bench.sums.pushes.has_new_staged()
     assert list(bench.sums.pushes.staged) == [50]
-
-
-def test_its_generations_have_no_pushes_and_no_clock() -> None:
-    sums = Bench().sums
-    assert sums.pushed is None
-    assert sums.all_pushes_applied
-    assert not sums.is_due
-    assert sums.clock is None
 
 
 def test_unexpected_or_failed_work_is_rejected() -> None:
