@@ -285,7 +285,6 @@ class GroupTasks:
         self._is_ready = False  # are all ranks ready, since one restarted?
         self._silences: dict[int, Silence] = {}  # of the other ranks
         self._current: ChunkAttempt | None = None  # the chunk of the group's generation
-        self._current_of = 0, 0  # epoch and evaluation
         self._n_counted = 0  # its examples that are counted as computed
         self._outcome: ChunkOutcome | None = None  # if this is the only rank
         self._began_at: Seconds | None = None  # when its first mini-batch began
@@ -340,11 +339,9 @@ class GroupTasks:
     def note_alive(self, rank: int, now: Seconds) -> None:
         self._silences.setdefault(rank, Silence()).heard(now)
 
-    def computed(self, epoch: int, attempt: int, outcome: ChunkOutcome) -> None:
-        """The only rank of the worker has computed the chunk of this attempt."""
-        current = self._current
-        if current is not None and (self._current_of[0], current.attempt) == (epoch, attempt):
-            self._outcome = outcome
+    def computed(self, outcome: ChunkOutcome) -> None:
+        """The only rank of the worker has taken the last step of a chunk."""
+        self._outcome = outcome
 
     def pushed(self, commit_token: int) -> None:
         """The only rank of the worker has sent the sum with this token."""
@@ -416,8 +413,7 @@ class GroupTasks:
 
     def _count(self, one: ChunkAttempt, leader: GroupLeader) -> None:
         n_done = self._plan.n_examples(leader.steps, one.start, one.stop)
-        if self._current_of == self._attempts.key:
-            self._attempts.n_computed += n_done - self._n_counted
+        self._attempts.n_computed += n_done - self._n_counted
         self._n_counted = n_done
 
     def _finish_chunk(
@@ -441,7 +437,6 @@ class GroupTasks:
         if not attempts.to_compute:
             return self._new_generation(leader, now, None)
         one = self._current = attempts.to_compute[0]
-        self._current_of = attempts.key
         self._began_at = self._outcome = None
         self._n_counted = 0
         order = ChunkOrder(

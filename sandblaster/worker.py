@@ -397,7 +397,7 @@ class ChunkObjective(Objective):
         tasks = self._group_tasks
         if tasks is not None and self._is_alone:
             if self._is_last:
-                tasks.computed(*self._key, self._outcome())
+                tasks.computed(self._outcome())
             return []
         blame, self._blame = self._blame, None
         return [] if blame is None else [Report(text=blame, level="warning")]

@@ -214,7 +214,9 @@ def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
     bench.assign(3, (1, 2, 9))
     bench.run_while_it_can()
     ((_, values),) = bench.shard.pushed
-    assert values[0] == gradient_of(4.0, 5.0, 6.0, 7.0)
+    xs = (4.0, 5.0, 6.0, 7.0)
+    assert values[0] == gradient_of(*xs)
+    assert bench.attempts[2][0] == sum(4.0 * x * x for x in xs)
     assert 6 <= bench.accounts[-1].n_computed <= 8  # what was in vain is counted too
 
 
@@ -263,6 +265,10 @@ def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> N
 def test_other_messages_are_rejected() -> None:
     with pytest.raises(RemoteProtocolError, match="HeartbeatAck, which is not for it"):
         Bench().hear(HeartbeatAck(), sender=Address("stranger"))
+
+
+def test_it_asks_for_work_once_all_shards_are_there() -> None:
+    assert len(Bench().accounts) == 1
 
 
 def test_it_asks_for_work_again_and_again() -> None:
