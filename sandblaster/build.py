@@ -171,7 +171,7 @@ def whole_worker(
     )
 
 
-# A warm start's first part shares client and model with the batch worker.
+# A warm start's first part shares client and model with the second.
 def build_first_part(
     settings: DownpourSettings,
     *,

@@ -1,4 +1,4 @@
-"""The batch worker: assignments in, mini-batches computed, sums pushed."""
+"""A worker that holds the whole model: assignments in, mini-batches computed, sums pushed."""
 
 import math
 
@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 
 class Bench(RoleBench):
-    """A batch worker; the test is its coordinator."""
+    """A worker; the test is its coordinator."""
 
     def __init__(
         self,
