@@ -41,23 +41,17 @@ if TYPE_CHECKING:
     from distbelief.trainer import train as train
 
 # Names are imported on first use, so that `import distbelief` alone does not load torch.
-_MODULES = {
-    "DistBeliefError": "distbelief.errors",
-    "JobError": "distbelief.errors",
-    "PeerLostError": "distbelief.errors",
-    "StorageError": "distbelief.errors",
-    "Run": "distbelief.run.result",
-    "train": "distbelief.trainer",
-    "simulate": "distbelief.forecast.api",
-    "DownpourSGD": "distbelief.optimizer",
-    "ParameterServer": "distbelief.serve.server",
-    "plan": "distbelief.partition.api",
-    "SGD": "distbelief.parameter_server.optimizers",
-    "Adagrad": "distbelief.parameter_server.optimizers",
-    "Adam": "distbelief.parameter_server.optimizers",
-    "Momentum": "distbelief.parameter_server.optimizers",
-    "RMSprop": "distbelief.parameter_server.optimizers",
+_NAMES = {
+    "distbelief.errors": ("DistBeliefError", "JobError", "PeerLostError", "StorageError"),
+    "distbelief.forecast.api": ("simulate",),
+    "distbelief.optimizer": ("DownpourSGD",),
+    "distbelief.parameter_server.optimizers": ("SGD", "Adagrad", "Adam", "Momentum", "RMSprop"),
+    "distbelief.partition.api": ("plan",),
+    "distbelief.run.result": ("Run",),
+    "distbelief.serve.server": ("ParameterServer",),
+    "distbelief.trainer": ("train",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULES)  # noqa: PLE0605 -- derived, so that the two cannot differ
 

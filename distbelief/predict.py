@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, final
@@ -50,12 +49,11 @@ Array = NDArray[np.float32 | np.float64 | np.int64]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, rename={"n_machines": "machines"}):
     """Result of a prediction."""
 
+    out: Path  # file of the outputs
     shape: tuple[int, ...]  # of the outputs, samples first
-    out: Path  # their file
     n_machines: int  # ranks that computed them; 1 without a plan
     seconds: float  # total time, including the start of processes
     # Index of the largest output for the first few samples, if outputs are scores
@@ -118,7 +116,7 @@ def predict(
         shape=outputs.shape,
         out=out,
         n_machines=1 if plan is None else plan.cluster.n_machines,
-        seconds=time.monotonic() - begun,
+        seconds=round(time.monotonic() - begun, 3),
         labels=tuple(int(k) for k in outputs[:10].argmax(axis=1)) if scores else (),
     )
 
@@ -245,11 +243,4 @@ def text(prediction: Prediction) -> str:
 
 
 def as_json(prediction: Prediction) -> str:
-    content = {
-        "out": str(prediction.out),
-        "shape": prediction.shape,
-        "machines": prediction.n_machines,
-        "seconds": round(prediction.seconds, 3),
-        "labels": prediction.labels,
-    }
-    return msgspec.json.encode(content).decode()
+    return msgspec.json.encode(prediction, enc_hook=str).decode()

@@ -1,20 +1,17 @@
-"""Log of a run: lines on the screen, and in the supervisor's log file.
+"""Log of a run or of a host: lines on the screen, and in a log file.
 
-Inside `in_threads`, threads write, so that the supervisor waits for neither disk nor screen.
+Inside `in_threads`, threads write, so that the role waits for neither disk nor screen.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Final, final
-
-from rich.console import Console
 
 from distbelief.core import files
 from distbelief.core.writer import Writer, log_line
 from distbelief.errors import StorageError
-from distbelief.roles.role import SUPERVISOR
-from distbelief.run.directory import RunDirectory
 
 
 DISK_SECONDS_MAX: Final = 10.0  # for the last writes when a run ends
@@ -27,24 +24,20 @@ _AGAIN: Final = " (so far "  # begins the count in a repeated warning of the tra
 
 @final
 class RunLog:
-    """Writes the log of a run. A failed write never stops the run.
+    """Writes the log of a run. A failed write never stops the run."""
 
-    Attributes:
-        disk: Writes the files of the run.
-    """
-
-    def __init__(self, console: Console, run: RunDirectory) -> None:
-        self.console = console
+    def __init__(self, file: Path, role: str, *, tell: Callable[[str], object]) -> None:
+        self._role = role
+        self._tell = tell
         self.disk = Writer("disk", tell=self.warn)
         self._screen = Writer("screen", tell=self.warn)
         self._shown: set[str] = set()
         self._file = files.LineFile(
-            run.log_file(SUPERVISOR),
-            tell=lambda why: self.print(f"{why}. The job continues without this log"),
+            file, tell=lambda why: self.print(f"{why}. The job continues without this log")
         )
 
     def log(self, level: str, text: str) -> None:
-        self.disk.write(partial(self._file.append, log_line(SUPERVISOR, level, text)))
+        self.disk.write(partial(self._file.append, log_line(self._role, level, text)))
 
     def log_link(self, level: str, text: str) -> None:
         """Write a line into the log; show a warning on the screen as well, once.
@@ -60,7 +53,7 @@ class RunLog:
             self.print(f"{warning} (the supervisor's log has all of these)")
 
     def print(self, text: str) -> None:
-        self.show(lambda: self.console.print(text, markup=False, highlight=False, soft_wrap=True))
+        self.show(partial(self._tell, text))
 
     def show(self, draw: Callable[[], object], *, key: str | None = None) -> None:
         """Draw on the screen; of one `key` only the newest pending drawing."""

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Final, Protocol, Self, final
+from typing import Final, Self, final
 
 import msgspec
 from rich.console import Console
@@ -50,8 +49,14 @@ from distbelief.protocol import Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, PeerLost, Received, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.metrics_file import Measurement, MetricsFile
-from distbelief.run.model_file import draw_curve_of, write_model
+from distbelief.run.metrics_file import (
+    Measurement,
+    MetricsFile,
+    draw_curve,
+    import_for_drawing,
+    read_metrics,
+)
+from distbelief.run.model_file import write_model
 from distbelief.run.result import Run
 from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
@@ -76,6 +81,7 @@ _TAIL: Final = 2000  # characters of the log that are shown
 _LOOK_SECONDS: Final = 0.2  # between two looks at how far the preflight is
 
 Watch = Callable[[JobView], bool]  # receives each view; returns whether to end the job
+Around = Callable[[Role], Role]
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
@@ -101,7 +107,6 @@ def supervisor_config(
         stop=StopRules(
             job.stop,
             n_train=answer.task.train.n_samples,
-            metric_name=answer.metric_name,
             higher_is_better=answer.higher_is_better,
             has_test=job.data.test is not None,
         ),
@@ -132,14 +137,7 @@ def run_preflight(
 ) -> PreflightResult:
     """Run the preflight process; return its result.
 
-    Args:
-        launcher: Starts the process.
-        job: The job.
-        request: File for the request; the result goes beside it.
-        initial_file: For the module's initial values, if they are needed.
-        plan: For the plan, if replicas are split.
-        log: Where the process writes.
-        tell: Receives what is being done.
+    Its result goes beside the request; `tell` receives what is being done.
 
     Raises:
         JobError: the user has to fix the job.
@@ -215,21 +213,9 @@ class HeldCallback:
             raise self._error
 
 
-class MessageProxies(Protocol):
-    """Routes the messages of a run through proxies, where faults can be injected."""
-
-    def through(self, name: str, endpoint: str) -> str: ...
-
-    def around(self, supervisor: Role) -> Role: ...
-
-
 @final
 class Trainer:
-    """One session of a run: prepare, supervise, conclude.
-
-    Attributes:
-        exit_code: As in `Run`, once it is over.
-    """
+    """One session of a run: prepare, supervise, conclude."""
 
     def __init__(
         self,
@@ -244,7 +230,9 @@ class Trainer:
         self._run = run
         self._memory = memory
         self._launcher = launcher
-        self._log = RunLog(console, run)
+        self._console = console
+        tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        self._log = RunLog(run.log_file(SUPERVISOR), SUPERVISOR, tell=tell)
         self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
@@ -269,7 +257,7 @@ class Trainer:
         job, run, log = self._job, self._run, self._log
         import_from(job)  # for `Run.model`
         with run.plan_kept():
-            with log.console.status("Starting ...") as status:
+            with self._console.status("Starting ...") as status:
                 self._preflight = found = run_preflight(
                     self._launcher,
                     job,
@@ -303,7 +291,7 @@ class Trainer:
     def supervise(
         self,
         watch: Watch | None = None,
-        detours: MessageProxies | None = None,
+        around: Around | None = None,
         hosting: JoinServer | None = None,
     ) -> None:
         config = supervisor_config(self._job, self._preflight, previous=self._previous)
@@ -325,8 +313,6 @@ class Trainer:
             self._shown(),
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
-            if detours is not None:
-                endpoint = detours.through(SUPERVISOR, endpoint)
             spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
             cluster = None
             if hosting is not None:
@@ -334,7 +320,7 @@ class Trainer:
                 cluster = hosting.cluster(self._job, spec, plan=plan)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
             supervisor = Supervisor(config, cluster)
-            role: Role = supervisor if detours is None else detours.around(supervisor)
+            role: Role = supervisor if around is None else around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
@@ -342,7 +328,7 @@ class Trainer:
                 node.post(Received(sender=USER, incarnation=0, message=message))
 
             caught.tell = stop
-            if self._log.console.is_terminal is False:
+            if self._console.is_terminal is False:
                 self._log.print(f"{self._job.name}: {self._run.path}")
             error = node.run(on_tick=lambda: self.tick(supervisor, watch))
             self._view = supervisor.view(time.monotonic())
@@ -378,8 +364,7 @@ class Trainer:
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
-            name = "distbelief.run.plot"
-            threading.Thread(target=import_module, args=(name,), daemon=True).start()
+            threading.Thread(target=import_for_drawing, daemon=True).start()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
@@ -478,7 +463,11 @@ class Trainer:
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
-        self._try_write(partial(draw_curve_of, self._run, title=self._job.name))
+        def draw() -> None:
+            measurements = read_metrics(self._run.metrics_file)
+            draw_curve(self._run.curve_file, measurements, title=self._job.name)
+
+        self._try_write(draw)
 
     def __enter__(self) -> Self:
         self._log.log("info", f"begins in {self._run.path}")
@@ -497,7 +486,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     json: bool = False,
     launcher: LocalLauncher | None = None,
     watch: Watch | None = None,
-    detours: MessageProxies | None = None,
+    around: Around | None = None,
     hosting: JoinServer | None = None,
 ) -> Run:
     """Run a job in processes of this host, and of hosts that join, until it ends.
@@ -512,7 +501,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         launcher: One that was started early, closed at the end; by default a new one.
         watch: Called with each view of the job; returns whether to end it. If it raises, the job
             ends in order and the error is raised then.
-        detours: Proxies for all messages; by default there are none.
+        around: Wraps the supervisor; chaos uses it to see its events.
         hosting: How other hosts may join; by default they may not.
 
     Returns:
@@ -558,7 +547,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        trainer.supervise(watch, detours, hosting)
+        trainer.supervise(watch, around, hosting)
         summary = trainer.conclude()
         if json:
             sys.stdout.write(summary_text(summary))

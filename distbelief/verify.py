@@ -5,10 +5,10 @@ Outputs, loss and gradients are compared; step seconds and bytes per link, with 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Final, final
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -126,87 +126,63 @@ SMALLEST: Final = 1e-6  # relative error that always counts as rounding
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """One quantity of the plan, compared with one process."""
+class Agreement(msgspec.Struct, frozen=True):
+    """Errors of one quantity: distances from float64, relative to its largest number."""
 
-    name: str  # "outputs", "loss", or the tensor of a gradient
-    error: float  # largest distance from float64, relative to its largest number
-    rounding: float  # the same of one process
+    plan: float
+    one_process: float
 
     @property
     def agrees(self) -> bool:
-        return self.error <= max(ROUNDING * self.rounding, SMALLEST)
+        return self.plan <= max(ROUNDING * self.one_process, SMALLEST)
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, rename={"sender": "from", "receiver": "to"}):
+    """Traffic of one link in a step."""
+
     sender: int
     receiver: int
-    predicted: int
-    sent: int
+    predicted_bytes: int
+    sent_bytes: int
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class VerificationResult:
+class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of plan verification."""
 
-    n_machines: int
-    agreements: Sequence[Agreement]  # the worst last
-    links: Sequence[Link]
+    machines: int
+    cores: int  # of this host
+    errors: dict[str, Agreement]  # of "outputs", "loss" and gradients, by tensor; the worst last
+    links: list[Link]
     predicted_seconds: float | None  # of a step
     measured_seconds: float  # of a step
-    alone_seconds: float  # of a step of one process
+    one_process_seconds: float  # of a step of one process
     cluster: str  # of the prediction
-    n_cores: int  # of this host
 
     @property
     def passed(self) -> bool:
-        exact = all(link.predicted == link.sent for link in self.links)
-        return exact and all(each.agrees for each in self.agreements)
+        exact = all(link.predicted_bytes == link.sent_bytes for link in self.links)
+        return exact and all(each.agrees for each in self.errors.values())
 
     def plain(self) -> dict[str, object]:
-        return {
-            "passed": self.passed,
-            "machines": self.n_machines,
-            "cores": self.n_cores,
-            "errors": {
-                each.name: {"plan": each.error, "one_process": each.rounding}
-                for each in self.agreements
-            },
-            "links": [
-                {
-                    "from": link.sender,
-                    "to": link.receiver,
-                    "predicted_bytes": link.predicted,
-                    "sent_bytes": link.sent,
-                }
-                for link in self.links
-            ],
-            "predicted_seconds": self.predicted_seconds,
-            "measured_seconds": self.measured_seconds,
-            "one_process_seconds": self.alone_seconds,
-            "cluster": self.cluster,
-        }
+        return {"passed": self.passed, **msgspec.to_builtins(self)}
 
     def show(self, console: Console) -> None:
-        table = Table(title=f"the plan for {self.n_machines} machines, run here")
+        table = Table(title=f"the plan for {self.machines} machines, run here")
         table.add_column("what")
         for column in ("plan", "one process", ""):
             table.add_column(column, justify="right")
-        for each in self.agreements:
+        for name, each in self.errors.items():
             verdict = "agrees" if each.agrees else "[red]differs[/red]"
-            table.add_row(each.name, f"{each.error:.1e}", f"{each.rounding:.1e}", verdict)
+            table.add_row(name, f"{each.plan:.1e}", f"{each.one_process:.1e}", verdict)
         console.print(table)
         links = Table()
         for column in ("link", "bytes a step, predicted", "sent"):
             links.add_column(column, justify="right")
         for link in self.links:
-            links.add_row(
-                f"{link.sender} -> {link.receiver}", f"{link.predicted:,}", f"{link.sent:,}"
-            )
+            ends = f"{link.sender} -> {link.receiver}"
+            links.add_row(ends, f"{link.predicted_bytes:,}", f"{link.sent_bytes:,}")
         if self.links:
             console.print(links)
         for line in self._remarks():
@@ -214,8 +190,8 @@ class VerificationResult:
 
     def _remarks(self) -> list[str]:
         measured = seconds(self.measured_seconds)
-        alone = seconds(self.alone_seconds)
-        speed_up = self.alone_seconds / self.measured_seconds
+        alone = seconds(self.one_process_seconds)
+        speed_up = self.one_process_seconds / self.measured_seconds
         lines = [
             "Errors are from float64, relative to the largest number.",
             f"A step took {measured}, and {alone} in one process: {speed_up:.2f}x.",
@@ -227,9 +203,9 @@ class VerificationResult:
                 f"Predicted for cluster {self.cluster!r}: {said}; here it is "
                 f"{ratio:.2f} times that."
             )
-        if self.n_machines > self.n_cores:
+        if self.machines > self.cores:
             lines.append(
-                f"{self.n_machines} machines share {self.n_cores} cores here: steps take longer."
+                f"{self.machines} machines share {self.cores} cores here: steps take longer."
             )
         lines.append("All agrees." if self.passed else "The plan is NOT right here.")
         return lines
@@ -256,14 +232,8 @@ def verify(
 ) -> VerificationResult:
     """Run a plan for some steps, and compare.
 
-    Args:
-        result: The planning result; the plan for the most machines is run.
-        factory: Import path of the function that makes the model, without arguments.
-        loss: Its name.
-        n_cores: Of this host.
-        launcher: Starts the processes; the caller closes it.
-        show: Called with what the ranks are doing.
-        n_steps: Number of steps after the warm-up.
+    The plan for the most machines is run, `n_steps` steps after the warm-up. `factory` is the
+    import path of the model; the caller closes the launcher.
 
     Raises:
         JobError: the model has no loss, or several inputs, or draws random numbers other than
@@ -330,14 +300,14 @@ def verify(
     finally:
         torch.set_num_threads(threads)
     return VerificationResult(
-        n_machines=plan.cluster.n_machines,
-        agreements=_compared(found, single, exact),
+        machines=plan.cluster.n_machines,
+        errors=_compared(found, single, exact),
         links=_links(plan, graph, seen, n_steps=n_steps + N_WARM),
         predicted_seconds=plan.predicted.step_seconds if plan.predicted else None,
         measured_seconds=max(rank["step_seconds"] for rank in seen),
-        alone_seconds=alone,
+        one_process_seconds=alone,
         cluster=plan.cluster.name,
-        n_cores=n_cores,
+        cores=n_cores,
     )
 
 
@@ -458,18 +428,19 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _compared(found: Tensors, single: Tensors, exact: Tensors) -> list[Agreement]:
+def _compared(found: Tensors, single: Tensors, exact: Tensors) -> dict[str, Agreement]:
     names = [name for name in exact if name in found]
     largest = max(_largest(exact[name]) for name in names if name != "outputs")
-    agreements = []
+    errors: dict[str, Agreement] = {}
     for name in names:
         # A gradient that is only rounding (a bias before normalisation) is relative to the others.
         scale = max(_largest(exact[name]), SHARE * largest)
-        error = _distance(found[name], exact[name]) / scale
-        rounding = _distance(single[name], exact[name]) / scale
-        agreements.append(Agreement(name=name, error=error, rounding=rounding))
-    first, rest = agreements[:2], agreements[2:]
-    return [*first, *sorted(rest, key=lambda each: each.error)]
+        errors[name] = Agreement(
+            _distance(found[name], exact[name]) / scale,
+            _distance(single[name], exact[name]) / scale,
+        )
+    gradients = sorted(names[2:], key=lambda name: errors[name].plan)
+    return {name: errors[name] for name in (*names[:2], *gradients)}
 
 
 def _distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
@@ -495,6 +466,6 @@ def _links(plan: Plan, graph: LayerGraph, seen: Counters, *, n_steps: int) -> li
         if (n_bytes := int(rank.get(f"bytes_to_{receiver}", 0)))
     }
     return [
-        Link(sender=key[0], receiver=key[1], predicted=predicted.get(key, 0), sent=sent.get(key, 0))
-        for key in sorted({*predicted, *sent})
+        Link(*ends, predicted.get(ends, 0), sent.get(ends, 0))
+        for ends in sorted({*predicted, *sent})
     ]

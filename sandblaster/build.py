@@ -37,8 +37,8 @@ from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeStep
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.training import Items
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
 from sandblaster.warm_start_worker import WarmStartWorker

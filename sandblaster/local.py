@@ -11,7 +11,7 @@ are those of a cluster. The optimizers are tested this way, and it minimizes pla
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from sandblaster.optimizers.base import (
     Reply,
     Request,
     Result,
+    Runnable,
     Steps,
     VectorOps,
 )
@@ -39,12 +40,6 @@ Function = Callable[[Doubles], tuple[float, Doubles]]
 """From a point to loss and gradient, both of shape (n,)."""
 FunctionOfExamples = Callable[[Doubles, Examples | None], tuple[float, Doubles, int]]
 """From a point and examples to mean loss, its gradient, and the number of examples."""
-
-
-class Runnable(Protocol):
-    """The settings of a method."""
-
-    def steps(self, state: str | None = None) -> Steps[Result]: ...
 
 
 def minimize_flat(

@@ -43,16 +43,7 @@ class DownpourAlgorithm:
         evaluates: bool = True,
         n_machines: int | None = None,
     ) -> list[RosterEntry]:
-        """Return the roles of a job: shards first, since all others need them.
-
-        Args:
-            config: The [algorithm] table.
-            n_replicas: Model replicas, each with its own part of the data.
-            n_shards: Parameter server shards.
-            shard_copies: Processes that keep each shard.
-            evaluates: Whether there is a test set, and so an evaluator.
-            n_machines: Ranks of each replica and of the evaluator; None without a plan.
-        """
+        """Return the roles of a job: shards first, since all others need them."""
         del config  # the paper's roles do not depend on it
         return [
             *shard_entries(n_shards, shard_copies),

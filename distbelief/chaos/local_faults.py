@@ -1,21 +1,17 @@
 """Chaos with real processes: a job on this host under the same fault schedule as in simulation.
 
-Processes get signals, and links pass through proxies that hold them (`LinkProxy`). Lost and
-repeated messages are left to the simulation. The schedule is the same in each run with the same
-seed, but the result varies, as the timing of processes does.
+Processes get signals. Faults of links and messages are left to the simulation. The schedule is
+the same in each run with the same seed, but the result varies, as the timing of processes does.
 """
 
+import math
 import os
 import signal
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
@@ -23,13 +19,11 @@ import msgspec
 from rich.console import Console
 
 from distbelief.chaos.report import ChaosReport, IterationCount, ReportLine, completed
-from distbelief.chaos.schedule import FaultEvent, schedule
+from distbelief.chaos.schedule import PROCESS_KINDS, FaultEvent, schedule
 from distbelief.config.job import Job
-from distbelief.protocol import Join
-from distbelief.roles.role import SUPERVISOR, Action, Event, PeerLost, Received, Role, Seconds
+from distbelief.roles.role import Action, Event, PeerLost, Role, Seconds
 from distbelief.supervisor.view import JobView
 from distbelief.trainer import train
-from distbelief.transport.address import Endpoint
 
 
 # A process that is slowed down runs for `1 / factor` of each period, and is stopped otherwise.
@@ -38,11 +32,15 @@ PERIOD_SECONDS: Final = 0.1
 
 @final
 @dataclass(slots=True)
-class _PausedProcess:
-    until: Seconds
-    factor: float | None  # None: it is stopped all the time
+class _SlowedProcess:
     begun: Seconds
-    stopped: bool = False
+    until: Seconds
+    factor: float
+    stopped: bool
+
+    def stands_at(self, now: Seconds) -> bool:
+        phase = ((now - self.begun) % PERIOD_SECONDS) / PERIOD_SECONDS
+        return phase >= 1.0 / self.factor
 
 
 @final
@@ -50,20 +48,22 @@ class ProcessFaults:
     """Kills, stops and slows processes by their ids; `release` continues all of them."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _PausedProcess] = {}
+        self._held: dict[int, _SlowedProcess] = {}
 
     def kill(self, pid: int) -> bool:
         """Kill a process; return whether it existed."""
         self._held.pop(pid, None)
         return _send(pid, signal.SIGKILL)
 
-    def pause(self, pid: int, *, now: Seconds, seconds: Seconds) -> bool:
-        """Stop a process for `seconds`; return whether it exists."""
-        return self._hold(pid, _PausedProcess(until=now + seconds, factor=None, begun=now))
-
     def slow(self, pid: int, *, now: Seconds, seconds: Seconds, factor: float) -> bool:
-        """Let a process run for `1 / factor` of the time; return whether it exists."""
-        return self._hold(pid, _PausedProcess(until=now + seconds, factor=factor, begun=now))
+        """Let a process run for `1 / factor` of the time; return whether it exists.
+
+        With an infinite factor it is stopped all the time.
+        """
+        before = self._held.get(pid)
+        stopped = before is not None and before.stopped
+        held = self._held[pid] = _SlowedProcess(now, now + seconds, factor, stopped)
+        return self._set(pid, held, stopped=held.stands_at(now))
 
     def turn(self, now: Seconds) -> None:
         """Stop and continue processes at their times; call it often."""
@@ -71,19 +71,13 @@ class ProcessFaults:
             if now >= held.until:
                 self._let_go(pid)
             else:
-                self._set(pid, held, stopped=_is_to_stand(held, now))
+                self._set(pid, held, stopped=held.stands_at(now))
 
     def release(self) -> None:
         for pid in list(self._held):
             self._let_go(pid)
 
-    def _hold(self, pid: int, held: _PausedProcess) -> bool:
-        before = self._held.get(pid)
-        held.stopped = before is not None and before.stopped
-        self._held[pid] = held
-        return self._set(pid, held, stopped=_is_to_stand(held, held.begun))
-
-    def _set(self, pid: int, held: _PausedProcess, *, stopped: bool) -> bool:
+    def _set(self, pid: int, held: _SlowedProcess, *, stopped: bool) -> bool:
         if held.stopped == stopped:
             return True
         there = _send(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
@@ -93,16 +87,8 @@ class ProcessFaults:
         return there
 
     def _let_go(self, pid: int) -> None:
-        held = self._held.pop(pid)
-        if held.stopped:
+        if self._held.pop(pid).stopped:
             _send(pid, signal.SIGCONT)
-
-
-def _is_to_stand(held: _PausedProcess, now: Seconds) -> bool:
-    if held.factor is None:
-        return True
-    phase = ((now - held.begun) % PERIOD_SECONDS) / PERIOD_SECONDS
-    return phase >= 1.0 / held.factor
 
 
 def _send(pid: int, what: signal.Signals) -> bool:
@@ -110,89 +96,6 @@ def _send(pid: int, what: signal.Signals) -> bool:
         os.kill(pid, what)
         return True
     return False
-
-
-# --- links ---
-
-READ_BYTES: Final = 1 << 16
-_CREDENTIALS: Final = struct.Struct("3i")  # process, user and group at the other end of a socket
-
-
-@final
-class LinkProxy:
-    """Proxies for the sockets of a job's processes on this host.
-
-        role A --> proxy socket of B (in this process) --> socket of B
-
-    Two threads copy the bytes of a connection. While the link is cut they stand still, so that
-    both ends wait, as with TCP.
-
-    Args:
-        is_cut: Whether the link from a process, by its id, to a role is cut now.
-    """
-
-    def __init__(self, is_cut: Callable[[int, str], bool]) -> None:
-        self._is_cut = is_cut
-        self._known: dict[tuple[str, str], str] = {}  # by role and endpoint
-        self._sockets: list[socket.socket] = []
-        self._closed = threading.Event()
-
-    def through(self, name: str, endpoint: str) -> str:
-        """Return the endpoint of the proxy for `name`, in place of `endpoint`."""
-        if (known := self._known.get((name, endpoint))) is not None:
-            return known
-        far = Path(Endpoint.parse(endpoint).path)
-        near = far.with_name(f".proxy.{len(self._known)}")
-        listener = self._socket()
-        listener.bind(str(near))
-        listener.listen(128)
-        _in_thread(partial(self._accept, listener, name, str(far)))
-        self._known[name, endpoint] = f"ipc://{near}"
-        return self._known[name, endpoint]
-
-    def close(self) -> None:
-        self._closed.set()
-        for each in self._sockets:
-            with suppress(OSError):  # it was never connected, or its other end has closed it
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def _socket(self) -> socket.socket:
-        self._sockets.append(socket.socket(socket.AF_UNIX))
-        return self._sockets[-1]
-
-    def _accept(self, listener: socket.socket, name: str, far: str) -> None:
-        with suppress(OSError):  # the listener is closed
-            while True:
-                near, _ = listener.accept()
-                self._sockets.append(near)
-                onward = self._socket()
-                try:
-                    onward.connect(far)
-                except OSError:  # the process has ended
-                    near.close()
-                    continue
-                credentials = near.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-                )
-                pid, _, _ = _CREDENTIALS.unpack(credentials)
-                for ends in ((near, onward), (onward, near)):
-                    _in_thread(partial(self._copy, *ends, pid, name))
-
-    def _copy(self, source: socket.socket, sink: socket.socket, pid: int, name: str) -> None:
-        with suppress(OSError):
-            while content := source.recv(READ_BYTES):
-                while self._is_cut(pid, name):
-                    if self._closed.wait(TURN_SECONDS):
-                        return
-                sink.sendall(content)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-def _in_thread(call: Callable[[], None]) -> None:
-    threading.Thread(target=call, daemon=True).start()
 
 
 # --- the schedule ---
@@ -220,12 +123,10 @@ class FaultInjector:
 
     def __init__(self, make_schedule: MakeSchedule, *, horizon: Seconds) -> None:
         self._make_schedule = make_schedule
-        self.fault_events: tuple[FaultEvent, ...] = ()  # the schedule, without lost messages
+        self.fault_events: tuple[FaultEvent, ...] = ()  # of the schedule, those of processes
         self._due: list[FaultEvent] = []
         self._horizon = horizon
         self._process_faults = ProcessFaults()
-        self._cuts: list[tuple[FaultEvent, Seconds]] = []  # and until when
-        self.proxy = LinkProxy(self._is_cut)
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._ended = threading.Event()
@@ -250,7 +151,6 @@ class FaultInjector:
         self._ended.set()
         self._thread.join()
         self._process_faults.release()
-        self.proxy.close()
         if self._error is not None and error is None:
             raise self._error
 
@@ -259,7 +159,7 @@ class FaultInjector:
         with self._lock:
             if not self.fault_events and view.roles:
                 drawn = self._make_schedule([role.name for role in view.roles])
-                self.fault_events = tuple(e for e in drawn if not e.probability)
+                self.fault_events = tuple(e for e in drawn if e.kind in PROCESS_KINDS)
                 self._due = list(self.fault_events)
             self.view = view
             self._pids = {r.name: r.pid for r in view.roles if r.pid is not None}
@@ -282,7 +182,6 @@ class FaultInjector:
         now = time.monotonic()
         with self._lock:
             self._process_faults.turn(now)
-            self._cuts = [(event, until) for event, until in self._cuts if now < until]
             if self._began is None or not self._due:
                 return
             event = self._due[0]
@@ -306,37 +205,22 @@ class FaultInjector:
 
     def _inject(self, event: FaultEvent, now: Seconds) -> bool:
         # Returns whether the process exists.
-        seconds = event.lasts * self._horizon
-        if event.kind == "cut off":
-            self._cuts.append((event, now + seconds))
-            return True
         pid = self._pids.get(event.role)
         if pid is None:
             return False
-        match event.kind:
-            case "kill":
-                injected = self._process_faults.kill(pid)
-                if injected:
-                    self._killed.add(event.role)
-                return injected
-            case "pause":
-                return self._process_faults.pause(pid, now=now, seconds=seconds)
-            case _:
-                return self._process_faults.slow(pid, now=now, seconds=seconds, factor=event.factor)
-
-    def _is_cut(self, pid: int, receiver: str) -> bool:
-        with self._lock:
-            senders = {name for name, known in self._pids.items() if known == pid}
-            ends = senders | {receiver, SUPERVISOR} if pid == os.getpid() else senders | {receiver}
-            return any(
-                event.role in ends and (event.other is None or event.other in ends)
-                for event, _ in self._cuts
-            )
+        if event.kind == "kill":
+            injected = self._process_faults.kill(pid)
+            if injected:
+                self._killed.add(event.role)
+            return injected
+        seconds = event.lasts * self._horizon
+        factor = math.inf if event.kind == "pause" else event.factor
+        return self._process_faults.slow(pid, now=now, seconds=seconds, factor=factor)
 
 
 @final
 class SupervisorUnderChaos:
-    """Wraps the supervisor of a real run: members are reached through proxies, kills are named.
+    """Wraps the supervisor of a real run: names the kills, and counts iterations.
 
     Args:
         role: The supervisor.
@@ -355,10 +239,6 @@ class SupervisorUnderChaos:
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         self._iterations.count(event)
-        if isinstance(event, Received) and isinstance(event.message, Join):
-            endpoint = self._injector.proxy.through(event.sender, event.message.endpoint)
-            join = msgspec.structs.replace(event.message, endpoint=endpoint)
-            event = msgspec.structs.replace(event, message=join)
         # A process that ended by itself at the same time keeps its own reason.
         if isinstance(event, PeerLost) and self._injector.owns(event.peer):
             reason = KILLED if _SIGNAL in event.reason else event.reason
@@ -369,17 +249,6 @@ class SupervisorUnderChaos:
         return self._role.status()
 
 
-@final
-class _RunUnderChaos:
-    def __init__(self, injector: FaultInjector) -> None:
-        self._injector = injector
-        self.iterations = IterationCount()
-        self.through = injector.proxy.through
-
-    def around(self, supervisor: Role) -> Role:
-        return SupervisorUnderChaos(supervisor, self._injector, self.iterations)
-
-
 def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
     """Run a job on this host under the fault schedule of a seed; print its run directory.
 
@@ -388,9 +257,13 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
     """
     horizon = job.stop.seconds or HORIZON_SECONDS
     injector = FaultInjector(lambda roles: schedule(seed, roles), horizon=horizon)
-    wrapped = _RunUnderChaos(injector)
+    iterations = IterationCount()
+
+    def around(supervisor: Role) -> Role:
+        return SupervisorUnderChaos(supervisor, injector, iterations)
+
     with injector:
-        run = train(job, show=False, watch=injector.watch, detours=wrapped)
+        run = train(job, show=False, watch=injector.watch, around=around)
     where = f"run directory: {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
     report = ChaosReport(
@@ -403,5 +276,5 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
         exit_code=run.exit_code,
     )
     return completed(
-        report, injector.view, run.summary, faults=injector.lines, iterations=wrapped.iterations
+        report, injector.view, run.summary, faults=injector.lines, iterations=iterations
     )

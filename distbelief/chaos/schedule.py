@@ -4,7 +4,7 @@
     kill        its process ends at once                         SIGKILL
     pause       its process stops for a while                    SIGSTOP, SIGCONT
     slow        its work takes several times as long             stopped most of the time
-    cut off     no messages between it and one or all others     held in the proxy
+    cut off     no messages between it and one or all others     left out
     drop        some messages from and to it are lost            left out
     duplicate   some messages arrive twice, perhaps late         left out
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from distbelief.cli import options as o
-from distbelief.cli.options import JsonOption, TracebackOption, reported_errors
 from distbelief.errors import JobError
 
 
@@ -18,18 +17,7 @@ if TYPE_CHECKING:
 DEFAULT: Final = Path("~/.distbelief/keys")
 
 KeysOption = Annotated[
-    Path,
-    typer.Option("--keys", metavar="DIR", help="Directory with this host's keys and allow-list."),
-]
-RoleOption = Annotated[
-    list[str] | None,
-    o.option(
-        "--role",
-        metavar="ROLE",
-        text="What the owner of the key may connect as: worker (a training loop of its "
-        "own), host (joins jobs) or server. May be repeated.",
-        default="worker",
-    ),
+    Path, o.option("DIR", "Directory with this host's keys and allow-list.", "--keys")
 ]
 
 keys = typer.Typer(
@@ -40,107 +28,105 @@ keys = typer.Typer(
 
 
 @keys.command()
-def new(*, directory: KeysOption = DEFAULT, tracebacks: TracebackOption = False) -> None:
+@o.reported
+def new(*, directory: KeysOption = DEFAULT) -> None:
     """Create this host's key pair and print the public key.
 
     The secret key is stored in a file that only you can read. It is never
     printed.
     """
-    with reported_errors(show_traceback=tracebacks):
-        typer.echo(_files(directory).make())
+    typer.echo(_files(directory).make())
 
 
 @keys.command()
-def show(
-    *,
-    directory: KeysOption = DEFAULT,
-    as_json: JsonOption = False,
-    tracebacks: TracebackOption = False,
-) -> None:
+@o.reported
+def show(*, directory: KeysOption = DEFAULT, as_json: o.JsonOption = False) -> None:
     """Print this host's public key and the keys that it allows."""
-    with reported_errors(show_traceback=tracebacks):
-        files = _files(directory)
-        next_pair = files.next_pair()
-        entries = files.allowed()
-        content = {
-            "directory": str(files.directory),
-            "key": files.pair().public,
-            "next": None if next_pair is None else next_pair.public,
-            "allowed": [{"key": e.key, "roles": list(e.roles), "name": e.name} for e in entries],
-        }
-        if as_json:
-            typer.echo(json.dumps(content))
-            return
-        typer.echo(f"{content['key']}  this host ({files.directory})")
-        if next_pair is not None:
-            typer.echo(f"{next_pair.public}  next key (use it: distbelief keys rotate --finish)")
-        for entry in entries:
-            typer.echo(f"{entry.key}  {entry.name}, as {' and '.join(entry.roles)}")
-        if not entries:
-            typer.echo(
-                "no other key is allowed yet; to allow one: distbelief keys allow KEY NAME "
-                "(with --role host for a host that joins jobs)"
-            )
+    files = _files(directory)
+    next_pair = files.next_pair()
+    entries = files.allowed()
+    content = {
+        "directory": str(files.directory),
+        "key": files.pair().public,
+        "next": None if next_pair is None else next_pair.public,
+        "allowed": [{"key": e.key, "roles": list(e.roles), "name": e.name} for e in entries],
+    }
+    if as_json:
+        typer.echo(json.dumps(content))
+        return
+    typer.echo(f"{content['key']}  this host ({files.directory})")
+    if next_pair is not None:
+        typer.echo(f"{next_pair.public}  next key (use it: distbelief keys rotate --finish)")
+    for entry in entries:
+        typer.echo(f"{entry.key}  {entry.name}, as {' and '.join(entry.roles)}")
+    if not entries:
+        typer.echo(
+            "no other key is allowed yet; to allow one: distbelief keys allow KEY NAME "
+            "(with --role host for a host that joins jobs)"
+        )
 
 
 @keys.command()
+@o.reported
 def allow(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="The public key of the other host.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Your name for this key.")],
+    key: Annotated[str, o.argument("KEY", "The public key of the other host.")],
+    name: Annotated[str, o.argument("NAME", "Your name for this key.")],
     *,
-    roles: RoleOption = None,
+    roles: Annotated[
+        list[str] | None,
+        o.option(
+            "ROLE",
+            "What the owner of the key may connect as: worker (a training loop of its "
+            "own), host (joins jobs) or server. May be repeated.",
+            "--role",
+            default="worker",
+        ),
+    ] = None,
     directory: KeysOption = DEFAULT,
-    tracebacks: TracebackOption = False,
 ) -> None:
     """Allow a public key to connect to this host.
 
     A running server applies it at once. To change the roles of a key, allow it
     again.
     """
-    with reported_errors(show_traceback=tracebacks):
-        from distbelief.transport.keys import Allowed, public_key  # noqa: PLC0415 -- pyzmq
+    from distbelief.transport.keys import Allowed, public_key  # noqa: PLC0415 -- pyzmq
 
-        entry = Allowed(
-            key=public_key(key),
-            roles=tuple(dict.fromkeys(",".join(roles or ["worker"]).split(","))),
-            name=name,
+    entry = Allowed(
+        key=public_key(key),
+        roles=tuple(dict.fromkeys(",".join(roles or ["worker"]).split(","))),
+        name=name,
+    )
+    files = _files(directory)
+    if entry.key == files.pair().public:
+        raise JobError(
+            f"{entry.key} is this host's own key: give the one that "
+            "`distbelief keys show` prints on the other host"
         )
-        files = _files(directory)
-        if entry.key == files.pair().public:
-            raise JobError(
-                f"{entry.key} is this host's own key: give the one that "
-                "`distbelief keys show` prints on the other host"
-            )
-        files.allow(entry)
-        typer.echo(f"{name} is allowed as {' and '.join(entry.roles)}")
+    files.allow(entry)
+    typer.echo(f"{name} is allowed as {' and '.join(entry.roles)}")
 
 
 @keys.command()
+@o.reported
 def revoke(
-    which: Annotated[
-        str, typer.Argument(metavar="KEY or NAME", help="A key, or all keys with this name.")
-    ],
+    which: Annotated[str, o.argument("KEY or NAME", "A key, or all keys with this name.")],
     *,
     directory: KeysOption = DEFAULT,
-    tracebacks: TracebackOption = False,
 ) -> None:
     """Stop allowing a key, or all keys with a name.
 
     A running server closes their connections at once.
     """
-    with reported_errors(show_traceback=tracebacks):
-        for entry in _files(directory).revoke(which):
-            typer.echo(f"{entry.key} ({entry.name}) is no longer allowed")
+    for entry in _files(directory).revoke(which):
+        typer.echo(f"{entry.key} ({entry.name}) is no longer allowed")
 
 
 @keys.command()
+@o.reported
 def rotate(
     *,
-    finish: Annotated[
-        bool, typer.Option("--finish", metavar=" ", help="Start using the new key.")
-    ] = False,
+    finish: Annotated[bool, o.flag("--finish", "Start using the new key.")] = False,
     directory: KeysOption = DEFAULT,
-    tracebacks: TracebackOption = False,
 ) -> None:
     """Replace this host's key in two steps.
 
@@ -151,22 +137,21 @@ def rotate(
 
     [dim]$[/dim] distbelief keys rotate --finish
     """
-    with reported_errors(show_traceback=tracebacks):
-        files = _files(directory)
-        if finish:
-            key = files.finish_rotation()
-            typer.echo(
-                f"{key}\nis now this host's key. Running processes keep the old key until "
-                "they restart. After that, on the other hosts: distbelief keys revoke "
-                "OLD_KEY, which closes connections that still use it"
-            )
-            return
-        key = files.begin_rotation()
+    files = _files(directory)
+    if finish:
+        key = files.finish_rotation()
         typer.echo(
-            f"{key}\nis the next key. On each host that allows this one: distbelief keys "
-            f"allow {key} NAME, with the same --role as the present key "
-            "(see: distbelief keys show). Then, here: distbelief keys rotate --finish"
+            f"{key}\nis now this host's key. Running processes keep the old key until "
+            "they restart. After that, on the other hosts: distbelief keys revoke "
+            "OLD_KEY, which closes connections that still use it"
         )
+        return
+    key = files.begin_rotation()
+    typer.echo(
+        f"{key}\nis the next key. On each host that allows this one: distbelief keys "
+        f"allow {key} NAME, with the same --role as the present key "
+        "(see: distbelief keys show). Then, here: distbelief keys rotate --finish"
+    )
 
 
 def _files(directory: Path) -> "KeyFiles":

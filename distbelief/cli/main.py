@@ -8,7 +8,7 @@
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Annotated
 
 import typer
 
-from distbelief.cli import join as j, options as o
+from distbelief.cli import options as o
+from distbelief.cli.join import join
 from distbelief.cli.keys import keys
-from distbelief.cli.options import FAILED, reported_errors
-from distbelief.cli.serve import InsecureOption, serve
+from distbelief.cli.options import FAILED
+from distbelief.cli.serve import serve
 from distbelief.cli.simulate import chaos, simulate
 from distbelief.cli.status import status
 from distbelief.errors import JobError
@@ -69,22 +70,51 @@ def distbelief(
 
 
 @app.command()
+@o.reported
 def train(  # noqa: PLR0913 -- options
     job_file: o.JobArgument = None,
     *,
     overrides: o.SetOption = None,
-    resume: o.ResumeOption = None,
+    resume: Annotated[
+        Path | None, o.option("RUN_DIR", "Resume an earlier run from its newest checkpoints.")
+    ] = None,
     from_scratch: o.FromScratchOption = False,
-    listen: j.ListenOption = None,
-    keys: j.TrainKeysOption = None,
-    insecure: InsecureOption = False,
-    hosts: j.HostsOption = 0,
-    hosts_seconds: j.HostsSecondsOption = 600.0,
-    cores: j.HereOption = None,
-    on: j.OnOption = None,
+    listen: Annotated[
+        str | None,
+        o.option(
+            "tcp://HOST:PORT",
+            "Let other hosts join the job at this address (see: distbelief join). "
+            "0.0.0.0 listens on all interfaces.",
+        ),
+    ] = None,
+    keys: o.KeysOption = None,
+    insecure: o.InsecureOption = False,
+    hosts: Annotated[
+        int, o.option("N", "Start training when N hosts have joined.", least=0, most=1024)
+    ] = 0,
+    hosts_seconds: Annotated[
+        float,
+        o.option(
+            "S",
+            "Wait at most S seconds for --hosts, then start with the hosts that have joined.",
+            least=0.0,
+        ),
+    ] = 600.0,
+    cores: Annotated[
+        int | None,
+        o.option(
+            "N",
+            "With --listen: cores of this host that replicas may use. Default: all.",
+            least=0,
+            most=4096,
+        ),
+    ] = None,
+    on: Annotated[
+        str | None,
+        o.option("ray", "Let a Ray cluster start and restart the hosts, as many as --hosts says."),
+    ] = None,
     as_json: o.JsonOption = False,
-    show_traceback: o.TracebackOption = False,
-) -> None:
+) -> int:
     """Train a model on this host, and on other hosts that join the job.
 
     [dim]$[/dim] distbelief train speech.toml
@@ -102,68 +132,84 @@ def train(  # noqa: PLR0913 -- options
 
     Exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
-    with reported_errors(show_traceback=show_traceback):
-        job_file = _job_file(job_file, resume)
-        from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
+    job_file = _job_file(job_file, resume)
+    from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
 
-        # The launcher's fork server imports torch while this process does.
-        with LocalLauncher() as launcher:
-            from rich.console import Console  # noqa: PLC0415 -- start quickly
+    # The launcher's fork server imports torch while this process does.
+    with LocalLauncher() as launcher:
+        from rich.console import Console  # noqa: PLC0415 -- start quickly
 
-            with Console(quiet=as_json).status("Importing torch ..."):
-                from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
+        with Console(quiet=as_json).status("Importing torch ..."):
+            from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
 
-                job = load_job(job_file, overrides=overrides or ())
-                from distbelief import trainer  # noqa: PLC0415 -- torch
+            job = load_job(job_file, overrides=overrides or ())
+            from distbelief import trainer  # noqa: PLC0415 -- torch
 
-            hosting = None
-            if listen is not None or on is not None:
-                # Only jobs that other hosts may join need it.
-                from distbelief.serve.options import ANY_PORT, join_server  # noqa: PLC0415 -- start quickly
+        hosting = None
+        if listen is not None or on is not None:
+            # Only jobs that other hosts may join need it.
+            from distbelief.serve.options import ANY_PORT, join_server  # noqa: PLC0415 -- start quickly
 
-                hosting = join_server(
-                    listen or ANY_PORT,
-                    keys=keys,
-                    insecure=insecure,
-                    n_hosts=hosts,
-                    hosts_seconds=hosts_seconds,
-                    cores=cores,
-                    on=on,
-                )
-            elif keys is not None or insecure or hosts or cores is not None:
-                raise JobError(
-                    "--keys, --insecure, --hosts and --cores need an address where hosts "
-                    "can join: add for example --listen tcp://0.0.0.0:7700"
-                )
-            run = trainer.train(
-                job,
-                resume=resume,
-                from_scratch=from_scratch,
-                show=not as_json,
-                json=as_json,
-                launcher=launcher,
-                hosting=hosting,
+            hosting = join_server(
+                listen or ANY_PORT,
+                keys=keys,
+                insecure=insecure,
+                n_hosts=hosts,
+                hosts_seconds=hosts_seconds,
+                cores=cores,
+                on=on,
             )
-        if run.exit_code == FAILED and not sys.stdout.isatty():
-            # On a terminal the screen shows the failure; a file or pipe needs this line.
-            why = run.summary.error or "see its log"
-            text = f"{job.name} failed: {why}; its logs are in {run.directory / 'logs'}"
-            typer.echo(text, err=True)
-    raise typer.Exit(run.exit_code)
+        elif keys is not None or insecure or hosts or cores is not None:
+            raise JobError(
+                "--keys, --insecure, --hosts and --cores need an address where hosts "
+                "can join: add for example --listen tcp://0.0.0.0:7700"
+            )
+        run = trainer.train(
+            job,
+            resume=resume,
+            from_scratch=from_scratch,
+            show=not as_json,
+            json=as_json,
+            launcher=launcher,
+            hosting=hosting,
+        )
+    if run.exit_code == FAILED and not sys.stdout.isatty():
+        # On a terminal the screen shows the failure; a file or pipe needs this line.
+        why = run.summary.error or "see its log"
+        text = f"{job.name} failed: {why}; its logs are in {run.directory / 'logs'}"
+        typer.echo(text, err=True)
+    return run.exit_code
 
 
 app.command()(status)
 
 
 @app.command()
+@o.reported
 def predict(
-    run_directory: o.TrainedArgument,
-    inputs: o.PredictInputArgument,
+    run_directory: Annotated[Path, o.argument("RUN_DIR", "The directory of a run.")],
+    inputs: Annotated[
+        Path,
+        o.argument(
+            "INPUT",
+            "Inputs, the first dimension being samples: a .npy file, or a .safetensors file with "
+            "one tensor.",
+        ),
+    ],
     *,
-    out: o.PredictOutOption = None,
-    whole: o.WholeOption = False,
+    out: Annotated[
+        Path | None,
+        o.option(
+            "FILE",
+            "Where to write the outputs: a .npy or .safetensors file.",
+            default="INPUT.outputs.npy",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool,
+        o.flag("--whole", "Compute in one process, even if the run split its model over machines."),
+    ] = False,
     as_json: o.JsonOption = False,
-    show_traceback: o.TracebackOption = False,
 ) -> None:
     """Compute the outputs of a trained model for a file of inputs.
 
@@ -173,40 +219,100 @@ def predict(
     plan: one process per machine, each of which reads only its part of the
     model.
     """
-    with reported_errors(show_traceback=show_traceback):
-        from distbelief import predict as predict_module  # noqa: PLC0415 -- torch
+    from distbelief import predict as predict_module  # noqa: PLC0415 -- torch
 
-        done = predict_module.predict(
-            run_directory,
-            inputs,
-            out=out,
-            whole=whole,
-            tell=lambda text: typer.echo(text, err=True),
-        )
-        typer.echo(predict_module.as_json(done) if as_json else predict_module.text(done))
+    done = predict_module.predict(
+        run_directory, inputs, out=out, whole=whole, tell=lambda text: typer.echo(text, err=True)
+    )
+    typer.echo(predict_module.as_json(done) if as_json else predict_module.text(done))
 
 
 @app.command()
+@o.reported
 def partition(  # noqa: PLR0913 -- options
     model: o.ModelArgument = None,
     *,
-    inputs: o.InputOption = None,
-    batch: o.BatchOption = 32,
-    loss: o.LossOption = "",
-    machines: o.MachinesOption = "1,2,4,8",
-    cluster: o.ClusterOption = None,
-    profile: o.ProfileOption = False,
-    pins: o.PinOption = None,
-    exactly: o.ExactlyOption = False,
-    explain: o.ExplainOption = None,
-    out: o.OutOption = None,
-    picture: o.PictureOption = None,
-    timeline: o.TimelineOption = None,
-    verify: o.VerifyOption = False,
-    diff: o.DiffOption = None,
+    inputs: Annotated[
+        list[str] | None,
+        o.option(
+            "SHAPE",
+            "Shape of an input without the batch dimension: 3x200x200. For integers add "
+            "how many values there are: 128:30000. Repeat it for each input.",
+            "--input",
+        ),
+    ] = None,
+    batch: Annotated[int, o.option("N", "Samples in one step.", least=1)] = 32,
+    loss: Annotated[
+        str,
+        o.option(
+            "NAME",
+            "torch's name of the loss function, or one_vs_all. Without it, the step starts "
+            "from given gradients of the outputs.",
+            default=False,
+        ),
+    ] = "",
+    machines: Annotated[
+        str, o.option("N,N,...", "Numbers of machines, one row for each.")
+    ] = "1,2,4,8",
+    cluster: Annotated[
+        str | None,
+        o.option(
+            "NAME or FILE",
+            "A built-in cluster, or a TOML file with speed, memory and network of its "
+            "machines. `here` measures this host and assumes machines like it.",
+            default="rack-10g",
+        ),
+    ] = None,
+    profile: Annotated[
+        bool,
+        o.flag(
+            "--profile",
+            "Measure the layers on this host (at most a minute), and correct the computed times "
+            "of the cluster's machines by the result.",
+        ),
+    ] = False,
+    pins: Annotated[
+        list[str] | None,
+        o.option(
+            "LAYER=SPLIT",
+            "Fix the split of a layer: conv1=grid:3x3, fc=units:8, fc=inputs:4, "
+            "loss=whole@0. May be repeated.",
+            "--pin",
+        ),
+    ] = None,
+    exactly: Annotated[
+        bool, o.flag("--exactly", "Use all machines, even if fewer are faster.")
+    ] = False,
+    explain: Annotated[
+        list[str] | None,
+        o.option(
+            "LAYER",
+            "List every split of a layer, its cost, and why it was not chosen. May be repeated.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, o.option("FILE", "Write the plan as JSON.")] = None,
+    picture: Annotated[
+        Path | None, o.option("FILE.png", "Draw which machine holds which part of each layer.")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        o.option(
+            "FILE.json", "Write one step as a Chrome trace: what each machine does, and when."
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        o.flag(
+            "--verify",
+            "Run the plan with the most machines in processes on this host. Compare outputs, "
+            "gradients, bytes and times with one process and with the prediction.",
+        ),
+    ] = False,
+    diff: Annotated[
+        tuple[Path, Path] | None, o.option("A B", "Show where two plan files differ.")
+    ] = None,
     as_json: o.JsonOption = False,
-    show_traceback: o.TracebackOption = False,
-) -> None:
+) -> int:
     """Split a model over machines, and predict the time of a training step.
 
     [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
@@ -233,43 +339,34 @@ def partition(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the plan does not fit the machines' memory (with
     --diff: the plans differ), 2 wrong usage.
     """
-    with reported_errors(show_traceback=show_traceback), ExitStack() as stack:
-        if diff is not None:
-            from distbelief.partition import api  # noqa: PLC0415 -- torch
+    if diff is not None:
+        from distbelief.partition import api  # noqa: PLC0415 -- torch
 
-            same = api.compare(diff[0], diff[1], as_json=as_json)
-            raise typer.Exit(0 if same else FAILED)
-        if model is None or not inputs:
-            raise JobError(
-                "no model to partition: name the function that makes it and the shape of "
-                "its input, as in `distbelief partition nets:make --input 784`"
-            )
-        from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- numpy
+        return 0 if api.compare(diff[0], diff[1], as_json=as_json) else FAILED
+    if model is None or not inputs:
+        raise JobError(
+            "no model to partition: name the function that makes it and the shape of "
+            "its input, as in `distbelief partition nets:make --input 784`"
+        )
+    from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- numpy
 
-        launcher = LocalLauncher()
-        stack.callback(launcher.close)
+    with closing(LocalLauncher()) as launcher:
         if verify:
             launcher.start()  # it imports torch while the plan is made
-        from distbelief.partition import api  # noqa: PLC0415 -- torch
+        from distbelief.partition import api, planner  # noqa: PLC0415 -- torch
         from distbelief.task.imports import resolve  # noqa: PLC0415 -- start quickly
 
-        here = str(Path.cwd())  # nets:make is looked up in the current directory
-        sys.path[:0] = [] if here in sys.path else [here]
-        asked = api.Request(
+        o.look_up_modules_here()
+        asked = planner.Request(
             model=model,
             inputs=[api.input_spec(text) for text in inputs],
             batch=batch,
             loss=loss,
             counts=api.counts(machines),
-            cluster=cluster or api.DEFAULT_CLUSTER,
+            cluster=cluster or "rack-10g",
             pins=api.pins(pins or ()),
             exactly=exactly,
             profile=profile,
-            explain=explain or (),
-            out=out,
-            picture=picture,
-            timeline=timeline,
-            as_json=as_json,
         )
         trial = None
         if verify:
@@ -282,14 +379,23 @@ def partition(  # noqa: PLR0913 -- options
                 n_cores=len(os.sched_getaffinity(0)),
                 launcher=launcher,
             )
-        fits = api.run(asked, resolve(model, table="model"), verify=trial)
-    raise typer.Exit(0 if fits else FAILED)
+        fits = api.run(
+            asked,
+            resolve(model, table="model"),
+            explain=explain or (),
+            out=out,
+            picture=picture,
+            timeline=timeline,
+            as_json=as_json,
+            verify=trial,
+        )
+        return 0 if fits else FAILED
 
 
 app.command()(simulate)
 app.command()(chaos)
 app.command()(serve)
-app.command()(j.join)
+app.command()(join)
 app.add_typer(keys, name="keys")
 
 

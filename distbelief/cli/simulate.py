@@ -1,46 +1,77 @@
 """The commands `distbelief simulate` and `distbelief chaos`: jobs in virtual time."""
 
 from pathlib import Path
+from typing import Annotated
 
-import typer
-
-from distbelief.cli.options import (
-    FAILED,
-    BudgetOption,
-    CountedOption,
-    JobArgument,
-    JsonOption,
-    PricedOption,
-    RealOption,
-    SeedOption,
-    SeedsOption,
-    SetOption,
-    SimulatedClusterOption,
-    SuggestOption,
-    SweepOption,
-    TracebackOption,
-    TraceOption,
-    reported_errors,
-)
+from distbelief.cli import options as o
 from distbelief.errors import JobError
 
 
+@o.reported
 def simulate(  # noqa: PLR0913 -- options
-    job_file: JobArgument = None,
+    job_file: o.JobArgument = None,
     *,
-    overrides: SetOption = None,
-    cluster: SimulatedClusterOption = None,
-    machines: BudgetOption = None,
-    seed: SeedOption = 0,
-    seeds: SeedsOption = 1,
-    sweep: SweepOption = None,
-    suggest: SuggestOption = False,
-    trace: TraceOption = None,
-    counted: CountedOption = False,
-    priced: PricedOption = False,
-    as_json: JsonOption = False,
-    show_traceback: TracebackOption = False,
-) -> None:
+    overrides: o.SetOption = None,
+    cluster: Annotated[
+        str | None,
+        o.option(
+            "NAME or FILE",
+            "A built-in cluster, or a TOML file with speed, memory and network of its "
+            "machines. `here` assumes --machines machines like this host.",
+            default="this host",
+        ),
+    ] = None,
+    machines: Annotated[
+        int | None,
+        o.option(
+            "N", "Number of machines of the cluster that may be used.", least=1, default="all"
+        ),
+    ] = None,
+    seed: o.SeedOption = 0,
+    seeds: Annotated[
+        int,
+        o.option("K", "Run each configuration with K seeds; show median, p10 and p90.", least=1),
+    ] = 1,
+    sweep: Annotated[
+        list[str] | None,
+        o.option(
+            "KEY=V,V,...",
+            "Try several values of a job-file key, such as replicas=1,2,4. If repeated, "
+            "all combinations are tried.",
+        ),
+    ] = None,
+    suggest: Annotated[
+        bool,
+        o.flag(
+            "--suggest",
+            "Search for the configuration, within --machines, that reaches the target in "
+            "\\[stop] first. Without a target: that computes the most samples per second.",
+        ),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        o.option(
+            "FILE.json", "Write the first run as a Chrome trace: what each role does, and when."
+        ),
+    ] = None,
+    counted: Annotated[
+        bool,
+        o.flag(
+            "--counted",
+            "Compute the cost of work from its operations and bytes instead of measuring it on "
+            "this host.",
+        ),
+    ] = False,
+    priced: Annotated[
+        bool,
+        o.flag(
+            "--priced",
+            "Simulate times and bytes only, without running the model. For clusters of "
+            "thousands of machines.",
+        ),
+    ] = False,
+    as_json: o.JsonOption = False,
+) -> int:
     """Forecast how a job would run on a cluster that you do not have.
 
     [dim]$[/dim] distbelief simulate speech.toml --cluster rack-1g
@@ -58,36 +89,37 @@ def simulate(  # noqa: PLR0913 -- options
 
     Exit code: 0 done, 1 the job failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
-    with reported_errors(show_traceback=show_traceback):
-        from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
-        from distbelief.forecast.api import SimulationRequest  # noqa: PLC0415 -- start quickly
-        from distbelief.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
+    from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
+    from distbelief.forecast.api import SimulationRequest  # noqa: PLC0415 -- start quickly
+    from distbelief.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
 
-        request = SimulationRequest(
-            job=_named(job_file, "simulate"),
-            overrides=tuple(overrides or ()),
-            axes=tuple(axes_of(sweep or ())),
-            cluster=cluster,
-            machines=machines,
-            suggests=suggest,
-            seeds=tuple(range(seed, seed + seeds)),
-            trace=trace,
-            measures=not counted,
-            priced=priced,
-        )
-        succeeded = run_simulate.simulate(request, as_json=as_json)
-    raise typer.Exit(0 if succeeded else FAILED)
+    request = SimulationRequest(
+        job=_named(job_file, "simulate"),
+        overrides=tuple(overrides or ()),
+        axes=tuple(axes_of(sweep or ())),
+        cluster=cluster,
+        machines=machines,
+        suggests=suggest,
+        seeds=tuple(range(seed, seed + seeds)),
+        trace=trace,
+        measures=not counted,
+        priced=priced,
+    )
+    succeeded = run_simulate.simulate(request, as_json=as_json)
+    return 0 if succeeded else o.FAILED
 
 
+@o.reported
 def chaos(
-    job_file: JobArgument = None,
+    job_file: o.JobArgument = None,
     *,
-    seed: SeedOption = 0,
-    real: RealOption = False,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
-    show_traceback: TracebackOption = False,
-) -> None:
+    seed: o.SeedOption = 0,
+    real: Annotated[
+        bool, o.flag("--real", "Use real processes on this host instead of simulated ones.")
+    ] = False,
+    overrides: o.SetOption = None,
+    as_json: o.JsonOption = False,
+) -> int:
     """Inject faults into a job, and report how it recovers.
 
     [dim]$[/dim] distbelief chaos speech.toml --seed 7
@@ -97,23 +129,21 @@ def chaos(
     Its processes are killed, paused, slowed down and disconnected, and their
     messages lost or duplicated. The seed decides the schedule of faults. In
     virtual time, the same seed gives the same run, event by event. With --real,
-    the same schedule is applied to real processes on this host, without lost
-    and duplicated messages.
+    real processes on this host are killed, paused and slowed by the same
+    schedule; faults of links and messages are left out.
 
     Exit code: 0 the job completed, 1 it failed, 2 wrong usage, 130 stopped by
     Ctrl+C.
     """
-    with reported_errors(show_traceback=show_traceback):
-        from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
+    from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
 
-        exit_code = run_simulate.chaos(
-            _named(job_file, "chaos"),
-            seed=seed,
-            real=real,
-            overrides=tuple(overrides or ()),
-            as_json=as_json,
-        )
-    raise typer.Exit(exit_code)
+    return run_simulate.chaos(
+        _named(job_file, "chaos"),
+        seed=seed,
+        real=real,
+        overrides=tuple(overrides or ()),
+        as_json=as_json,
+    )
 
 
 def _named(job_file: Path | None, command: str) -> Path:

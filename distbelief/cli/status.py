@@ -2,11 +2,11 @@
 
 import datetime as dt
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from distbelief.cli.options import JsonOption, RunArgument, TracebackOption, reported_errors
+from distbelief.cli.options import JsonOption, argument, reported
 from distbelief.errors import JobError
 
 
@@ -20,11 +20,14 @@ STALE_SECONDS: Final = 5.0
 RUNS: Final = Path("runs")
 
 
+@reported
 def status(
-    run_directory: RunArgument = None,
+    run_directory: Annotated[
+        Path | None,
+        argument("RUN_DIR", "A run directory. Default: the newest running one in runs/."),
+    ] = None,
     *,
     as_json: JsonOption = False,
-    show_traceback: TracebackOption = False,
 ) -> None:
     """Show the state of each role of a job.
 
@@ -35,12 +38,11 @@ def status(
     A running job updates its status every second. For a job that has ended, the
     last status is shown.
     """
-    with reported_errors(show_traceback=show_traceback):
-        from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
+    from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
-        run = RunDirectory.open(run_directory, write=False) if run_directory else _newest_run()
-        now = dt.datetime.now(tz=dt.UTC).timestamp()
-        _show_status(run, pid=run.writer_pid(), now=now, as_json=as_json)
+    run = RunDirectory.open(run_directory, write=False) if run_directory else _newest_run()
+    now = dt.datetime.now(tz=dt.UTC).timestamp()
+    _show_status(run, pid=run.writer_pid(), now=now, as_json=as_json)
 
 
 def _newest_run() -> "RunDirectory":

@@ -1,6 +1,6 @@
 """Address where hosts join a job: tcp://HOST:PORT?key=..., without key files ?secret=...
 
-With key files the address contains no secret. Without them, anyone who has it is let in.
+With key files the address contains no secret. Without them, anyone with the address is let in.
 """
 
 from dataclasses import dataclass

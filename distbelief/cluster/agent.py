@@ -24,7 +24,7 @@ from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec
 from distbelief.core import files
 from distbelief.core.reliable import Silence
 from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
-from distbelief.launch.local import LocalLauncher
+from distbelief.launch.local import PREPARE, LocalLauncher
 from distbelief.launch.preflight import VERDICT_BYTES_MAX, verdict_file
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
 from distbelief.roles.log_events import LogEvent
@@ -53,7 +53,6 @@ from distbelief.transport.config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 
 
-PREPARE: Final = Address("prepare")  # the preflight process: can the run's roles be built here?
 PROBE_SECONDS: Final = 0.15  # enough to measure the link
 PROBE_SECONDS_MAX: Final = 3.0  # a lost chunk ends the measurement
 N_SIBLINGS_MAX: Final = 10_000  # run directories of one host
@@ -64,6 +63,22 @@ _VERDICT: Final = "host:verdict"
 _ALONE_SECONDS: Final = 3.0
 _REASON_MAX: Final = 2048
 _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Options of `distbelief join`."""
+
+    address: str  # as `distbelief train --listen` prints it
+    keys: Path | None  # directory of this host's keys; None for a run without keys
+    cores: int | None = None  # to use; None for all
+    memory_bytes: int | None = None  # to use; None for all
+    devices: tuple[str, ...] = ()  # "cuda" for each GPU to use
+    allowed: tuple[str, ...] = ()  # modules whose functions a job may name
+    code: Path = Path()  # directory of a job's modules and files
+    directory: Path = Path("runs/joined")  # for logs
+    stays: bool = False  # whether to wait for another job when one is over
+    wait_seconds: float = 600.0  # for a job to take this host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +192,6 @@ class HostAgent:
       listens at its address, and posts `PeerLost` if not: the last `Release` may have been lost.
     * Messages carry the host's incarnation; those of an older one are ignored.
     * Asked to leave, a host waits a little until its roles have been moved; asked twice, it ends.
-
-    Args:
-        config: What it offers.
-        storage: Where it stores what it receives.
     """
 
     accepts: Final = message_types(HostMessage)
@@ -494,29 +505,6 @@ class AgentStorage:
         if self.memory is not None:
             self.memory.remove_all()
             self.memory = None
-
-
-@final
-class AgentLauncher:
-    """Starts the processes of roles, and the preflight process, on a host."""
-
-    def __init__(self, launcher: LocalLauncher) -> None:
-        self._launcher = launcher
-
-    def launch(self, name: Address, incarnation: int) -> None:
-        if name == PREPARE:
-            self._launcher.prepare(name, incarnation)
-        else:
-            self._launcher.launch(name, incarnation)
-
-    def terminate(self, name: Address) -> None:
-        self._launcher.terminate(name)
-
-    def fileno(self) -> int:
-        return self._launcher.fileno()
-
-    def events(self) -> Sequence[Event]:
-        return self._launcher.events()
 
 
 def _new_run_directory(directory: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Final, cast, final
 
 import msgspec
 
-from distbelief.config.job import QUANTITIES, ClusterTable
+from distbelief.config.job import ClusterTable
 from distbelief.config.tables import decode
 from distbelief.core.reliable import Backoff
 from distbelief.errors import JobError, RemoteProtocolError
@@ -39,12 +39,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
-    """Return the encoded job spec of a run.
-
-    Args:
-        spec: Of the roles of this host.
-        plan: File of their plan.
-    """
+    """Return the encoded job spec of a run."""
     portable = msgspec.structs.replace(
         spec,
         supervisor="",
@@ -88,8 +83,7 @@ def localized(job: msgspec.Raw, directory: Path) -> tuple[msgspec.Raw, Seconds]:
         paths = msgspec.convert(source["import_paths"], type=list[str])
     except _UNREADABLE as error:
         raise JobError(f"the supervisor's job cannot be read: {error!s:.200}") from None
-    table, quantities = tables.get("cluster", {}), QUANTITIES["cluster"]
-    cluster = decode(table, ClusterTable, path=("cluster",), quantities=quantities)
+    cluster = decode(tables.get("cluster", {}), ClusterTable, path=("cluster",))
     # The innermost directory first: it may lie within the other.
     bases = sorted((path.rstrip("/") for path in paths), key=len, reverse=True)
     here = str(directory.absolute())
@@ -119,12 +113,7 @@ ASK_SECONDS: Final = 1.0  # without a chunk, until it is requested again
 
 @final
 class FileDownload:
-    """A document, as far as it has come; one chunk is under way at a time.
-
-    Args:
-        document: Its name.
-        now: The present.
-    """
+    """A document, as far as it has come; one chunk is under way at a time."""
 
     def __init__(self, document: str, now: Seconds) -> None:
         self.document = document

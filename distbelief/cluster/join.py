@@ -13,25 +13,21 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 import torch
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.agent import AgentLauncher, AgentStorage, HostAgent, HostAgentConfig
+from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig, JoinOptions
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals
-from distbelief.core.writer import Writer
 from distbelief.errors import JobError
 from distbelief.launch.local import LocalLauncher
 from distbelief.partition.profiling import this_host as profiling
 from distbelief.protocol import Offer, Stop
 from distbelief.protocol.codec import JOINING
 from distbelief.roles.role import HOST, SUPERVISOR, USER, PeerLost, Received
+from distbelief.run_log import RunLog
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles
@@ -59,12 +55,6 @@ class SupervisorMonitor:
 
     A link that is cut shows nothing, and may recover. ZeroMQ reconnects silently, so a TCP connect
     that never blocks tells the two apart: a port where nothing listens refuses at once.
-
-    Args:
-        transport: Of this host.
-        key: Public key of this host; "" without one.
-        place: Address of the supervisor.
-        tell: Shows a text to the user.
     """
 
     def __init__(self, transport: ZmqTransport, *, key: str, place: Endpoint, tell: Tell) -> None:
@@ -144,22 +134,6 @@ class SupervisorMonitor:
             self._tell(text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinOptions:
-    """Options of `distbelief join`."""
-
-    address: str  # as `distbelief train --listen` prints it
-    keys: Path | None  # directory of this host's keys; None for a run without keys
-    cores: int | None = None  # to use; None for all
-    memory_bytes: int | None = None  # to use; None for all
-    devices: tuple[str, ...] = ()  # "cuda" for each GPU to use
-    allowed: tuple[str, ...] = ()  # modules whose functions a job may name
-    code: Path = Path()  # directory of a job's modules and files
-    directory: Path = Path("runs/joined")  # for logs
-    stays: bool = False  # whether to wait for another job when one is over
-    wait_seconds: float = 600.0  # for a job to take this host
-
-
 def join(options: JoinOptions, *, tell: Tell) -> int:
     """Offer this host until it ends; return the exit code.
 
@@ -172,15 +146,30 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
     keys = reach.keys
     place = address.place(address.key if keys is None else keys.server_key)
     name = HOST + secrets.token_hex(4)
+    try:
+        options.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise files.explained(why, options.directory, doing="make") from why
+    log = RunLog(options.directory / "host.log", name, tell=tell)
+    last_error = ""
+
+    def report(level: str, text: str) -> None:
+        nonlocal last_error
+        log.log(level, text)
+        if level in {"info", "warning", "error"}:
+            log.print(text)
+        if level == "error":
+            last_error = text
+
     with ExitStack() as stack:
         launcher = stack.enter_context(LocalLauncher())
         FileMemory.sweep()
-        log = stack.enter_context(_Log(options.directory, tell=tell))
+        stack.enter_context(log.in_threads())
         transport = stack.enter_context(
-            reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=log.add)
+            reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=report)
         )
         own_key = "" if keys is None else keys.public
-        monitor = SupervisorMonitor(transport, key=own_key, place=place, tell=log.show)
+        monitor = SupervisorMonitor(transport, key=own_key, place=place, tell=log.announce)
         stack.callback(monitor.close)
         monitor.dial()
         storage = AgentStorage(
@@ -194,8 +183,8 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         stack.callback(storage.clear)
         stack.callback(launcher.close)  # before that
         host = HostAgent(_config(options, transport.endpoint), storage=storage)
-        log.show(f"{name} waits for a job at {place.endpoint}")
-        node = RoleRunner(host, transport=transport, log=log.add, launcher=AgentLauncher(launcher))
+        log.announce(f"{name} waits for a job at {place.endpoint}")
+        node = RoleRunner(host, transport=transport, log=report, launcher=launcher)
 
         def look() -> None:
             is_alone = host.is_supervisor_silent(time.monotonic())
@@ -210,10 +199,11 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         with caught_signals() as caught:
             caught.tell = stop
             error = node.run(look)
-        if error is not None:
-            log.conclude(error)
-            return 1
-        return EXIT_CODES.get(caught.number, 0) if caught.number else 0
+        if error is None:
+            return EXIT_CODES.get(caught.number, 0) if caught.number else 0
+        if not last_error.startswith(error):  # may be a shortened form of it
+            log.print(error)
+        return 1
 
 
 def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:
@@ -260,54 +250,3 @@ def _server_key(keys: KeyFiles) -> str:
         f"{keys.directory} allows {len(servers)} keys as a server, and the job has one: use its "
         "address with ?key=..., or distbelief keys allow KEY NAME --role server"
     )
-
-
-@final
-class _Log:
-    """The host's log file; important lines go to the user's terminal as well.
-
-    Writes never wait for the disk or the terminal.
-    """
-
-    def __init__(self, directory: Path, *, tell: Tell) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise files.explained(error, directory, doing="make") from error
-        self._lines = files.LineFile(directory / "host.log", tell=self.show)
-        self._tell = tell
-        self._disk = Writer("disk", tell=self.show)
-        self._screen = Writer("screen", tell=self._write)
-        self._error = ""  # the last one shown
-
-    def __enter__(self) -> Self:
-        self._disk.start()
-        self._screen.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._disk.close()
-        self._screen.close()
-
-    def show(self, text: str) -> None:
-        self._screen.write(partial(self._tell, text))
-
-    def add(self, level: str, text: str) -> None:
-        self._write(f"{level}: {text}")
-        if level in {"info", "warning", "error"}:
-            self.show(text)
-        if level == "error":
-            self._error = text
-
-    def conclude(self, error: str) -> None:
-        if not self._error.startswith(error):  # may be a shortened form of it
-            self.show(error)
-
-    def _write(self, text: str) -> None:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-        self._disk.write(partial(self._lines.append, f"{now} {text}"))

@@ -101,7 +101,7 @@ class JoinServer:
         lines = [f'hosts join by: distbelief join "{address}"{keys}']
         if self.reach.is_open:
             lines.append(
-                "NOT SECURE: anyone who has this address can read and change the "
+                "NOT SECURE: anyone with this address can read and change the "
                 "model. Use keys: distbelief keys new"
             )
         return lines

@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Final, Protocol, cast, final
 
+from distbelief.cluster.agent import JoinOptions
 from distbelief.config.job import Job
 from distbelief.core.signals import handlers_kept
 from distbelief.errors import JobError
@@ -46,15 +47,7 @@ class RayOptions:
     def of(
         cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str
     ) -> "RayOptions":
-        """Return what this job needs beyond the supervisor's own host.
-
-        Args:
-            job: The job, whose user is also Ray's.
-            n_hosts: Number of actors.
-            n_machines: Ranks of each replica.
-            slots_here: Processes of replicas that the supervisor's host takes.
-            keys: Directory of keys on Ray's nodes.
-        """
+        """Return what this job needs beyond the supervisor's own host."""
         n_processes = max(1, job.cluster.replicas * n_machines - slots_here)
         modules = (path.partition(":")[0] for _, path in import_paths(job))
         return cls(
@@ -68,28 +61,11 @@ class RayOptions:
 class RayMachine:
     """The actor: one host that joins."""
 
-    def join(
-        self,
-        *,
-        address: str,
-        keys: str,
-        cores: int,
-        allowed: tuple[str, ...],
-        code: str,
-        directory: str,
-    ) -> int:
+    def join(self, options: JoinOptions) -> int:
         """Run the host until the job is over; return the exit code."""
-        from distbelief.cluster import join  # noqa: PLC0415 -- on Ray's node
+        from distbelief.cluster.join import join  # noqa: PLC0415 -- on Ray's node
 
-        options = join.JoinOptions(
-            address=address,
-            keys=Path(keys) if keys else None,
-            cores=cores,
-            allowed=allowed,
-            code=Path(code),
-            directory=Path(directory),
-        )
-        return join.join(options, tell=print)
+        return join(options, tell=print)
 
 
 class _Actor(Protocol):
@@ -100,7 +76,7 @@ class _Actor(Protocol):
 
 
 class _Method(Protocol):
-    def remote(self, **arguments: object) -> object: ...
+    def remote(self, options: JoinOptions) -> object: ...
 
 
 def connect(*, is_local: bool) -> None:
@@ -172,12 +148,7 @@ class RayHosts:
         self._look_at: Seconds = 0.0
 
     def start(self, address: str, *, directory: Path) -> None:
-        """Ask Ray for hosts; they join when it has them.
-
-        Args:
-            address: Where the job listens.
-            directory: For their logs, on each node.
-        """
+        """Ask Ray for hosts; they join when it has them."""
         import ray  # noqa: PLC0415 -- an extra
         from ray.util import placement_group  # noqa: PLC0415 -- an extra
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 -- an extra
@@ -193,14 +164,15 @@ class RayHosts:
             )
             machine = make(RayMachine).options(scheduling_strategy=strategy)
             actor = cast("_Actor", machine.remote())
-            end = actor.join.remote(
+            host = JoinOptions(
                 address=address,
-                keys=options.keys,
+                keys=Path(options.keys) if options.keys else None,
                 cores=options.cores,
                 allowed=options.allowed,
-                code=str(Path.cwd()),
-                directory=str(directory / f"ray-{index}"),
+                code=Path.cwd(),
+                directory=directory / f"ray-{index}",
             )
+            end = actor.join.remote(host)
             self._actors.append(actor)
             self._ends.append(end)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 
+from distbelief.config import toml
 from distbelief.core.formatting import nearest
 from distbelief.errors import JobError, JobFileError
 
@@ -96,12 +97,15 @@ def check_cluster(job: "Job") -> None:
 
 def find(name: object) -> EntryPoint:
     """Return the entry point of this name, without importing it."""
+    if name is None:
+        raise JobFileError("lacks the key 'name': give it text, such as \"downpour\"")
     installed = _installed(tuple(sys.path))
     if isinstance(name, str) and name in installed:
         return installed[name]
     known = ", ".join(sorted(installed)) or "none; is the package itself installed?"
     hint = nearest(str(name), installed, only_close=True)
-    raise JobFileError(f"is not installed. {hint} Installed: {known}".replace("  ", " "))
+    text = f"name = {toml.excerpt(name)} is not installed. {hint} Installed: {known}"
+    raise JobFileError(text.replace("  ", " "))
 
 
 @cache  # it lists every directory of the path and reads a file of every package

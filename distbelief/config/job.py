@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Protocol, cast
 
 import msgspec
 
-from distbelief.config import toml
+from distbelief.config import tables, toml
 from distbelief.core import units
 from distbelief.errors import JobFileError
 
@@ -22,57 +22,39 @@ if TYPE_CHECKING:  # it imports torch
     from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 
 
-QUANTITIES: Final[Mapping[str, Mapping[str, units.Dimension]]] = {
-    "cluster": {"patience": "time"},
-    "evaluation": {"every": "time"},
-    "stop": {"seconds": "time"},
-    "output": {"report_every": "time", "snapshot_every": "time"},
-}  # keys that are written with units, by table
-
-
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # on one host
 Copies = Annotated[int, msgspec.Meta(ge=1, le=2)]  # a primary, and maybe a backup
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, extra={"unit": "time"})]  # "10 s" in the file
 DEVICES: Final = ("cpu", "cuda")
 PATIENCE_SECONDS: Final = 600.0
 PATIENCE_SECONDS_MIN: Final = 2.0  # several heartbeats, each of which the supervisor answers
 
 
 class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [cluster].
+    """Table [cluster]."""
 
-    Attributes:
-        replicas: Model replicas, each with its own part of the data.
-        shards: Parameter server shards.
-        shard_copies: Processes that keep each shard: with 2, a backup takes over at once when the
-            primary is lost, and no acknowledged push is lost.
-        threads: Threads of torch in each process of a replica.
-        partitions: Ranks per replica; with more than one, each computes its part of the model. The
-            planner chooses the parts (plan.json in the run directory).
-        plan: Path of a plan.json to use instead of `partitions`.
-        pins: Layers that the planner must split in a given way: "conv1=grid:3x3".
-        machines: Cluster that the planner plans for: a built-in name, the path of a cluster file,
-            or "here" for hosts like this one.
-        device: Where replicas compute: "cpu" or "cuda".
-        shared_memory: Whether roles of one host share memory; if false, they exchange messages, as
-            between hosts.
-        patience: Silence of the supervisor after which every role ends, the shards once they have
-            saved; "10 min" in the file.
-    """
-
-    replicas: Processes = 1
+    replicas: Processes = 1  # each with its own part of the data
     shards: Processes = 1
+    # Processes that keep each shard: with 2, a backup takes over at once when the primary is lost,
+    # and no acknowledged push is lost.
     shard_copies: Copies = 1
-    threads: Threads = 1
+    threads: Threads = 1  # of torch, in each process of a replica
+    # Ranks per replica; with more than one, each computes its part of the model. The planner
+    # chooses the parts (plan.json in the run directory).
     partitions: Processes = 1
-    plan: str | None = None
-    pins: tuple[str, ...] = ()
+    plan: str | None = None  # path of a plan.json to use instead of `partitions`
+    pins: tuple[
+        str, ...
+    ] = ()  # layers that the planner must split in a given way: "conv1=grid:3x3"
+    # Cluster that the planner plans for: a built-in name, the path of a cluster file, or "here" for
+    # hosts like this one.
     machines: str = "here"
-    device: str = "cpu"
-    shared_memory: bool = True
-    patience: Positive = PATIENCE_SECONDS
+    device: str = "cpu"  # where replicas compute
+    shared_memory: bool = True  # if false, roles of one host exchange messages, as between hosts
+    # Silence of the supervisor after which every role ends, the shards once they have saved.
+    patience: Seconds = PATIENCE_SECONDS
 
     def __post_init__(self) -> None:
         if self.patience < PATIENCE_SECONDS_MIN:
@@ -113,44 +95,33 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [evaluation].
+    """Table [evaluation]."""
 
-    Attributes:
-        metric: "accuracy", another known name, or an import path. None chooses by the loss
-            ("accuracy" for "cross_entropy"), and for your own loss by the targets ("accuracy" for
-            whole numbers, else "mse"). For your own function higher is better, unless it has an
-            attribute higher_is_better = False.
-        subset: Held-out samples of a regular evaluation; None means all. The last one of a job
-            always takes all.
-        every: Seconds between evaluations; "10 s" in the file.
-        seed: For the choice of the subset.
-    """
-
+    # "accuracy", another known name, or an import path. None chooses by the loss ("accuracy" for
+    # "cross_entropy"), and for your own loss by the targets ("accuracy" for whole numbers, else
+    # "mse"). For your own function higher is better, unless it has higher_is_better = False.
     metric: str | None = None
+    # Held-out samples of a regular evaluation; None means all. The last one of a job takes all.
     subset: AtLeastOne | None = None
-    every: Positive = 10.0
-    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    every: Seconds = 10.0
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0  # for the choice of the subset
 
 
 class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [stop]: the job ends by whichever of these comes first.
 
     At least one is needed, unless the algorithm ends by itself.
-
-    Attributes:
-        epochs: Passes over the training data, by all replicas together.
-        samples: Samples trained on, by all replicas together.
-        seconds: Training time; "10 min" in the file, or a number of seconds.
-        accuracy: Target of the held-out metric, 0 to 1: to reach, or to fall to where lower is
-            better.
-        loss: Target of the held-out loss; without [data.test], of the training loss.
     """
 
+    # Passes over the training data, by all replicas together
     epochs: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
-    samples: AtLeastOne | None = None
-    seconds: Positive | None = None
+    samples: AtLeastOne | None = None  # trained on, by all replicas together
+    seconds: Seconds | None = None  # training time; the file may also have a number of seconds
+    # Target of the held-out metric: to reach, or to fall to where lower is better
     accuracy: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    loss: float | None = None
+    loss: float | None = (
+        None  # target of the held-out loss; without [data.test], of the training loss
+    )
 
     def __post_init__(self) -> None:
         if self.loss is not None and not math.isfinite(self.loss):
@@ -162,19 +133,19 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OutputTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [output].
+    """Table [output]."""
 
-    Attributes:
-        directory: Run directory, relative to the current directory.
-        report_every: Seconds between lines of progress; "2 s" in the file.
-        snapshot_every: Seconds between checkpoints; "30 s" in the file. Under a coordinator, where
-            all replicas wait for a checkpoint, longer if checkpoints would take more than 2 % of
-            the time.
-    """
+    directory: str  # run directory, relative to the current directory
+    report_every: Seconds = 2.0  # between lines of progress
+    # Between checkpoints. Under a coordinator, where all replicas wait for a checkpoint, longer if
+    # checkpoints would take more than 2 % of the time.
+    snapshot_every: Seconds = 30.0
 
-    directory: str
-    report_every: Positive = 2.0
-    snapshot_every: Positive = 30.0
+    def __post_init__(self) -> None:
+        if not self.directory.strip():
+            raise JobFileError(
+                'directory = "": name one, for example "runs/speech", or leave it out'
+            )
 
 
 class SourceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,19 +203,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_tables(self) -> dict[str, object]:
         """Return the job as plain tables, quantities with their units."""
-        algorithm = {"name": self.algorithm_name} | _plain(self.algorithm)
-        test = self.data.test
+        source = {"file": self.source, "import_paths": list(self.import_paths)}
         return {
             "name": self.name,
-            "model": _plain(self.model),
-            "data": {"train": _plain(self.data.train)}
-            | ({} if test is None else {"test": _plain(test)}),
-            "algorithm": algorithm,
-            "cluster": _plain(self.cluster, QUANTITIES["cluster"]),
-            "evaluation": _plain(self.evaluation, QUANTITIES["evaluation"]),
-            "stop": _plain(self.stop, QUANTITIES["stop"]),
-            "output": _plain(self.output, QUANTITIES["output"]),
-            "source": {"file": self.source, "import_paths": list(self.import_paths)},
+            "model": tables.encode(self.model),
+            "data": {
+                name: tables.encode(spec)
+                for name, spec in (("train", self.data.train), ("test", self.data.test))
+                if spec is not None
+            },
+            "algorithm": {"name": self.algorithm_name} | tables.encode(self.algorithm),
+            "cluster": tables.encode(self.cluster),
+            "evaluation": tables.encode(self.evaluation),
+            "stop": tables.encode(self.stop),
+            "output": tables.encode(self.output),
+            "source": source,
         }
 
     def to_toml(self) -> str:
@@ -257,31 +230,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class _Learns(Protocol):
     """The part of [algorithm] that every algorithm has."""
 
-    @property
-    def loss(self) -> str: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-
-def _plain(
-    struct: msgspec.Struct, quantities: Mapping[str, units.Dimension] | None = None
-) -> dict[str, object]:
-    table = cast("dict[str, object]", _without_none(msgspec.to_builtins(struct)))
-    for key, dimension in (quantities or {}).items():
-        if key in table:
-            table[key] = units.show(cast("float", table[key]), dimension)
-    return table
-
-
-def _without_none(value: object) -> object:
-    match value:
-        case dict():
-            return {k: _without_none(v) for k, v in value.items() if v is not None}
-        case list() | tuple():
-            return [_without_none(item) for item in value]
-        case _:
-            return value
+    loss: str
+    batch_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

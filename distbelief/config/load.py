@@ -19,7 +19,6 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -27,7 +26,6 @@ import msgspec
 
 from distbelief.config import algorithms, tables, toml
 from distbelief.config.job import (
-    QUANTITIES,
     ClusterTable,
     DataTables,
     EvaluationTable,
@@ -54,18 +52,26 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     """Return the job of these tables, read from `file`."""
     tables.check_known(content, ("name", *_TABLES), ())
     given = {name: tables.as_table(content.get(name, {}), (name,)) for name in _TABLES}
-    for name in ("model", "data", "algorithm"):
-        if name not in content:
-            raise _no_table(name)
-    source = _source(given["source"], file=file)
+    for needed in ("model", "data", "algorithm"):
+        if needed not in content:
+            raise _no_table(needed)
+    here = Path.cwd()
+    origin = {"file": file, "import_paths": [str((here / file).parent), str(here)]}
+    source = tables.decode(given["source"] or origin, SourceTable, path=("source",))
     base = Path(source.file).parent
     cluster = _cluster(given["cluster"], base=base)
-    evaluation = _decode(given["evaluation"], EvaluationTable, "evaluation")
+    evaluation = tables.decode(given["evaluation"], EvaluationTable, path=("evaluation",))
     stop = _stop(given["stop"])
-    output = _output(given["output"], file=source.file)
-    name = _name(content, output)
-    point = _algorithm(given["algorithm"])
-    algorithm = _loaded(point)
+    usual = {"directory": f"runs/{Path(source.file).stem}"}
+    output = tables.decode(usual | given["output"], OutputTable, path=("output",))
+    name: object = content.get("name", Path(output.directory).name or "job")
+    if not isinstance(name, str) or not name.strip():
+        raise TableError(("name",), f"name = {toml.excerpt(name)}: wants text in quotes")
+    try:
+        point = algorithms.find(given["algorithm"].get("name"))
+        algorithm = algorithms.load(point)
+    except JobFileError as error:
+        raise TableError(("algorithm", "name"), f"[algorithm] {error}") from error
     # What follows imports torch; the tables above are checked first, so their errors come fast.
     if stop.is_empty and not getattr(algorithm, "ends_by_itself", False):
         if "stop" not in content:
@@ -75,15 +81,12 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
             "[stop] is empty, so the job would never end: add epochs = 1, or another of "
             f"{', '.join(stop.__struct_fields__)}",
         )
+    settings = {key: value for key, value in given["algorithm"].items() if key != "name"}
     job = Job(
         model=_model(given["model"], base=base),
         data=_data(given["data"], base=base),
         algorithm_name=point.name,
-        algorithm=tables.decode(
-            {key: value for key, value in given["algorithm"].items() if key != "name"},
-            algorithm.config,
-            path=("algorithm",),
-        ),
+        algorithm=tables.decode(settings, algorithm.config, path=("algorithm",)),
         cluster=cluster,
         evaluation=evaluation,
         stop=stop,
@@ -108,19 +111,8 @@ def _no_table(name: str) -> TableError:
     return TableError((name.partition(".")[0],), f"there is no table [{name}]: add one")
 
 
-def _decode(table: dict[str, object], struct: type[tables.S], name: str) -> tables.S:
-    return tables.decode(table, struct, path=(name,), quantities=QUANTITIES.get(name))
-
-
-def _source(table: dict[str, object], *, file: str) -> SourceTable:
-    if table:
-        return tables.decode(table, SourceTable, path=("source",))
-    here = Path.cwd()
-    return SourceTable(file=file, import_paths=(str((here / file).parent), str(here)))
-
-
 def _cluster(table: dict[str, object], *, base: Path) -> ClusterTable:
-    cluster = _decode(table, ClusterTable, "cluster")
+    cluster = tables.decode(table, ClusterTable, path=("cluster",))
     plan, machines = cluster.plan, cluster.machines
     return msgspec.structs.replace(
         cluster,
@@ -134,53 +126,13 @@ def _stop(table: dict[str, object]) -> StopTable:
     seconds = table.get("seconds")
     if isinstance(seconds, int | float) and not isinstance(seconds, bool):
         table = table | {"seconds": f"{seconds!r} s"}
-    return _decode(table, StopTable, "stop")
-
-
-def _output(table: dict[str, object], *, file: str) -> OutputTable:
-    usual = {"directory": f"runs/{Path(file).stem}"}
-    output = _decode(usual | table, OutputTable, "output")
-    if not output.directory.strip():
-        raise TableError(
-            ("output", "directory"),
-            '[output] directory = "": name one, for example '
-            f'"{usual["directory"]}", or leave it out',
-        )
-    return output
-
-
-def _name(content: dict[str, object], output: OutputTable) -> str:
-    name = content.get("name", Path(output.directory).name or "job")
-    if not isinstance(name, str) or not name.strip():
-        raise TableError(("name",), f"name = {toml.excerpt(name)}: wants text in quotes")
-    return name
-
-
-def _algorithm(table: dict[str, object]) -> EntryPoint:
-    path = ("algorithm", "name")
-    if "name" not in table:
-        raise TableError(
-            path, "[algorithm] lacks the key 'name': give it text, such as \"downpour\""
-        )
-    try:
-        return algorithms.find(table["name"])
-    except JobFileError as error:
-        text = f"[algorithm] name = {toml.excerpt(table['name'])} {error}"
-        raise TableError(path, text) from None
-
-
-def _loaded(point: EntryPoint) -> algorithms.Algorithm:
-    try:
-        return algorithms.load(point)
-    except JobFileError as error:
-        raise TableError(("algorithm", "name"), f"[algorithm] {error}") from error
+    return tables.decode(table, StopTable, path=("stop",))
 
 
 def _model(table: dict[str, object], *, base: Path) -> ModelSpec:
     from distbelief.task.task import ModelSpec  # noqa: PLC0415 -- torch
 
-    model = tables.decode(_grounded(table, base), ModelSpec, path=("model",))
-    _check_plain(model.arguments, ("model", "arguments"))
+    model = tables.decode(_with_arguments(table, ("model",), base), ModelSpec, path=("model",))
     if model.initial.endswith(".safetensors"):
         return msgspec.structs.replace(model, initial=_from(base, model.initial))
     return model
@@ -195,50 +147,38 @@ def _data(table: dict[str, object], *, base: Path) -> DataTables:
     specs: dict[str, DataSpec] = {}
     for name, value in table.items():
         path = ("data", name)
-        part = _grounded(tables.as_table(value, path), base)
+        part = _with_arguments(tables.as_table(value, path), path, base)
         specs[name] = tables.decode(part, DataSpec, path=path)
-        _check_plain(specs[name].arguments, (*path, "arguments"))
     return DataTables(train=specs["train"], test=specs.get("test"))
 
 
-# Dates, NaN and huge integers cannot be sent to role processes.
-def _check_plain(value: object, path: tables.Path) -> None:
+def _with_arguments(table: dict[str, object], path: tables.Path, base: Path) -> dict[str, object]:
+    if "arguments" not in table:
+        return table
+    return table | {"arguments": _argument(table["arguments"], (*path, "arguments"), base)}
+
+
+def _argument(value: object, path: tables.Path, base: Path) -> object:
+    # Paths start at the job file. Dates, NaN and huge integers cannot be sent to role processes.
     match value:
         case Mapping():
-            for key, item in value.items():
-                _check_plain(item, (*path, str(key)))
+            return {k: _argument(item, (*path, str(k)), base) for k, item in value.items()}
         case list():
-            for item in value:
-                _check_plain(item, path)
+            return [_argument(item, path, base) for item in value]
+        case str() if value.startswith(("./", "../")):
+            return _from(base, value)
         case bool() | str():
-            pass
+            return value
         case int() if -(2**63) <= value < 2**63:
-            pass
+            return value
         case float() if math.isfinite(value):
-            pass
+            return value
         case _:
             raise TableError(
                 path,
                 f"{tables.header(path[:-1])} {path[-1]} = {toml.excerpt(value)}: "
                 "wants text, a finite number (64 bits), true or false, a list, a table",
             )
-
-
-def _grounded(table: dict[str, object], base: Path) -> dict[str, object]:
-    own = {"arguments": _ground(table["arguments"], base)} if "arguments" in table else {}
-    return table | own
-
-
-def _ground(value: object, base: Path) -> object:
-    match value:
-        case str() if value.startswith(("./", "../")):
-            return _from(base, value)
-        case list():
-            return [_ground(item, base) for item in value]
-        case dict():
-            return {key: _ground(item, base) for key, item in value.items()}
-        case _:
-            return value
 
 
 def _from(base: Path, path: str) -> str:

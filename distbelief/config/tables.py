@@ -7,7 +7,7 @@ suggest the nearest known key, and rewrites msgspec's errors in terms of the job
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -78,23 +78,48 @@ class TableError(JobFileError):
         self.text = text
 
 
-def decode(
-    value: object,
-    struct: type[S],
-    *,
-    path: Path,
-    quantities: Mapping[str, units.Dimension] | None = None,
-) -> S:
+def decode(value: object, struct: type[S], *, path: Path) -> S:
     """Return the table `value` as a `struct`."""
     table = as_table(value, path)
-    kind = _kind(struct)
-    _check_keys(table, kind, path)
+    _check_keys(table, _kind(struct), path)
     try:
-        return msgspec.convert(_without_units(table, quantities or {}, path), struct)
+        return msgspec.convert(_without_units(table, struct, path), struct)
     except msgspec.ValidationError as error:
-        raise _explained(error, table, path, quantities or {}) from None
+        raise _explained(error, table, path) from None
     except JobError as error:  # from a struct's __post_init__
         raise TableError(path, _headed(str(error), path)) from None
+
+
+def encode(struct: msgspec.Struct) -> dict[str, object]:
+    """Return a struct as the table that `decode` reads; what is None is left out."""
+    table = cast("dict[str, object]", _without_none(msgspec.to_builtins(struct)))
+    for key, dimension in units_of(type(struct)).items():
+        if key in table:
+            table[key] = units.show(cast("float", table[key]), dimension)
+    return table
+
+
+def _without_none(value: object) -> object:
+    match value:
+        case dict():
+            return {k: _without_none(v) for k, v in value.items() if v is not None}
+        case list() | tuple():
+            return [_without_none(item) for item in value]
+        case _:
+            return value
+
+
+@cache
+def units_of(struct: type[msgspec.Struct]) -> Mapping[str, units.Dimension]:
+    """Return the keys of a table that are written with units: `Meta(extra={"unit": ...})`."""
+    kind = _kind(struct)
+    assert isinstance(kind, inspect.StructType)
+    return {
+        field.encode_name: option.extra["unit"]
+        for field in kind.fields
+        for option in getattr(field.type, "types", (field.type,))
+        if isinstance(option, inspect.Metadata) and option.extra
+    }
 
 
 @cache  # msgspec evaluates the annotations of all fields each time
@@ -177,26 +202,20 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _without_units(
-    table: dict[str, object], quantities: Mapping[str, units.Dimension], path: Path
+    table: dict[str, object], struct: type[msgspec.Struct], path: Path
 ) -> dict[str, object]:
     plain = dict(table)
-    for key, dimension in quantities.items():
+    for key, dimension in units_of(struct).items():
         if key not in table:
             continue
         try:
             plain[key] = units.parse(table[key], dimension)
         except JobFileError as error:
-            text = f"{header(path)} {key} = {error}"
-            raise TableError((*path, key), text) from None
+            raise TableError((*path, key), f"{header(path)} {key} = {error}") from None
     return plain
 
 
-def _explained(
-    error: msgspec.ValidationError,
-    table: dict[str, object],
-    path: Path,
-    quantities: Mapping[str, units.Dimension],
-) -> TableError:
+def _explained(error: msgspec.ValidationError, table: dict[str, object], path: Path) -> TableError:
     text, _, place = str(error).partition(" - at `$")
     below = tuple(re.findall(r"\.([^.\[`]+)", place))
     match = _EXPECTED.fullmatch(text)
@@ -206,9 +225,9 @@ def _explained(
     where = f"{header((*path, *below[:-1]))} {below[-1]}" if below else header(path)
     options = [option for option in match["type"].split(" | ") if option != "null"]
     wants = " or ".join(_WORDS.get(option, option) for option in options)
-    if below and below[-1] in quantities:
-        wants = "a quantity"
     if match["relation"]:
+        if isinstance(value, str):  # it had a unit
+            wants = "a quantity"
         wants += f", {_BOUNDS[match['relation']]} {match['bound'].removesuffix('.0')}"
     return TableError((*path, *below), f"{where} = {toml.excerpt(value)}: wants {wants}")
 

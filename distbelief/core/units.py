@@ -14,12 +14,20 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from difflib import get_close_matches
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from distbelief.errors import JobFileError
 
 
 Dimension = Literal["time", "bytes", "rate", "compute"]
+
+# Fields of a struct that are written with units in files (`config.tables.units_of`).
+Time = Annotated[float, Meta(extra={"unit": "time"})]
+Bytes = Annotated[float, Meta(extra={"unit": "bytes"})]
+Rate = Annotated[float, Meta(extra={"unit": "rate"})]
+Compute = Annotated[float, Meta(extra={"unit": "compute"})]
 
 _BYTES = {"B": "1", "kB": "1e3", "MB": "1e6", "GB": "1e9", "TB": "1e12"} | {
     f"{prefix}iB": str(1024**power) for power, prefix in enumerate("KMGT", start=1)

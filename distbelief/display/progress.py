@@ -95,22 +95,14 @@ def local_time() -> dt.datetime:
 
 @final
 class ProgressLine:
-    """Shows the views of one job as they come.
-
-    Args:
-        name: Of the job.
-        console: Where to; by default standard output. A console that is no terminal gets plain
-            lines.
-        report_every: Seconds of the job between two plain lines.
-        time_of_day: For the time beside messages.
-    """
+    """Shows the views of one job as they come."""
 
     def __init__(
         self,
-        name: str,
+        name: str,  # of the job
         *,
-        console: Console | None = None,
-        report_every: float = 2.0,
+        console: Console | None = None,  # by default standard output
+        report_every: float = 2.0,  # seconds of the job between two plain lines
         time_of_day: Callable[[], dt.datetime] = local_time,
     ) -> None:
         self._name = name
@@ -130,11 +122,18 @@ class ProgressLine:
         self.stop()
 
     def start(self) -> None:
-        """Begin; on a terminal the screen is shown."""
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             # Only `update` refreshes it: no background thread.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
+
+    def stop(self) -> None:
+        """End; the screen vanishes, messages stay."""
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):  # the terminal may be gone
+                live.update(Text(), refresh=True)
+                live.stop()
 
     def update(self, view: JobView) -> None:
         """Show the latest view and its new messages."""
@@ -150,14 +149,6 @@ class ProgressLine:
             self._print(self._line(view))
             self._next_line = view.seconds + self._report_every
         self._phase = view.phase
-
-    def stop(self) -> None:
-        """End; the screen vanishes, messages stay."""
-        live, self._live = self._live, None
-        if live is not None:
-            with suppress(OSError):  # the terminal may be gone
-                live.update(Text(), refresh=True)
-                live.stop()
 
     def _line(self, view: JobView) -> Text:
         mean, name = view.staleness_mean, view.metric_name

@@ -90,13 +90,9 @@ def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> s
 
 def phase_of(view: JobView) -> str:
     """Return "training", or "stopping: " and the reason."""
-    match view.phase:
-        case "failed":
-            why = view.error or view.stop_reason
-        case "stopping" | "saving" | "done" | "interrupted":
-            why = view.stop_reason
-        case _:
-            why = None
+    why = None
+    if view.phase in {"stopping", "saving", "done", "interrupted", "failed"}:
+        why = (view.phase == "failed" and view.error) or view.stop_reason
     return f"{view.phase}: {why}" if why else view.phase
 
 
@@ -208,49 +204,49 @@ def _roles(roles: Sequence[RoleView], width: int, *, n_rows_max: int) -> list[Re
         shown = shown[: max(1, n_rows_max - 1)]
     wide = width >= _WIDE
     elsewhere = wide and any(role.at for role in roles)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table = _table()
     longest = max(len(role.name) for role in shown)
     table.add_column("role", no_wrap=True, min_width=min(longest, width // 3))
     if elsewhere:
         table.add_column("on", no_wrap=True, overflow="ellipsis", max_width=16)
     table.add_column("state", no_wrap=True, overflow="ellipsis")
-    table.add_column("rate", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("heard", justify="right", no_wrap=True)
-        table.add_column("restarts", justify="right", no_wrap=True)
+    for name in ("rate", "heard", "restarts") if wide else ("rate",):
+        table.add_column(name, justify="right", no_wrap=True)
     for role in shown:
-        state, style = state_of(role)
-        cells: list[str | Text] = [formatting.role(role.name)]
-        cells += [Text(role.at or "here")] if elsewhere else []
-        cells.append(Text(state, style))
-        cells.append(_rate(role, wide=wide))
-        if wide:
-            age = role.last_heartbeat_age
-            cells.append("-" if age is None else f"{formatting.duration(age)} ago")
-            cells.append(Text(f"{role.restarts}", "yellow" if role.restarts else ""))
-        table.add_row(*cells)
+        age = role.last_heartbeat_age
+        cells: dict[str, Text | str] = {
+            "role": formatting.role(role.name),
+            "on": Text(role.at or "here"),
+            "state": Text(*state_of(role)),
+            "rate": _rate(role, wide=wide),
+            "heard": formatting.DASH if age is None else f"{formatting.duration(age)} ago",
+            "restarts": Text(f"{role.restarts}", "yellow" if role.restarts else ""),
+        }
+        table.add_row(*(cells[str(column.header)] for column in table.columns))
     if len(shown) == len(roles):
         return [table]
     return [table, Text(f"and {len(roles) - len(shown)} more", "dim")]
 
 
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+
+
 def _hosts(hosts: Sequence[HostView]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table = _table()
     table.add_column("host", no_wrap=True, overflow="ellipsis", max_width=16)
     table.add_column("state", no_wrap=True, overflow="ellipsis")
     for name in ("cores", "memory", "a core", "link from here"):
         table.add_column(name, justify="right", no_wrap=True)
     for host in hosts:
-        link = formatting.DASH
-        if host.bandwidth is not None:
-            link = f"{formatting.size(host.bandwidth)}/s"
+        rate = host.bandwidth
         table.add_row(
             Text(host.label),
             Text(host.state, "yellow" if host.state in _GONE else ""),
             f"{host.cores:,}",
             formatting.size(host.memory_bytes),
             formatting.speed(host.flops),
-            link,
+            formatting.DASH if rate is None else f"{formatting.size(rate)}/s",
         )
     return table
 

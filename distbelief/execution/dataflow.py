@@ -1,4 +1,4 @@
-"""Compiles a rank's program into a `Dataflow`: finds, for all that is read, the slots to read.
+"""Writes a rank's part of a compiled plan as a `Dataflow`: operations that read and write slots.
 
 Gradients of inputs come before gradients of tensors where another rank waits for them:
 
@@ -7,8 +7,8 @@ Gradients of inputs come before gradients of tensors where another rank waits fo
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import Final, assert_never, final
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Final, final
 
 from distbelief.execution.operations import (
     BackwardOp,
@@ -20,25 +20,15 @@ from distbelief.execution.operations import (
     OutputOp,
 )
 from distbelief.execution.slots import Gather, How, gather
-from distbelief.graph.graph import Layer
+from distbelief.graph.graph import INPUT, Layer
 from distbelief.graph.operator import joined, operator_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled
-from distbelief.program.instructions import (
-    Backward,
-    Combine,
-    Fetch,
-    Forward,
-    Instruction,
+from distbelief.program.tasks import (
     Message,
     MessageKind,
-    Partial,
-    Push,
-    Read,
-    Receive,
-    Reduce,
-    Send,
+    Task,
     needed,
     rule_of,
     work_of,
@@ -72,8 +62,7 @@ def urgent(compiled: Compiled) -> frozenset[str]:
 # Operators whose gradients of inputs and of tensors share no work.
 SEPARABLE: Final = frozenset({"linear", "convolution", "locally_connected"})
 
-FORWARD_KINDS: Final = frozenset({"state", "partial", "parameter"})
-ONCE_KINDS: Final = frozenset({"parameter", "parameter_gradient"})
+_ONCE_KINDS: Final = frozenset({"parameter", "parameter_gradient"})
 
 
 def dataflow(
@@ -95,136 +84,227 @@ def dataflow(
         outputs: Layers whose outputs are wanted at the end.
         seeds: Layers where gradients begin; by default the loss.
     """
-    wanted = {loss} if loss is not None else set()
+    if seeds is None:
+        seeds = frozenset() if loss is None else frozenset({loss})
     builder = _FlowBuilder(
-        compiled=compiled,
-        training=training,
-        loss=loss,
-        wanted=outputs,
-        seeds=frozenset(wanted) if seeds is None else seeds,
+        compiled, rank, training=training, loss=loss, wanted=outputs, seeds=seeds
     )
-    for instruction in compiled.program(rank).instructions:
-        if training or _is_forward(instruction):
-            builder.add(instruction)
+    builder.forward()
+    if training:
+        builder.backward()
     return builder.finished()
 
 
-def _is_forward(instruction: Instruction) -> bool:
-    match instruction:
-        case Send() | Receive():
-            return instruction.message.kind in FORWARD_KINDS
-        case Backward() | Reduce() | Push():
-            return False
-        case _:
-            return True
-
-
 @final
-@dataclass(slots=True, kw_only=True)
 class _FlowBuilder:
-    compiled: Compiled
-    training: bool
-    loss: str | None
-    wanted: frozenset[str]
-    seeds: frozenset[str]
-    operations: list[Operation] = field(default_factory=list)
-    once: list[bool] = field(default_factory=list)
-    added: set[int] = field(default_factory=set)
-    sent: dict[tuple[int, int], int] = field(default_factory=dict)
-    received: dict[tuple[int, int], int] = field(default_factory=dict)
-    items: dict[tuple[str, Region], int] = field(default_factory=dict)
-    losses: list[int] = field(default_factory=list)
-    averaged: list[tuple[str, Region, int]] = field(default_factory=list)
-    outputs: list[tuple[str, Region, int]] = field(default_factory=list)
-    reads: dict[str, tuple[Region, ...]] = field(default_factory=dict)
-    forwards: dict[tuple[str, Region, bool], int] = field(default_factory=dict)
-    combined: defaultdict[str, list[Region]] = field(default_factory=lambda: defaultdict(list))
-    # The slots written so far, by kind of message and by layer or tensor.
-    known: defaultdict[tuple[MessageKind, str], list[tuple[int, Region]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    message_index: dict[tuple[MessageKind, str], int] = field(init=False)
-    running: dict[str, str] = field(init=False)  # layer -> tensor
-    urgent: frozenset[str] = field(init=False)
+    """Writes the operations of one rank.
 
-    def __post_init__(self) -> None:
-        traffic = self.compiled.traffic
-        self.message_index = {
-            (message.kind, message.name): index for index, message in enumerate(traffic)
+    Fetch, send parameters
+    per layer, in order:
+        read if it is an input; else receive what its tasks need and is not there yet,
+        compute; if partial, send contributions, receive contributions, combine;
+        send states
+    per layer, the last first:
+        receive gradients; send and receive those of contributions
+        compute; send gradients that are now complete
+    receive gradients of tensors, push
+
+    All ranks visit the layers in the same order, send as early and receive as late as possible: so
+    one of them can always go on, and no deadlock is possible.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        rank: int,
+        *,
+        training: bool,
+        loss: str | None,
+        wanted: frozenset[str],
+        seeds: frozenset[str],
+    ) -> None:
+        self._compiled = compiled
+        self._graph = compiled.graph
+        self._rank = rank
+        self._loss = loss
+        self._wanted = wanted
+        self._gradients = compiled.gradients if training else frozenset[str]()
+        self._seeds = seeds & self._gradients
+        self._urgent = urgent(compiled)
+        averages = running_averages(compiled.graph) if training else {}
+        self._running = {layer: tensor for tensor, layer in averages.items()}
+        # Messages that are not written yet, with the index of their traffic.
+        self._inbox: dict[tuple[MessageKind, str], tuple[int, list[Message]]] = {}
+        self._outbox: dict[tuple[MessageKind, str], tuple[int, list[Message]]] = {}
+        for index, flow in enumerate(compiled.traffic):
+            received = flow.receiving.get(rank, ())
+            sent = [flow.message(index) for index in flow.sending.get(rank, ())]
+            # Start with the next rank: else all would send to the first one at the same time.
+            sent.sort(key=lambda message: (message.receiver < rank, message.receiver))
+            self._inbox[flow.kind, flow.name] = index, [flow.message(int(i)) for i in received]
+            self._outbox[flow.kind, flow.name] = index, sent
+        own = {
+            name: tuple(region for owner, region in pieces if owner == rank)
+            for name, pieces in compiled.kept.items()
         }
-        found = running_averages(self.compiled.graph) if self.training else {}
-        self.running = {layer: tensor for tensor, layer in found.items()}
-        self.urgent = urgent(self.compiled)
+        self._own = {name: regions for name, regions in own.items() if regions}
+        # --- what has been written ---
+        self._operations: list[Operation] = []
+        self._once: list[bool] = []
+        self._added: set[int] = set()
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
+        self._items: dict[tuple[str, Region], int] = {}
+        self._losses: list[int] = []
+        self._averages: dict[int, int] = {}
+        self._outputs: list[tuple[str, Region, int]] = []
+        self._reads: dict[str, tuple[Region, ...]] = {}
+        self._forwards: dict[tuple[str, Region], int] = {}
+        self._combined: defaultdict[str, list[Region]] = defaultdict(list)
+        # The slots written so far, by kind of message and by layer or tensor.
+        self._known: defaultdict[tuple[MessageKind, str], list[tuple[int, Region]]] = defaultdict(
+            list
+        )
 
-    def add(self, instruction: Instruction) -> None:
-        graph = self.compiled.graph
-        match instruction:
-            case Fetch(tensor=name, regions=regions):
-                for region in regions:
-                    self.items[name, region] = len(self.items)
-                self._add_input(instruction, "parameter", name, regions)
-            case Read(layer=name, regions=regions):
-                self._add_input(instruction, "state", name, regions)
-                self.reads[name] = regions
-            case Receive(message=message):
-                place = (self.message_index[message.kind, message.name], message.sender)
-                self.received[place] = len(self.operations)
-                self._add_input(instruction, message.kind, message.name, message.regions)
-            case Send(message=message):
-                self._add_send(message)
-            case Push(tensor=name, regions=regions):
-                self._add_push(name, regions)
-            case Forward(layer=name, region=region):
-                self._add_forward(graph[name], region, partial=False)
-            case Partial(layer=name, part=part):
-                self._add_forward(graph[name], part, partial=True)
-            case Combine(layer=name, region=region):
-                self._add_combine(graph[name], region)
-            case Backward(layer=name, region=region, partial=partial):
-                self._add_backward(graph[name], region, partial=partial)
-            case Reduce():
-                pass  # gradients are summed by their reader
-            case _:
-                assert_never(instruction)
+    def forward(self) -> None:
+        for name, regions in self._own.items():
+            items = [self._items.setdefault((name, r), len(self._items)) for r in regions]
+            self._add_input("parameter", name, regions, items=items)
+            self._send("parameter", name)
+        tasks = self._by_layer(self._compiled.demands.forward)
+        for layer in self._graph.layers:
+            needs = self._compiled.demands.states.get(layer.name, {})
+            if layer.kind == INPUT and self._rank in needs:
+                self._reads[layer.name] = needs[self._rank]
+                self._add_input("state", layer.name, needs[self._rank], layer=layer.name)
+            elif layer.name in tasks:
+                self._compute(layer, tasks[layer.name])
+
+    def _compute(self, layer: Layer, tasks: Sequence[Task]) -> None:
+        for use in layer.tensors.values():
+            self._receive("parameter", use.name)
+        computed = [task for task in tasks if task.phase != "combine"]
+        for name in layer.inputs if computed else ():
+            self._receive("state", name)
+        for task in computed:
+            self._add_forward(layer, task.region, partial=task.is_partial)
+        self._send("partial", layer.name)
+        self._receive("partial", layer.name)
+        for task in tasks:
+            if task.phase == "combine":
+                self._add_combine(layer, task.region)
+        self._send("state", layer.name)
+
+    def backward(self) -> None:
+        tasks = self._by_layer(self._compiled.demands.backward)
+        reads = self._firsts(tasks, lambda layer: layer.inputs)
+        uses = self._firsts(tasks, _tensors)
+        for layer in reversed(self._graph.layers):
+            # All readers of this layer come after it, so its gradient on this rank is complete.
+            self._receive("gradient", layer.name)
+            self._send("partial_gradient", layer.name)
+            self._receive("partial_gradient", layer.name)
+            for task in tasks.get(layer.name, []):
+                self._add_backward(layer, task.region, partial=task.is_partial)
+            # Gradients to which no earlier layer adds are complete.
+            for name in layer.inputs:
+                if reads.get(name) == layer.name:
+                    self._send("gradient", name)
+            for name in _tensors(layer):
+                if uses.get(name) == layer.name:
+                    self._send("parameter_gradient", name)
+        layers = {task.layer for task in self._compiled.demands.backward}
+        trained = {
+            use.name
+            for layer in layers
+            for use in self._graph[layer].tensors.values()
+            if use.trains
+        }
+        for name, regions in self._own.items():
+            if name in trained:
+                self._receive("parameter_gradient", name)
+                reads_of = [self._gather("parameter_gradient", name, r, how="sum") for r in regions]
+                items = tuple(self._items[name, region] for region in regions)
+                self._operations.append(
+                    OutputOp(message=None, reads=tuple(reads_of), items=items, once=True)
+                )
 
     def finished(self) -> Dataflow:
-        averages = {self.items[tensor, region]: slot for tensor, region, slot in self.averaged}
         return Dataflow(
-            operations=tuple(self.operations),
-            once=tuple(self.once),
-            added=frozenset(self.added),
-            sent=self.sent,
-            received=self.received,
-            items=tuple(self.items),
-            losses=tuple(self.losses),
-            averages=averages,
-            outputs=tuple(self.outputs),
-            reads=self.reads,
-            joined=joined(self.compiled.graph),
-            integers=frozenset(
-                layer.name for layer in self.compiled.graph.layers if layer.is_integer
-            ),
+            operations=tuple(self._operations),
+            once=tuple(self._once),
+            added=frozenset(self._added),
+            sent=self._sent,
+            received=self._received,
+            items=tuple(self._items),
+            losses=tuple(self._losses),
+            averages=self._averages,
+            outputs=tuple(self._outputs),
+            reads=self._reads,
+            joined=joined(self._graph),
+            integers=frozenset(layer.name for layer in self._graph.layers if layer.is_integer),
         )
+
+    def _by_layer(self, tasks: Iterable[Task]) -> dict[str, list[Task]]:
+        found: dict[str, list[Task]] = {}
+        for task in tasks:
+            if task.machine == self._rank:
+                found.setdefault(task.layer, []).append(task)
+        return found
+
+    def _firsts(
+        self, layers: Container[str], names: Callable[[Layer], Iterable[str]]
+    ) -> dict[str, str]:
+        # The first of these layers that reads or uses each name; it goes back last.
+        return {
+            name: layer.name
+            for layer in reversed(self._graph.layers)
+            if layer.name in layers
+            for name in names(layer)
+        }
+
+    # ------------------------------------------------------------------------ messages
+
+    def _receive(self, kind: MessageKind, name: str) -> None:
+        # Popped: each message is received once, before its first use.
+        index, messages = self._inbox.pop((kind, name), (0, []))
+        for message in messages:
+            self._received[index, message.sender] = len(self._operations)
+            self._add_input(kind, name, message.regions, message=message)
+
+    def _send(self, kind: MessageKind, name: str) -> None:
+        index, messages = self._outbox.pop((kind, name), (0, []))
+        how: How = "sum" if kind in {"gradient", "parameter_gradient"} else "cut"
+        if messages and kind == "partial":
+            sums = operator_of(self._graph[name]).partial
+            assert sums is not None, name
+            how = sums.combine
+        if messages and kind == "partial_gradient":
+            self._complete_gradient(self._graph[name])
+        for message in messages:
+            reads = tuple(self._gather(kind, name, region, how=how) for region in message.regions)
+            self._sent[index, message.receiver] = len(self._operations)
+            self._operations.append(
+                OutputOp(message=message, reads=reads, items=(), once=kind in _ONCE_KINDS)
+            )
 
     # --------------------------------------------------------------- single operations
 
     def _add_input(
         self,
-        instruction: Fetch | Read | Receive,
         kind: MessageKind,
         name: str,
-        regions: tuple[Region, ...],
+        regions: Sequence[Region],
+        *,
+        message: Message | None = None,
+        layer: str | None = None,
+        items: Sequence[int] = (),
     ) -> None:
-        once = kind in ONCE_KINDS
-        writes = []
-        for region in regions:
-            slot = self._slot(once=once)
-            writes.append(slot)
-            self.known[kind, name].append((slot, region))
-        fetched = isinstance(instruction, Fetch)
-        items = [self.items[name, region] for region in regions if fetched]
-        self.operations.append(
-            InputOp(instruction=instruction, writes=tuple(writes), items=tuple(items), once=once)
+        once = kind in _ONCE_KINDS
+        writes = tuple(self._slot(once=once) for _ in regions)
+        self._known[kind, name] += zip(writes, regions, strict=True)
+        self._operations.append(
+            InputOp(message=message, layer=layer, items=tuple(items), writes=writes, once=once)
         )
 
     def _add_forward(self, layer: Layer, region: Region, *, partial: bool) -> None:
@@ -232,16 +312,15 @@ class _FlowBuilder:
         uses = rule_of(layer, partial=partial).uses(layer, region)
         states = [self._gather("state", name, r) for name, r in needs.reads]
         tensors = [self._gather("parameter", name, r) for name, r in needs.uses]
-        gradients = self.compiled.gradients if self.training else frozenset[str]()
-        back = layer.name in gradients
-        self.forwards[layer.name, region, partial] = len(self.operations)
+        back = layer.name in self._gradients
+        self._forwards[layer.name, region] = len(self._operations)
         slot, seed = self._slot(), None
         if partial:
             assert needs.writes is not None, layer.name
-            self.known["partial", layer.name].append((slot, needs.writes))
+            self._known["partial", layer.name].append((slot, needs.writes))
         else:
             seed = self._add_output(layer, region, slot)
-        self.operations.append(
+        self._operations.append(
             ForwardOp(
                 layer=layer,
                 region=region,
@@ -250,7 +329,7 @@ class _FlowBuilder:
                 n_inputs=len(states),
                 tensor_names=tuple(uses),
                 needs_gradient=(
-                    *(back and name in gradients for name in layer.inputs),
+                    *(back and name in self._gradients for name in layer.inputs),
                     *(back and layer.tensors[argument].trains for argument in uses),
                 ),
                 writes=slot,
@@ -265,24 +344,24 @@ class _FlowBuilder:
         reads = (self._gather("partial", layer.name, region, how=sums.combine),)
         slot = self._slot()
         seed = self._add_output(layer, region, slot)
-        self.operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))
-        if self.training and layer.name in self.compiled.gradients:
-            self.combined[layer.name].append(region)
+        self._operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))
+        if layer.name in self._gradients:
+            self._combined[layer.name].append(region)
 
     def _add_output(self, layer: Layer, region: Region, slot: int) -> int | None:
         name = layer.name
-        self.known["state", name].append((slot, region))
-        if name == self.loss:
-            self.losses.append(slot)
-        if name in self.wanted:
-            self.outputs.append((name, region, slot))
+        self._known["state", name].append((slot, region))
+        if name == self._loss:
+            self._losses.append(slot)
+        if name in self._wanted:
+            self._outputs.append((name, region, slot))
         # BatchNorm: this output replaces a running average.
-        if name in self.running:
-            self.averaged.append((self.running[name], region, slot))
-        if not self.training or name not in self.seeds & self.compiled.gradients:
+        if name in self._running:
+            self._averages[self._items[self._running[name], region]] = slot
+        if name not in self._seeds:
             return None
         seed = self._slot()
-        self.known["gradient", name].append((seed, region))
+        self._known["gradient", name].append((seed, region))
         return seed
 
     def _add_backward(self, layer: Layer, region: Region, *, partial: bool) -> None:
@@ -292,8 +371,8 @@ class _FlowBuilder:
             gradient = self._gather("partial_gradient", layer.name, written)
         else:
             gradient = self._gather("gradient", layer.name, region, how="sum")
-        index = self.forwards[layer.name, region, partial]
-        forward = self.operations[index]
+        index = self._forwards[layer.name, region]
+        forward = self._operations[index]
         assert isinstance(forward, ForwardOp), layer.name
         needs = needed(layer, region, partial=partial)
         writes: dict[int, int] = {}
@@ -302,18 +381,18 @@ class _FlowBuilder:
                 is_state = place < forward.n_inputs
                 kind: MessageKind = "gradient" if is_state else "parameter_gradient"
                 slot = writes[place] = self._slot(once=not is_state)
-                self.known[kind, name].append((slot, where))
+                self._known[kind, name].append((slot, where))
                 if not is_state:
-                    self.added.add(slot)
+                    self._added.add(slot)
         parts = [tuple(writes)]
         # Split, so that the gradients of inputs can be sent first.
-        if layer.kind in SEPARABLE and layer.name in self.urgent:
+        if layer.kind in SEPARABLE and layer.name in self._urgent:
             inputs = tuple(place for place in writes if place < forward.n_inputs)
             tensors = tuple(place for place in writes if place >= forward.n_inputs)
             parts = [part for part in (inputs, tensors) if part]
         flops = work_of(layer, region, partial=partial).backward
         for part in parts:
-            self.operations.append(
+            self._operations.append(
                 BackwardOp(
                     forward=index,
                     reads=(gradient,) if part is parts[0] else (),
@@ -327,45 +406,25 @@ class _FlowBuilder:
 
     def _complete_gradient(self, layer: Layer) -> None:
         # All consumers of a combined output have written their gradients by now.
-        for region in self.combined.pop(layer.name, []):
+        for region in self._combined.pop(layer.name, []):
             reads = (self._gather("gradient", layer.name, region, how="sum"),)
             slot = self._slot()
-            self.known["partial_gradient", layer.name].append((slot, region))
-            self.operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
-
-    def _add_send(self, message: Message) -> None:
-        if message.kind == "partial_gradient":
-            self._complete_gradient(self.compiled.graph[message.name])
-        hows: dict[MessageKind, How] = {"gradient": "sum", "parameter_gradient": "sum"}
-        how: How = hows.get(message.kind, "cut")
-        if message.kind == "partial":
-            sums = operator_of(self.compiled.graph[message.name]).partial
-            assert sums is not None, message.name
-            how = sums.combine
-        reads = tuple(
-            self._gather(message.kind, message.name, region, how=how) for region in message.regions
-        )
-        place = (self.message_index[message.kind, message.name], message.receiver)
-        self.sent[place] = len(self.operations)
-        once = message.kind in ONCE_KINDS
-        self.operations.append(OutputOp(message=message, reads=reads, items=(), once=once))
-
-    def _add_push(self, name: str, regions: tuple[Region, ...]) -> None:
-        reads = tuple(
-            self._gather("parameter_gradient", name, region, how="sum") for region in regions
-        )
-        items = tuple(self.items[name, region] for region in regions)
-        self.operations.append(OutputOp(message=None, reads=reads, items=items, once=True))
+            self._known["partial_gradient", layer.name].append((slot, region))
+            self._operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
 
     def _gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
         return gather(
             region,
-            self.known[kind, name],
+            self._known[kind, name],
             how=how,
-            samples=kind not in ONCE_KINDS,
+            samples=kind not in _ONCE_KINDS,
             what=f"{kind} {name!r}",
         )
 
     def _slot(self, *, once: bool = False) -> int:
-        self.once.append(once)
-        return len(self.once) - 1
+        self._once.append(once)
+        return len(self._once) - 1
+
+
+def _tensors(layer: Layer) -> list[str]:
+    return [use.name for use in layer.tensors.values()]

@@ -29,8 +29,8 @@ from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import Call, Step
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled, compile_plan
-from distbelief.program.instructions import Fetch, Message, Read, Receive, rule_of
 from distbelief.program.placement import Placement
+from distbelief.program.tasks import Message, rule_of
 
 
 _MEAN: Final = "running_mean"
@@ -218,19 +218,15 @@ class PartitionExecutor:
 
     def _input(self, operation: InputOp, micro_batch: int, arrived: Vector | None) -> None:
         state = self._current()
-        step_inputs, instruction = state.step_inputs, operation.instruction
-        match instruction:
-            case Fetch():
-                values = [step_inputs.parameters[item] for item in operation.items]
-            case Read():
-                start, size = state.steps[micro_batch].first_sample, self._size(micro_batch)
-                whole = step_inputs.inputs[instruction.layer]
-                values = [value.narrow(0, start, size) for value in whole]
-            case Receive():
-                assert arrived is not None, instruction
-                values = self._unpacked(operation, instruction.message, micro_batch, arrived)
-            case _:
-                assert_never(instruction)
+        if operation.message is not None:
+            assert arrived is not None, operation.message
+            values = self._unpacked(operation, operation.message, micro_batch, arrived)
+        elif operation.layer is not None:
+            start, size = state.steps[micro_batch].first_sample, self._size(micro_batch)
+            whole = state.step_inputs.inputs[operation.layer]
+            values = [value.narrow(0, start, size) for value in whole]
+        else:
+            values = [state.step_inputs.parameters[item] for item in operation.items]
         for slot, value in zip(operation.writes, values, strict=True):
             state.slots.write(slot, micro_batch, value.to(self._device))
 

@@ -1,11 +1,11 @@
-"""A rank's program as operations on slots, each slot written once.
+"""A rank's program: operations on slots, each slot written once.
 
-    instruction             operation    reads                   writes
-    Fetch, Read, Receive    InputOp      nothing                 one slot per region
-    Forward, Partial        ForwardOp    inputs, parameters      the output
-    Combine                 CombineOp    contributions           the output
-    Backward                BackwardOp   the output's gradient   gradients of what was read
-    Send, Push              OutputOp     one tensor per region   nothing
+    operation                         reads                   writes
+    InputOp: fetch, read, receive     nothing                 one slot per region
+    ForwardOp                         inputs, parameters      the output
+    CombineOp                         contributions           the output
+    BackwardOp                        the output's gradient   gradients of what was read
+    OutputOp: send, push              one tensor per region   nothing
 
 A slot holds one region for one micro-batch; slots of parameters and their gradients exist
 once for all. An operation waits only for the writers of its slots; program order is priority.
@@ -18,17 +18,18 @@ from typing import final
 from distbelief.execution.slots import Gather
 from distbelief.graph.graph import Layer
 from distbelief.graph.region import Region
-from distbelief.program.instructions import Fetch, Message, Read, Receive
+from distbelief.program.tasks import Message
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOp:
-    """Something comes from outside: one tensor per region."""
+    """Something comes from outside, one tensor per region: a message, input data, or parameters."""
 
-    instruction: Fetch | Read | Receive
-    writes: tuple[int, ...]  # one slot per region
+    message: Message | None  # from another rank
+    layer: str | None  # the input layer whose data is read
     items: tuple[int, ...]  # if parameters are fetched: their indices in `Dataflow.items`
+    writes: tuple[int, ...]  # one slot per region
     once: bool  # whether all micro-batches share it
 
 

@@ -37,7 +37,6 @@ class MicroBatchSchedule:
     """The dependencies of all instances of a step; equal for steps with as many micro-batches."""
 
     flow: Dataflow
-    n_micro: int
     # Per instance, how many others it waits for; -1: no such instance.
     n_predecessors: tuple[int, ...]
     successors: tuple[tuple[int, ...], ...]  # per instance, those that wait for it
@@ -86,7 +85,6 @@ class MicroBatchSchedule:
                     successors[other].append(instance)
         return cls(
             flow=flow,
-            n_micro=n_micro,
             n_predecessors=tuple(n_predecessors),
             successors=tuple(map(tuple, successors)),
             n_readers=tuple(n_readers),

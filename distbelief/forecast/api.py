@@ -20,7 +20,7 @@ from distbelief.errors import JobError, StorageError
 from distbelief.forecast.placement import HostCosts
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.report import check_place, write_trace
-from distbelief.forecast.run import Trial, WorkLog, check_learns_nothing
+from distbelief.forecast.run import Timeline, Trial, check_learns_nothing
 from distbelief.forecast.sweep import Axis, Variant, axes_of, best_of, combinations, usual_axes
 
 
@@ -69,23 +69,14 @@ class TimelineResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `simulate`.
+    """The result of `simulate`."""
 
-    Attributes:
-        job: The job of the first variant.
-        cluster: The cluster's name.
-        constants: Name and value of every constant of the model.
-        variants: All variants, in order.
-        best: The suggested variant, if a suggestion was asked for.
-        drawn: The timeline; None if none was asked for.
-    """
-
-    job: Job
+    job: Job  # of the first variant
     cluster: str
-    constants: tuple[tuple[str, str], ...]
-    variants: tuple[Variant, ...]
-    best: Variant | None = None
-    timeline: TimelineResult | None = None
+    constants: tuple[tuple[str, str], ...]  # name and value, of the model
+    variants: tuple[Variant, ...]  # in order
+    best: Variant | None = None  # the suggested one, if a suggestion was asked for
+    timeline: TimelineResult | None = None  # None if none was asked for
 
 
 def simulate(  # noqa: PLR0913 -- public API: all but the first are options
@@ -209,16 +200,16 @@ def _run_trial(
         keeps_timeline = request.trace is not None and not index
         ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
         if keeps_timeline and request.trace is not None:
-            timeline = _write_timeline(request.trace, ended.work_log)
+            timeline = _write_timeline(request.trace, ended.timeline)
         outcomes.append(ended.outcome)
     return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), timeline
 
 
-def _write_timeline(path: Path, work_log: WorkLog) -> TimelineResult:
+def _write_timeline(path: Path, timeline: Timeline) -> TimelineResult:
     # The results of a long run must not be lost because its timeline cannot be written.
     error = None
     try:
-        write_trace(path, work_log)
+        write_trace(path, timeline)
     except StorageError as refused:
         error = refused
-    return TimelineResult(n_spans_lost=work_log.lost_spans, error=error)
+    return TimelineResult(n_spans_lost=timeline.n_lost, error=error)

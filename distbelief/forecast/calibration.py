@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Final, Literal, final
 
 import msgspec
@@ -39,20 +39,7 @@ from distbelief.forecast.prepare import Preparation, costed
 from distbelief.launch.role_process import import_from
 from distbelief.partition.profiling.profile import this_host
 from distbelief.protocol import HeartbeatAck
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    Executor,
-    Received,
-    Seconds,
-    Send,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.transport.config import ListenConfig
@@ -67,7 +54,7 @@ READY_SECONDS_MAX: Final = 120.0
 POLL_SECONDS: Final = 0.02
 
 Unit = Literal["flops", "bytes", "times"]
-Piece = tuple[Seconds, float]  # duration and units of a piece of work
+Piece = tuple[rl.Seconds, float]  # duration and units of a piece of work
 
 
 @final
@@ -75,9 +62,9 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """The measured cost of one kind of work."""
 
     unit: Unit
-    seconds: Seconds  # per unit
+    seconds: rl.Seconds  # per unit
     n: int  # pieces timed
-    waiting: Seconds = 0.0  # per unit, in addition: no core is busy
+    waiting: rl.Seconds = 0.0  # per unit, in addition: no core is busy
 
 
 @final
@@ -85,34 +72,16 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """The measured costs of one job on one host."""
 
     work: Mapping[str, Rate]  # by `key_of`
-    message: Seconds  # core time of an event: both nodes and the role that handles it
-    wake: Seconds  # until a sleeping thread or process continues
+    message: rl.Seconds  # core time of an event: both nodes and the role that handles it
+    wake: rl.Seconds  # until a sleeping thread or process continues
     share: float = 1.0  # of a core that each measuring process got
     version: int = VERSION
 
-    def rate_of(self, kind: str, asked: Compute) -> Rate | None:
+    def rate_of(self, kind: str, asked: rl.Compute) -> Rate | None:
         """Return the rate of this work, or None if it was never measured."""
         units: tuple[Unit, ...] = (unit_of(asked.cost), "times")
         keys = (key_of(kind, asked.name, unit) for unit in units)
         return next((self.work[key] for key in keys if key in self.work), None)
-
-
-def mean_of(found: Sequence[Rates]) -> Rates:
-    """Return the mean of several measurements of one job; work is weighted by its pieces."""
-    work: dict[str, Rate] = {}
-    for rates in found:
-        for key, rate in rates.work.items():
-            other = work.get(key, msgspec.structs.replace(rate, n=0))
-            n = rate.n + other.n
-            seconds = (rate.n * rate.seconds + other.n * other.seconds) / max(1, n)
-            waiting = (rate.n * rate.waiting + other.n * other.waiting) / max(1, n)
-            work[key] = Rate(unit=rate.unit, seconds=seconds, n=n, waiting=waiting)
-    return Rates(
-        work=work,
-        message=fmean(rates.message for rates in found),
-        wake=fmean(rates.wake for rates in found),
-        share=min(rates.share for rates in found),
-    )
 
 
 def key_of(kind: str, name: str, unit: Unit) -> str:
@@ -121,13 +90,13 @@ def key_of(kind: str, name: str, unit: Unit) -> str:
     return f"{kind} {plain} by {unit}"
 
 
-def unit_of(cost: Cost) -> Unit:
+def unit_of(cost: rl.Cost) -> Unit:
     if cost.flops > 0:
         return "flops"
     return "bytes" if cost.n_bytes > 0 else "times"
 
 
-def amount(cost: Cost, unit: Unit) -> float:
+def amount(cost: rl.Cost, unit: Unit) -> float:
     return {"flops": cost.flops, "bytes": cost.n_bytes, "times": 1.0}[unit]
 
 
@@ -198,7 +167,7 @@ WAITING_SHARE_MIN: Final = 0.2  # of the time of a kind of work: less is noise o
 QUEUE: Final = Path("/proc/thread-self/schedstat")
 
 
-def _never() -> Seconds:
+def _never() -> rl.Seconds:
     return 0.0
 
 
@@ -214,20 +183,20 @@ class Stopwatch:
 
     def __init__(
         self,
-        clock: Callable[[], Seconds] = time.thread_time,
+        clock: Callable[[], rl.Seconds] = time.thread_time,
         *,
-        idle: Callable[[], Seconds] = _never,
+        idle: Callable[[], rl.Seconds] = _never,
     ) -> None:
         self._clock = clock
         self._idle = idle
         self.work: dict[str, list[Piece]] = {}
         self.waits: dict[str, list[Piece]] = {}
-        self.handling: Seconds = 0.0
+        self.handling: rl.Seconds = 0.0
         self.n_events = 0
 
-    def adapt(self, kind: str, asked: Compute) -> Compute:
+    def adapt(self, kind: str, asked: rl.Compute) -> rl.Compute:
         """Return the same work, timed."""
-        unit, reads = unit_of(asked.cost), asked.executor is Executor.DATA
+        unit, reads = unit_of(asked.cost), asked.executor is rl.Executor.DATA
 
         def work() -> object:
             part = 1.0 if asked.remaining is None else asked.remaining()
@@ -245,7 +214,7 @@ class Stopwatch:
 
         return msgspec.structs.replace(asked, work=work)
 
-    def handled(self, handle: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+    def handled(self, handle: Callable[[], Sequence[rl.Action]]) -> Sequence[rl.Action]:
         begun = self._clock()
         actions = handle()
         self.handling += self._clock() - begun
@@ -258,20 +227,20 @@ def warm(pieces: Sequence[Piece]) -> Sequence[Piece]:
     return pieces[max(N_WARM, round(WARM_SHARE * len(pieces))) :] or pieces
 
 
-def rate_of(pieces: Sequence[Piece]) -> Seconds:
+def rate_of(pieces: Sequence[Piece]) -> rl.Seconds:
     """Return the mean seconds per unit of all pieces, without outliers."""
     usual = median(seconds / n for seconds, n in pieces)
     kept = [(s, n) for s, n in pieces if s / n <= LAG * usual] or pieces
     return sum(seconds for seconds, _ in kept) / sum(n for _, n in kept)
 
 
-def waiting_of(pieces: Sequence[Piece], *, besides: Seconds) -> Seconds:
+def waiting_of(pieces: Sequence[Piece], *, besides: rl.Seconds) -> rl.Seconds:
     """Return the mean waiting seconds per unit; 0 if they are negligible beside `besides`."""
     seconds = sum(seconds for seconds, _ in pieces) / max(1.0, sum(n for _, n in pieces))
     return seconds if seconds > WAITING_SHARE_MIN * (seconds + besides) else 0.0
 
 
-def idle() -> Seconds:
+def idle() -> rl.Seconds:
     """Return how long this thread has slept; only differences have a meaning.
 
     Sleep is time without computing and without waiting for a core; 0 where it is unknown.
@@ -298,17 +267,17 @@ class EchoRole:
     handles a message is no longer in the caches of a core, and takes several times as long.
     """
 
-    accepts: Final = ALL_MESSAGES
+    accepts: Final = rl.ALL_MESSAGES
 
-    def __init__(self, again: Action) -> None:
+    def __init__(self, again: rl.Action) -> None:
         self.n = 0
-        self.seconds: Seconds = 0.0  # core time that does not count
+        self.seconds: rl.Seconds = 0.0  # core time that does not count
         self._again = again
         self._matrix = torch.zeros(_SIDE, _SIDE)
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
-        if not isinstance(event, Received | Computed):
+        if not isinstance(event, rl.Received | rl.Computed):
             return ()
         begun = time.thread_time()
         torch.mm(self._matrix, self._matrix)
@@ -323,7 +292,7 @@ class EchoRole:
         return "echoing", {}
 
 
-def measure_messages() -> tuple[Seconds, Seconds]:
+def measure_messages() -> tuple[rl.Seconds, rl.Seconds]:
     """Return the core time of a message, and the time until a sleeping thread continues."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the core time of other threads would count
@@ -338,13 +307,13 @@ def measure_messages() -> tuple[Seconds, Seconds]:
             ):
                 a.send("b", HeartbeatAck())
                 message, _ = _per_event([(other, roles[1]), (one, roles[0])])
-        role = EchoRole(Compute(name="work", work=lambda: None))
+        role = EchoRole(rl.Compute(name="work", work=lambda: None))
         with (
             scratch() as folder,
             _transport("c", folder) as c,
             RoleRunner(role, transport=c, log=_silent) as node,
         ):
-            node.tell(Computed(name="begin"))
+            node.tell(rl.Computed(name="begin"))
             _, passing = _per_event([(node, role)])
     finally:
         torch.set_num_threads(n_threads)
@@ -353,12 +322,12 @@ def measure_messages() -> tuple[Seconds, Seconds]:
 
 
 def _echo(to: str) -> EchoRole:
-    return EchoRole(Send(receiver=Address(to), message=HeartbeatAck()))
+    return EchoRole(rl.Send(receiver=rl.Address(to), message=HeartbeatAck()))
 
 
-def _per_event(ends: Sequence[tuple[RoleRunner, EchoRole]]) -> tuple[Seconds, Seconds]:
+def _per_event(ends: Sequence[tuple[RoleRunner, EchoRole]]) -> tuple[rl.Seconds, rl.Seconds]:
     # Core time, and time without any, of an event; the ends take turns.
-    def run(n_events: int) -> tuple[Seconds, Seconds]:
+    def run(n_events: int) -> tuple[rl.Seconds, rl.Seconds]:
         besides = sum(role.seconds for _, role in ends)
         cores, clock = time.process_time(), time.perf_counter()
         for index in range(n_events):
@@ -389,8 +358,8 @@ def _silent(level: str, text: str) -> None:
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
     work: dict[str, list[Piece]]
     waits: dict[str, list[Piece]]
-    message: Seconds
-    wake: Seconds
+    message: rl.Seconds
+    wake: rl.Seconds
     share: float
 
 
@@ -469,13 +438,13 @@ def main(folder: str, index: int, n_processes: int) -> int:
             builders = costed(
                 prepared.builders(), prepared.kinds, adapt=watch.adapt, handled=watch.handled
             )
-            options = ClusterOptions(start=(SUPERVISOR,))
+            options = ClusterOptions(start=(rl.SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
             simulation.run_until(lambda: begun_in(simulation), within=1e6)
             _meet(path, index, n_processes)
             begun, ran, slept = time.perf_counter(), time.thread_time(), idle()
             simulation.run_until(
-                lambda: time.perf_counter() - begun > SECONDS or SUPERVISOR in simulation.halted,
+                lambda: time.perf_counter() - begun > SECONDS or rl.SUPERVISOR in simulation.halted,
                 within=1e6,
                 max_events=N_EVENTS_MAX,
             )
@@ -497,7 +466,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
 
 
 def begun_in(simulation: SimulatedCluster) -> bool:
-    return simulation.role(SUPERVISOR).status()[1]["samples"] > 0
+    return simulation.role(rl.SUPERVISOR).status()[1]["samples"] > 0
 
 
 def _meet(path: Path, index: int, n_processes: int) -> None:

@@ -21,6 +21,7 @@ from typing import Final, final
 import msgspec
 import torch
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.core import units
 from distbelief.data import read_batch
@@ -30,7 +31,6 @@ from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
-from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
@@ -365,17 +365,8 @@ def constants_of(cluster: Cluster) -> list[tuple[str, str]]:
 
 def this_host() -> Cluster:
     """Return this host as a cluster of one machine, with all its cores."""
-    n_cores = len(os.sched_getaffinity(0))
-    one = _one_core()
-    machine = Machine(
-        flops=one.flops * n_cores,
-        memory_rate=one.memory_rate,
-        memory=one.memory,
-        overhead=one.overhead,
-        jitter=one.jitter,
-        bandwidth=LOOPBACK_RATE,
-        cores=n_cores,
-    )
+    one, n_cores = _one_core(), len(os.sched_getaffinity(0))
+    machine = msgspec.structs.replace(one, flops=one.flops * n_cores, cores=n_cores)
     return msgspec.structs.replace(
         uniform("this-host", machine, 1, latency=LOOPBACK_SECONDS), origin="measured"
     )

@@ -21,7 +21,7 @@ from rich.text import Text
 from distbelief.config.job import Job
 from distbelief.core import files, formatting
 from distbelief.errors import JobError, StorageError
-from distbelief.forecast.run import Span, WorkLog
+from distbelief.forecast.run import Span, Timeline
 from distbelief.forecast.sweep import Spread, Variant, has_target
 from distbelief.roles.role import Address, Executor, Seconds
 
@@ -207,10 +207,10 @@ N_BYTES_TRIED: Final = 1 << 16  # written as a test whether the disk has space
 _ROWS: Final = {Executor.COMPUTE: 0, Executor.DATA: 1}
 
 
-def chrome_trace(work_log: WorkLog) -> list[TraceEvent]:
+def chrome_trace(timeline: Timeline) -> list[TraceEvent]:
     """Return the work of a run in the Chrome trace event format."""
     roles: dict[Address, int] = {}
-    for span in work_log.spans:
+    for span in timeline.spans:
         roles.setdefault(span.role, len(roles))
     trace: list[TraceEvent] = []
     for role, number in roles.items():
@@ -229,7 +229,7 @@ def chrome_trace(work_log: WorkLog) -> list[TraceEvent]:
             "dur": span.seconds * 1e6,
             "args": {"role": span.role},
         }
-        for span, end in zip(work_log.spans, ends_of(work_log.spans), strict=True)
+        for span, end in zip(timeline.spans, ends_of(timeline.spans), strict=True)
     ]
     return trace
 
@@ -274,13 +274,13 @@ def check_place(path: Path) -> None:
         raise _refused(path, error) from error
 
 
-def write_trace(path: Path, work_log: WorkLog) -> None:
+def write_trace(path: Path, timeline: Timeline) -> None:
     """Write the timeline of a run as a Chrome trace.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    content = msgspec.json.encode({"traceEvents": chrome_trace(work_log)})
+    content = msgspec.json.encode({"traceEvents": chrome_trace(timeline)})
     try:
         files.write(path, content)
     except StorageError as error:

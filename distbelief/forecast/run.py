@@ -1,6 +1,6 @@
 """One forecast run: a prepared job, simulated from its first process to its last.
 
-* `WorkLog` records the work of all roles.
+* `Timeline` records the work of all roles.
 * `run_simulated` runs a job until its supervisor has ended.
 * A *priced* job is replaced by a small stand-in whose costs are multiplied (`PlacedCluster`), so
   that thousands of machines can be simulated. Nothing useful is learnt; times and bytes hold.
@@ -50,32 +50,24 @@ class Span:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class WorkLog:
-    """Records the work of all roles: an observer of the simulation."""
+class Timeline:
+    """The work of all roles: an observer of the simulation."""
 
-    keeps_spans: bool = False  # single pieces of work are needed only for a timeline
     spans: list[Span] = field(default_factory=list)  # in the order of their results
-    busy: dict[Address, Seconds] = field(default_factory=dict)  # of compute executors
-    lost_spans: int = 0  # beyond N_SPANS_MAX
+    n_lost: int = 0  # beyond N_SPANS_MAX
     _executors: dict[tuple[Address, str], Executor] = field(default_factory=dict)
 
     def observe(self, handled: HandledEvent, now: Seconds) -> None:
+        name, event = handled.name, handled.event
         for action in handled.actions:
             if isinstance(action, Compute):
-                self._executors[handled.name, action.name] = action.executor
-        event = handled.event
-        if isinstance(event, Computed):
-            self._worked(handled.name, event, now)
-
-    def _worked(self, name: Address, event: Computed, now: Seconds) -> None:
-        executor = self._executors.get((name, event.name), Executor.COMPUTE)
-        if executor is Executor.COMPUTE:
-            self.busy[name] = self.busy.get(name, 0.0) + event.seconds
-        if not self.keeps_spans:
+                self._executors[name, action.name] = action.executor
+        if not isinstance(event, Computed):
             return
         if len(self.spans) >= N_SPANS_MAX:
-            self.lost_spans += 1
+            self.n_lost += 1
             return
+        executor = self._executors.get((name, event.name), Executor.COMPUTE)
         self.spans.append(
             Span(role=name, executor=executor, name=event.name, ends=now, seconds=event.seconds)
         )
@@ -244,7 +236,7 @@ class FinishedRun:
 
     outcome: Outcome
     view: JobView  # the last one
-    work_log: WorkLog
+    timeline: Timeline  # empty if the run keeps no spans
     simulation: SimulatedCluster
 
 
@@ -284,12 +276,9 @@ def run_simulated(
     simulation = SimulatedCluster(
         placed.builders(prepared), seed=seed, options=placed.options(prepared, faults=faults)
     )
-    work_log = WorkLog(keeps_spans=keeps_spans)
-
-    def observe(handled: HandledEvent) -> None:
-        work_log.observe(handled, simulation.now)
-
-    simulation.observe(observe)
+    timeline = Timeline()
+    if keeps_spans:
+        simulation.observe(lambda handled: timeline.observe(handled, simulation.now))
     is_over = report_until_over(simulation, tell)
     simulation.run_until(is_over, within=SECONDS_MAX, max_events=N_EVENTS_MAX)
     view = view_of(simulation)
@@ -297,10 +286,10 @@ def run_simulated(
         tell(view)
     return FinishedRun(
         outcome=_outcome(
-            prepared, view, work_log, simulation, seed=seed, n_machines=placed.n_needed(prepared)
+            prepared, view, simulation, seed=seed, n_machines=placed.n_needed(prepared)
         ),
         view=view,
-        work_log=work_log,
+        timeline=timeline,
         simulation=simulation,
     )
 
@@ -308,7 +297,6 @@ def run_simulated(
 def _outcome(
     prepared: PreparedJob,
     view: JobView,
-    work_log: WorkLog,
     simulation: SimulatedCluster,
     *,
     seed: int,
@@ -339,7 +327,7 @@ def _outcome(
         pushed_bytes=view.bytes_in,
         fetched_bytes=view.bytes_out,
         traffic=traffic_of(simulation, kinds={first_word(name) for name in kinds}),
-        utilisation=_utilisation(work_log, kinds=kinds, seconds=simulation.now),
+        utilisation=_utilisation(simulation, kinds),
         machine_hours=n_machines * seconds / 3600.0,
         pushes_lost=view.pushes_lost or 0,  # None only in a resumed run
         restarts=sum(role.restarts for role in view.roles),
@@ -369,13 +357,12 @@ def traffic_of(simulation: SimulatedCluster, *, kinds: set[str]) -> dict[str, fl
     return found
 
 
-def _utilisation(
-    work_log: WorkLog, *, kinds: Mapping[Address, str], seconds: Seconds
-) -> dict[str, float]:
+def _utilisation(simulation: SimulatedCluster, kinds: Mapping[Address, str]) -> dict[str, float]:
+    seconds = simulation.now
     totals: dict[str, list[float]] = {}
     for name, kind in kinds.items():
         if kind != "supervisor" and seconds > 0:
-            totals.setdefault(kind, []).append(work_log.busy.get(name, 0.0) / seconds)
+            totals.setdefault(kind, []).append(simulation.busy(name) / seconds)
     return {kind: sum(shares) / len(shares) for kind, shares in totals.items()}
 
 

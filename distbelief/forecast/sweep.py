@@ -23,7 +23,7 @@ import numpy as np
 from distbelief.config.job import Job, StopTable
 from distbelief.errors import JobError
 from distbelief.roles.role import Seconds
-from distbelief.supervisor.stop_rules import Reached, StopRules
+from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import JobView, Point
 
 
@@ -81,28 +81,25 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Metrics that are shown with their spread over seeds.
-FIGURES: Final[Mapping[str, Callable[[Outcome], float | None]]] = {
-    "step_seconds": lambda run: run.step_seconds,
-    "samples_per_second": lambda run: run.samples_per_second,
-    "target_seconds": lambda run: run.target_seconds,
-    "training_seconds": lambda run: run.training_seconds,
-    "metric": lambda run: run.metric,
-    "loss": lambda run: run.loss,
-    "staleness_mean": lambda run: run.staleness_mean,
-    "staleness_p95": lambda run: run.staleness_p95,
-    "pushed_bytes": lambda run: float(run.pushed_bytes),
-    "fetched_bytes": lambda run: float(run.fetched_bytes),
-    "machine_hours": lambda run: run.machine_hours,
-    "pushes_lost": lambda run: float(run.pushes_lost),
-}
+FIGURES: Final = (
+    "step_seconds",
+    "samples_per_second",
+    "target_seconds",
+    "training_seconds",
+    "metric",
+    "loss",
+    "staleness_mean",
+    "staleness_p95",
+    "pushed_bytes",
+    "fetched_bytes",
+    "machine_hours",
+    "pushes_lost",
+)
 
 
 def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread]:
     """Return the spread of each metric that at least one run has."""
-    found = {
-        name: Spread.of([figure(outcome) for outcome in outcomes])
-        for name, figure in FIGURES.items()
-    }
+    found = {name: Spread.of([getattr(run, name) for run in outcomes]) for name in FIGURES}
     return {name: spread for name, spread in found.items() if spread is not None}
 
 
@@ -119,10 +116,7 @@ def reached_at(job: Job, view: JobView) -> Seconds | None:
         return view.training_seconds
     target = StopTable(accuracy=job.stop.accuracy, loss=job.stop.loss)
     rules = StopRules(target, n_train=1, has_test=job.data.test is not None)
-    last = Reached(
-        samples=0, seconds=0.0, metric=view.metric, held_out_loss=view.held_out_loss, loss=view.loss
-    )
-    return None if rules.reason(last) is None else view.training_seconds
+    return None if rules.reason(view) is None else view.training_seconds
 
 
 def step_seconds(view: JobView, *, n_trainers: int) -> Seconds | None:

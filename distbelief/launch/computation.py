@@ -38,15 +38,8 @@ def compute(
 ) -> list[Mapping[str, float]]:
     """Run all ranks until they end; return the last counters of each.
 
-    Args:
-        job: Names the model and its loss.
-        computation: What to compute.
-        plan: File of the plan.
-        sample: One sample of the data.
-        n_ranks: Of the plan.
-        launcher: Starts the processes; the caller closes it.
-        tell: Called with a line about a rank that is silent, or back.
-        show: Called with what the ranks are doing, four times a second.
+    `tell` receives a line about a rank that is silent, or back; `show` what the ranks are doing,
+    four times a second. The caller closes the launcher.
 
     Raises:
         DistBeliefError: a rank failed, or was silent for too long.

@@ -24,6 +24,9 @@ from distbelief.roles.role import Address, Event, PeerLost
 
 CLOSE_SECONDS_MAX: Final = 5.0  # for the fork server to end its children
 
+# The preflight process of a joining host: can the run's roles be built here?
+PREPARE: Final = Address("prepare")
+
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -94,11 +97,7 @@ class LocalLauncher:
     ) -> None:
         """Set the run whose processes are started from now on.
 
-        Args:
-            spec: File with everything they need but their names (`RoleSpec`).
-            log_of: Returns the log file of a role.
-            has_ranks: Whether replicas are split: their ranks need more modules.
-            modules: What else the server is to import once for all of them.
+        Ranks of split replicas need more modules; the server imports all of them once.
         """
         self._spec, self._log_of = spec, log_of
         self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))
@@ -113,13 +112,10 @@ class LocalLauncher:
             os.close(end)
 
     def launch(self, name: Address, incarnation: int) -> None:
-        self._start("role", name, incarnation, self._spec)
+        self._start("prepare" if name == PREPARE else "role", name, incarnation, self._spec)
 
     def check(self, name: Address, question: Path) -> None:
         self._start("check", name, 1, question)
-
-    def prepare(self, name: Address, incarnation: int) -> None:
-        self._start("prepare", name, incarnation, self._spec)
 
     def terminate(self, name: Address) -> None:
         """Kill the role; nothing happens if it is gone already."""

@@ -158,7 +158,8 @@ def check_device(device: str, fix: str) -> None:
 
 def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
     try:
-        return recorded_initials(job.task.model, list(model.named_tensors()))
+        names = list(model.named_tensors())
+        return recorded_initials(lambda: build_model(job.task.model), names)
     except JobError:
         if job.cluster.is_split:
             raise

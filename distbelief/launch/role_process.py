@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Final, cast
 
 import msgspec
 import torch
@@ -26,9 +26,8 @@ from distbelief.core.writer import Writer, log_line
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
-from distbelief.parameter_server.replication import shard_of
 from distbelief.protocol import Failed
-from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role, Snapshot
+from distbelief.roles.role import SUPERVISOR, PeerLost, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.task.imports import resolve
 from distbelief.task.task import BuildContext, Sample
@@ -98,20 +97,6 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     allowed: tuple[str, ...] | None = None
 
 
-@final
-class SharedCheckpoints:
-    """Stores the checkpoints of both copies of a shard under the shard's name."""
-
-    def __init__(self, store: CheckpointStore) -> None:
-        self._store = store
-
-    def save(self, role: Address, snapshot: Snapshot) -> None:
-        self._store.save(shard_of(role), snapshot)
-
-    def newest(self, role: Address) -> Snapshot | None:
-        return self._store.newest(shard_of(role))
-
-
 def read_spec(path: str) -> RoleSpec:
     with Path(path).open("rb") as file:
         return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=RoleSpec)
@@ -168,7 +153,7 @@ def _run_role(
             member.warn(text)
 
         store = CheckpointStore(Path(spec.snapshots), report=warn)
-        node = RoleRunner(member, transport=transport, log=report, store=SharedCheckpoints(store))
+        node = RoleRunner(member, transport=transport, log=report, store=store)
         _end_when_abandoned(node)
         error = node.run()
         if error is not None and not member.reported_failure:

@@ -18,6 +18,7 @@ import numpy as np
 
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
@@ -47,16 +48,6 @@ class ShardState:
     steps: StepCounts
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardIdentity:
-    """What a snapshot must agree with."""
-
-    index: int
-    layout: Layout
-    rule: UpdateRule
-
-
 # --- reshard ---
 #
 #     S = 2     shard 0   a[0:128] | b[0:5]      shard 1   a[128:300]
@@ -81,10 +72,6 @@ class Resharding:
     Shards have different clocks (DB-5). A new shard starts at the largest clock of its sources,
     so that no element's clock falls: a schedule would go back, and Adam would repeat its bias
     correction.
-
-    Args:
-        old: Current layout.
-        new: Wanted layout.
 
     Raises:
         ValueError: The layouts have different tensors.
@@ -123,12 +110,7 @@ class Resharding:
     ) -> ShardState:
         """Return the state of new shard k, in incarnation 0 and without clients.
 
-        Args:
-            k: Index of the new shard.
-            rule: Update rule of the state.
-            clocks: Clocks of the old shards, in order.
-            steps: Push counts of the old shards, in order.
-            read: Reads the old shards' arrays, by ranges.
+        `clocks` and `steps` (push counts) are those of the old shards, in order.
         """
         n_gradient, dtype = self._new.n_gradient(k), self._new.dtype
         values: Vector = np.zeros(self._new.shard_size(k), dtype)
@@ -224,7 +206,7 @@ _DELETE: Final = "; delete it to use the one before"
 _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-def take(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
+def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
     """Return a snapshot that shares the arrays of `state`."""
     clients = {one.name: msgspec.structs.asdict(one) for one in state.clients}
     for client in clients.values():
@@ -236,30 +218,27 @@ def take(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
         arrays=arrays,
         facts={
             "format": FORMAT,
-            "layout": identity.layout.fingerprint,
-            "index": str(identity.index),
+            "layout": config.layout.fingerprint,
+            "index": str(config.index),
             "incarnation": str(state.incarnation),
             "clock": str(state.clock),
-            "rule": identity.rule.name,
+            "rule": config.rule.name,
             "clients": msgspec.json.encode(clients).decode(),
             "steps": msgspec.json.encode(state.steps.to_wire().tolist()).decode(),
         },
     )
 
 
-def restore(snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int | None) -> ShardState:
+def restore(snapshot: Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
     """Return the state in the snapshot, with arrays of its own.
 
-    Args:
-        snapshot: The newest complete snapshot of this shard.
-        identity: What it must agree with.
-        incarnation: The shard's incarnation, which must be later than the snapshot's. None if
-            it is not known yet: the state then has the incarnation of the snapshot.
+    The shard's incarnation must be later than the snapshot's. None if it is not known yet: the
+    state then has the incarnation of the snapshot.
 
     Raises:
         StorageError: It is damaged, or of another shard, layout, rule or run.
     """
-    layout, index = identity.layout, identity.index
+    layout, index = config.layout, config.index
     size, n_gradient = layout.shard_size(index), layout.n_gradient(index)
     reader = _Reader(snapshot, index)
     reader.expect("format", FORMAT, fix="it was written by another version")
@@ -267,7 +246,7 @@ def restore(snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int | N
         "layout", layout.fingerprint, fix="resume with the model and number of shards of its run"
     )
     reader.expect("index", str(index), fix="it belongs to another shard")
-    reader.expect("rule", identity.rule.name, fix="resume with that rule, or start a new run")
+    reader.expect("rule", config.rule.name, fix="resume with that rule, or start a new run")
     earlier = reader.count("incarnation")
     # Watermarks of the same or a later incarnation belong to other pushes of the clients.
     if incarnation is not None and earlier >= incarnation:
@@ -275,7 +254,7 @@ def restore(snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int | N
             f"its incarnation is {earlier} and the shard's is {incarnation}: "
             "continue the count of incarnations in a resumed run"
         )
-    state = identity.rule.state(n_gradient, layout.dtype)
+    state = config.rule.state(n_gradient, layout.dtype)
     unknown = snapshot.arrays.keys() - {_VALUES, *(f"state.{name}" for name in state)}
     if unknown:
         raise reader.error(f"arrays {sorted(unknown)} are unknown to this shard")

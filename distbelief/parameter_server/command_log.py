@@ -63,12 +63,7 @@ class _Outcome:
 
 @final
 class CommandExecutor:
-    """The state of one shard incarnation under a coordinator.
-
-    Args:
-        config: Settings of the shard.
-        values: The published values.
-    """
+    """The state of one shard incarnation under a coordinator."""
 
     def __init__(self, config: ShardConfig, values: ShardStore) -> None:
         layout, index = config.layout, config.index

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Final, final
 
-from distbelief.parameter_server.checkpoint import ShardIdentity
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.roles.role import Seconds
@@ -49,7 +48,3 @@ class ShardConfig:
         for name in ("n_copies", "n_clients_max", "n_vectors_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")
-
-    @property
-    def identity(self) -> ShardIdentity:
-        return ShardIdentity(index=self.index, layout=self.layout, rule=self.rule)

@@ -38,15 +38,10 @@ class GradientSums:
 
     Memory: one vector per staged chunk and per tree node without its sibling, which is log2 n for
     n chunks committed in order.
-
-    Args:
-        n_elements: Of a pushed vector, buffers included.
-        n_gradient: How many of them are gradient.
-        dtype: Of the elements.
     """
 
     def __init__(self, *, n_elements: int, n_gradient: int, dtype: np.dtype[Element]) -> None:
-        self._n_elements = n_elements
+        self._n_elements = n_elements  # of a pushed vector: the gradient, then buffers
         self._n_gradient = n_gradient
         self._dtype = dtype
         self._staged: dict[int, _Staged] = {}  # by commit token
@@ -113,17 +108,9 @@ class GradientSums:
         commit_token: int,
         n_examples: int,
         shard_slice: ShardSlice,
-        buffers: Vector | None = None,
+        buffers: Vector | None = None,  # where no part has any; None: zeros
     ) -> Callable[[], None]:
-        """Return the work that stages a wanted push.
-
-        Args:
-            pushed: The sum of a chunk, or a part of it.
-            commit_token: Its commit token.
-            n_examples: In the chunk.
-            shard_slice: The part.
-            buffers: Buffer values where no part has any; by default zeros.
-        """
+        """Return the work that stages a wanted push: the sum of a chunk, or a part of it."""
         known = self._staged.get(commit_token)
         is_first_part = known is None and shard_slice.ranges is not None
         if known is None:

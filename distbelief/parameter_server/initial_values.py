@@ -88,11 +88,7 @@ def draw(
 def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, seed: int) -> Vector:
     """Return shard k's vector before the first push, (shard_size(k),), padding zero.
 
-    Args:
-        layout: Layout of the tensors.
-        k: Index of the shard.
-        initials: By tensor name; ValueError if a tensor of the layout is missing.
-        seed: The same for all shards of a job.
+    ValueError if a tensor of the layout is missing in `initials`.
     """
     missing = [spec.name for spec in layout.tensors if spec.name not in initials]
     if missing:
@@ -111,11 +107,8 @@ def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, see
 def shard_values_from(layout: Layout, k: int, read: Callable[[str, int, int], Vector]) -> Vector:
     """Return shard k's vector with values read from elsewhere, such as a file of weights.
 
-    Args:
-        layout: Layout of the tensors.
-        k: Index of the shard.
-        read: Given (name, start, stop), returns these elements of that tensor, flat and
-            row-major, (stop - start,) of any real dtype; ValueError if there are others.
+    `read(name, start, stop)` returns these elements of that tensor, flat and row-major, of any real
+    dtype; ValueError if their number is another.
     """
     values = np.zeros(layout.shard_size(k), layout.dtype)
     for segment in layout.segments(k):

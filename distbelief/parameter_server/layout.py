@@ -197,11 +197,7 @@ class Layout:
     def of(
         cls, tensors: Sequence[TensorSpec], *, n_shards: int, dtype: ElementType = "float32"
     ) -> "Layout":
-        """Return the layout of these tensors, given in any order.
-
-        Raises:
-            ValueError: A name occurs twice, or `n_shards` or `dtype` is invalid.
-        """
+        """Return the layout of these tensors, given in any order; ValueError if it is invalid."""
         return cls(LayoutSpec(tensors=tuple(tensors), n_shards=n_shards, dtype=dtype))
 
     @property
@@ -280,10 +276,6 @@ class PartialView:
     A rank of a model-parallel replica holds the regions of its partition and talks only to the
     shards that hold some of them. No element is held twice; regions and views may be empty.
 
-    Args:
-        layout: Of the whole tensors.
-        items: Names of tensors, and a region of each; None for everything.
-
     Raises:
         ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
             into too many pieces.
@@ -291,7 +283,7 @@ class PartialView:
 
     def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]] | None = None) -> None:
         self.layout = layout
-        self.is_whole = items is None
+        self.is_whole = items is None  # else the items are names of tensors with a region each
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
         self.shards = tuple(range(layout.n_shards))  # those that hold something of them
         self._pieces: list[tuple[_Piece, ...]] = []  # per shard
@@ -299,52 +291,43 @@ class PartialView:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
             self.shards = tuple(k for k, pieces in enumerate(self._pieces) if pieces)
-            self._ranges = {k: _united(self._pieces[k], items, k=k) for k in self.shards}
         self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
+        # By shard: what the client holds of its vector.
+        self.slices = {
+            k: ShardSlice(layout.shard_size(k), dtype=layout.dtype)
+            if items is None
+            else ShardSlice.of(_united(self._pieces[k], items, k=k), dtype=layout.dtype)
+            for k in self.shards
+        }
 
-    def slice(self, k: int) -> ShardSlice:
-        """Return what the client holds of shard k's vector."""
-        layout = self.layout
-        if self.is_whole:
-            return ShardSlice(layout.shard_size(k), dtype=layout.dtype)
-        return ShardSlice.of(self._ranges[k], dtype=layout.dtype)
-
-    def copier(self, k: int, vector: Vector, *, within: ShardSlice | None = None) -> TensorCopier:
-        """Return a copier between the client's tensors and its elements of shard k.
-
-        Args:
-            k: Index of the shard.
-            vector: The shard's whole vector, or the compact one.
-            within: The slice whose compact vector it is; None for the whole vector.
-        """
+    def copier(self, k: int, vector: Vector, *, compact: bool = False) -> TensorCopier:
+        """Return a copier between the client's tensors and shard k's vector, or the compact one."""
         if self.is_whole:
             return self.layout.copier(k, vector)
         pieces: dict[int, tuple[int, int, Place]] = {
             one.item_index: (
                 one.start,
                 one.stop,
-                one.ranges if within is None else within.positions_of(one.ranges),
+                self.slices[k].positions_of(one.ranges) if compact else one.ranges,
             )
             for one in self._pieces[k]
         }
         return TensorCopier(self.sizes, pieces, vector, has_padding=False)
 
     def scatter_blocks(
-        self,
-        k: int,
-        blocks: Sequence[Vector],
-        tensors: Sequence[torch.Tensor],
-        *,
-        shard_slice: ShardSlice,
+        self, k: int, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor], *, begin: int = 0
     ) -> None:
-        """Copy the compact vector of shard k, in consecutive blocks, into the tensors."""
+        """Copy consecutive blocks of the compact vector of shard k into the tensors.
+
+        If the client holds everything, the first block may be one that begins later than 0.
+        """
         if not self.is_whole:
-            self.copier(k, np.concatenate(blocks), within=shard_slice).scatter(tensors)
+            self.copier(k, np.concatenate(blocks), compact=True).scatter(tensors)
             return
         # Each number is copied once: the blocks stay where they were received.
         check_tensors(self.sizes, tensors)
         left = deque(self.layout.segments(k))
-        end = 0
+        end = begin
         for block in blocks:
             begin, end = end, end + len(block)
             values = as_tensor(block)
@@ -363,14 +346,10 @@ class PartialView:
                 left.popleft()
 
     def stripes_of(self, k: int, tensors: Sequence[object | None]) -> Vector | None:
-        """Return the stripes of the given tensors in shard k's vector, or None if all are given.
+        """Return the stripes in shard k's vector of tensors that are not None; None for all.
 
         Padding goes with the tensor before it, so that ranges end at multiples of `ALIGNMENT` and
         update rules round as for the whole vector.
-
-        Args:
-            k: Index of the shard.
-            tensors: In the order of the layout; None for tensors that are not given.
         """
         assert self.is_whole
         segments = self.layout.segments(k)
@@ -401,19 +380,19 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_
         of_tensor.setdefault(indices[name], []).append(item_index)
     return [
         tuple(
-            _Piece(i, start := flat[i].n_below(segment.start), start + n, placed)
+            _Piece(
+                i,
+                start := flat[i].n_below(segment.start),
+                start + n,
+                inside.shifted(segment.offset - segment.start),
+            )
             for segment in layout.segments(k)
             for i in of_tensor.get(segment.tensor_index, ())
-            for placed in [_in_segment(flat[i], segment)]
-            if (n := placed.n_elements)
+            for inside in [flat[i].clipped(segment.start, segment.stop)]
+            if (n := inside.n_elements)
         )
         for k in range(layout.n_shards)
     ]
-
-
-def _in_segment(flat: IndexRanges, segment: Segment) -> IndexRanges:
-    clipped = flat.clipped(segment.start, segment.stop)
-    return clipped.shifted(segment.offset - segment.start)
 
 
 def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:

@@ -297,6 +297,7 @@ class _Rule(
     adaptive: ClassVar[bool] = False  # each element has its own rate
     several_passes: ClassVar[bool] = False  # over the memory: there is no fused kernel
     counts_pushes: ClassVar[bool] = False  # the rule itself needs the clock
+    state_names: ClassVar[tuple[str, ...]] = ()  # of vectors that begin as zeros
 
     learning_rate: float
     schedule: Schedule = Constant()
@@ -341,21 +342,15 @@ class _Rule(
 
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
         """Return the state of n parameters before the first push."""
-        raise NotImplementedError
+        return {name: np.zeros(n, dtype) for name in self.state_names}
 
     def apply(
         self, parameters: Vector, gradient: Vector, state: Mapping[str, Vector], *, clock: int
     ) -> None:
-        """Update parameters and state in place by one push.
+        """Update parameters, (n,), and state in place by one push; the gradient stays.
 
-        Args:
-            parameters: (n,), n a multiple of 64; float32 or float64.
-            gradient: (n,), of the same dtype; not changed.
-            state: As `state` returned it, or as the last `apply` left it.
-            clock: Earlier pushes of these parameters (`StepCounts`).
-
-        Raises:
-            ValueError: Sizes or dtypes differ.
+        n is a multiple of 64. The clock counts earlier pushes of these parameters (`StepCounts`).
+        ValueError if sizes or dtypes differ.
         """
         _check_vectors(self, parameters, gradient, state)
         n = len(parameters)
@@ -382,24 +377,8 @@ class SGD(_Rule, frozen=True, tag="sgd"):
     """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        del n, dtype
-        return {}
-
-    @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        torch._fused_sgd_(
-            [w],
-            [g],
-            [],
-            weight_decay=self.weight_decay,
-            momentum=0.0,
-            lr=self.rate(clock),
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
+        _fused_sgd(self, w, g, [], clock=clock)
 
 
 @final
@@ -411,6 +390,7 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
     """
 
     counts_pushes: ClassVar[bool] = True  # the first push sets the velocity
+    state_names: ClassVar[tuple[str, ...]] = ("velocity",)
 
     momentum: float = 0.9
     dampening: float = 0.0
@@ -430,23 +410,8 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
             )
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        return {"velocity": np.zeros(n, dtype)}
-
-    @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        torch._fused_sgd_(
-            [w],
-            [g],
-            [state["velocity"]],
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            lr=self.rate(clock),
-            dampening=self.dampening,
-            nesterov=self.nesterov,
-            maximize=False,
-            is_first_step=clock == 0,
-        )
+        _fused_sgd(self, w, g, [state["velocity"]], clock=clock)
 
 
 @final
@@ -499,10 +464,8 @@ class RMSprop(_Rule, frozen=True, tag="rmsprop"):
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        state: State = {"mean_square": np.zeros(n, dtype)}
-        if self.momentum:
-            state["velocity"] = np.zeros(n, dtype)
-        return state
+        names = ("mean_square", "velocity") if self.momentum else ("mean_square",)
+        return {name: np.zeros(n, dtype) for name in names}
 
     @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
@@ -528,15 +491,12 @@ class Adam(_Rule, frozen=True, tag="adam"):
 
     adaptive: ClassVar[bool] = True
     counts_pushes: ClassVar[bool] = True  # for the bias correction
+    state_names: ClassVar[tuple[str, ...]] = ("mean", "mean_square")
 
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
     decoupled_weight_decay: bool = False
-
-    @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        return {"mean": np.zeros(n, dtype), "mean_square": np.zeros(n, dtype)}
 
     @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
@@ -560,6 +520,23 @@ class Adam(_Rule, frozen=True, tag="adam"):
 
 
 UpdateRule = SGD | Momentum | Adagrad | RMSprop | Adam
+
+
+def _fused_sgd(
+    rule: SGD | Momentum, w: Tensor, g: Tensor, velocity: list[Tensor], *, clock: int
+) -> None:
+    torch._fused_sgd_(
+        [w],
+        [g],
+        velocity,
+        weight_decay=rule.weight_decay,
+        momentum=rule.momentum if isinstance(rule, Momentum) else 0.0,
+        lr=rule.rate(clock),
+        dampening=rule.dampening if isinstance(rule, Momentum) else 0.0,
+        nesterov=isinstance(rule, Momentum) and rule.nesterov,
+        maximize=False,
+        is_first_step=bool(velocity) and clock == 0,
+    )
 
 
 def _denominator_min(dtype: torch.dtype) -> float:

@@ -5,14 +5,18 @@
     values, clock 41      ->  version (clock 40): read by replica-3, replica-7
     (updated meanwhile)       version (clock 38): read by the evaluator over a slow link
 
-A pin keeps one whole version while updates go on. There are at most `n_copies` versions. A fetch
-shares a version of the current clock; otherwise it waits, and all waiting fetches share the next
-version. A pin ends when its reader has every block, fetches again, is gone, or makes no progress
-for `pin_seconds_max`. A fetch never mixes two versions: once its pin has ended it is not served
-again. If the pin expired, the client gets `SessionRefused` and fetches anew.
+A pin keeps one whole version while updates go on. There are at most `n_copies` versions. A version
+is copied piece by piece, and readers get the blocks of a piece while the next one is copied; no
+update begins before the last piece, so all blocks have one clock. A fetch shares a version of the
+current clock; otherwise it waits, and all waiting fetches share the next version. A pin ends when
+its reader has every block, fetches again, is gone, or makes no progress for `pin_seconds_max`.
+A fetch never mixes two versions: once its pin has ended it is not served again. If the pin expired,
+the client gets `SessionRefused` and fetches anew.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 import numpy as np
@@ -24,11 +28,14 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Action, Address, Seconds, Send, SetTimer
+from distbelief.roles.role import Action, Address, Cost, Seconds, Send, SetTimer
 
 
 CREDIT_BLOCKS_MAX: Final = 64
 """Limit of the blocks under way to one reader."""
+
+PIECE_BYTES: Final = 1 << 22
+"""Copied as one piece: few blocks, so that the first are sent soon, and from the cache."""
 
 _PIN: Final = "lease:"
 
@@ -39,7 +46,7 @@ class Version:
     values: Vector  # (shard_size,)
     clock: int = 0
     n_readers: int = 0
-    filling: bool = False
+    n_copied: int = 0  # elements [0, n_copied) are in it
     in_flight: bool = False  # blocks are under way to a reader whose pin has expired
 
 
@@ -49,7 +56,7 @@ class Pin:
     version: Version
     client: Session
     blocks: Window
-    limit: int  # blocks [0, limit) may be sent
+    limit: int  # the reader wants no more than blocks [0, limit)
     expires: Seconds
 
 
@@ -60,8 +67,6 @@ class PinnedVersions:
     def __init__(
         self, config: ShardConfig, values: ShardStore, sessions: Sessions, *, memory: Memory
     ) -> None:
-        self._size = config.layout.shard_size(config.index)
-        self._dtype = config.layout.dtype
         self._n_copies = config.n_copies
         self._seconds_max = config.pin_seconds_max
         self._values = values
@@ -69,7 +74,7 @@ class PinnedVersions:
         self._memory = memory
         self._versions: list[Version] = []
         self._pins: dict[Address, Pin] = {}
-        self._copying: Version | None = None
+        self.copying: Version | None = None  # until its last piece
         self.waiting: dict[Address, tuple[Session, pf.Fetch]] = {}
         self.bytes_out = 0
 
@@ -84,8 +89,7 @@ class PinnedVersions:
             client.request = message.request
             self.end(name)
             for version in self._versions:
-                is_current = version.clock == self._values.clock and not version.filling
-                if version.n_readers and is_current:
+                if version.n_readers and version.clock == self._values.clock:
                     return self._pin(client, message, version, now)
             self.waiting[name] = client, message
             return []
@@ -133,28 +137,37 @@ class PinnedVersions:
             len(self._versions) < self._n_copies or self._free() is not None
         )
 
-    def begin_copy(self) -> Vector:
-        """Return the memory of a version, to copy the values into."""
-        version = self._free()
+    def copy_work(self) -> tuple[Callable[[], int], Cost]:
+        """Return the work that copies the next piece of a version, and its cost."""
+        values, version = self._values.vector, self.copying
         if version is None:
-            assert len(self._versions) < self._n_copies, self._n_copies
-            version = Version(np.zeros(self._size, self._dtype))
-            self._versions.append(version)
-        version.filling = True
-        self._copying = version
-        return version.values
+            version = self._free()
+            if version is None:
+                assert len(self._versions) < self._n_copies, self._n_copies
+                version = Version(np.zeros_like(values))
+                self._versions.append(version)
+            version.clock, version.n_copied = self._values.clock, 0
+            self.copying = version
+        piece = slice(version.n_copied, version.n_copied + PIECE_BYTES // values.itemsize)
+        source, target = values[piece], version.values[piece]
+        return partial(_copy, source, target), Cost(n_bytes=2.0 * source.nbytes)
 
-    def end_copy(self, now: Seconds) -> list[Action]:
-        """Pin the filled version for all waiting readers, and send them blocks."""
-        assert self._copying is not None
-        version, self._copying = self._copying, None
-        version.filling = False
-        version.clock = self._values.clock
+    def copied(self, n_elements: int, now: Seconds) -> list[Action]:
+        """Note a copied piece; pin the version for all waiting readers, and send them blocks."""
+        version = self.copying
+        if version is None:  # its readers left meanwhile
+            return []
+        version.n_copied += n_elements
+        readers = [pin for pin in self._pins.values() if pin.version is version]
+        if version.n_copied == len(version.values):
+            self.copying = None
+        sent = [self._blocks(pin) for pin in readers]
         waiting, self.waiting = self.waiting, {}
-        if not waiting:  # the readers left meanwhile
+        sent += [self._pin(client, fetch, version, now) for client, fetch in waiting.values()]
+        if not sent:
+            self.copying = None
             self._memory.retire(version.values)
-        pins = [self._pin(client, fetch, version, now) for client, fetch in waiting.values()]
-        return [action for actions in pins for action in actions]
+        return [action for actions in sent for action in actions]
 
     def expire(self, client: Session) -> None:
         """End the client's fetch; blocks under way stay valid. It learns of it if it comes back."""
@@ -172,6 +185,8 @@ class PinnedVersions:
         version = pin.version
         version.n_readers -= 1
         if version.n_readers == 0:
+            if version is self.copying:
+                self.copying = None
             if version.in_flight:
                 # The expired reader may still copy from the old memory: leave that memory to it.
                 version.values = np.zeros_like(version.values)
@@ -190,7 +205,10 @@ class PinnedVersions:
     def _blocks(self, pin: Pin) -> list[Action]:
         client, version, blocks = pin.client, pin.version, pin.blocks
         actions: list[Action] = []
-        for index in blocks.due(min(pin.limit - blocks.received, CREDIT_BLOCKS_MAX)):
+        limit = pin.limit
+        if version is self.copying:
+            limit = min(limit, client.shard_slice.n_blocks_within(version.n_copied))
+        for index in blocks.due(min(limit - blocks.received, CREDIT_BLOCKS_MAX)):
             values = client.shard_slice.block(version.values, index)
             self.bytes_out += values.nbytes
             message = pf.ParameterBlock(
@@ -213,6 +231,11 @@ class PinnedVersions:
 
     def _free(self) -> Version | None:
         for version in self._versions:
-            if version.n_readers == 0 and not version.filling:
+            if version.n_readers == 0 and version is not self.copying:
                 return version
         return None
+
+
+def _copy(source: Vector, target: Vector) -> int:
+    np.copyto(target, source)
+    return len(source)

@@ -25,8 +25,7 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.optimizers import StepCounts
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, push_buffer_views
-from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, ShardSlice, push_buffer_views
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
@@ -48,13 +47,8 @@ def copy_names(shard_index: int, n_copies: int) -> tuple[Address, ...]:
 
 
 def shard_of(copy: str) -> Address:
-    """Return the shard of a copy, which is also the name of its first copy.
-
-    The snapshots of both copies have this name. Names of other roles are returned unchanged.
-    """
-    if copy.startswith("shard-"):
-        return Address(copy.removesuffix(_SUFFIX))
-    return Address(copy)
+    """Return a copy's shard, the name of its first copy and snapshots; other names as they are."""
+    return Address(copy.removesuffix(_SUFFIX) if copy.startswith("shard-") else copy)
 
 
 def other_copy(copy: str) -> Address:
@@ -379,7 +373,7 @@ class Primary:
         self._state = Window(self._values.n_state_blocks)
         self._window_clock: int | None = None  # clock of the last window of state blocks
         self._outstanding.clear()
-        self._reported_at: Seconds | None = None  # last BackupUnresponsive
+        self._report_at: Seconds = 0.0  # no BackupUnresponsive before
 
     # -------------------------------------------------------- from the supervisor
 
@@ -455,11 +449,12 @@ class Primary:
 
     # ------------------------------------------------------------ from the backup
 
-    def state_acked(self, event: Received, message: rp.StateAck, now: Seconds) -> None:
+    def state_acked(self, event: Received, message: rp.StateAck, now: Seconds) -> list[Action]:
         if self._is_from_backup(event, message.term):
             is_news = self._state.acked(message.received)
             self._silence.heard(now, progress=is_news or not self._answered)
             self._answered = True
+        return []  # `transfer` sends the next window
 
     def push_acked(self, event: Received, message: pf.PushApplied, now: Seconds) -> list[Action]:
         if not self._is_from_backup(event, message.shard_incarnation):
@@ -505,17 +500,14 @@ class Primary:
             actions.append(self._to_backup(self._start_sync()))
         else:
             silent, stalled = self._silence.silent(now), self._silence.stalled(now)
-            if silent >= SILENCE_SECONDS or stalled >= STALL_SECONDS:
-                actions += self._report_silent(now)
+            is_silent = silent >= SILENCE_SECONDS or stalled >= STALL_SECONDS
+            if is_silent and now >= self._report_at:
+                self._report_at = now + REPORT_SECONDS
+                report = rp.BackupUnresponsive(term=self.term)
+                actions.append(Send(receiver=SUPERVISOR, message=report))
             if silent >= TICK_SECONDS:
                 actions += self._resend()
         return [*actions, *self._arm(now)]
-
-    def _report_silent(self, now: Seconds) -> list[Action]:
-        if self._reported_at is not None and now - self._reported_at < REPORT_SECONDS:
-            return []
-        self._reported_at = now
-        return [Send(receiver=SUPERVISOR, message=rp.BackupUnresponsive(term=self.term))]
 
     def _resend(self) -> list[Action]:
         self._window_clock = None  # makes `transfer` resend the window

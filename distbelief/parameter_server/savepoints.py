@@ -135,12 +135,9 @@ class Savepoints:
     # ---------------------------------------------------------------------- return
 
     def return_to(self, cut: int, *, whole: bool, values: Callable[[], Vector]) -> None:
-        """Return to a savepoint; only the vectors of that savepoint remain.
+        """Return to a savepoint: to all of its vectors if `whole`, or only to the parameters.
 
-        Args:
-            cut: Number of the savepoint.
-            whole: Restore all of its vectors, or only the parameters.
-            values: Returns the published parameters, which are savepoint 0.
+        Other vectors are dropped. `values` returns the published parameters, which are savepoint 0.
         """
         live = next((live for live in self._live if live.cut == cut), None)
         kept = next((kept for kept in self._kept if kept.cut == cut), None)
@@ -174,7 +171,6 @@ class Savepoints:
     # ------------------------------------------------------------------------- disk
 
     def check_current(self, cut: int) -> None:
-        """Raise unless this savepoint is the newest and no vector has changed since."""
         if self.current != cut:
             raise RemoteProtocolError(
                 f"cannot save savepoint {cut}: vectors have changed since; create it again"
@@ -182,6 +178,7 @@ class Savepoints:
 
     @property
     def current(self) -> int | None:
+        """The newest savepoint, if no vector has changed since."""
         newest = self._live[-1] if self._live else None
         return None if newest is None or newest.saved else newest.cut
 

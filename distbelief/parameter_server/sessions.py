@@ -15,7 +15,7 @@ backup, a push is acknowledged when both copies have applied it.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import msgspec
 import numpy as np
@@ -23,17 +23,68 @@ import numpy as np
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.push_history import PartialStaleness, Staleness
-from distbelief.parameter_server.shared_vector import (
+from distbelief.parameter_server.slices import (
     N_PUSH_BUFFERS,
+    NOTHING,
+    IndexRanges,
+    ShardSlice,
     push_buffer_bytes,
     push_buffer_views,
 )
-from distbelief.parameter_server.slices import NOTHING, IndexRanges, ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import Message, PrimaryChanged, SessionRecord, push_fetch as pf
+from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf
 from distbelief.roles.role import Action, Address, Received, Send
+
+
+# --- staleness ---
+
+_N_KEPT: Final = 4096
+"""Recent pushes; an older one counts as overlapping."""
+
+_N_KNOWN_MAX: Final = 1 << 14
+
+
+@final
+class PartialStaleness:
+    """Staleness of pushes that cover a part of the shard.
+
+    A push is as stale as the number of pushes that its own elements received since the fetch. The
+    ranks of a partitioned replica push disjoint parts, so the clock rises once per rank while each
+    element receives one push. Counting overlaps gives the same staleness on one rank or several.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
+        self._in_parts = False  # whether any push was not of everything
+        self._known: dict[tuple[bytes, bytes], bool] = {}
+
+    def add(self, shard_slice: ShardSlice, *, clock: int) -> None:
+        self._in_parts |= shard_slice.ranges is not None
+        self._recent.append((clock, shard_slice))
+
+    def since(self, shard_slice: ShardSlice, *, fetched_clock: int, clock: int) -> int:
+        """Return how many pushes these elements received between two clocks."""
+        n_pushes = clock - fetched_clock
+        # As long as every push covers everything, the clock is exact.
+        if not self._in_parts or n_pushes <= 0:
+            return n_pushes
+        for applied_at, other in reversed(self._recent):
+            if applied_at < fetched_clock:
+                break
+            n_pushes -= not self._overlap(shard_slice, other)
+        return n_pushes
+
+    def _overlap(self, one: ShardSlice, other: ShardSlice) -> bool:
+        if one.key == other.key or one.ranges is None or other.ranges is None:
+            return True
+        keys = (one.key, other.key)
+        if keys not in self._known:
+            if len(self._known) >= _N_KNOWN_MAX:
+                self._known.clear()
+            self._known[keys] = one.ranges.overlaps(other.ranges)
+        return self._known[keys]
 
 
 # --- one client ---
@@ -85,14 +136,7 @@ class Session:
 
     @property
     def record(self) -> SessionRecord:
-        return SessionRecord(
-            name=self.name,
-            incarnation=self.incarnation,
-            watermark=self.watermark,
-            applied=self.applied,
-            samples=self.samples,
-            staleness=self.staleness,
-        )
+        return msgspec.convert(self, SessionRecord, from_attributes=True)
 
     @property
     def confirmed(self) -> int:
@@ -150,11 +194,6 @@ class Session:
             self.n_unconfirmed += 1
         else:
             self.confirmed_staleness = staleness
-
-    def confirm(self, *, staleness: int) -> None:
-        assert self.n_unconfirmed > 0, self
-        self.n_unconfirmed -= 1
-        self.confirmed_staleness = staleness
 
     def _push_buffer_of(self, sequence: int) -> PushBuffer:
         if not self.push_buffers:
@@ -218,9 +257,6 @@ class Sessions:
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
         self._clients = {client.name: client for client in map(Session.of, clients)}
-
-    def all(self) -> tuple[Session, ...]:
-        return tuple(self._clients.values())
 
     def records(self) -> tuple[SessionRecord, ...]:
         return tuple(client.record for client in self._clients.values())
@@ -293,10 +329,7 @@ class Sessions:
     def admit(
         self, name: Address, incarnation: int, request: pf.OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
-        """Open a session, with push buffers in memory named `region`... if the client pushes.
-
-        Return it, and a warning if shared memory could not be created.
-        """
+        """Open a session; return it, and a warning if shared memory could not be created."""
         client = self._clients.get(name)
         # Make room: the oldest absent client becomes unknown.
         if client is None and self._is_full and self._oldest_gone is not None:
@@ -461,11 +494,9 @@ class Sessions:
         return None
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
-        """Finish the push in progress: acknowledge it, unless the backup does not have it yet.
+        """Finish the push in progress: acknowledge it, unless it is `held` for the backup.
 
-        Args:
-            held: Whether the client must not know yet.
-            staged: Whether it is a chunk gradient, which does not raise the clock.
+        A `staged` push is a chunk gradient, which does not raise the clock.
         """
         assert self.applying is not None
         applied, self.applying = self.applying, None
@@ -482,7 +513,9 @@ class Sessions:
 
     def confirm(self, client: Session, *, staleness: int) -> Action:
         """Acknowledge the oldest push that waited for the backup."""
-        client.confirm(staleness=staleness)
+        assert client.n_unconfirmed > 0, client
+        client.n_unconfirmed -= 1
+        client.confirmed_staleness = staleness
         return self._push_applied(client)
 
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:
@@ -509,16 +542,17 @@ class Sessions:
             parameters_region=client.parameters_region,
             push_buffers_region=client.region,
         )
-        return _to(client.name, opened)
+        return Send(receiver=client.name, message=opened)
 
     def primary_changed(self, receiver: Address) -> Send:
         """Tell a client of the former primary that this copy serves it now."""
-        return _to(receiver, PrimaryChanged(shard_incarnation=self.incarnation))
+        changed = PrimaryChanged(shard_incarnation=self.incarnation)
+        return Send(receiver=receiver, message=changed)
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
         """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""
         text = f"shard {self._config.index}, incarnation {self.incarnation}: {reason}"
-        return _to(receiver, pf.SessionRefused(reason=text, for_good=for_good))
+        return Send(receiver=receiver, message=pf.SessionRefused(reason=text, for_good=for_good))
 
     def _push_applied(self, client: Session) -> Send:
         applied = pf.PushApplied(
@@ -527,14 +561,10 @@ class Sessions:
             clock=self._values.clock,
             staleness=client.confirmed_staleness,
         )
-        return _to(client.name, applied)
+        return Send(receiver=client.name, message=applied)
 
     def _block_ack(self, client: Session, sequence: int, received: int) -> Send:
         ack = pf.PushBlockAck(
             sequence=sequence, shard_incarnation=self.incarnation, received=received
         )
-        return _to(client.name, ack)
-
-
-def _to(receiver: Address, message: Message) -> Send:
-    return Send(receiver=receiver, message=message)
+        return Send(receiver=client.name, message=ack)

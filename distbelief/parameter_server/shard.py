@@ -68,8 +68,7 @@ __all__ = ["Shard", "ShardConfig"]
 
 ClientMessage = pf.Fetch | pf.FetchAck | pf.PushBlock | pf.Push
 FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | pf.PushBlock
-FromBackup = rp.StateAck | pf.PushApplied | pf.PushBlockAck
-ReplicationMessage = rp.Promote | FromPrimary | FromBackup
+ReplicationMessage = rp.Promote | FromPrimary | rp.StateAck | pf.PushApplied | pf.PushBlockAck
 ShardMessage = (
     pf.OpenSession | ClientMessage | ReplicationMessage | ShardCommand | SaveCheckpoint | Stop
 )
@@ -115,7 +114,7 @@ class Shard:
         self._name = config.name
         self._memory = memory
         self._initialise = initialise
-        self._values = ShardStore(config.identity, memory=memory)
+        self._values = ShardStore(config, memory=memory)
         self._sessions = Sessions(config, self._values, memory=memory)
         self._versions = PinnedVersions(config, self._values, self._sessions, memory=memory)
         self._commands = CommandExecutor(config, self._values)
@@ -124,6 +123,7 @@ class Shard:
         self._serves = False  # clients
         # Replication.
         self._incarnation = 0
+        self._region = ""  # prefix of the names of its memory
         self._primary = Primary(self._values, self._sessions)
         self._backup: Backup | None = None  # None once this copy is the primary
         if config.is_replicated:
@@ -200,9 +200,10 @@ class Shard:
         if event.unrestored is not None and is_primary:
             raise StorageError(event.unrestored)
         self._incarnation, self._unrestored = event.incarnation, event.unrestored
+        self._region = f"{self._name}.{event.incarnation}"
         if is_primary:
             self._sessions.incarnation = event.incarnation
-        why_not = self._values.publish(self._region("values"), incarnation=event.incarnation)
+        why_not = self._values.publish(f"{self._region}.values")
         restored, restore_vectors = self._commands.restore_work(event.restored)
         initialise, cost = self._values.initialise_work(
             restored, self._initialise, incarnation=event.incarnation if is_primary else None
@@ -219,9 +220,6 @@ class Shard:
             text = f"clients on this host fetch by messages, not shared memory: {why_not}"
             actions.append(Report(text=text, level="warning"))
         return actions
-
-    def _region(self, what: str) -> str:
-        return f"{self._name}.{self._incarnation}.{what}"
 
     def _initialised(self, state: ShardState) -> list[Action]:
         self._values.initialised(state)
@@ -313,7 +311,7 @@ class Shard:
             return [sessions.refuse(sender, "busy; the session opens later")]
         before = sessions.get(sender)
         client, warning = sessions.admit(
-            sender, event.incarnation, request, region=self._region("slots")
+            sender, event.incarnation, request, region=f"{self._region}.slots"
         )
         if client is not before:
             self._versions.end(sender)  # of its former incarnation
@@ -429,15 +427,22 @@ class Shard:
         match message:
             # A message for a former incarnation of this copy, delayed in the network.
             case rp.Promote() | rp.StartSync() if message.receiver_incarnation != self._incarnation:
-                return []
+                actions = []
             case rp.Promote():
-                return self._promote(message, now)
+                actions = self._promote(message, now)
             case rp.StartSync() | rp.StateBlock() | rp.ReplicatePush() | pf.PushBlock():
-                return self._from_primary(event.sender, message)
-            case rp.StateAck() | pf.PushApplied() | pf.PushBlockAck():
-                return self._from_backup(event, message, now)
+                actions = self._from_primary(event.sender, message)
+            case _ if self._backup is not None:
+                actions = []  # an answer meant for an earlier incarnation
+            case rp.StateAck():
+                actions = self._primary.state_acked(event, message, now)
+            case pf.PushBlockAck():
+                actions = self._primary.blocks_acked(event, message, now)
+            case pf.PushApplied():
+                actions = self._primary.push_acked(event, message, now) + self._answer_deferred()
             case _:
                 assert_never(message)
+        return actions
 
     def _promote(self, promote: rp.Promote, now: Seconds) -> list[Action]:
         backup = self._backup
@@ -474,21 +479,6 @@ class Shard:
                 return backup.replicate(sender, message)
             case pf.PushBlock():
                 return backup.take_block(sender, message)
-            case _:
-                assert_never(message)
-
-    def _from_backup(self, event: Received, message: FromBackup, now: Seconds) -> list[Action]:
-        if self._backup is not None:
-            return []  # meant for an earlier incarnation
-        match message:
-            case rp.StateAck():
-                self._primary.state_acked(event, message, now)
-                return []
-            case pf.PushBlockAck():
-                return self._primary.blocks_acked(event, message, now)
-            case pf.PushApplied():
-                actions = self._primary.push_acked(event, message, now)
-                return [*actions, *self._answer_deferred()]
             case _:
                 assert_never(message)
 
@@ -552,6 +542,8 @@ class Shard:
 
     def _next_as_primary(self, now: Seconds, *, is_stopping: bool) -> list[Action]:
         commands, saves = self._commands, self._saves
+        if self._versions.copying is not None and not is_stopping:
+            return self._begin_copy()  # the next piece, before anything changes the values
         if not is_stopping and (commands.waiting or commands.running):
             self._work = _Work.COMMAND
             return [commands.begin_next(self._snapshot)]
@@ -611,7 +603,7 @@ class Shard:
     def _begin_copy(self) -> list[Action]:
         self._work = _Work.COPY
         self._copied_last = True
-        work, cost = self._values.copy_work(self._versions.begin_copy())
+        work, cost = self._versions.copy_work()
         return [Compute(name="copy", work=work, cost=cost)]
 
     def _computed(self, event: Computed, now: Seconds) -> list[Action]:
@@ -636,7 +628,8 @@ class Shard:
             case _Work.COMMAND:
                 return self._commands.computed(event)
             case _Work.COPY:
-                return self._versions.end_copy(now)
+                assert isinstance(event.result, int), event.result
+                return self._versions.copied(event.result, now)
             case _Work.SAVE | None:
                 raise AssertionError(f"unexpected result of {event.name} during {work}")
             case _:
@@ -661,7 +654,7 @@ class Shard:
             clients=self._sessions.records(),
             steps=self._values.steps,
         )
-        return take(label, state, identity=self._config.identity)
+        return take(label, state, config=self._config)
 
     def _persisted(self, event: Persisted) -> list[Action]:
         work, self._work = self._work, None

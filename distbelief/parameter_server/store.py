@@ -20,12 +20,13 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore
+from distbelief.parameter_server.checkpoint import ShardState, restore
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.optimizers import State, StepCounts
-from distbelief.parameter_server.shared_vector import SeqlockVector
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
+    SeqlockVector,
     ShardSlice,
     SliceTable,
     padded,
@@ -58,15 +59,10 @@ pushed vector: the first of them, if contiguous."""
 
 @final
 class SliceUpdate:
-    """How to apply pushes of some ranges; made once for many pushes.
-
-    Args:
-        target: The ranges of the shard's vectors.
-        source: Where they are in the pushed vector, in the same order.
-    """
+    """How to apply pushes of some ranges; made once for many pushes."""
 
     def __init__(self, target: IndexRanges, source: IndexRanges) -> None:
-        self.target = target
+        self.target = target  # of the shard's vectors; `source` in the pushed one, in this order
         self._pieces = tuple(_pieces(target, source))
         copied = [n for n, place, _ in self._pieces if isinstance(place, RangeCopier)]
         self._n_copied_max = max(copied, default=0)
@@ -181,9 +177,9 @@ class ShardStore:
     decay elsewhere. The clock of the update rule is counted per element (`StepCounts`).
     """
 
-    def __init__(self, identity: ShardIdentity, *, memory: Memory) -> None:
-        layout, index = identity.layout, identity.index
-        self._identity = identity
+    def __init__(self, config: ShardConfig, *, memory: Memory) -> None:
+        layout, index = config.layout, config.index
+        self._config = config
         self._memory = memory
         self._n_elements = layout.shard_size(index)
         self._n_gradient = layout.n_gradient(index)
@@ -207,23 +203,18 @@ class ShardStore:
     def vector(self) -> Vector:
         return self._published.values
 
-    def publish(self, region: str, *, incarnation: int) -> str | None:
+    def publish(self, region: str) -> str | None:
         """Create the memory for the values; return why it cannot be shared, if that is an error."""
         n_elements, dtype, why_not = self._n_elements, self._dtype, None
         if self._memory.host:
             try:
                 self._published = SeqlockVector.create(
-                    self._memory,
-                    region,
-                    n_elements=n_elements,
-                    dtype=dtype,
-                    incarnation=incarnation,
+                    self._memory, region, n_elements=n_elements, dtype=dtype
                 )
             except StorageError as error:
                 why_not = str(error)
-            else:
-                return None
-        self._published = SeqlockVector.private(n_elements=n_elements, dtype=dtype)
+        if not self._published.name:  # it is not shared
+            self._published = SeqlockVector.private(n_elements=n_elements, dtype=dtype)
         return why_not
 
     def initialise_work(
@@ -231,36 +222,30 @@ class ShardStore:
         restored: Snapshot | None,
         initialise: Callable[[], Vector],
         *,
-        incarnation: int | None,
+        incarnation: int | None,  # of the shard; None if it is not known yet
     ) -> tuple[Callable[[], ShardState], Cost]:
         """Return the work that fills the values, and its cost.
 
-        Args:
-            restored: Snapshot to restore, if any.
-            initialise: Returns the initial values.
-            incarnation: Of the shard; None if it is not known yet.
-
-        The work raises:
-            StorageError: The snapshot cannot be restored.
-            LocalProtocolError: The initial values have another size.
+        The work raises StorageError if the snapshot cannot be restored, and LocalProtocolError if
+        the initial values have another size.
         """
-        identity, vector = self._identity, self.vector
+        config, vector = self._config, self.vector
 
         def work() -> ShardState:
             if restored is not None:
-                state = restore(restored, identity=identity, incarnation=incarnation)
+                state = restore(restored, config=config, incarnation=incarnation)
             else:
                 state = ShardState(
                     incarnation=incarnation or 0,
                     clock=0,
                     values=initialise(),
-                    state=identity.rule.state(self._n_gradient, self._dtype),
+                    state=config.rule.state(self._n_gradient, self._dtype),
                     clients=(),
                     steps=StepCounts(),
                 )
             if state.values.shape != vector.shape:
                 raise LocalProtocolError(
-                    f"initial values of shard {identity.index} have shape "
+                    f"initial values of shard {config.index} have shape "
                     f"{state.values.shape}, not {vector.shape}"
                 )
             vector[:] = state.values
@@ -311,29 +296,22 @@ class ShardStore:
         if shard_slice.ranges is not None:
             return "its client holds parts of tensors, so its pushes must change all of them"
         touched = self.slice_table.get(touches)
-        return self.steps.register(touched) if self._identity.rule.needs_clock else None
+        return self.steps.register(touched) if self._config.rule.needs_clock else None
 
     def begin_push(
         self,
-        pushed: Vector,
+        pushed: Vector,  # (n_elements,) of the client's part: gradient, then buffers
         *,
-        n_clients: int,
-        shard_slice: ShardSlice | None = None,
-        touched: ShardSlice | None = None,
+        n_clients: int,  # over which buffers are averaged
+        shard_slice: ShardSlice | None = None,  # the client's part; None: everything
+        touched: ShardSlice | None = None,  # what the push changes; None: all of the part
     ) -> tuple[Callable[[], None], Cost]:
-        """Return the work that applies a push, and its cost.
-
-        Args:
-            pushed: (n_elements,) of the client's part: gradient of the parameters, then buffers.
-            n_clients: Number of clients over which buffers are averaged.
-            shard_slice: The client's part; by default everything.
-            touched: What the push changes; by default all of the client's part.
-        """
+        """Return the work that applies a push, and its cost."""
         if self._n_held is None:
             self._published.begin()
         shard_slice = shard_slice or self.slice_table.whole
         touched = touched or shard_slice
-        rule, values = self._identity.rule, self.vector
+        rule, values = self._config.rule, self.vector
         self._pushed_slice = touched if rule.needs_clock else shard_slice
         n_here = self._state_blocks.n_elements(self.n_held)
         n = min(self._n_gradient, n_here)
@@ -387,10 +365,6 @@ class ShardStore:
 
     def begin_replace(self) -> None:
         self._published.begin()
-
-    def copy_work(self, out: Vector) -> tuple[Callable[[], None], Cost]:
-        values = self.vector
-        return partial(np.copyto, out, values), Cost(n_bytes=2.0 * values.nbytes)
 
 
 def _average(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> None:

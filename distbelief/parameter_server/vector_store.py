@@ -41,11 +41,6 @@ class VectorStore:
 
     Sums run in float64: dot products of float32 vectors would overflow at 1e19 and cost L-BFGS
     four digits of its direction. Results are computed in float64 and rounded once.
-
-    Args:
-        layout: Layout of the parameters.
-        k: Index of this shard.
-        n_vectors_max: Limit of the vectors that a coordinator may create.
     """
 
     def __init__(self, layout: Layout, k: int, *, n_vectors_max: int = 64) -> None:
@@ -65,11 +60,12 @@ class VectorStore:
     def names(self) -> tuple[VectorName, ...]:
         return tuple(sorted(self._vectors))
 
-    def vector(self, name: VectorName) -> Vector:
+    def vector(self, name: VectorName) -> Reals:
         """Return the vector of this name for writing; zeros if it is new."""
         if name not in self._vectors:
             self._check_count(1 + len(self._vectors))
-        return self._target(name)
+            self._vectors[name] = np.zeros(self._n, self._dtype)
+        return self._real(name)
 
     def export(self, names: Sequence[VectorName] | None = None) -> dict[str, Vector]:
         """Return the vectors of these names that exist, or all, sharing their memory."""
@@ -141,11 +137,11 @@ class VectorStore:
         """Execute one command; return what it measures."""
         match command:
             case vc.Copy(target=target, x=x):
-                np.copyto(self._target(target), self._real(x))
+                np.copyto(self.vector(target), self._real(x))
             case vc.Fill(target=target, a=a):
-                self._fill(self._target(target), a)
+                self._fill(self.vector(target), a)
             case vc.Multiply(target=target, x=x):
-                self._target(target)[:] *= self._real(x)
+                self.vector(target)[:] *= self._real(x)
             case vc.Scale(target=target, a=a):
                 self._combine(target, (Term(a, target),))
             case vc.Axpy(target=target, a=a, x=x):
@@ -173,7 +169,7 @@ class VectorStore:
 
     def _combine(self, target: VectorName, terms: Sequence[Term]) -> None:
         xs = [self._real(term.x) for term in terms]
-        out = self._target(target)
+        out = self.vector(target)
         weights = [term.a for term in terms]
         if weights == [1.0, -1.0]:
             np.subtract(xs[0], xs[1], out=out)  # the same bits as in float64, rounded
@@ -196,7 +192,7 @@ class VectorStore:
         function = _FUNCTIONS[command.function]
         x = self._real(command.x)
         y = x if command.y is None else self._real(command.y)
-        out = self._target(command.target)
+        out = self.vector(command.target)
         for piece in _pieces(self._n):
             pair = x[piece].astype(np.float64), y[piece].astype(np.float64)
             out[piece] = function(*pair, command.a)
@@ -250,11 +246,6 @@ class VectorStore:
     def _real(self, name: VectorName) -> Reals:
         # The layout has real types only, and dtypes do not narrow an array's type.
         return cast("Reals", self._vectors[name])
-
-    def _target(self, name: VectorName) -> Reals:
-        if name not in self._vectors:
-            self._vectors[name] = np.zeros(self._n, self._dtype)
-        return self._real(name)
 
 
 @final

@@ -34,7 +34,7 @@ from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
 from distbelief.partition import report
 from distbelief.partition.plan_picture import draw_plan
-from distbelief.partition.planner import Planned, plan as make_plans, planning_request
+from distbelief.partition.planner import Planned, Request, plan as make_plans, planning_request
 from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.chrome_trace import chrome_trace
 from distbelief.program.cluster import Cluster
@@ -93,22 +93,22 @@ def counts_of(machines: object) -> list[int]:
 
 
 def _check_types(
-    *, model: object, loss: object, cluster: object, pins: object, flags: Mapping[str, object]
+    *, model: object, loss: object, cluster: object, pins: object, exactly: object, profile: object
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise _wrong("model", model, "give a torch.nn.Module, which may be on the meta device")
-    if not isinstance(loss, str):
-        raise _wrong("loss", loss, "give its name, such as 'cross_entropy', or '' for none")
-    if not isinstance(cluster, str | Path | Cluster):
-        fix = "give a name, such as 'rack-10g', the path of a file, or a Cluster"
-        raise _wrong("cluster", cluster, fix)
+    a_flag, a_cluster = "give True or False", "a name, such as 'rack-10g', the path of a file"
+    for name, value, kind, fix in (
+        ("model", model, nn.Module, "give a torch.nn.Module, which may be on the meta device"),
+        ("loss", loss, str, "give its name, such as 'cross_entropy', or '' for none"),
+        ("cluster", cluster, (str, Path, Cluster), f"give {a_cluster}, or a Cluster"),
+        ("exactly", exactly, bool, a_flag),
+        ("profile", profile, bool, a_flag),
+    ):
+        if not isinstance(value, kind):
+            raise _wrong(name, value, fix)
     if not isinstance(pins, Mapping) or not all(
         isinstance(word, str) for pair in pins.items() for word in pair
     ):
         raise _wrong("pins", pins, "give a split per layer, such as {'conv1': 'grid:3x3'}")
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise _wrong(name, flag, "give True or False")
 
 
 def _wrong(name: str, value: object, fix: str) -> GraphError:
@@ -123,21 +123,13 @@ WIDTH: Final = 130  # characters of a line without a terminal
 
 
 @final
+@dataclass(frozen=True)
 class PlanningResult:
-    """Plans for several numbers of machines, in ascending order.
+    """Plans for several numbers of machines, in ascending order."""
 
-    Args:
-        request: The planning request.
-        planned: The plans.
-        skipped: Numbers of machines for which pins allow no plan.
-    """
-
-    def __init__(
-        self, request: PlanningRequest, planned: Sequence[Planned], *, skipped: Sequence[int] = ()
-    ) -> None:
-        self.request = request
-        self.planned = tuple(planned)
-        self._skipped = skipped
+    request: PlanningRequest
+    planned: Sequence[Planned]
+    skipped: Sequence[int] = ()  # numbers of machines for which pins allow no plan
 
     @property
     def fits(self) -> bool:
@@ -146,8 +138,8 @@ class PlanningResult:
     @property
     def remarks(self) -> list[str]:
         remarks = report.remarks(self.planned, self.request)
-        if self._skipped:
-            counts = ", ".join(map(str, self._skipped))
+        if self.skipped:
+            counts = ", ".join(map(str, self.skipped))
             remarks.insert(0, f"{counts} machines: left out, a pin needs more")
         return remarks
 
@@ -272,22 +264,23 @@ def plan(
         GraphError: the model cannot be captured, a pin is impossible, or the cluster has fewer
             machines.
     """
-    flags = {"exactly": exactly, "profile": profile}
-    _check_types(model=model, loss=loss, cluster=cluster, pins=pins or {}, flags=flags)
-    examples, counts = examples_of(example), counts_of(machines)
-    request = planning_request(
-        model,
-        [spec_of(x) for x in examples],
-        name=type(model).__name__,
+    pins = pins or {}
+    _check_types(
+        model=model, loss=loss, cluster=cluster, pins=pins, exactly=exactly, profile=profile
+    )
+    examples = examples_of(example)
+    asked = Request(
+        model=type(model).__name__,
+        inputs=[spec_of(x) for x in examples],
         batch=len(examples[0]),
         loss=loss,
-        counts=counts,
+        counts=counts_of(machines),
         cluster=cluster,
-        pins=pins or {},
+        pins=pins,
         exactly=exactly,
         profile=profile,
     )
-    return planning_result(request, counts)
+    return planning_result(planning_request(model, asked), asked.counts)
 
 
 def planning_result(
@@ -296,35 +289,12 @@ def planning_result(
     """Plan for each number of machines, ascending."""
     planned = make_plans(request, counts, notify=notify)
     skipped = sorted(set(counts) - {each.n_machines for each in planned})  # pins need more machines
-    return PlanningResult(request, planned, skipped=skipped)
+    return PlanningResult(request, tuple(planned), skipped)
 
 
 # --- `distbelief partition` ---
 
-DEFAULT_CLUSTER: Final = "rack-10g"
-
 _PRINT_EVERY_SECONDS: Final = 2.0
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The arguments of `distbelief partition`."""
-
-    model: str  # import path of the function that makes the model
-    inputs: Sequence[InputSpec]
-    batch: int  # samples of a step
-    loss: str  # name; "" to plan inference
-    counts: Sequence[int]  # numbers of machines
-    cluster: str = DEFAULT_CLUSTER  # name, path, or "here": machines like this one
-    pins: Mapping[str, str]  # by layer
-    exactly: bool = False  # use all machines of each count
-    profile: bool = False  # measure layers on this machine, for other clusters too
-    explain: Sequence[str] = ()  # layers
-    out: Path | None = None  # plan file for the most machines
-    picture: Path | None = None
-    timeline: Path | None = None  # its Chrome trace
-    as_json: bool = False  # JSON instead of tables
 
 
 class Trial(Protocol):
@@ -339,16 +309,26 @@ class Trial(Protocol):
 
 
 def run(
-    request: Request,
+    asked: Request,
     make: Callable[[], object],
     *,
+    explain: Sequence[str] = (),
+    out: Path | None = None,
+    picture: Path | None = None,
+    timeline: Path | None = None,
+    as_json: bool = False,
     verify: Callable[[PlanningResult, Callable[[str], None]], Trial] | None = None,
 ) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
     Args:
-        request: The arguments of the command.
+        asked: What to plan.
         make: Makes the model; called on the meta device, so that it takes no memory.
+        explain: Layers whose candidates are shown.
+        out: The file of the plan for the most machines.
+        picture: Its picture.
+        timeline: Its Chrome trace.
+        as_json: Print JSON instead of tables.
         verify: Runs that plan, and tells what it is doing; if its result is wrong, the plan does
             not fit.
 
@@ -356,38 +336,27 @@ def run(
         GraphError: the model cannot be captured, a pin is impossible, or a count is too high.
         StorageError: a file cannot be written.
     """
-    console = _console(stderr=request.as_json)
+    console = _console(stderr=as_json)
     # Wrong paths and layers are reported now, not after minutes of planning.
-    for path in (request.out, request.picture, request.timeline):
+    for path in (out, picture, timeline):
         if path is not None and path.is_dir():
             raise GraphError(f"{path} is a directory: name a file in it")
         if path is not None and not path.parent.is_dir():
             raise GraphError(f"{path}: there is no directory {path.parent}: create it first")
-    with console.status("capturing the model") as status:
-        planning = planning_request(
-            _made(request, make),
-            request.inputs,
-            name=request.model,
-            batch=request.batch,
-            loss=request.loss,
-            counts=request.counts,
-            cluster=request.cluster,
-            pins=request.pins,
-            exactly=request.exactly,
-            profile=request.profile,
-            notify=lambda what: status.update(escape(what)),
-        )
-    for layer in request.explain:
-        report.check_layer(planning.graph, layer)
-    with console.status("planning") as status:
+    with console.status("") as status:
         notify = _progress_line(console, status)
-        result = planning_result(planning, request.counts, notify=notify)
-    explained = [result.explain(layer) for layer in request.explain]
-    trial: Trial | None = None
-    if verify is not None:
-        with console.status("running the plan") as status:
-            trial = verify(result, lambda text: status.update(f"running the plan: {escape(text)}"))
-    if request.as_json:
+        notify("capturing the model")
+        planning = planning_request(_made(asked.model, make), asked, notify=notify)
+        for layer in explain:
+            report.check_layer(planning.graph, layer)
+        result = planning_result(
+            planning, asked.counts, notify=lambda what: notify(f"planning: {what}")
+        )
+        explained = [result.explain(layer) for layer in explain]
+        trial: Trial | None = None
+        if verify is not None:
+            trial = verify(result, lambda what: notify(f"running the plan: {what}"))
+    if as_json:
         tried = {} if trial is None else {"verified": trial.plain()}
         print(json.dumps({**result.plain(), **tried}))  # noqa: T201 -- the output of the command
     else:
@@ -396,12 +365,12 @@ def run(
             trial.show(console)
     for table in explained:
         console.print(table)
-    if request.out is not None:
-        result.save(request.out)
-    if request.timeline is not None:
-        result.trace(request.timeline)
-    if request.picture is not None:
-        result.draw(request.picture)
+    if out is not None:
+        result.save(out)
+    if timeline is not None:
+        result.trace(timeline)
+    if picture is not None:
+        result.draw(picture)
     return result.fits and (trial is None or trial.passed)
 
 
@@ -436,26 +405,26 @@ def _progress_line(console: Console, status: Status) -> Notify:
         nonlocal printed_at
         now = time.monotonic()
         if console.is_terminal:
-            status.update(escape(f"planning: {what}"))
+            status.update(escape(what))
         elif now - printed_at >= _PRINT_EVERY_SECONDS:
             printed_at = now
-            print(f"planning: {what}", file=sys.stderr)  # noqa: T201 -- progress
+            print(what, file=sys.stderr, flush=True)  # noqa: T201 -- progress
 
     return notify
 
 
-def _made(request: Request, make: Callable[[], object]) -> nn.Module:
+def _made(name: str, make: Callable[[], object]) -> nn.Module:
     try:
         with torch.device("meta"):
             model = make()
     except Exception as error:
         raise GraphError(
-            f"{request.model}() failed: {type(error).__name__}: {error}. It is called "
+            f"{name}() failed: {type(error).__name__}: {error}. It is called "
             "without arguments, on the meta device, where tensors have no values"
         ) from error
     if not isinstance(model, nn.Module):
         raise GraphError(
-            f"{request.model} returns a {type(model).__name__}: it must return a torch.nn.Module"
+            f"{name} returns a {type(model).__name__}: it must return a torch.nn.Module"
         )
     return model
 

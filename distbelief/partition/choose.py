@@ -12,6 +12,7 @@ model: it is captured on the meta device.
 from pathlib import Path
 from typing import Final
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError, LayerGraph
@@ -22,7 +23,6 @@ from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, he
 from distbelief.partition.report import lack
 from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
-from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan, load
 
@@ -94,20 +94,15 @@ def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
     count, batch = job.cluster.partitions, job.batch_size
     notify(f"planning for {count} machine{'' if count == 1 else 's'}")
     cluster = _cluster(job, count)
-    single = single_sample(graph)
-
-    def costs_for(n_samples: int) -> AnalyticCosts:
-        return AnalyticCosts(cluster, batch=n_samples, single=single)
-
     request = PlanningRequest(
         graph=graph,
         model=job.model.factory,
         loss=job.loss,
         cluster=cluster,
         batch=batch,
-        costs=costs_for(batch),
+        costs=AnalyticCosts(cluster, batch=batch, single=single_sample(graph)),
+        micro_batches=True,
         pins=pins(job.cluster.pins),
-        costs_for=costs_for,
         exactly=True,
         solver_seconds=SOLVER_SECONDS,
     )

@@ -2,11 +2,11 @@
 
 AnalyticCosts       a roofline with the figures of the cluster (Williams et al. 2009)
 ProfiledCosts       times measured on this host, scaled to other machines
-MicroBatchScaling   measured times, scaled to fewer samples
+MicroBatchCosts     measured times, scaled to fewer samples
 Variance            quantiles of a step, because machines vary
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import msgspec
@@ -19,8 +19,8 @@ from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.instructions import rule_of, work_of
-from distbelief.program.step_cost import Costs, Passes, StepCost
+from distbelief.program.step_cost import Passes, StepCost
+from distbelief.program.tasks import rule_of, work_of
 
 
 # --- by arithmetic ---
@@ -82,12 +82,16 @@ class AnalyticCosts:
         self, cluster: Cluster, *, batch: int, single: frozenset[str] = frozenset()
     ) -> None:
         self.batch = batch
+        self._cluster = cluster
         self._machines = cluster.machines
         # Equal machines share the index of the first: it is a quicker key than the machine.
         self._first = [cluster.machines.index(machine) for machine in cluster.machines]
         self._single = single
         self._signatures = Signatures()
         self._known: dict[tuple[Signature, int, bool, bool], dict[Region, Passes]] = {}
+
+    def with_batch(self, n_samples: int) -> "AnalyticCosts":
+        return AnalyticCosts(self._cluster, batch=n_samples, single=self._single)
 
     def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
@@ -188,53 +192,7 @@ class Variance:
         return self._drawn[key]
 
 
-# --- micro-batches ---
-#
-# Only whole layers are measured with fewer samples: measuring every slice again would take minutes.
-# Their share of the batch's time holds for slices too.
-
-# Takes a layer and a number of samples; returns (forward, backward), None if not measured.
-Shares = Callable[[Layer, int], tuple[float, float] | None]
-
-
-@final
-class MicroBatchScaling:
-    """Costs with fewer samples than were measured.
-
-    Args:
-        measured: Costs of the batch.
-        batch: By arithmetic, of the batch.
-        part: By arithmetic, of the micro-batch.
-        shares: Measured share of the batch's time for this number of samples, or None.
-    """
-
-    def __init__(
-        self,
-        measured: Costs,
-        *,
-        batch: AnalyticCosts,
-        part: AnalyticCosts,
-        shares: Shares = lambda _layer, _n_samples: None,
-    ) -> None:
-        self._measured = measured
-        self._batch = batch
-        self._part = part
-        self._shares = shares
-
-    def passes(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> Passes:
-        measured, batch, part = (
-            costs.passes(layer, region, machine, partial=partial)
-            for costs in (self._measured, self._batch, self._part)
-        )
-        shares = self._shares(layer, self._part.batch)
-        if shares is not None:
-            return Passes(measured.forward * shares[0], measured.backward * shares[1])
-        # A layer that takes twice as long as by arithmetic does so with fewer samples too:
-        # arithmetic gives the share of fewer samples, the measurement the factor.
-        times = zip(measured, part, batch, strict=True)
-        return Passes(*(taken * fewer / whole if whole else taken for taken, fewer, whole in times))
+# --- measured ---
 
 
 @final
@@ -260,7 +218,7 @@ class ProfiledCosts:
         self.profile = profile
         self.slower = slower
         self.is_absolute = host is None
-        self._machines = machines
+        self.machines = machines
         self._host = host
         self._signatures = Signatures()
         self._digests: dict[Signature, str] = {}
@@ -271,7 +229,7 @@ class ProfiledCosts:
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> Passes:
         if not self.knows(layer) or not region.n_elements:
-            return self._machines.passes(layer, region, machine, partial=partial)
+            return self.machines.passes(layer, region, machine, partial=partial)
         key = (self._signatures.of(layer), region, machine, partial)
         if key not in self._known:
             taken = self._scaled(layer, region, machine, partial=partial)
@@ -285,20 +243,23 @@ class ProfiledCosts:
             self._known[key] = taken
         return self._known[key]
 
+    def with_batch(self, n_samples: int) -> "MicroBatchCosts":
+        return MicroBatchCosts(self, self.machines.with_batch(n_samples))
+
     def knows(self, layer: Layer) -> bool:
         return WHOLE in self._slices(layer)
 
     def shares(self, layer: Layer, n_samples: int) -> tuple[float, float] | None:
         """Return the measured shares of the batch's time for this number of samples."""
         slices = self._slices(layer).get(SAMPLES)
-        return None if slices is None else _shares(slices, n_samples, self._machines.batch)
+        return None if slices is None else _shares(slices, n_samples, self.machines.batch)
 
     def _scaled(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> Passes:
         # The measured times, as they would be on that machine.
         measured = self._measured(layer, region, partial=partial)
         if self._host is None:
             return measured
-        there = self._machines.passes(layer, region, machine, partial=partial)
+        there = self.machines.passes(layer, region, machine, partial=partial)
         here = self._host.passes(layer, region, 0, partial=partial)
         times = zip(measured, there, here, strict=True)
         return Passes(*(taken * (t / max(h, 1e-300)) for taken, t, h in times))
@@ -320,7 +281,7 @@ class ProfiledCosts:
     def _slices(self, layer: Layer) -> Mapping[str, Slices]:
         signature = self._signatures.of(layer)
         if signature not in self._digests:
-            self._digests[signature] = digest(signature, batch=self._machines.batch)
+            self._digests[signature] = digest(signature, batch=self.machines.batch)
         return self.profile.layers.get(self._digests[signature], {})
 
     def _summed(self, layer: Layer) -> tuple[int, ...]:
@@ -328,6 +289,34 @@ class ProfiledCosts:
         if signature not in self._summed_dims:
             self._summed_dims[signature] = summed_dims(layer)[:1]
         return self._summed_dims[signature]
+
+
+@final
+class MicroBatchCosts:
+    """Costs with fewer samples than were measured.
+
+    Only whole layers are measured with fewer samples: measuring every slice again would take
+    minutes. Their share of the batch's time holds for slices too.
+    """
+
+    def __init__(self, measured: ProfiledCosts, part: AnalyticCosts) -> None:
+        self._measured = measured
+        self._part = part
+
+    def passes(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> Passes:
+        taken, batch, part = (
+            costs.passes(layer, region, machine, partial=partial)
+            for costs in (self._measured, self._measured.machines, self._part)
+        )
+        shares = self._measured.shares(layer, self._part.batch)
+        if shares is not None:
+            return Passes(taken.forward * shares[0], taken.backward * shares[1])
+        # A layer that takes twice as long as by arithmetic does so with fewer samples too:
+        # arithmetic gives the share of fewer samples, the measurement the factor.
+        times = zip(taken, part, batch, strict=True)
+        return Passes(*(t * fewer / whole if whole else t for t, fewer, whole in times))
 
 
 def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Final, Self, TypeVar, final
 
 import numpy as np
@@ -20,9 +21,9 @@ from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import index_bytes, with_gradient
-from distbelief.program.instructions import rule_of
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
+from distbelief.program.tasks import rule_of
 
 
 # --- replicated parameters ---
@@ -87,30 +88,6 @@ _N_BOXES_MAX: Final = 256  # readers' boxes handled together, so that they fit i
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Network:
-    """Bandwidths and delays between machines."""
-
-    rates: Floats  # bytes per second (machines, machines), or () if all are equal
-    latency: float  # seconds from the end of sending to arrival
-    overhead: float = 0.0  # seconds per message, in addition to its bytes
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Self:
-        bandwidths = np.array([machine.bandwidth for machine in cluster.machines])
-        rates = np.minimum.outer(bandwidths, bandwidths)
-        for ends in cluster.links:
-            low, high = map(int, ends.split("-"))
-            if max(low, high) < len(cluster):
-                rates[low, high] = rates[high, low] = cluster.rate(low, high)
-        if (rates == rates[0, 0]).all():
-            rates = rates[0, 0]
-        return cls(
-            rates=np.asarray(rates), latency=cluster.latency, overhead=cluster.message_overhead
-        )
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
     """The boxes that each machine owns, or needs, in each of several candidates.
 
@@ -129,7 +106,8 @@ class Boxes:
         intervals: list[tuple[tuple[int, int], ...]] = []
         for index, cells in enumerate(candidates):
             found = sorted(
-                ((m, region.intervals) for m, region in cells if region.n_elements), key=_machine
+                ((m, region.intervals) for m, region in cells if region.n_elements),
+                key=itemgetter(0),
             )
             rows += [(index, machine, 1.0) for machine, _ in found]
             intervals += [box for _, box in found]
@@ -157,7 +135,7 @@ class Boxes:
         )
 
 
-def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
+def transfer_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float) -> Floats:
     """Return the cost of one phase: (candidates of the owner, candidates of the reader).
 
         owned by machine  0        1        2
@@ -172,22 +150,18 @@ def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_eac
     result = np.empty((owned.n_candidates, needed.n_candidates))
     for first, last in _blocks(needed):
         part = needed.part(first, last)
-        result[:, first:last] = _phase(owned, part, network, bytes_each)
+        result[:, first:last] = _phase(owned, part, cluster, bytes_each)
     return result
 
 
-def own_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
+def own_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float) -> Floats:
     """Return the cost of one phase if both have the same candidate: (candidates,)."""
     assert owned.n_candidates == needed.n_candidates
-    result = np.empty(owned.n_candidates)
-    for index in range(owned.n_candidates):
-        one, other = owned.part(index, index + 1), needed.part(index, index + 1)
-        result[index] = _phase(one, other, network, bytes_each)[0, 0]
-    return result
-
-
-def _machine(cell: tuple[int, object]) -> int:
-    return cell[0]
+    pairs = [
+        (owned.part(index, index + 1), needed.part(index, index + 1))
+        for index in range(owned.n_candidates)
+    ]
+    return np.array([_phase(*pair, cluster, bytes_each)[0, 0] for pair in pairs])
 
 
 def _blocks(boxes: Boxes) -> Iterator[tuple[int, int]]:
@@ -202,25 +176,25 @@ def _blocks(boxes: Boxes) -> Iterator[tuple[int, int]]:
             first = index + 1
 
 
-def _phase(owned: Boxes, needed: Boxes, network: Network, bytes_each: float) -> Floats:
+def _phase(owned: Boxes, needed: Boxes, cluster: Cluster, bytes_each: float) -> Floats:
     shared = _overlaps(owned, needed)
     shared, sender, of_owner = _per_machine(shared, owned, axis=0)
     shared, receiver, of_reader = _per_machine(shared, needed, axis=1)
     # What a machine owns itself needs no message.
     shared[sender[:, np.newaxis] == receiver] = 0.0
-    rates = network.rates
+    rates = cluster.rates
     if rates.ndim:
         rates = rates[np.ix_(sender, receiver)]
     seconds = shared * (bytes_each / rates)
-    if network.overhead:
-        seconds += network.overhead * (shared > 0)
+    if cluster.message_overhead:
+        seconds += cluster.message_overhead * (shared > 0)
     sending = np.add.reduceat(seconds, of_reader, axis=1)
     receiving = np.add.reduceat(seconds, of_owner, axis=0)
     busiest = np.maximum(
         np.maximum.reduceat(sending, of_owner, axis=0),
         np.maximum.reduceat(receiving, of_reader, axis=1),
     )
-    return np.asarray(busiest + network.latency * (busiest > 0))
+    return np.asarray(busiest + cluster.latency * (busiest > 0))
 
 
 def _overlaps(owned: Boxes, needed: Boxes) -> Floats:
@@ -347,7 +321,6 @@ class Tables:
         self._graph = graph
         self._cluster = cluster
         self._costs = costs
-        self._network = Network.of(cluster)
         self._signatures = Signatures()
         self._bytes_each = index_bytes(graph, batch=batch)
         self._single = single_sample(graph)
@@ -438,7 +411,7 @@ class Tables:
                 Boxes.of(cells, n_dims=len(layer.shape))
                 for cells in (placed.writes, placed.combined)
             )
-            sent = own_seconds(written, combined, network=self._network, bytes_each=each)
+            sent = own_seconds(written, combined, cluster=self._cluster, bytes_each=each)
             return sent * (2 if backward else 1) + self._adding(placed, each)
 
         return _once(self._numbers, ("combining", placed, backward, each), compute)
@@ -482,7 +455,7 @@ class Tables:
         def compute() -> Floats:
             place = own_seconds if inside else transfer_seconds
             wanted = _once(self._boxes, reading, lambda: needed(reading, n_dims=n_dims))
-            return n_phases * place(owner.owned, wanted, network=self._network, bytes_each=each)
+            return n_phases * place(owner.owned, wanted, cluster=self._cluster, bytes_each=each)
 
         return _once(self._numbers, (owner, reading, n_phases, each, inside), compute)
 

@@ -4,16 +4,15 @@ Inputs are at the bottom, the loss is at the top; each strip is cut where the pl
 Beside it stand the bytes that cross to other machines.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from distbelief.core import files
 from distbelief.graph.graph import LayerGraph
@@ -91,29 +90,19 @@ def _height(placement: Placement) -> float:
 
 
 def _strip(axes: Axes, bottom: float, high: float, placement: Placement) -> None:
-    grid, dim = placement.grid, _upwards(placement)
-    n_up = grid[dim] if dim is not None else 1
-    n_across = math.prod(grid) // n_up
-    seen = [0] * n_up
-    width, height = 1.0 / n_across, high / n_up
-    stride = math.prod(grid[dim + 1 :]) if dim is not None else 1
-    for index, machine in enumerate(placement.machines):
-        up = 0 if dim is None else index // stride % n_up
-        left, low = seen[up] * width, bottom + high - (up + 1) * height  # row 0 on top
-        axes.add_patch(
-            Rectangle(
-                (left, low),
-                width,
-                height,
-                facecolor=colour(machine),
-                edgecolor="white",
-                linewidth=0.6 if n_across < 40 else 0.2,
-            )
-        )
-        if n_across <= 24 and height >= 0.3:
-            middle = (left + width / 2, low + height / 2)
+    machines, dim = np.reshape(placement.machines, placement.grid), _upwards(placement)
+    cells = machines.reshape(1, -1)
+    if dim is not None:
+        cells = np.moveaxis(machines, dim, 0).reshape(machines.shape[dim], -1)
+    n_up, n_across = cells.shape
+    lefts, tops = np.linspace(0, 1, n_across + 1), np.linspace(bottom + high, bottom, n_up + 1)
+    colours = np.array([[colour(machine) for machine in row] for row in cells.tolist()])
+    width = 0.6 if n_across < 40 else 0.2
+    axes.pcolormesh(lefts, tops, colours, edgecolors="white", linewidth=width)  # row 0 on top
+    if n_across <= 24 and high / n_up >= 0.3:
+        for (up, across), machine in np.ndenumerate(cells):
+            middle = (lefts[across : across + 2].mean(), tops[up : up + 2].mean())
             axes.text(*middle, str(machine), ha="center", va="center", size=5)
-        seen[up] += 1
 
 
 def colour(machine: int) -> tuple[float, float, float, float]:

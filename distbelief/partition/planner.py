@@ -11,7 +11,7 @@ with the best of all. Hence more machines are never estimated slower, and no bas
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
 
@@ -19,19 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import check_pins
-from distbelief.partition.cost_model import (
-    AnalyticCosts,
-    MicroBatchScaling,
-    ProfiledCosts,
-    single_sample,
-)
-from distbelief.partition.cost_tables import Network
+from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, single_sample
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.this_host import HERE, here, recheck
 from distbelief.partition.search import (
@@ -44,7 +39,6 @@ from distbelief.partition.search import (
     solve_problem,
 )
 from distbelief.program.cluster import Cluster
-from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Seconds
@@ -66,10 +60,9 @@ def machine_orders(cluster: Cluster) -> list[tuple[int, ...]]:
          . . 1 . .         machines do without it
     """
     standing = tuple(range(len(cluster)))
-    rates = Network.of(cluster).rates
-    if not rates.ndim:
+    if not cluster.rates.ndim:
         return [standing]
-    seconds = 1.0 / rates  # of a byte, to and from each other machine
+    seconds = 1.0 / cluster.rates  # of a byte, to and from each other machine
     np.fill_diagonal(seconds, 0.0)
     slowness = np.array([1.0 / machine.flops for machine in cluster.machines])
     left = list(standing)
@@ -156,19 +149,24 @@ def _busy(beyond: dict[str, Floats], fixed: dict[str, Floats]) -> float:
 _N_BYTES_MAX: Final = 1 << 50
 
 
-def planning_request(  # noqa: PLR0913 -- all that a plan depends on
-    model: nn.Module,
-    inputs: Sequence[InputSpec],
-    *,
-    name: str,
-    batch: int,
-    loss: str,
-    counts: Sequence[int],
-    cluster: str | Path | Cluster,
-    pins: Mapping[str, str],
-    exactly: bool,
-    profile: bool = False,
-    notify: Notify = lambda _: None,
+@final
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks for."""
+
+    model: str  # import path of the function that makes it, or a name for it
+    inputs: Sequence[InputSpec]
+    batch: int  # samples of a step
+    loss: str = ""  # name; "" to plan inference
+    counts: Sequence[int]  # numbers of machines
+    cluster: str | Path | Cluster = "rack-10g"  # name, path, or "here": machines like this one
+    pins: Mapping[str, str] = field(default_factory=dict)  # by layer, a required split
+    exactly: bool = False  # use all machines of each count
+    profile: bool = False  # measure layers on this machine, for other clusters too
+
+
+def planning_request(
+    model: nn.Module, asked: Request, *, notify: Notify = lambda _: None
 ) -> PlanningRequest:
     """Return the planning request: the captured graph, the machines and the costs.
 
@@ -179,56 +177,47 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
 
     Args:
         model: On any device; it is not changed.
-        inputs: Of the model.
-        name: Of the model.
-        batch: Samples of a step.
-        loss: Its name; "" for none.
-        counts: Numbers of machines.
-        cluster: A name, the path of a file, a cluster, or "here".
-        pins: Per layer, a required split.
-        exactly: Use all machines of each count.
-        profile: Measure layers here, for other machines too.
+        asked: What to plan.
         notify: Called with a line of progress.
 
     Raises:
         GraphError: the model cannot be captured or split, there is no such cluster, or it has fewer
             machines.
     """
+    cluster, batch, loss = asked.cluster, asked.batch, asked.loss
+    most = max([1, *asked.counts])
     is_here = cluster == HERE
     # Errors in the cluster are reported before anything that takes long.
     machines: Cluster | None = None
     if not is_here:
         machines = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-        machines.first(max([1, *counts]))
-    graph = capture(model, inputs)
+        machines.first(most)
+    graph = capture(model, asked.inputs)
     layers = [layer for layer in graph.layers if layer.inputs]
     if len(layers) == 1 and layers[0].whole:
         raise GraphError(f"no layer of this model can be split: {layers[0].whole}")
     if loss:
         graph = append_loss(graph, loss)
     _check_sizes(graph, batch)
-    slower = recheck(notify) if is_here or profile else 1.0
-    if is_here or profile:
+    measures = is_here or asked.profile
+    slower = recheck(notify) if measures else 1.0
+    if measures:
         notify("measuring this machine")
-    machines = machines or here(max([1, *counts]))
+    machines = machines or here(most)
     single = single_sample(graph)
-
-    def by_arithmetic(n_samples: int) -> AnalyticCosts:
-        return AnalyticCosts(machines, batch=n_samples, single=single)
-
-    costs = by_arithmetic(batch)
+    costs = AnalyticCosts(machines, batch=batch, single=single)
     request = PlanningRequest(
         graph=graph,
-        model=name,
+        model=asked.model,
         loss=loss,
         cluster=machines,
         batch=batch,
         costs=costs,
-        costs_for=by_arithmetic,
-        pins=pins,
-        exactly=exactly,
+        micro_batches=True,
+        pins=asked.pins,
+        exactly=asked.exactly,
     )
-    if not (profile or is_here):
+    if not measures:
         return request
     host = None if is_here else AnalyticCosts(here(1), batch=batch, single=single)
 
@@ -237,13 +226,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
 
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
-    found = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
-
-    def fewer(n_samples: int) -> MicroBatchScaling:
-        part = by_arithmetic(n_samples)
-        return MicroBatchScaling(found, batch=costs, part=part, shares=found.shares)
-
-    return replace(request, costs=found, costs_for=fewer)
+    return replace(request, costs=ProfiledCosts(measured, machines=costs, host=host, slower=slower))
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:
@@ -338,12 +321,9 @@ class Planned:
 def plan(
     request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> list[Planned]:
-    """Return the best plan for each number of machines, ascending.
+    """Return the best plan for each number of machines, ascending: the first ones of the cluster.
 
-    Args:
-        request: The planning request.
-        counts: Numbers of machines: the first ones of the cluster.
-        notify: Called with a line of progress.
+    `notify` is called with a line of progress.
 
     Raises:
         GraphError: an impossible number of machines or pin.
@@ -459,7 +439,7 @@ class _Planner:
     def _stages(self, cluster: Cluster, orders: Sequence[Sequence[int]]) -> list[SimulatedPlan]:
         # Pipelines of whole layers with several micro-batches.
         request, count = self._request, len(cluster)
-        if request.costs_for is None or count == 1 or statistics_of(request.graph):
+        if not request.micro_batches or count == 1 or statistics_of(request.graph):
             return []
         # The last machines of the second order are the most expensive to talk to: try without.
         fewer = {machines[:n] for machines in orders[1:] for n in (count - 1, count // 2)}

@@ -90,6 +90,31 @@ def table(rows: Sequence[Planned], *, title: str) -> Table:
     return shown
 
 
+def limit(done: Planned) -> str | None:
+    """Say what takes most of the used machines' time beyond what one machine would compute."""
+    cost, n_used, shares = done.best.cost, len(done.used), done.shares
+    step = max(cost.step_seconds, 1e-300)
+    computing: dict[str, dict[int, float]] = {}  # seconds, by layer and machine
+    seconds = cost.simulated.ends - cost.simulated.starts
+    for task, taken in zip(cost.tasks, seconds.tolist(), strict=False):  # messages follow
+        row = computing.setdefault(task.layer, {})
+        row[task.machine] = row.get(task.machine, 0.0) + taken
+    whole = {name: sum(row.values()) for name, row in computing.items() if len(row) == 1}
+    longest = max(whole, key=lambda name: whole[name], default=None)
+    # While a layer is computed whole, the other machines may wait.
+    alone = min(shares.wait, sum(whole.values()) / step * (n_used - 1) / n_used)
+    share, what = max(
+        (shares.communication + shares.sync, f"sending {size(sum(cost.link_bytes.values()))}"),
+        (alone, f"waiting for whole layers, above all {longest}"),
+        (shares.wait - alone, "waiting for each other"),
+        (
+            shares.compute - done.one_machine_seconds / step / n_used,
+            "computing more than one machine would",
+        ),
+    )
+    return f"{share:.0%} of the machines' time goes into {what}" if share >= 0.005 else None
+
+
 def plain(done: Planned) -> Plain:
     """Return a row for JSON; times in seconds, memory in bytes."""
     p10, p50, p90 = done.best.seconds
@@ -106,6 +131,7 @@ def plain(done: Planned) -> Plain:
         "offenders": list(done.lacking),
         "lower_bound_seconds": done.lower_bound,
         "in_model_gap": done.gap,
+        "limit": limit(done),
         "method": done.best.method,
         "bytes": sum(cost.link_bytes.values()),
     }
@@ -120,6 +146,8 @@ def remarks(rows: Sequence[Planned], request: PlanningRequest) -> list[str]:
             notes.append(
                 f"{n} machines: {idle} left idle, because no faster plan that uses them was found"
             )
+        if limited := limit(done):
+            notes.append(f"{n} machines: {limited}")
         if done.lacking:
             notes.append(
                 f"{n} machines: {lack(done)}; {len(done.lacking)} machines lack memory: this plan "

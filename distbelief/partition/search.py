@@ -12,7 +12,7 @@ from typing import Final, final
 import numpy as np
 
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.cost_model import Variance
+from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, Variance
 from distbelief.partition.problem import Decoder, build
 from distbelief.partition.solvers.problem import Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
@@ -37,10 +37,9 @@ class PlanningRequest:
     loss: str = ""  # its name; "" if there is none
     cluster: Cluster  # fastest machine first
     batch: int  # samples of a step
-    costs: Costs  # of computing, on those machines
+    costs: AnalyticCosts | ProfiledCosts  # of computing, on those machines
     pins: Mapping[str, str]  # by layer, a required split: "rows:4"
-    # Costs with this number of samples; None: no micro-batches.
-    costs_for: Callable[[int], Costs] | None = None
+    micro_batches: bool = False  # also try pipelines of micro-batches
     exactly: bool = False  # use all machines allowed, even if fewer were faster
     search: bool = True  # search on simulated time after the solver
     solver_seconds: float = SOLVER_SECONDS  # for each number of machines
@@ -77,7 +76,7 @@ class PlanSimulator:
 
     def __init__(self, request: PlanningRequest) -> None:
         self._request = request
-        self._costs = {1: request.costs}
+        self._costs: dict[int, Costs] = {1: request.costs}
         self._caches: dict[int, CompilerCache] = {}
         self._variance = Variance(request.graph, request.cluster)
 
@@ -87,8 +86,7 @@ class PlanSimulator:
         """Return the cost of a plan on the first `n_machines` machines."""
         request, batch = self._request, self._request.batch // micro_batches
         if micro_batches not in self._costs:
-            assert request.costs_for is not None
-            self._costs[micro_batches] = request.costs_for(batch)
+            self._costs[micro_batches] = request.costs.with_batch(batch)
         if micro_batches not in self._caches:
             # With micro-batches there is one plan each and no search: a small cache is enough.
             n_plans = 4 if micro_batches == 1 else 1

@@ -11,7 +11,10 @@ from itertools import combinations
 from typing import Final, Literal, final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from distbelief.core import units
 from distbelief.graph.graph import GraphError
 
 
@@ -24,8 +27,8 @@ N_OUTAGES_MAX: Final = 1_000_000
 class Outages(msgspec.Struct, frozen=True, kw_only=True):
     """A random process of outages; the times between them are exponential."""
 
-    mean_time: float  # seconds between two outages of one machine, on average
-    away: float  # seconds until a machine is back
+    mean_time: units.Time  # seconds between two outages of one machine, on average
+    away: units.Time  # seconds until a machine is back
     group: int = 1  # machines that fail together: the first so many, the next so many, ...
 
     def __post_init__(self) -> None:
@@ -116,6 +119,7 @@ def _seconds(cell: str, number: int) -> float:
 
 
 Origin = Literal["measured", "assumed"]
+FloatArray = NDArray[np.float64]
 
 UNLIMITED: Final = math.inf
 
@@ -131,22 +135,21 @@ _PRICED: Final = (
 )
 
 
-@final
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one machine."""
 
-    flops: float  # floating point operations per second in a large matrix product
-    memory_rate: float  # bytes per second to and from memory
+    flops: units.Compute  # floating point operations per second in a large matrix product
+    memory_rate: units.Rate  # bytes per second to and from memory
     # Bytes per second of messages that keep its processors busy; tasks meanwhile take longer.
-    message_rate: float = UNLIMITED
-    memory: float = UNLIMITED  # bytes for parameters, gradients and activations
-    overhead: float = 0.0  # seconds per layer, however small
+    message_rate: units.Rate = UNLIMITED
+    memory: units.Bytes = UNLIMITED  # bytes for parameters, gradients and activations
+    overhead: units.Time = 0.0  # seconds per layer, however small
     # Standard deviation of the logarithm of compute times: 0.1 is often 10 % faster or slower.
     jitter: float = 0.0
-    bandwidth: float  # bytes per second that it can send, and also receive
+    bandwidth: units.Rate  # bytes per second that it can send, and also receive
     cores: int = 1  # `flops` are divided evenly among them
     # Core seconds per message at each end; simulations charge it to the process that receives.
-    handling: float = 0.0
+    handling: units.Time = 0.0
 
     def __post_init__(self) -> None:
         if self.cores < 1:
@@ -262,6 +265,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return rate
         low, high = sorted((sender, receiver))
         return min(rate, self.links.get(f"{low}-{high}", math.inf))
+
+    @cached_property
+    def rates(self) -> FloatArray:
+        # Bandwidth between any two machines, (n, n); () if all are equal.
+        bandwidths = np.array([machine.bandwidth for machine in self.machines], dtype=np.float64)
+        rates = np.minimum.outer(bandwidths, bandwidths)
+        for ends, rate in self.links.items():
+            low, high = map(int, ends.split("-"))
+            if max(low, high) < len(self):
+                rates[low, high] = rates[high, low] = min(rate, float(rates[low, high]))
+        return np.asarray(rates[0, 0] if (rates == rates[0, 0]).all() else rates)
 
     @cached_property
     def is_uniform(self) -> bool:

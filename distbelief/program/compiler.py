@@ -1,44 +1,26 @@
-"""Compiles a plan: tasks, messages, and one program (a list of instructions) per rank.
+"""Compiles a plan: the tasks of all ranks, and the messages between them.
 
-    placements --> demands --> pieces of tensors --> traffic --> programs
-                   what each    who owns which       who sends    per rank
+    placements --> demands --> pieces of tensors --> traffic
+                   what each    who owns which       who sends
                    rank needs   range                what to whom
 
 Invariants: each rank receives an index that it needs and does not own exactly once. Each range of a
 tensor has one owner, hence one version and one gradient.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final, Generic, Literal, TypeVar, final, get_args
+
+import msgspec
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region, disjoint, shared_by
-from distbelief.program.instructions import (
-    Backward,
-    Combine,
-    Fetch,
-    Forward,
-    Instruction,
-    Message,
-    MessageKind,
-    Partial,
-    Program,
-    Push,
-    Read,
-    Receive,
-    Reduce,
-    Send,
-    Task,
-    backward_of,
-    needed,
-    tasks_of,
-)
 from distbelief.program.placement import Placement
+from distbelief.program.tasks import Message, MessageKind, Phase, Task, needed, tasks_of
 from distbelief.program.traffic import Traffic
 
 
@@ -213,7 +195,8 @@ def _layer_demands(
         for sort, name, region in wanted:
             if region.n_elements:
                 needs[sort].setdefault(name, {}).setdefault(task.machine, set()).add(region)
-    back = [backward_of(task, layer, batch=batch) for task in computing]
+    phases: dict[bool, Phase] = {False: "backward", True: "partial_backward"}
+    back = [msgspec.structs.replace(task, phase=phases[task.is_partial]) for task in computing]
     return _LayerDemands(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
 
 
@@ -385,138 +368,7 @@ def _back(
             yield flow.back("parameter_gradient", senders=machines(users.get(name, [])))
 
 
-# --- programs ---
-
-_Mail = defaultdict[tuple[MessageKind, str], list[Message]]
-
-
-@final
-class _Writer:
-    """Writes the program of one rank.
-
-    Fetch, Send parameters
-    per layer, in order:
-        Read if it is an input; else Receive what its tasks need and is not there yet,
-        Forward; or Partial, Send partials, Receive partials, Combine;
-        Send states
-    per layer, the last first:
-        Receive gradients; Send and Receive those of partials
-        Backward; Send gradients that are now complete
-    Receive gradients of tensors, Reduce, Push
-    """
-
-    def __init__(self, compiled: "Compiled", machine: int) -> None:
-        self.graph = compiled.graph
-        self.demands = compiled.demands
-        self.machine = machine
-        self.inbox: _Mail = defaultdict(list)
-        self.outbox: _Mail = defaultdict(list)
-        for flow in compiled.traffic:
-            subject = (flow.kind, flow.name)
-            received = flow.receiving.get(machine, ())
-            self.inbox[subject] += [flow.message(int(index)) for index in received]
-            sent = [flow.message(index) for index in flow.sending.get(machine, ())]
-            # Start with the next rank: else all would send to the first one at the same time.
-            sent.sort(key=lambda message: (message.receiver < machine, message.receiver))
-            self.outbox[subject] += sent
-        own = {
-            name: tuple(region for owner, region in pieces if owner == machine)
-            for name, pieces in compiled.kept.items()
-        }
-        self.own = {name: regions for name, regions in own.items() if regions}
-
-    # All ranks visit the layers in the same order, send as early and receive as late as possible:
-    # so one of them can always go on, and no deadlock is possible.
-    def instructions(self) -> Iterator[Instruction]:
-        for name, regions in self.own.items():
-            yield Fetch(name, regions)
-            yield from self._send("parameter", name)
-        forward = self._by_layer(self.demands.forward)
-        for layer in self.graph.layers:
-            needed = self.demands.states.get(layer.name, {})
-            if layer.kind == INPUT and self.machine in needed:
-                yield Read(layer.name, needed[self.machine])
-            elif layer.name in forward:
-                yield from self._forward(layer, forward[layer.name])
-        backward = self._by_layer(self.demands.backward)
-        reads = self._firsts(backward, lambda layer: layer.inputs)
-        uses = self._firsts(backward, _tensors)
-        for layer in reversed(self.graph.layers):
-            yield from self._backward(layer, backward.get(layer.name, []))
-            # Gradients to which no earlier layer adds are complete.
-            for name in dict.fromkeys(layer.inputs):
-                if reads.get(name) == layer.name:
-                    yield from self._send("gradient", name)
-            for name in dict.fromkeys(_tensors(layer)):
-                if uses.get(name) == layer.name:
-                    yield from self._send("parameter_gradient", name)
-        yield from self._push()
-
-    def _firsts(
-        self, layers: Container[str], names: Callable[[Layer], Iterable[str]]
-    ) -> dict[str, str]:
-        # The first of these layers that reads or uses each name; it goes back last.
-        return {
-            name: layer.name
-            for layer in reversed(self.graph.layers)
-            if layer.name in layers
-            for name in names(layer)
-        }
-
-    def _push(self) -> Iterator[Instruction]:
-        layers = {task.layer for task in self.demands.backward}
-        trained = {
-            use.name for layer in layers for use in self.graph[layer].tensors.values() if use.trains
-        }
-        for name, regions in self.own.items():
-            if name in trained:
-                yield from self._receive("parameter_gradient", name)
-                yield Reduce(name, regions)
-                yield Push(name, regions)
-
-    def _forward(self, layer: Layer, tasks: Sequence[Task]) -> Iterator[Instruction]:
-        for use in layer.tensors.values():
-            yield from self._receive("parameter", use.name)
-        computed = [task for task in tasks if task.phase != "combine"]
-        for name in dict.fromkeys(layer.inputs) if computed else ():
-            yield from self._receive("state", name)
-        for task in computed:
-            if task.is_partial:
-                yield Partial(layer.name, task.region)
-            else:
-                yield Forward(layer.name, task.region)
-        yield from self._send("partial", layer.name)
-        yield from self._receive("partial", layer.name)
-        for task in tasks:
-            if task.phase == "combine":
-                yield Combine(layer.name, task.region)
-        yield from self._send("state", layer.name)
-
-    def _backward(self, layer: Layer, tasks: Sequence[Task]) -> Iterator[Instruction]:
-        # All readers of this layer come after it, so its gradient on this rank is complete.
-        yield from self._receive("gradient", layer.name)
-        yield from self._send("partial_gradient", layer.name)
-        yield from self._receive("partial_gradient", layer.name)
-        for task in tasks:
-            yield Backward(layer.name, task.region, partial=task.is_partial)
-
-    def _by_layer(self, tasks: Iterable[Task]) -> dict[str, list[Task]]:
-        found: dict[str, list[Task]] = {}
-        for task in tasks:
-            if task.machine == self.machine:
-                found.setdefault(task.layer, []).append(task)
-        return found
-
-    def _receive(self, kind: MessageKind, name: str) -> list[Receive]:
-        # Popped: each message is received once, before its first use.
-        return [Receive(message) for message in self.inbox.pop((kind, name), [])]
-
-    def _send(self, kind: MessageKind, name: str) -> list[Send]:
-        return [Send(message) for message in self.outbox.pop((kind, name), [])]
-
-
-def _tensors(layer: Layer) -> list[str]:
-    return [use.name for use in layer.tensors.values()]
+# --- compiled plans ---
 
 
 @final
@@ -545,13 +397,6 @@ class Compiled:
     @cached_property  # slow if there are many
     def messages(self) -> tuple[Message, ...]:
         return tuple(flow.message(i) for flow in self.traffic for i in range(len(flow)))
-
-    @cached_property  # slow if there are many messages
-    def programs(self) -> tuple[Program, ...]:
-        return tuple(map(self.program, range(self.n_machines)))
-
-    def program(self, machine: int) -> Program:
-        return Program(machine, tuple(_Writer(self, machine).instructions()))
 
 
 def compile_plan(

@@ -17,9 +17,9 @@ from distbelief.graph.graph import INPUT, GraphError, Layer
 from distbelief.graph.region import IntArray, Region
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import NUMBER_BYTES, Compiled, index_bytes
-from distbelief.program.instructions import Task
 from distbelief.program.step_graph import schedule
 from distbelief.program.step_simulator import FloatArray, SimulatedStep, StepSimulator
+from distbelief.program.tasks import Task
 from distbelief.program.traffic import Traffic
 
 
@@ -244,7 +244,7 @@ def step_cost(
         places=[place[task.machine] for task in step.tasks],
         seconds=seconds * micro_batches,
         traffic=step.traffic,
-        rates=_rates(cluster, compiled.order),
+        rates=np.broadcast_to(cluster.rates, (len(cluster),) * 2)[np.ix_(*[compiled.order] * 2)],
         latency=cluster.latency,
         overhead=cluster.message_overhead,
         handling=[1.0 / machine.message_rate for machine in machines],
@@ -268,11 +268,3 @@ def _seconds(task: Task, compiled: Compiled, cluster: Cluster, costs: Costs) -> 
     layer = compiled.graph[task.layer]
     passes = costs.passes(layer, task.region, task.machine, partial=task.is_partial)
     return passes.forward if task.phase in {"forward", "partial"} else passes.backward
-
-
-def _rates(cluster: Cluster, machines: Sequence[int]) -> FloatArray:
-    if cluster.links:
-        rows = [[cluster.rate(p, q) for q in machines] for p in machines]
-        return np.array(rows, dtype=np.float64)
-    bandwidths = np.array([cluster.machines[p].bandwidth for p in machines])
-    return np.asarray(np.minimum.outer(bandwidths, bandwidths), dtype=np.float64)

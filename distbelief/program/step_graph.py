@@ -11,6 +11,7 @@ Among ready tasks a rank takes the earlier micro-batch first, so that backward p
 as they can (Narayanan et al. 2019, "PipeDream", section 3.2).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, final
@@ -18,7 +19,7 @@ from typing import Final, final
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.program.compiler import Compiled
-from distbelief.program.instructions import MessageKind, Task
+from distbelief.program.tasks import MessageKind, Task
 from distbelief.program.traffic import Traffic
 
 
@@ -62,15 +63,15 @@ class _Builder:
         n_tasks = len(compiled.tasks)
         self._compiled = compiled
         self._nodes = Dependencies(n_tasks, [0] * n_tasks, [[] for _ in range(n_tasks)])
-        self._sending: dict[tuple[MessageKind, str], dict[int, int]] = {}
-        self._arrival: dict[tuple[MessageKind, str], dict[int, int]] = {}
+        self._sending: defaultdict[MessageKind, _Nodes] = defaultdict(dict)
+        self._arrival: defaultdict[MessageKind, _Nodes] = defaultdict(dict)
         for index, flow in enumerate(compiled.traffic):
             for found, numbered, machines in (
                 (self._sending, self._nodes.sending, flow.sending),
                 (self._arrival, self._nodes.arrival, flow.receiving),
             ):
                 nodes = {machine: self._nodes.new() for machine in machines}
-                found[flow.kind, flow.name] = nodes
+                found[flow.kind][flow.name] = nodes
                 numbered |= {(index, machine): node for machine, node in nodes.items()}
         for node in self._nodes.arrival.values():
             self._nodes.n_before[node] = 1  # the last of its messages
@@ -94,10 +95,9 @@ class _Builder:
             if layer.name in backward:
                 self._backward(layer, backward[layer.name])
         users = self._users()
-        for (kind, name), nodes in self._sending.items():
-            if kind == "parameter_gradient":
-                for machine, node in nodes.items():
-                    self._wait(node, self._gone_back, users[name], machine)
+        for name, nodes in self._sending["parameter_gradient"].items():
+            for machine, node in nodes.items():
+                self._wait(node, self._gone_back, users[name], machine)
         return self._nodes
 
     def _forward(self, layer: Layer, tasks: list[tuple[int, Task]]) -> None:
@@ -112,8 +112,8 @@ class _Builder:
         for machine, nodes in _by_machine(computing).items():
             for node in nodes:
                 self._wait(node, self._computed, inputs, machine)
-                self._wait_for_arrival(node, "state", inputs, machine)
-                self._wait_for_arrival(node, "parameter", tensors, machine)
+                self._wait(node, self._arrival["state"], inputs, machine)
+                self._wait(node, self._arrival["parameter"], tensors, machine)
             done[machine] = self._gate(nodes)
         if combining:  # partial: the output is there only after the sums
             self._contributed[name] = done
@@ -122,7 +122,7 @@ class _Builder:
         for machine, nodes in _by_machine(combining).items():
             for node in nodes:
                 self._wait(node, self._contributed, [name], machine)
-                self._wait_for_arrival(node, "partial", [name], machine)
+                self._wait(node, self._arrival["partial"], [name], machine)
             done[machine] = self._gate(nodes)
         self._computed[name] = done
         self._release("state", name, self._computed)
@@ -130,14 +130,14 @@ class _Builder:
     def _backward(self, layer: Layer, tasks: list[tuple[int, Task]]) -> None:
         name = layer.name
         readers = [reader.name for reader in self._compiled.graph.consumers[name]]
-        for machine, node in self._sending.get(("gradient", name), {}).items():
+        for machine, node in self._sending["gradient"].get(name, {}).items():
             self._wait(node, self._gone_back, readers, machine)
         # The gradient is complete on a rank when its own readers are done and all others have sent.
         self._gradient[name] = {}
         for machine, computed in self._computed[name].items():
             node = self._gate([computed])
             self._wait(node, self._gone_back, readers, machine)
-            self._wait_for_arrival(node, "gradient", [name], machine)
+            self._wait(node, self._arrival["gradient"], [name], machine)
             self._gradient[name][machine] = node
         self._release("partial_gradient", name, self._gradient)
         self._gone_back[name] = {}
@@ -145,7 +145,7 @@ class _Builder:
             for node in nodes:
                 self._wait(node, self._contributed, [name], machine)
                 self._wait(node, self._gradient, [name], machine)
-                self._wait_for_arrival(node, "partial_gradient", [name], machine)
+                self._wait(node, self._arrival["partial_gradient"], [name], machine)
             self._gone_back[name][machine] = self._gate(nodes)
 
     def _users(self) -> dict[str, dict[str, None]]:
@@ -165,15 +165,9 @@ class _Builder:
         places = (there.get(name, {}) for name in names)
         self._nodes.wait(node, [p[machine] for p in places if machine in p])
 
-    def _wait_for_arrival(
-        self, node: int, kind: MessageKind, names: Iterable[str], machine: int
-    ) -> None:
-        places = (self._arrival.get((kind, name), {}) for name in names)
-        self._nodes.wait(node, [p[machine] for p in places if machine in p])
-
     def _release(self, kind: MessageKind, name: str, there: _Nodes) -> None:
         # Messages can be sent once their sender has computed what they carry.
-        for machine, node in self._sending.get((kind, name), {}).items():
+        for machine, node in self._sending[kind].get(name, {}).items():
             self._nodes.wait(node, [there[name][machine]])
 
 

@@ -12,7 +12,7 @@ from typing import Self, final
 import numpy as np
 
 from distbelief.graph.region import IntArray, Region, n_elements, overlaps, to_array, to_regions
-from distbelief.program.instructions import Message, MessageKind
+from distbelief.program.tasks import Message, MessageKind
 
 
 @final

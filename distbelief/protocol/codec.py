@@ -170,19 +170,6 @@ class Codec:
         return array
 
 
-def sender_of(header: Frame) -> str:
-    """Return the sender that a header names, without decoding the message.
-
-    Raises:
-        RemoteProtocolError: it is not a header.
-    """
-    try:
-        fields = msgspec.msgpack.decode(header, type=list[msgspec.Raw])
-        return msgspec.msgpack.decode(fields[1], type=str)
-    except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
-        raise RemoteProtocolError(f"an unreadable header: {error!s:.200}") from None
-
-
 def _raw(array: Vector) -> memoryview | None:
     if array.ndim != 1:
         return None

@@ -25,7 +25,7 @@ commands need every vector that they name.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, assert_never, final
+from typing import Annotated, Literal, assert_never
 
 import msgspec
 
@@ -56,7 +56,6 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all commands: immutable, tagged by class name on the wire."""
 
 
-@final
 class Copy(_Command, frozen=True):
     """Target <- x."""
 
@@ -64,7 +63,6 @@ class Copy(_Command, frozen=True):
     x: VectorName
 
 
-@final
 class Fill(_Command, frozen=True):
     """Target <- a in every element of a tensor (padding stays 0)."""
 
@@ -72,7 +70,6 @@ class Fill(_Command, frozen=True):
     a: float
 
 
-@final
 class Scale(_Command, frozen=True):
     """Target <- a target."""
 
@@ -80,7 +77,6 @@ class Scale(_Command, frozen=True):
     a: float
 
 
-@final
 class Axpy(_Command, frozen=True):
     """Target <- target + a x."""
 
@@ -89,7 +85,6 @@ class Axpy(_Command, frozen=True):
     x: VectorName
 
 
-@final
 class Multiply(_Command, frozen=True):
     """Target <- target x, element by element."""
 
@@ -97,7 +92,6 @@ class Multiply(_Command, frozen=True):
     x: VectorName
 
 
-@final
 class Term(msgspec.Struct, frozen=True):
     """One summand a x."""
 
@@ -108,7 +102,6 @@ class Term(msgspec.Struct, frozen=True):
 Terms = Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=256)]
 
 
-@final
 class LinearCombination(_Command, frozen=True):
     """Target <- sum of its terms, rounded once; the target may be among them."""
 
@@ -120,7 +113,6 @@ class LinearCombination(_Command, frozen=True):
         return tuple(term.x for term in self.terms)
 
 
-@final
 class Pointwise(_Command, frozen=True):
     """Target <- function(x, y, a), element by element; the target may be x or y."""
 
@@ -139,14 +131,12 @@ class Pointwise(_Command, frozen=True):
         return (self.x,) if self.y is None else (self.x, self.y)
 
 
-@final
 class Drop(_Command, frozen=True):
     """Delete these vectors; missing ones are no error."""
 
     names: Names
 
 
-@final
 class Dot(_Command, frozen=True):
     """Measure x.y."""
 
@@ -154,7 +144,6 @@ class Dot(_Command, frozen=True):
     y: VectorName
 
 
-@final
 class Gram(_Command, frozen=True):
     """Measure the dot product of every row with every column, row by row."""
 
@@ -162,7 +151,6 @@ class Gram(_Command, frozen=True):
     columns: Names
 
 
-@final
 class Norm(_Command, frozen=True):
     """Measure a norm of x."""
 
@@ -222,7 +210,7 @@ def targets(batch: Sequence[Command]) -> frozenset[VectorName]:
 
 def n_scalars(batch: Sequence[Command]) -> int:
     """Return how many numbers a shard answers this batch with."""
-    return sum(len(orders) for orders in map(_orders, batch))
+    return sum(map(len, map(_combinations, batch)))
 
 
 def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
@@ -233,39 +221,17 @@ def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
     Raises:
         RemoteProtocolError: an answer does not fit the batch.
     """
-    orders = [order for command in batch for order in _orders(command)]
+    combinations = [one for command in batch for one in _combinations(command)]
     for k, answer in enumerate(answers):
-        if len(answer) != len(orders):
+        if len(answer) != len(combinations):
             raise RemoteProtocolError(
                 f"shard {k} answered a batch of {len(batch)} commands with "
-                f"{len(answer)} numbers; it measures {len(orders)}"
+                f"{len(answer)} numbers; it measures {len(combinations)}"
             )
     return tuple(
-        _COMBINATIONS[order](partials)
-        for order, partials in zip(orders, zip(*answers, strict=True), strict=True)
+        combined(partials)
+        for combined, partials in zip(combinations, zip(*answers, strict=True), strict=True)
     )
-
-
-_Combined = Literal["sum", "root", "max"]
-
-
-def _orders(command: Command) -> tuple[_Combined, ...]:
-    # How each number that the command measures follows from the partial results.
-    match command:
-        case Dot():
-            return ("sum",)
-        case Gram():
-            n_pairs = len(command.rows) * len(command.columns)
-            return tuple("sum" for _ in range(n_pairs))
-        case Norm():
-            return (_NORMS[command.order],)
-        case _:
-            return ()
-
-
-def _largest(partials: Sequence[float]) -> float:
-    # `max` alone may lose a NaN.
-    return math.nan if any(map(math.isnan, partials)) else max(partials)
 
 
 def _sum(partials: Sequence[float]) -> float:
@@ -277,9 +243,23 @@ def _root(partials: Sequence[float]) -> float:
     return math.sqrt(total) if total >= 0.0 else math.nan
 
 
-_NORMS: dict[Order, _Combined] = {"1": "sum", "2": "root", "inf": "max"}
-_COMBINATIONS: dict[_Combined, Callable[[Sequence[float]], float]] = {
-    "sum": _sum,
-    "root": _root,
-    "max": _largest,
-}
+def _largest(partials: Sequence[float]) -> float:
+    # `max` alone may lose a NaN.
+    return math.nan if any(map(math.isnan, partials)) else max(partials)
+
+
+_Combined = Callable[[Sequence[float]], float]
+_OF_NORMS: dict[Order, _Combined] = {"1": _sum, "2": _root, "inf": _largest}
+
+
+def _combinations(command: Command) -> Sequence[_Combined]:
+    # How each number that the command measures follows from the partial results.
+    match command:
+        case Dot():
+            return [_sum]
+        case Gram():
+            return [_sum] * (len(command.rows) * len(command.columns))
+        case Norm():
+            return [_OF_NORMS[command.order]]
+        case _:
+            return []

@@ -22,7 +22,7 @@ import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Message
+from distbelief.protocol import MESSAGES, Message
 from distbelief.roles.log_events import LogEvent
 
 
@@ -250,7 +250,7 @@ def message_types(union: UnionType) -> frozenset[type]:
     return frozenset(get_args(union))
 
 
-ALL_MESSAGES: Final = message_types(Message)
+ALL_MESSAGES: Final[frozenset[type]] = frozenset(MESSAGES)
 """For roles that wrap another one and pass messages on."""
 
 

@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, StorageError
+from distbelief.parameter_server.replication import shard_of
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 
 
@@ -39,12 +40,7 @@ _HEADER_BYTES_MAX: Final = 1 << 20
 
 @final
 class CheckpointStore:
-    """The checkpoints of one run, by role.
-
-    Args:
-        directory: The run directory's `snapshots`; made when first needed.
-        report: Receives a sentence about each damaged checkpoint.
-    """
+    """The checkpoints of one run, by role."""
 
     def __init__(self, directory: Path, *, report: Callable[[str], None]) -> None:
         self.directory = directory
@@ -109,9 +105,6 @@ class CheckpointStore:
             return str(error)
         return None
 
-    def is_whole(self, role: str, label: str) -> bool:
-        return self.fault(role, label) is None
-
     def labels(self, role: str) -> list[str]:
         """Return the labels of this role, of damaged checkpoints too, oldest first."""
         directory = self.path(role, "any").parent
@@ -130,7 +123,8 @@ class CheckpointStore:
         for name in (role, label):
             if _NAME.fullmatch(name) is None:
                 raise LocalProtocolError(f"{name!r} cannot name a checkpoint file")
-        return self.directory / role / f"{label}{_SUFFIX}"
+        # Both copies of a shard have their checkpoints in one place.
+        return self.directory / shard_of(role) / f"{label}{_SUFFIX}"
 
 
 class _DamagedError(StorageError):
@@ -225,7 +219,7 @@ def agreed_label(store: CheckpointStore, shards: Sequence[str]) -> str | None:
     """Return the newest label of which every shard has an intact checkpoint."""
     shared = set(store.labels(shards[0])).intersection(*(store.labels(name) for name in shards[1:]))
     for label in reversed(store.labels(shards[0])):
-        if label in shared and all(store.is_whole(name, label) for name in shards):
+        if label in shared and all(store.fault(name, label) is None for name in shards):
             return label
     return None
 
@@ -255,7 +249,7 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
     )
     # A kill in the first round leaves intact files of some shards, and nothing damaged.
     is_first_round = all(
-        label.isdigit() and int(label) == 1 and store.is_whole(name, label)
+        label.isdigit() and int(label) == 1 and store.fault(name, label) is None
         for name, labels in lacking.items()
         for label in labels
     )

@@ -24,7 +24,6 @@ from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.run.checkpoints import CheckpointStore, agreed_label
 from distbelief.run.directory import RunDirectory
-from distbelief.run.metrics_file import read_metrics
 
 
 PIECE: Final = 1 << 20  # elements read and written at a time
@@ -153,14 +152,6 @@ def write_model(
             why += f", and {run.model_file} is from an earlier session"
         raise StorageError(why)
     write_model_file(run.model_file, layout, snapshots, dtypes=dtypes, aliases=aliases)
-
-
-def draw_curve_of(run: RunDirectory, *, title: str) -> None:
-    """Draw curve.png from the run's metrics."""
-    # A late import: matplotlib takes a second.
-    from distbelief.run.plot import draw_curve  # noqa: PLC0415 -- seldom
-
-    draw_curve(run.curve_file, read_metrics(run.metrics_file), title=title)
 
 
 def check_trained(module: nn.Module, weights: Path, *, factory: str) -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
 
@@ -33,7 +33,8 @@ from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import Resharding, ShardIdentity, restore, take
+from distbelief.parameter_server.checkpoint import Resharding, restore, take
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
 from distbelief.parameter_server.replication import shard_of
@@ -44,6 +45,7 @@ from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.summary import DataFacts, read_summary
 from distbelief.supervisor.metrics import PreviousTotals
+from distbelief.supervisor.view import JobView
 from distbelief.worker.group import group_rank_of, member_name, rank_name
 
 
@@ -167,11 +169,6 @@ def making_checkpoint_set(
     run: RunDirectory, number: int, cut: CheckpointSet
 ) -> Iterator[tuple[Path, Path]]:
     """Make a new checkpoint set; it is in use once the block has ended without error.
-
-    Args:
-        run: The run.
-        number: Above that of every set and every checkpoint before.
-        cut: The numbers it is for.
 
     Yields:
         Where the block writes its checkpoints, and where they will be found.
@@ -305,26 +302,19 @@ def _previous_totals(
         notes = (f"{error}; time, steps and lost pushes of previous sessions are unknown",)
     if status is None:
         # It holds metrics only; the state to resume from is in the checkpoints.
-        lost = None if clocks else 0
-        return PreviousTotals(samples=samples, clocks=clocks, pushes_lost=lost), notes
+        unknown = JobView(pushes_lost=None if clocks else 0)
+        return PreviousTotals(view=unknown, samples=samples, clocks=clocks), notes
     view = status.view
     # Loss and metric are of values that no shard has, if a checkpoint is missing or does not
     # cover all samples that were counted.
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
         view = replace(view, loss=None, metric=None, held_out_loss=None)
-    lost = view.pushes_lost
     # Clocks of another number of shards count other pushes.
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
-    if lost is not None and len(shards) == n_shards:
-        lost += max(0, view.pushes_applied - min(clocks.values(), default=0))
-    own: dict[str, object] = {
-        "samples": samples,
-        "clocks": clocks,
-        "pushes_lost": lost,
-        "restarts": {role.name: role.restarts for role in view.roles if role.restarts},
-    }
-    shared = {f.name: getattr(view, f.name) for f in fields(PreviousTotals) if f.name not in own}
-    return msgspec.convert(own | shared, PreviousTotals, from_attributes=True), ()
+    if view.pushes_lost is not None and len(shards) == n_shards:
+        unsaved = max(0, view.pushes_applied - min(clocks.values(), default=0))
+        view = replace(view, pushes_lost=view.pushes_lost + unsaved)
+    return PreviousTotals(view=view, samples=samples, clocks=clocks), ()
 
 
 def _replica(client: str) -> str:
@@ -408,13 +398,7 @@ def resume_run(
 ) -> Resumed:
     """Prepare a run, new or not, so that the job can start in it.
 
-    Args:
-        job: The job, after `check_same`.
-        run: The run; its job file is still that of its last session.
-        layout: Of the model on the job's shards.
-        train: The training data.
-        report: Receives a sentence about each damaged checkpoint.
-        plan: How each replica is split; None if replicas are not split.
+    The job has passed `check_same`; the run's job file is still that of its last session.
 
     Raises:
         JobError: the data have changed, or a checkpoint to reshard is missing.
@@ -541,8 +525,8 @@ class Resharder:
             snapshot = self.source.newest(f"shard-{k}")
             if snapshot is None:
                 raise StorageError(f"{self.source.directory} has no intact shard-{k}")
-            identity = ShardIdentity(index=k, layout=self.old, rule=self.rule)
-            state = restore(snapshot, identity=identity, incarnation=self.incarnation)
+            config = ShardConfig(index=k, layout=self.old, rule=self.rule)
+            state = restore(snapshot, config=config, incarnation=self.incarnation)
             # Values are read again, in parts: not all of them are in memory at once.
             clocks.append(state.clock)
             steps.append(state.steps)
@@ -562,8 +546,8 @@ class Resharder:
                     k, rule=self.rule, clocks=clocks, steps=steps, read=read
                 )
                 state = replace(state, incarnation=last, clients=clients)
-                identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
-                target.save(f"shard-{k}", take(label, state, identity=identity))
+                config = ShardConfig(index=k, layout=self.new, rule=self.rule)
+                target.save(f"shard-{k}", take(label, state, config=config))
                 del state  # free them before the next one is made
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self, cast, final
 
 import msgspec
@@ -159,12 +158,7 @@ class ParameterServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _await_address(self, process: subprocess.Popen[bytes]) -> str:

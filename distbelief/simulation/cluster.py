@@ -90,17 +90,10 @@ class SimulatedCluster:
         Raises:
             SimulationFailed: a role or a check failed, or there are more than `max_events`.
         """
-        with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
-            event_queue = self._driver.event_queue
-            self._start()
-            end = math.inf if until is None else until
-            n_left = max_events
-            while event_queue.next_time <= end and event_queue.next_time < math.inf:
-                if not n_left:
-                    raise self._driver.failure(f"the run has not ended after {max_events} events")
-                n_left -= self._steps(min(n_left, N_EVENTS_TOGETHER), until=end)
-            if until is not None and until > event_queue.now:
-                event_queue.advance(until)
+        end = math.inf if until is None else until
+        self._run(lambda: False, end=end, max_events=max_events, every=N_EVENTS_TOGETHER)
+        if until is not None and until > self.now:
+            self._driver.event_queue.advance(until)
 
     def run_until(
         self,
@@ -115,21 +108,24 @@ class SimulatedCluster:
         Raises:
             SimulationFailed: it does not hold within `within` virtual seconds.
         """
+        end = self.now + within
+        if not self._run(condition, end=end, max_events=max_events, every=every):
+            raise self._driver.failure(f"the condition of run_until does not hold by {end!r} s")
+
+    def _run(
+        self, condition: Callable[[], bool], *, end: Seconds, max_events: int, every: int
+    ) -> bool:
+        # Returns whether the condition holds; False if no event is due by `end`.
+        event_queue, n_left = self._driver.event_queue, max_events
         with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
-            event_queue = self._driver.event_queue
             self._start()
-            end = event_queue.now + within
-            n_left = max_events
             while not condition():
                 if (next_time := event_queue.next_time) > end or next_time == math.inf:
-                    raise self._driver.failure(
-                        f"the condition of run_until does not hold by {end!r} s"
-                    )
+                    return False
                 if not n_left:
-                    raise self._driver.failure(
-                        f"the condition of run_until does not hold after {max_events} events"
-                    )
+                    raise self._driver.failure(f"the run has not ended after {max_events} events")
                 n_left -= self._steps(min(n_left, every), until=end)
+        return True
 
     def _start(self) -> None:
         # Processes that start at time 0 are started by the first call of `run`.
@@ -228,8 +224,8 @@ class SimulatedCluster:
 
     def post(self, name: Address, event: Event) -> None:
         """Deliver an event to `name` now, as if its driver had produced it."""
-        deliver = partial(self._driver.deliver, self._process(name), event)
-        self._driver.event_queue.at(self.now, deliver)
+        driver = self._driver
+        driver.event_queue.at(self.now, driver.deliver, self._process(name), event)
 
     def kill(self, name: Address, *, tears: bool = False) -> None:
         """Kill `name` between two events; its files stay."""
@@ -244,7 +240,7 @@ class SimulatedCluster:
         self._driver.start(name)
 
     def inject(self, fault: Fault) -> None:
-        self._driver.event_queue.at(fault.at, partial(self._begin, fault))
+        self._driver.event_queue.at(fault.at, self._begin, fault)
 
     def _process(self, name: Address) -> SimulatedProcess:
         try:
@@ -266,7 +262,7 @@ class SimulatedCluster:
                 self._begin_outage(fault)
             case Slow():
                 driver.slow.append(fault)
-                event_queue.at(event_queue.now + fault.seconds, partial(driver.slow.remove, fault))
+                event_queue.at(event_queue.now + fault.seconds, driver.slow.remove, fault)
             case DiskFull():
                 driver.disk.fill()
                 event_queue.at(event_queue.now + fault.seconds, driver.disk.clear)
@@ -295,7 +291,7 @@ class SimulatedCluster:
                     self._driver.end(process, "killed")
                 elif fault.restart_after is not None:
                     at = self.now + fault.restart_after
-                    self._driver.event_queue.at(at, partial(self._disarm, process))
+                    self._driver.event_queue.at(at, self._disarm, process)
             case Pause():
                 self._driver.pause(process, fault.seconds)
             case Supersede():

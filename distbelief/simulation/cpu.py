@@ -118,7 +118,7 @@ class Host:
             job.n_plans += 1
             if speed:
                 ends = now + job.left / speed
-                self.event_queue.at(ends, partial(self._end, job, job.n_plans))
+                self.event_queue.at(ends, self._end, job, job.n_plans)
 
     def _end(self, job: Job, n_plans: int) -> None:
         if n_plans == job.n_plans:
@@ -177,7 +177,7 @@ class EventLoop:
         awake_at = event_queue.now + (self._wake_seconds if sleeps else 0.0)
         if awake_at > event_queue.now or self._results_at >= event_queue.now:
             self._results_at = max(self._results_at, awake_at)
-            event_queue.at(self._results_at, partial(self.add, event))
+            event_queue.at(self._results_at, self.add, event)
         else:
             self.add(event)
 
@@ -246,8 +246,7 @@ class Executors:
             return
         if self._wake_seconds:
             event_queue = self._host.event_queue
-            at = event_queue.now + self._wake_seconds
-            event_queue.at(at, partial(self._wake, executor, work))
+            event_queue.at(event_queue.now + self._wake_seconds, self._wake, executor, work)
         else:
             self._begin(executor)
 

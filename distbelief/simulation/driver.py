@@ -2,7 +2,7 @@
 
 Compute, Persist -> Executors -> Computed, Persisted
 SetTimer -> Timers -> TimerFired
-Send -> MessageSizing -> Network -> Received
+Send -> Encoded or PassedOn -> Network -> Received
 Launch -> a new SimulatedProcess -> Started; when it ends, PeerLost to its launcher
 
 An older incarnation may still run when the next one starts, if the supervisor declared it dead
@@ -19,36 +19,8 @@ import msgspec
 
 from distbelief.core.memory import Memory
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    AssignName,
-    CancelTimer,
-    Compute,
-    Computed,
-    Connect,
-    Cost,
-    Event,
-    Executor,
-    Exit,
-    Launch,
-    PeerJoined,
-    PeerLost,
-    Persist,
-    Persisted,
-    Received,
-    Report,
-    Role,
-    Seconds,
-    Send,
-    SetTimer,
-    Snapshot,
-    Started,
-    Terminate,
-    TimerFired,
-    check_accepted,
-)
+from distbelief.roles import role as rl
+from distbelief.roles.role import Address, Received, Role, Seconds, Send
 from distbelief.simulation.cpu import Demand, EventLoop, Executors, Host, Work
 from distbelief.simulation.event_queue import Call, EventQueue, RandomStreams, Timers
 from distbelief.simulation.faults import Slow
@@ -62,7 +34,6 @@ from distbelief.simulation.machines import (
 )
 from distbelief.simulation.network import (
     Encoded,
-    MessageSizing,
     Network,
     Packet,
     PassedOn,
@@ -83,8 +54,8 @@ class HandledEvent(msgspec.Struct, kw_only=True, eq=False):
     name: Address
     incarnation: int
     role: Role  # of that incarnation, which need not be the newest
-    event: Event
-    actions: Sequence[Action]  # only those performed: a kill may cut them short
+    event: rl.Event
+    actions: Sequence[rl.Action]  # only those performed: a kill may cut them short
 
 
 Observer = Callable[[HandledEvent], None]
@@ -122,7 +93,7 @@ class SimulatedProcess:
     alive: bool = True
     event_loop: EventLoop | None = None  # None if handling events takes no time
     paused_until: Seconds | None = None
-    waiting: list[Event] = field(default_factory=list)  # while paused
+    waiting: list[rl.Event] = field(default_factory=list)  # while paused
     handles_slowly: bool = False  # messages take time, although it has no event loop
     handles_until: Seconds = 0.0  # when the messages received so far are handled
     last_actions: int | None = None  # it dies after this many actions of the next event
@@ -151,11 +122,7 @@ class Driver:
         self.options = options
         self.event_queue = EventQueue()
         self.streams = RandomStreams.of(seed)
-        self.trace = Trace(
-            n_kept=options.n_lines_kept,
-            full=options.full_trace,
-            order_only=options.trace == "order",
-        )
+        self.trace = Trace(n_kept=options.n_lines_kept, order_only=options.trace == "order")
         self.disk = Disk()
         self.counts = Counts()
         self.slow: list[Slow] = []  # active now
@@ -165,7 +132,7 @@ class Driver:
         self.away_until: dict[Address, Seconds] = {}  # outages
         self.checks: list[Call] = []  # after every event
         self.observers: list[Observer] = []
-        self.reports: deque[tuple[Address, Report]] = deque(maxlen=N_REMEMBERED)
+        self.reports: deque[tuple[Address, rl.Report]] = deque(maxlen=N_REMEMBERED)
         # Messages to names without a builder: the test plays these roles itself.
         self.outside: dict[Address, deque[Received]] = {}
         self.newest: dict[Address, SimulatedProcess] = {}  # newest incarnation, running or ended
@@ -180,10 +147,10 @@ class Driver:
         }
         self._memories: dict[str, HostMemory] = {}
         self._launches: list[_Launch] = []
-        self._misrouted: dict[Address, deque[Event]] = {}  # for future incarnations
+        self._misrouted: dict[Address, deque[rl.Event]] = {}  # for future incarnations
         self._incarnations: dict[Address, int] = {}
         run = f"simulation-{seed}"
-        self._sizing: MessageSizing = Encoded(run) if options.codec else PassedOn(run)
+        self._sizing = Encoded(run) if options.codec else PassedOn(run)
 
     def slowness(self, name: Address) -> float:
         """Return the factor by which faults slow down the work of `name` now."""
@@ -208,14 +175,14 @@ class Driver:
 
     # --- events ---
 
-    def deliver(self, process: SimulatedProcess, event: Event) -> None:
+    def deliver(self, process: SimulatedProcess, event: rl.Event) -> None:
         """Pass an event to a process: now, or after earlier events and its pause."""
         if process.event_loop is None:
             self._handle(process, event)
         elif process.alive:
             process.event_loop.add(event)
 
-    def _handle(self, process: SimulatedProcess, event: Event) -> None:
+    def _handle(self, process: SimulatedProcess, event: rl.Event) -> None:
         if not process.alive:
             return
         if process.paused_until is not None:
@@ -226,7 +193,7 @@ class Driver:
         try:
             try:
                 if type(event) is Received and type(event.message) not in process.accepts:
-                    check_accepted(process.role, event, name=process.name)
+                    rl.check_accepted(process.role, event, name=process.name)
                 actions = process.role.handle(event, now)
             except Exception as error:  # noqa: BLE001 - `_actions_after` distinguishes them
                 actions = self._actions_after(process, error)
@@ -246,7 +213,7 @@ class Driver:
         for check in self.checks:
             check()
 
-    def _actions_after(self, process: SimulatedProcess, error: Exception) -> Sequence[Action]:
+    def _actions_after(self, process: SimulatedProcess, error: Exception) -> Sequence[rl.Action]:
         match error:
             case RemoteProtocolError():
                 self.counts.refused += 1
@@ -255,7 +222,7 @@ class Driver:
             case LocalProtocolError():
                 raise error  # a bug: end the run instead of restarting the role
             case DistBeliefError():
-                return (Exit(error=f"{type(error).__name__}: {error}"),)
+                return (rl.Exit(error=f"{type(error).__name__}: {error}"),)
             case _:
                 raise self._blame(process, error) from error
 
@@ -298,7 +265,7 @@ class Driver:
             self._handle(process, event)
         else:
             process.handles_until = begins + takes
-            event_queue.at(begins, partial(self._handle, process, event))
+            event_queue.at(begins, self._handle, process, event)
 
     def _is_misrouted(self) -> bool:
         port_reuse = self.options.port_reuse
@@ -311,7 +278,7 @@ class Driver:
 
     # --- actions ---
 
-    def _perform_all(self, process: SimulatedProcess, actions: Sequence[Action]) -> int:
+    def _perform_all(self, process: SimulatedProcess, actions: Sequence[rl.Action]) -> int:
         # Stops when an action ends the process; returns how many were performed.
         n_last, n_performed = process.last_actions, 0
         for action in actions if n_last is None else actions[:n_last]:
@@ -326,31 +293,31 @@ class Driver:
             self.end(process, f"killed after {n_last} actions of this event")
         return n_performed
 
-    def _perform(self, process: SimulatedProcess, action: Action) -> None:
+    def _perform(self, process: SimulatedProcess, action: rl.Action) -> None:
         match action:
             case Send():
                 self._send(process, action)
-            case SetTimer():
+            case rl.SetTimer():
                 process.timers.set(action.name, action.at)
-            case CancelTimer():
+            case rl.CancelTimer():
                 process.timers.cancel(action.name)
-            case Compute():
+            case rl.Compute():
                 self._compute(process, action)
-            case Persist():
+            case rl.Persist():
                 self._persist(process, action.snapshot)
-            case Report():
+            case rl.Report():
                 self.reports.append((process.name, action))
                 text = f"{action.level}: {action.text}"
                 self.note(process.name, process.incarnation, text)
-            case Connect():
+            case rl.Connect():
                 self.connect(process, action.peer, action.incarnation)
-            case Launch():
+            case rl.Launch():
                 self.launch(action.name, incarnation=action.incarnation, launcher=process)
-            case AssignName():
+            case rl.AssignName():
                 pass  # simulated roles need no proof of identity
-            case Terminate():
+            case rl.Terminate():
                 self.terminate(action.name, f"terminated by {process.name}")
-            case Exit():
+            case rl.Exit():
                 process.halted, process.error = True, action.error
                 self.end(process, f"halted: {action.error or 'as planned'}")
             case _:
@@ -359,7 +326,7 @@ class Driver:
     def _send(self, process: SimulatedProcess, action: Send) -> None:
         sizing, receiver = self._sizing, action.receiver
         payload = sizing.sent(action, sender=process.name, incarnation=process.incarnation)
-        path = process.paths.get(receiver) or self.path(process, receiver)
+        path = process.paths.get(receiver) or self._first_path(process, receiver)
         if path is None:
             self.counts.lost += 1
             text = f"lost, not connected to {receiver}"
@@ -369,7 +336,7 @@ class Driver:
         n_bytes = header + round(arrays * path.frame_scale) if arrays else header
         self.network.send(path, payload, n_bytes)
 
-    def _compute(self, process: SimulatedProcess, action: Compute) -> None:
+    def _compute(self, process: SimulatedProcess, action: rl.Compute) -> None:
         machine, cost = process.machine, action.cost
         if process.scale is not ONE:
             cost = process.scale.of(cost, action.executor)
@@ -378,18 +345,18 @@ class Driver:
             left = cost
             if action.remaining is not None:
                 part = action.remaining()
-                left = Cost(
+                left = rl.Cost(
                     flops=part * cost.flops,
                     n_bytes=part * cost.n_bytes,
                     waiting=part * cost.waiting,
                 )
             modelled = machine.seconds_of(left, self.streams.schedule)
             slowness = self.slowness(process.name)  # a slowed role leaves cores to others
-            threads = machine.threads if action.executor is Executor.COMPUTE else 1
+            threads = machine.threads if action.executor is rl.Executor.COMPUTE else 1
             return machine.demand(cost, modelled * slowness, threads / slowness)
 
         def end(seconds: Seconds) -> None:
-            if action.executor is Executor.COMPUTE:
+            if action.executor is rl.Executor.COMPUTE:
                 busy = self.busy
                 busy[process.name] = busy.get(process.name, 0.0) + seconds
             result: object = None
@@ -398,20 +365,22 @@ class Driver:
                 result = action.work()
             except Exception as error:  # noqa: BLE001 - reported to the role, as `node` does
                 failed = error
-            result_event = Computed(name=action.name, result=result, error=failed, seconds=seconds)
+            result_event = rl.Computed(
+                name=action.name, result=result, error=failed, seconds=seconds
+            )
             self._deliver_result(process, result_event)
 
         process.executors.add(action.executor, Work(demand=demand, end=end))
 
     def _deliver_result(
-        self, process: SimulatedProcess, result_event: Computed | Persisted
+        self, process: SimulatedProcess, result_event: rl.Computed | rl.Persisted
     ) -> None:
         if process.event_loop is None:
             self._handle(process, result_event)
         elif process.alive:
             process.event_loop.deliver_result(result_event)
 
-    def _persist(self, process: SimulatedProcess, snapshot: Snapshot) -> None:
+    def _persist(self, process: SimulatedProcess, snapshot: rl.Snapshot) -> None:
         sums: dict[str, int] = {}
 
         def begin() -> None:
@@ -432,14 +401,14 @@ class Driver:
             error = NO_SPACE if self.disk.full else None
             if error is None:
                 self.disk.save(process.name, snapshot)
-            self._deliver_result(process, Persisted(label=snapshot.label, error=error))
+            self._deliver_result(process, rl.Persisted(label=snapshot.label, error=error))
 
         def cut_short() -> None:
             if process.tears:
                 self.disk.save(process.name, snapshot, whole=False)
 
         work = Work(demand=demand, begin=begin, end=end, cut_short=cut_short)
-        process.executors.add(Executor.COMPUTE, work)
+        process.executors.add(rl.Executor.COMPUTE, work)
 
     # --- processes ---
 
@@ -471,7 +440,11 @@ class Driver:
         try:
             role = self.builders[name](memory)
         except DistBeliefError as error:
-            self._report_build_failure(name, number, launcher, error)
+            reason = f"could not be built: {error}"
+            if launcher is None:
+                raise self.failure(f"{name}#{number} {reason}") from error
+            self.note(name, number, reason)
+            self._report_loss(launcher, name, number, reason)
             return
         event_queue, options = self.event_queue, self.options
         machine = options.machine_of(name)
@@ -489,7 +462,9 @@ class Driver:
             handles_slowly=machine.handles_slowly,
             memory=memory,
             executors=Executors(host, wake_seconds=wake_seconds),
-            timers=Timers(event_queue, lambda timer: self._fire(process, timer)),
+            timers=Timers(
+                event_queue, lambda timer: self.deliver(process, rl.TimerFired(name=timer))
+            ),
             launcher=launcher,
         )
         if handles:
@@ -504,7 +479,7 @@ class Driver:
         if options.introduce and number > 1:
             self._redirect_to_newest(name, number)
         restored = self.disk.newest(name)
-        self.deliver(process, Started(incarnation=number, restored=restored))
+        self.deliver(process, rl.Started(incarnation=number, restored=restored))
         for event in self._misrouted.pop(name, ()):
             self.deliver(process, event)
         if self.options.introduce:
@@ -521,14 +496,13 @@ class Driver:
         """Start an incarnation of `name` after the time that a process needs to start."""
         launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
         self._launches.append(launch)
-        event_queue = self.event_queue
-        begins = event_queue.now + self.options.launch_seconds
-        event_queue.at(begins, partial(self._finish_launch, launch))
+        begins = self.event_queue.now + self.options.launch_seconds
+        self.event_queue.at(begins, self._finish_launch, launch)
 
     def _finish_launch(self, launch: "_Launch") -> None:
         name, number = launch.name, launch.incarnation
-        again = partial(self._finish_launch, launch)
-        if launch.cancelled is None and self._waits_for_machine(name, again):
+        if launch.cancelled is None and (back_at := self._away_until(name)):
+            self.event_queue.at(back_at, self._finish_launch, launch)
             return
         self._launches.remove(launch)
         if launch.cancelled is None:
@@ -536,14 +510,10 @@ class Driver:
         else:
             self._report_loss(launch.launcher, name, number, launch.cancelled)
 
-    def _waits_for_machine(self, name: Address, call: Call) -> bool:
-        # True if the machine of `name` is in an outage; then `call` is made at its end.
-        event_queue = self.event_queue
+    def _away_until(self, name: Address) -> Seconds | None:
+        # The end of the outage of its machine, or None.
         back_at = self.away_until.get(name, 0.0)
-        if back_at <= event_queue.now:
-            return False
-        event_queue.at(back_at, call)
-        return True
+        return back_at if back_at > self.event_queue.now else None
 
     def _next_incarnation(self, name: Address, wanted: int | None) -> int:
         if name not in self.builders:
@@ -559,26 +529,14 @@ class Driver:
         self._incarnations[name] = number
         return number
 
-    def _report_build_failure(
-        self, name: Address, number: int, launcher: SimulatedProcess | None, error: Exception
-    ) -> None:
-        reason = f"could not be built: {error}"
-        if launcher is None:
-            raise self.failure(f"{name}#{number} {reason}") from error
-        self.note(name, number, reason)
-        self._report_loss(launcher, name, number, reason)
-
-    def _fire(self, process: SimulatedProcess, timer: str) -> None:
-        self.deliver(process, TimerFired(name=timer))
-
     def _introduce(self, process: SimulatedProcess) -> None:
-        joined = PeerJoined(peer=process.name, incarnation=process.incarnation)
+        joined = rl.PeerJoined(peer=process.name, incarnation=process.incarnation)
         acquainted = self.options.acquainted
         others = [other for other in self.newest.values() if other is not process]
         for other in others:
             if other.alive and (not acquainted or acquainted(process.name, other.name)):
                 self.deliver(other, joined)
-                known = PeerJoined(peer=other.name, incarnation=other.incarnation)
+                known = rl.PeerJoined(peer=other.name, incarnation=other.incarnation)
                 self.deliver(process, known)
 
     # --- end ---
@@ -602,13 +560,13 @@ class Driver:
         if process.launcher is not None:
             self._report_loss(process.launcher, process.name, process.incarnation, reason)
         if process.restart_after is not None and not process.halted:
-            event_queue = self.event_queue
-            event_queue.at(event_queue.now + process.restart_after, partial(self._restart, process))
+            again_at = self.event_queue.now + process.restart_after
+            self.event_queue.at(again_at, self._restart, process)
 
     def _restart(self, process: SimulatedProcess) -> None:
-        if self._waits_for_machine(process.name, partial(self._restart, process)):
-            return
-        if self.newest[process.name] is process:
+        if back_at := self._away_until(process.name):
+            self.event_queue.at(back_at, self._restart, process)
+        elif self.newest[process.name] is process:
             self.start(process.name)
 
     def terminate(self, name: Address, reason: str) -> None:
@@ -623,11 +581,9 @@ class Driver:
     def _report_loss(
         self, launcher: SimulatedProcess, name: Address, incarnation: int, reason: str
     ) -> None:
-        lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
-        event_queue = self.event_queue
-        event_queue.at(
-            event_queue.now + self.options.notice_seconds, partial(self.deliver, launcher, lost)
-        )
+        lost = rl.PeerLost(peer=name, incarnation=incarnation, reason=reason)
+        noticed_at = self.event_queue.now + self.options.notice_seconds
+        self.event_queue.at(noticed_at, self.deliver, launcher, lost)
 
     # --- pause ---
 
@@ -643,7 +599,7 @@ class Driver:
         if process.event_loop is not None:
             process.event_loop.hold(held=True)
         process.paused_until = until
-        event_queue.at(until, partial(self._resume, process))
+        event_queue.at(until, self._resume, process)
 
     def _resume(self, process: SimulatedProcess) -> None:
         if process.paused_until is None or process.paused_until > self.event_queue.now:
@@ -657,7 +613,7 @@ class Driver:
 
     # --- connections ---
 
-    def deliver_to_next(self, name: Address, incarnation: int, event: Event) -> None:
+    def deliver_to_next(self, name: Address, incarnation: int, event: rl.Event) -> None:
         """Deliver a message for an ended incarnation to the next one (see `port_reuse`)."""
         newest = self.newest.get(name)
         if newest is not None and newest.alive and newest.incarnation > incarnation:
@@ -668,36 +624,26 @@ class Driver:
 
     def connect(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
         """Connect a process to this incarnation of `peer`."""
-        path = process.paths.get(peer)
-        if path is None or path.incarnation != incarnation:
-            path = process.paths[peer] = self._new_path(process, peer, incarnation)
-        return path
-
-    def _new_path(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
-        options, ends = self.options, (process.name, peer)
-        path = Path(
-            options.link_of(process.name, peer),
-            sender=process.name,
-            receiver=peer,
-            incarnation=incarnation,
-        )
-        ports = self._ports.between(process.machine.host, options.machine_of(peer).host)
+        known = process.paths.get(peer)
+        if known is not None and known.incarnation == incarnation:
+            return known
+        options, machine = self.options, self.options.machine_of(peer)
+        link = options.link_of(process.name, peer)
+        path = Path(link, sender=process.name, receiver=peer, incarnation=incarnation)
+        ports = self._ports.between(process.machine.host, machine.host)
         if ports:
             path.use_ports(ports, self._ports.network)
-        path.add_latency(options.machine_of(peer).handling_seconds)
+        path.latency_seconds += machine.handling_seconds
         path.frame_scale = frame_scale(options.scales, process.name, peer)
-        path.traffic = self.traffic.setdefault(ends, [0, 0])
+        path.traffic = self.traffic.setdefault((process.name, peer), [0, 0])
+        process.paths[peer] = path
         return path
 
-    def path(self, process: SimulatedProcess, receiver: Address) -> Path | None:
-        """Return the connection to `receiver`, or None if there is none."""
-        introduced = self.options.introduce
-        known = process.paths.get(receiver)
-        if known is not None:
-            return known
+    def _first_path(self, process: SimulatedProcess, receiver: Address) -> Path | None:
+        # Connect to `receiver`, as far as that needs no `Connect`.
         if receiver not in self.builders:
             return self.connect(process, receiver, 0)
-        if not introduced and receiver != SUPERVISOR:
+        if not self.options.introduce and receiver != rl.SUPERVISOR:
             return None
         newest = self.newest.get(receiver)
         # 1: the receiver starts at the same time, but after its peer.

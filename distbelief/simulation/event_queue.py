@@ -8,8 +8,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from heapq import heappop, heappush
+from typing import TypeVarTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ from distbelief.roles.role import Seconds
 
 
 Call = Callable[[], None]
+Arguments = TypeVarTuple("Arguments")
+
+_NEVER = math.inf  # a module's name is found faster than an attribute
 
 
 class EventQueue:
@@ -27,20 +30,21 @@ class EventQueue:
     def __init__(self) -> None:
         self.now: Seconds = 0.0
         self.n_at_once = 0  # calls made since the clock last moved
-        self._heap: list[tuple[Seconds, int, Call]] = []
+        # Time, sequence, call and its arguments.
+        self._heap: list[tuple[Seconds, int, Callable[..., None], tuple[object, ...]]] = []  # type: ignore[explicit-any]  # of any kind
         self._first: deque[Call] = deque()
         self._n_added = 0
 
-    def at(self, time: Seconds, call: Call) -> None:
-        """Schedule `call` at `time`: now if that is in the past, never if it is infinite."""
-        if not self.now <= time < math.inf:
+    def at(self, time: Seconds, call: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Schedule a call at `time`: now if that is in the past, never if it is infinite."""
+        if not self.now <= time < _NEVER:
             if math.isnan(time):
                 raise LocalProtocolError("a call is scheduled at time NaN")
-            if time == math.inf:
+            if time == _NEVER:
                 return
             time = self.now
         self._n_added += 1
-        heappush(self._heap, (time, self._n_added, call))
+        heappush(self._heap, (time, self._n_added, call, arguments))
 
     def before_all(self, calls: Iterable[Call]) -> None:
         """Make these calls now, in this order, before any other call."""
@@ -55,9 +59,6 @@ class EventQueue:
             return self.now
         return self._heap[0][0] if self._heap else math.inf
 
-    def step(self) -> None:
-        self.steps(1, until=math.inf)
-
     def steps(self, n_max: int, *, until: Seconds) -> int:
         """Make at most `n_max` of the calls due by `until`; return how many were made."""
         heap, first = self._heap, self._first  # local names: this loop is hot
@@ -65,16 +66,17 @@ class EventQueue:
         try:
             while n < n_max:
                 if first:
-                    call = first.popleft()
+                    n += 1
+                    first.popleft()()
                 elif heap and heap[0][0] <= until:
-                    time, _, call = heappop(heap)
+                    time, _, call, arguments = heappop(heap)
                     if time != now:
                         self.now = now = time
                         since = n
+                    n += 1
+                    call(*arguments)
                 else:
                     break
-                n += 1
-                call()
         finally:
             self.n_at_once = n - since
         return n
@@ -119,7 +121,7 @@ class Timers:
     def _schedule(self, name: str, at: Seconds) -> None:
         timer = _Timer(at=at, entry=at)
         self._timers[name] = timer
-        self._event_queue.at(at, partial(self._come_up, name, timer))
+        self._event_queue.at(at, self._come_up, name, timer)
 
     def _come_up(self, name: str, timer: _Timer) -> None:
         if self._timers.get(name) is not timer:

@@ -254,7 +254,6 @@ class ClusterOptions:
     notice_seconds: Seconds = 0.01  # from the end of a process to `PeerLost`
     host_bytes_max: int = 1 << 34  # shared memory of one host
     n_lines_kept: int = 12  # of the trace, per role, for the report of a failure
-    full_trace: bool = False  # keep every line (`trace.lines`)
     # What of an event enters the digest: its content, or only time, receiver and kind.
     trace: TraceKind = "content"
     # False: messages are passed as objects with their arrays copied, and only their size is
@@ -269,8 +268,6 @@ class ClusterOptions:
             raise ValueError(f"block_bytes is {self.block_bytes}, below 1")
         if not 0 <= self.port_reuse <= 1:
             raise ValueError(f"port_reuse is {self.port_reuse}; it is a probability")
-        if self.full_trace and self.trace == "order":
-            raise ValueError('full_trace needs the content of events: use trace = "content"')
         for name in ("host_bytes_max", "n_lines_kept"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 1")

@@ -19,9 +19,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, assert_never, cast, final, get_args
+from typing import Final, assert_never, cast, final, get_args
 
 import msgspec
+import numpy as np
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol import (
@@ -101,11 +102,10 @@ class Port:
     __slots__ = (
         "bytes_per_second",
         "free_at",
+        "is_woken",
         "overhead_seconds",
-        "queues",
         "small_bytes",
         "turns",
-        "woken",
     )
 
     def __init__(
@@ -117,29 +117,8 @@ class Port:
         narrow = min(1.0, bytes_per_second / NARROW)
         self.small_bytes = SMALL_BYTES * narrow if has_flows else -1.0
         self.free_at: Seconds = 0.0
-        # Waiting packets by flow, and the order of the flows; only at a sender's card.
-        self.queues: dict[Path, deque[Packet]] = {}
-        self.turns: deque[Path] = deque()
-        self.woken = False  # a call for the time when it is free is scheduled
-
-    def wait(self, packet: "Packet") -> None:
-        """Add a packet to the queue of its flow."""
-        queue = self.queues.get(packet.path)
-        if queue is None:
-            queue = self.queues[packet.path] = deque()
-            self.turns.append(packet.path)
-        queue.append(packet)
-
-    def next(self) -> "Packet":
-        """Remove and return the next packet; the flows take turns."""
-        flow = self.turns.popleft()
-        queue = self.queues[flow]
-        packet = queue.popleft()
-        if queue:
-            self.turns.append(flow)
-        else:
-            del self.queues[flow]
-        return packet
+        self.turns: deque[Path] = deque()  # flows with waiting packets; only at a sender's card
+        self.is_woken = False  # a call for the time when it is free is scheduled
 
 
 @final
@@ -199,78 +178,37 @@ class Path:
     """A connection to one incarnation of its receiver: a link, or a way through ports."""
 
     __slots__ = (
-        "_arrives_last",
-        "_jitter",
-        "_latency_seconds",
+        "arrives_last",
         "broken_at",
         "card",
         "frame_scale",
         "incarnation",
+        "jitter",
+        "latency_seconds",
         "ports",
         "receiver",
         "sender",
         "traffic",
+        "waiting",
     )
 
     def __init__(self, link: Link, *, sender: Address, receiver: Address, incarnation: int) -> None:
-        self.card: Port | None = None  # of the sender, where flows take turns
-        self.ports: tuple[Port, ...] = (Port(link.bytes_per_second, has_flows=False),)
-        self.frame_scale = 1.0  # factor for the arrays in its messages
-        self.traffic: list[float] = [0, 0]  # messages and bytes sent between the two roles
-        self._latency_seconds = link.latency_seconds
-        self._jitter = link.jitter
         self.sender = sender
         self.receiver = receiver
         self.incarnation = incarnation  # of the receiver
+        self.ports: tuple[Port, ...] = (Port(link.bytes_per_second, has_flows=False),)
+        self.card: Port | None = None  # of the sender, where flows take turns
+        self.waiting: deque[Packet] = deque()  # at the card
+        self.latency_seconds = link.latency_seconds
+        self.jitter = link.jitter
+        self.frame_scale = 1.0  # factor for the arrays in its messages
+        self.traffic: list[float] = [0, 0]  # messages and bytes sent between the two roles
         self.broken_at: Seconds = math.inf  # when the sender was killed
-        self._arrives_last: Seconds = 0.0
+        self.arrives_last: Seconds = 0.0
 
     def use_ports(self, ports: tuple[Port, ...], network: SwitchedNetwork) -> None:
         self.card, self.ports = ports[0], ports
-        self._latency_seconds, self._jitter = network.latency_seconds, network.jitter
-
-    def add_latency(self, seconds: Seconds) -> None:
-        """Add to the latency of each message."""
-        self._latency_seconds += seconds
-
-    def pass_through(self, n_bytes: float, now: Seconds) -> tuple[Seconds, Seconds]:
-        """Send `n_bytes`; return when they have left the sender, and when they have passed."""
-        # A small message does not wait, but uses bandwidth. On a slow port, where it is not
-        # small, it waits for that port only: it has not blocked the later ports until then.
-        begins, departs, ends = now, 0.0, 0.0
-        for port in self.ports:  # without max(): this loop is hot
-            takes = port.overhead_seconds + n_bytes / port.bytes_per_second
-            free_at = port.free_at
-            ended = begins + takes
-            if free_at <= begins:
-                port.free_at = ended
-            else:
-                port.free_at = free_at + takes
-                if n_bytes > SMALL_BYTES:
-                    begins, ended = free_at, port.free_at
-                elif n_bytes > port.small_bytes:
-                    ended = port.free_at
-            if ended > ends:  # noqa: PLR1730 -- as above
-                ends = ended
-            if not departs:
-                departs = ends
-        return departs, ends
-
-    def arrive(
-        self, departs: Seconds, chance: float, *, delay: Seconds = 0.0, overtaken: bool = False
-    ) -> Seconds:
-        """Return when a message that left at `departs` arrives: after all earlier ones.
-
-        `chance`, in [0, 1), determines its latency. Later messages arrive after it, unless
-        it may be `overtaken`.
-        """
-        latency = self._latency_seconds * (1 + self._jitter * chance)
-        arrives = departs + latency + delay
-        if arrives < self._arrives_last:
-            return self._arrives_last
-        if not overtaken:
-            self._arrives_last = arrives
-        return arrives
+        self.latency_seconds, self.jitter = network.latency_seconds, network.jitter
 
 
 class Packet(msgspec.Struct, eq=False):  # twice as fast to create as a dataclass
@@ -292,6 +230,9 @@ class _Cut:
         if fault.one_way and fault.a != path.sender:
             return False
         return fault.a in ends and (fault.b is None or fault.b in ends)
+
+
+_ONE_COPY: Final = [0.0]
 
 
 class Network:
@@ -317,53 +258,77 @@ class Network:
         traffic = path.traffic
         traffic[0] += 1
         traffic[1] += n_bytes
+        packet = Packet(path, payload, n_bytes)
         card, now = path.card, self._event_queue.now
         # Small messages slip in between the packets of large ones.
         if (
             card is not None
             and (card.free_at > now or card.turns)
-            and (n_bytes > card.small_bytes or path in card.queues)
+            and (n_bytes > card.small_bytes or path.waiting)
         ):
-            card.wait(Packet(path, payload, n_bytes))
-            self._wake(card)
-            return
-        departs, passed = path.pass_through(n_bytes, now)
-        self._go(Packet(path, payload, n_bytes, departs), passed)
-
-    def _wake(self, card: Port) -> None:
-        # Send the next waiting packet when the card is free.
-        if not card.woken and card.turns:
-            card.woken = True
-            self._event_queue.at(card.free_at, partial(self._next_of, card))
-
-    def _next_of(self, card: Port) -> None:
-        card.woken = False
-        if card.free_at <= self._event_queue.now:  # small messages may have used the card since
-            packet = card.next()
-            packet.departs, passed = packet.path.pass_through(packet.n_bytes, self._event_queue.now)
-            self._go(packet, passed)
-        self._wake(card)
-
-    def _go(self, packet: Packet, passed: Seconds) -> None:
-        # The packet has passed all ports; only the latency remains.
-        if self._faults:
-            self._go_with_faults(packet, passed)
-            return
-        arrives = packet.path.arrive(passed, next(self._chances))
-        self._event_queue.at(arrives, partial(self._arrive, packet))
-
-    def begin(self, fault: NetworkFault) -> None:
-        """Start a fault; it ends after `fault.seconds`."""
-        if isinstance(fault, CutOff):
-            cut = _Cut(fault)
-            self._cuts.append(cut)
-            end = partial(self._heal, cut)
+            if not path.waiting:
+                card.turns.append(path)
+            path.waiting.append(packet)
+            if not card.is_woken:
+                card.is_woken = True
+                self._event_queue.at(card.free_at, self._send_next, card)
         else:
-            self._faults.append(fault)
-            end = partial(self._faults.remove, fault)
-        self._event_queue.at(self._event_queue.now + fault.seconds, end)
+            self._pass(packet, now)
 
-    def _go_with_faults(self, packet: Packet, passed: Seconds) -> None:
+    def _send_next(self, card: Port) -> None:
+        # Send a waiting packet of the flow whose turn it is.
+        now, turns = self._event_queue.now, card.turns
+        if card.free_at <= now:  # small messages may have used the card since
+            path = turns.popleft()
+            packet = path.waiting.popleft()
+            if path.waiting:
+                turns.append(path)
+            self._pass(packet, now)
+        card.is_woken = bool(turns)
+        if turns:
+            self._event_queue.at(card.free_at, self._send_next, card)
+
+    def _pass(self, packet: Packet, now: Seconds) -> None:
+        # Send a packet through its ports. A small message does not wait, but uses bandwidth. On
+        # a slow port, where it is not small, it waits for that port only: it has not blocked the
+        # later ports until then.
+        path, n_bytes = packet.path, packet.n_bytes
+        begins, departs, ends = now, 0.0, 0.0
+        for port in path.ports:  # without max(): this loop is hot
+            takes = port.overhead_seconds + n_bytes / port.bytes_per_second
+            free_at = port.free_at
+            ended = begins + takes
+            if free_at <= begins:
+                port.free_at = ended
+            else:
+                port.free_at = free_at + takes
+                if n_bytes > SMALL_BYTES:
+                    begins, ended = free_at, port.free_at
+                elif n_bytes > port.small_bytes:
+                    ended = port.free_at
+            if ended > ends:  # noqa: PLR1730 -- as above
+                ends = ended
+            if not departs:
+                departs = ends
+        packet.departs = departs
+        delay, overtaken, copies = 0.0, False, _ONE_COPY
+        if self._faults:
+            met = self._faults_of(packet)
+            if met is None:
+                return
+            delay, overtaken, copies = met
+        latency = path.latency_seconds * (1 + path.jitter * next(self._chances))
+        arrives = ends + latency + delay
+        # Messages arrive in order, except where a fault lets later ones overtake.
+        if arrives < path.arrives_last:
+            arrives = path.arrives_last
+        elif not overtaken:
+            path.arrives_last = arrives
+        for late in copies:
+            self._event_queue.at(arrives + late, self._arrive, packet)
+
+    def _faults_of(self, packet: Packet) -> tuple[Seconds, bool, list[Seconds]] | None:
+        # Delay, whether it is overtaken, and how late each copy is; None if it is lost.
         delay, overtaken, copies = 0.0, False, [0.0]
         for fault in self._faults:
             if not self._hits(fault, packet.path):
@@ -371,7 +336,7 @@ class Network:
             match fault:
                 case Drop():
                     self._lose(packet, "dropped")
-                    return
+                    return None
                 case Duplicate():
                     copies.append(self._draw(fault.seconds_max))
                 case Delay():
@@ -379,9 +344,18 @@ class Network:
                     overtaken = overtaken or fault.overtaken
                 case _:
                     assert_never(fault)
-        arrives = packet.path.arrive(passed, next(self._chances), delay=delay, overtaken=overtaken)
-        for late in copies:
-            self._event_queue.at(arrives + late, partial(self._arrive, packet))
+        return delay, overtaken, copies
+
+    def begin(self, fault: NetworkFault) -> None:
+        """Start a fault; it ends after `fault.seconds`."""
+        ends = self._event_queue.now + fault.seconds
+        if isinstance(fault, CutOff):
+            cut = _Cut(fault)
+            self._cuts.append(cut)
+            self._event_queue.at(ends, self._heal, cut)
+        else:
+            self._faults.append(fault)
+            self._event_queue.at(ends, self._faults.remove, fault)
 
     def _hits(self, fault: MessageFault, path: Path) -> bool:
         if fault.between is not None and (
@@ -441,27 +415,13 @@ _ARRAYS: Final[Mapping[type[Message], str]] = {
 }
 
 
-class MessageSizing(Protocol):
-    """The form in which messages travel, and their sizes."""
-
-    size: tuple[int, int]  # bytes of header and array of the last message sent
-
-    def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
-        """Return the payload that travels."""
-        ...
-
-    def received(self, payload: object) -> Received:
-        """Return the event for the receiver."""
-        ...
-
-
 @final
 class Encoded:
-    """Messages travel as encoded frames."""
+    """Messages travel as encoded frames; `size` is that of the last message sent."""
 
     def __init__(self, run: str) -> None:
         self._wire = Codec(run=run)
-        self.size = (0, 0)
+        self.size = (0, 0)  # bytes of header and array
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
         """Return the frames of the message.
@@ -524,7 +484,7 @@ class PassedOn:
         return _Lent(event) if array is not None and action.lent else event
 
     def received(self, payload: object) -> Received:
-        if isinstance(payload, Received):
+        if type(payload) is Received:
             return payload
         assert isinstance(payload, _Lent)
         event = payload.event
@@ -537,6 +497,6 @@ class PassedOn:
 
 
 def _copied(message: Message, name: str, array: Vector) -> Message:
-    copy = array.copy()
-    copy.flags.writeable = False  # as arrays decoded from frames
+    # The copy is read-only, as are arrays decoded from frames.
+    copy = np.frombuffer(array.tobytes(), array.dtype)
     return msgspec.structs.replace(message, **{name: copy})

@@ -1,8 +1,8 @@
-"""The trace of a simulation: one line per event, in a running SHA-256; and traffic counts.
+"""The trace of a simulation: a record of each event, in a running SHA-256; and traffic counts.
 
-Two runs with the same seed have equal digests, whatever PYTHONHASHSEED is: no text contains
-an address or depends on the order of a set, and arrays are written as their CRC-32. A failed
-run prints the last lines of each role in the order of events.
+Two runs with the same seed have equal digests, whatever PYTHONHASHSEED is: no record contains
+an address or depends on the order of a set, and arrays are recorded as their CRC-32. A failed
+run prints the last records of each role in the order of events.
 """
 
 import dataclasses
@@ -10,14 +10,13 @@ import hashlib
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final, assert_never, final, get_args
+from typing import Final, assert_never, final
 
 import msgspec
 import numpy as np
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError
-from distbelief.protocol import Message
 from distbelief.roles.role import (
     Address,
     Computed,
@@ -36,54 +35,25 @@ TEXT_MAX = 240  # characters of one event's content
 ITEMS_MAX = 8
 DEPTH_MAX = 3
 
-# The types of most values; their subclasses, such as numpy's float64, take the slow path.
+# Types of most values; their subclasses, such as numpy's float64, take the slow path.
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
-_names: Final[dict[type, Sequence[str] | None]] = {}  # declared fields of each type, cached
 _dtypes: Final[dict[object, str]] = {}  # name of each dtype: numpy builds it at each str()
-
-_WITH_ARRAYS = {
-    kind
-    for kind in get_args(Message)
-    if any(field.type == Vector for field in msgspec.structs.fields(kind))
-}
-
-
-def event_text(event: Event) -> str:
-    """Return the kind of an event and its shortened content."""
-    return f"{type(event).__name__} {_content(event)}".rstrip()
-
-
-def message_text(message: Message) -> str:
-    """Return the same as `stable_repr`, in less time."""
-    kind = type(message)
-    if kind not in _WITH_ARRAYS:
-        text = repr(message)
-        return text if len(text) <= TEXT_MAX else _cut(text)
-    fields = []
-    for name in kind.__struct_fields__:
-        value = getattr(message, name)
-        text = repr(value) if type(value) in _PLAIN else stable_repr(value, depth=1)
-        fields.append(f"{name}={text if len(text) <= TEXT_MAX else _cut(text)}")
-    text = f"{kind.__name__}({', '.join(fields)})"
-    return text if len(text) <= TEXT_MAX else _cut(text)
 
 
 def crc(array: Vector) -> int:
     """Return the CRC-32 of an array's bytes."""
-    return zlib.crc32(array.tobytes())
+    return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def stable_repr(value: object, *, depth: int = 0) -> str:
     """Return a short text of `value` that depends only on its content."""
     if type(value) in _PLAIN:
         return _cut(repr(value))
-    if type(value) is np.ndarray:  # a frequent case, without the match statement
-        return _cut(_array_text(value))
     match value:
         case np.generic():  # first: numpy's float64 is also a float
             text = repr(value.item())
-        case None | bool() | int() | float() | str() | bytes():
+        case bool() | int() | float() | str() | bytes():
             text = repr(value)
         case np.ndarray():
             text = _array_text(value)
@@ -104,11 +74,43 @@ def _array_text(array: Vector) -> str:
     return f"{name}{list(array.shape)}:{crc(array):08x}"
 
 
-def _content(event: Event) -> str:
+def _composite_repr(value: object, depth: int) -> str:
+    kind = type(value).__name__
+    if isinstance(value, Mapping):
+        items = [f"{key}: {stable_repr(item, depth=depth)}" for key, item in value.items()]
+        return f"{{{', '.join(items[:ITEMS_MAX])}}}"
+    if isinstance(value, (tuple, list)):
+        texts = [stable_repr(item, depth=depth) for item in value[:ITEMS_MAX]]
+        return f"{len(value)}[{', '.join(texts)}]"
+    if isinstance(value, msgspec.Struct):
+        names: Sequence[str] = value.__struct_fields__
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    else:
+        return kind  # its repr may contain an address
+    fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]
+    return f"{kind}({', '.join(fields)})"
+
+
+def _cut(text: str) -> str:
+    if len(text) <= TEXT_MAX:
+        return text
+    return f"{text[: TEXT_MAX - 12]}…{zlib.crc32(text.encode()):08x}"
+
+
+# A message is recorded as msgpack with the CRC-32 of its array: that takes less time than its
+# `repr`, and a record that is kept holds no array.
+def _stand_in(value: object) -> str:
+    return _array_text(value) if type(value) is np.ndarray else stable_repr(value)
+
+
+_encode: Final = msgspec.msgpack.Encoder(enc_hook=_stand_in).encode
+
+
+def _event_text(event: Event) -> str:
     match event:
-        case Received():
-            sender = f"{event.sender}#{event.incarnation}"
-            text = f"{sender} {message_text(event.message)}"
+        case Received(message=message):
+            text = type(message).__name__
         case TimerFired():
             text = event.name
         case Computed():
@@ -124,44 +126,20 @@ def _content(event: Event) -> str:
             text = f"{event.peer}#{event.incarnation} {event.reason}"
         case _:
             assert_never(event)
-    return text
+    return f"{type(event).__name__} {text}".rstrip()
 
 
-def _composite_repr(value: object, depth: int) -> str:
-    kind = type(value)
-    if isinstance(value, Mapping):
-        items = [f"{key}: {stable_repr(item, depth=depth)}" for key, item in value.items()]
-        return f"{{{', '.join(items[:ITEMS_MAX])}}}"
-    if isinstance(value, (tuple, list)):
-        texts = [stable_repr(item, depth=depth) for item in value[:ITEMS_MAX]]
-        return f"{len(value)}[{', '.join(texts)}]"
-    if kind not in _names:
-        _names[kind] = _declared(kind)
-    names = _names[kind]
-    if names is None:
-        return kind.__name__  # its repr may contain an address
-    fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]
-    return f"{kind.__name__}({', '.join(fields)})"
+def _message_text(encoded: bytes) -> str:
+    fields = msgspec.msgpack.decode(encoded)
+    kind = fields.pop("type")
+    return _cut(f"{kind}({', '.join(f'{name}={value!r}' for name, value in fields.items())})")
 
 
-def _declared(kind: type) -> Sequence[str] | None:
-    if issubclass(kind, msgspec.Struct):
-        return kind.__struct_fields__
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    return None
+N_TOGETHER: Final = 256  # records that enter the digest together
 
-
-def _cut(text: str) -> str:
-    if len(text) <= TEXT_MAX:
-        return text
-    return f"{text[: TEXT_MAX - 12]}…{zlib.crc32(text.encode()):08x}"
-
-
-N_TOGETHER: Final = 256  # lines or events that enter the digest together
-N_NEWEST: Final = 4096  # events kept in memory with `order_only`
-
-_Happened = tuple[Seconds, Address, int, str, str]
+# Time, role, its incarnation, and text or encoded message; of a message also its
+# sender and the incarnation of the sender.
+_Record = tuple[Seconds, Address, int, str | bytes, *tuple[object, ...]]
 
 
 class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
@@ -185,108 +163,91 @@ class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
 
 
 class Trace:
-    """The lines of a run: all in the digest, the last `n_kept` of each role in memory.
+    """The events of a run: all in the digest, the last `n_kept` of each role in memory.
 
-    With `full`, all lines are kept; with `order_only`, the content of events is left out.
+    With `order_only`, the content of events is left out.
     """
 
-    def __init__(self, *, n_kept: int = 12, full: bool = False, order_only: bool = False) -> None:
+    def __init__(self, *, n_kept: int = 12, order_only: bool = False) -> None:
         self._hash = hashlib.sha256()
         self._order_only = order_only
-        self._happened: list[_Happened] = []
-        self._newest: deque[_Happened] = deque(maxlen=N_NEWEST)
-        self._pending: list[str] = []
+        self._pending: list[_Record] = []  # not in the digest yet
+        self._n_flushed = 0
         self._n_kept = n_kept
-        self._last: dict[Address, deque[tuple[int, str]]] = {}
-        self._lines: list[str] | None = [] if full else None
-        self._n_lines = 0
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all lines and events so far, in hexadecimal."""
-        self._flush()
-        return self._hash.hexdigest()
+        self._kept: dict[Address, deque[tuple[int, _Record]]] = {}  # numbered
 
     @property
     def n_lines(self) -> int:
-        return self._n_lines + len(self._happened)
+        return self._n_flushed + len(self._pending)
 
     @property
-    def lines(self) -> Sequence[str]:
-        """All lines; needs `full`."""
-        assert self._lines is not None, "use ClusterOptions(full_trace=True)"
-        return self._lines
+    def digest(self) -> str:
+        """SHA-256 of all records so far, in hexadecimal."""
+        self._flush()
+        return self._hash.hexdigest()
 
     def event(self, now: Seconds, name: Address, incarnation: int, event: Event) -> None:
         """Record an event just before the role handles it."""
-        if not self._order_only:
-            self.note(now, name, incarnation, event_text(event))
-            return
-        who = ""
+        pending = self._pending
         if type(event) is Received:
-            kind, who = type(event.message).__name__, event.sender
+            message = event.message
+            what = type(message).__name__ if self._order_only else _encode(message)
+            pending.append((now, name, incarnation, what, event.sender, event.incarnation))
+        elif not self._order_only:
+            pending.append((now, name, incarnation, _event_text(event)))
         else:
-            kind = type(event).__name__
-            if isinstance(event, (TimerFired, Computed)):
-                who = event.name
-        self._happened.append((now, name, incarnation, kind, who))
-        if len(self._happened) >= N_TOGETHER:
+            named = f" {event.name}" if isinstance(event, (TimerFired, Computed)) else ""
+            pending.append((now, name, incarnation, f"{type(event).__name__}{named}"))
+        if len(pending) >= N_TOGETHER:
             self._flush()
 
     def note(self, now: Seconds, name: Address, incarnation: int, text: str) -> None:
         """Record something that happened to a role and is not an event."""
-        if self._order_only:
-            self._happened.append((now, name, incarnation, text, ""))
-        else:
-            line = f"{now!r} {name}#{incarnation} {text}"
-            self._n_lines += 1
-            self._pending.append(line)
-            kept = self._last.get(name)
-            if kept is None:
-                kept = self._last[name] = deque(maxlen=self._n_kept)
-            kept.append((self._n_lines, line))
-            if self._lines is not None:
-                self._lines.append(line)
-        if len(self._happened) + len(self._pending) >= N_TOGETHER:
+        self._pending.append((now, name, incarnation, text))
+        if len(self._pending) >= N_TOGETHER:
             self._flush()
 
-    def last(self) -> Mapping[Address, tuple[str, ...]]:
-        return {name: tuple(line for _, line in rows) for name, rows in self._kept().items()}
+    def _flush(self) -> None:
+        # One by one: the digest must not depend on when it is asked for.
+        self._hash.update(b"".join(map(_encode, self._pending)))
+        for number, record in enumerate(self._pending, start=self._n_flushed):
+            name = record[1]
+            if name not in self._kept:
+                self._kept[name] = deque(maxlen=self._n_kept)
+            self._kept[name].append((number, record))
+        self._n_flushed += len(self._pending)
+        self._pending.clear()
 
-    def _kept(self) -> Mapping[Address, deque[tuple[int, str]]]:
-        if not self._order_only:
-            return self._last
+    def last(self) -> Mapping[Address, tuple[str, ...]]:
+        """Return the last lines of each role."""
         self._flush()
-        kept: dict[Address, deque[tuple[int, str]]] = {}
-        for index, (now, name, incarnation, what, who) in enumerate(self._newest):
-            rows = kept.setdefault(name, deque(maxlen=self._n_kept))
-            rows.append((index, f"{now!r} {name}#{incarnation} {what} {who}".rstrip()))
-        return kept
+        return {
+            name: tuple("{!r} {} {}".format(*_cells(record)) for _, record in kept)
+            for name, kept in self._kept.items()
+        }
 
     def table(self) -> str:
         """Return the last lines of all roles as a table, ordered by time."""
-        rows = sorted(row for kept in self._kept().values() for row in kept)
-        cells = [("time", "role", "event"), *(_cells(line) for _, line in rows)]
+        self._flush()
+        numbered = sorted(one for kept in self._kept.values() for one in kept)
+        rows = [
+            (f"{now:.6f}", role, text)
+            for now, role, text in (_cells(record) for _, record in numbered)
+        ]
+        cells = [("time", "role", "event"), *rows]
         widths = [max(len(row[column]) for row in cells) for column in range(2)]
         return "\n".join(
             f"  {time:<{widths[0]}}  {role:<{widths[1]}}  {text}".rstrip()
             for time, role, text in cells
         )
 
-    def _flush(self) -> None:
-        if self._happened:
-            self._hash.update(msgspec.msgpack.encode(self._happened))
-            self._newest.extend(self._happened)
-            self._n_lines += len(self._happened)
-            self._happened.clear()
-        if self._pending:
-            self._hash.update(("\n".join(self._pending) + "\n").encode())
-            self._pending.clear()
 
-
-def _cells(line: str) -> tuple[str, str, str]:
-    time, role, text = line.split(" ", 2)
-    return f"{float(time):.6f}", role, text
+def _cells(record: _Record) -> tuple[Seconds, str, str]:
+    now, name, incarnation, what, *sender = record
+    text = _message_text(what) if isinstance(what, bytes) else what
+    if sender:
+        text += f" from {sender[0]}#{sender[1]}"
+    return now, f"{name}#{incarnation}", text
 
 
 @final
@@ -308,16 +269,6 @@ class Traffic:
     def n_bytes(self) -> float:
         return sum(n_bytes for _, n_bytes in self._counts.values())
 
-    @property
-    def sent(self) -> Mapping[Address, float]:
-        """Bytes sent by each role."""
-        return self._by_end(0)
-
-    @property
-    def received(self) -> Mapping[Address, float]:
-        """Bytes sent to each role."""
-        return self._by_end(1)
-
     def between(self, sender: str, receiver: str) -> float:
         """Return the bytes from roles to roles whose names begin with these prefixes."""
         return sum(
@@ -325,9 +276,3 @@ class Traffic:
             for ends, (_, n_bytes) in self._counts.items()
             if ends[0].startswith(sender) and ends[1].startswith(receiver)
         )
-
-    def _by_end(self, end: int) -> Mapping[Address, float]:
-        totals: dict[Address, float] = {}
-        for ends, (_, n_bytes) in self._counts.items():
-            totals[ends[end]] = totals.get(ends[end], 0.0) + n_bytes
-        return totals

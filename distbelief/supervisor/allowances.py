@@ -14,7 +14,7 @@ self-scheduling: Polychronopoulos and Kuck 1987).
 from typing import Final, final
 
 from distbelief.protocol import Progress, StartTraining
-from distbelief.roles.role import Address, Send
+from distbelief.roles.role import Address
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
@@ -54,23 +54,19 @@ class Allowances:
         if record.index == 0:
             self._warm_start_left -= max(0, message.step - record.step)
 
-    def release(self) -> list[Send]:
+    def release(self) -> list[tuple[Address, StartTraining]]:
         """Return `StartTraining` for every role that may begin and has not been asked to."""
         replicas = self._members.of("replica")
         first = self._members.of("coordinator")
-        sends: list[Send] = []
-        for record in first + (replicas if self.warm_start_is_over else replicas[:1]):
+        begins: list[tuple[Address, StartTraining]] = []
+        for record in (*first, *(replicas if self.warm_start_is_over else replicas[:1])):
             if record.introduced_at is None or record.begun or not record.is_alive:
                 continue
             record.begun = True
-            sends.append(Send(receiver=record.name, message=self._begin(record)))
-        return sends
-
-    def _begin(self, record: RoleRecord) -> StartTraining:
-        """Return `StartTraining` for a new incarnation, which holds nothing yet."""
-        self._bounds.pop(record.name, None)
-        self._raise_bound(record)
-        return StartTraining(samples=self._bounds.get(record.name))
+            self._bounds.pop(record.name, None)  # a new incarnation holds nothing yet
+            self._raise_bound(record)
+            begins.append((record.name, StartTraining(samples=self._bounds.get(record.name))))
+        return begins
 
     def after_progress(self, record: RoleRecord) -> StartTraining | None:
         """Return the new bound of a replica that has reported progress, if it rose."""

@@ -11,34 +11,23 @@ This is the view change of a primary and its backup (Alsberg & Day 1976; Liskov 
 with the supervisor in place of a vote. A shard with one copy needs no election.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
-from distbelief.parameter_server.push_history import Lost, lost_after, n_lost
+from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 from distbelief.parameter_server.replication import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
-from distbelief.roles.role import Address, Seconds, Send
+from distbelief.roles.role import Action, Address, Seconds, Send, Terminate
 from distbelief.supervisor.membership import Membership, RoleRecord
+from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Checkpoints
 
 
 # How long a primary stays without a backup after BackupUnresponsive: a backup that comes and goes
 # would block its pushes again and again.
 REST_SECONDS = 1.0
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What the supervisor does now."""
-
-    sends: tuple[Send, ...] = ()  # each a `Promote`
-    demoted: Address | None = None  # kill and restart it
-
-
-_NOTHING = Decision()
 
 
 @final
@@ -55,12 +44,6 @@ class PrimaryElection:
 
     Repeated news does no harm. `joined` must be called once per incarnation of a copy, and `tick`
     several times in `takeover_seconds`.
-
-    Attributes:
-        primary: The primary; None if there is none.
-        backup: The backup; None if there is none.
-        term: Term of the latest `Promote`; `first` - 1 before there was one.
-        in_sync: Whether the backup holds everything that was acknowledged.
     """
 
     def __init__(
@@ -68,11 +51,8 @@ class PrimaryElection:
     ) -> None:
         """Begin without any copy.
 
-        Args:
-            copies: Names of the two roles.
-            first: First term: above all of the run that this one resumes, and above the incarnation
-                of every checkpoint of the shard.
-            takeover_seconds: Silence of the primary after which an in-sync backup takes over.
+        `first` is above every term of earlier sessions, and above the incarnation of every
+        checkpoint of the shard.
         """
         self._copies = copies
         self._takeover_seconds = takeover_seconds
@@ -83,102 +63,98 @@ class PrimaryElection:
         self.primary: Address | None = None
         self.backup: Address | None = None
         self.term = first - 1
-        self.in_sync = False
+        self.in_sync = False  # whether the backup holds everything that was acknowledged
 
-    def joined(self, copy: Address, incarnation: int, now: Seconds) -> Decision:
+    def joined(self, copy: Address, incarnation: int, now: Seconds) -> list[Action]:
         """Note a new incarnation of this copy; an earlier one, if any, is over."""
         before = self.lost(copy)
         self._heard[copy] = now
         self._incarnations[copy] = incarnation
         if self.primary is None:
             return self._promote(copy, backup=None)
-        after = self._choose_backup(now)
-        return after if after.sends else before
+        return self._choose_backup(now) or before
 
-    def lost(self, copy: Address) -> Decision:
+    def lost(self, copy: Address) -> list[Action]:
         """Note that this copy's incarnation is over; an in-sync backup takes over."""
         self._heard.pop(copy, None)
         if copy == self.backup:
             assert self.primary is not None
             return self._promote(self.primary, backup=None)
         if copy != self.primary:
-            return _NOTHING
+            return []
         if self.backup is not None and self.in_sync:
             return self._promote(self.backup, backup=None)
         self.primary = self.backup = None
-        return _NOTHING
+        return []
 
-    def silent(self, copy: Address, now: Seconds) -> Decision:
-        """Let the backup take over from a silent primary, if it is in sync and answers."""
-        if copy != self.primary or self.backup is None or not self.in_sync:
-            return _NOTHING  # no other copy can take over; a primary reports its own mute backup
-        if not self._answers(self.backup, now):
-            return _NOTHING  # both silent: the network of the supervisor may be at fault
-        # A primary never becomes a backup within one incarnation: it may have applied what its
-        # successor never saw. So it is killed.
-        self._heard.pop(copy, None)
-        decision = self._promote(self.backup, backup=None)
-        return Decision(sends=decision.sends, demoted=copy)
-
-    def heard(self, copy: Address, counters: Mapping[str, float], now: Seconds) -> Decision:
+    def heard(self, copy: Address, counters: Mapping[str, float], now: Seconds) -> list[Action]:
         """Note a heartbeat of this copy's present incarnation."""
         if copy not in self._heard:
-            return _NOTHING
+            return []
         self._heard[copy] = now
         if copy == self.primary and counters.get("term", 0.0) < self.term:
-            return self._repeat()
+            return [self._latest()]
         if copy == self.backup and counters.get("in_sync", 0.0) == self.term:
             self.in_sync = True
         return self._choose_backup(now)
 
-    def backup_in_sync(self, copy: Address, term: int, now: Seconds) -> Decision:
+    def backup_in_sync(self, copy: Address, term: int, now: Seconds) -> list[Action]:
         return self.heard(copy, {"in_sync": float(term)}, now)
 
-    def backup_unresponsive(self, copy: Address, term: int, now: Seconds) -> Decision:
+    def backup_unresponsive(self, copy: Address, term: int, now: Seconds) -> list[Action]:
         """Let a primary acknowledge alone because its backup of that term does not answer."""
         if copy != self.primary or copy not in self._heard:
-            return _NOTHING
+            return []
         self._heard[copy] = now
         if self.backup is None or term != self.term:
-            return self._repeat()
+            return [self._latest()]
         self._rests_until = now + REST_SECONDS
         return self._promote(copy, backup=None)
 
-    def tick(self, now: Seconds) -> Decision:
+    def tick(self, now: Seconds) -> list[Action]:
+        """Replace a silent primary, or choose a backup; `Terminate` a primary that is replaced."""
         late = 0.0 if self._ticked is None else now - self._ticked
         self._ticked = now
         if late > self._takeover_seconds / 2:
             # The supervisor itself was suspended.
             self._heard = dict.fromkeys(self._heard, now)
-        if self.primary is not None and not self._answers(self.primary, now):
-            return self.silent(self.primary, now)
-        return self._choose_backup(now)
+        silent = self.primary
+        if silent is None or self._answers(silent, now):
+            return self._choose_backup(now)
+        if self.backup is None or not self.in_sync:
+            return []  # no other copy can take over; a primary reports its own mute backup
+        if not self._answers(self.backup, now):
+            return []  # both silent: the network of the supervisor may be at fault
+        # A primary never becomes a backup within one incarnation: it may have applied what its
+        # successor never saw. So it is killed.
+        self._heard.pop(silent, None)
+        return [*self._promote(self.backup, backup=None), Terminate(name=silent)]
 
     def _answers(self, copy: Address, now: Seconds) -> bool:
         return now - self._heard[copy] < self._takeover_seconds
 
-    def _choose_backup(self, now: Seconds) -> Decision:
+    def _choose_backup(self, now: Seconds) -> list[Action]:
         if self.primary is None or self.backup is not None or now < self._rests_until:
-            return _NOTHING
+            return []
         other = self._copies[self.primary == self._copies[0]]
         if other not in self._heard or not self._answers(other, now):
-            return _NOTHING
+            return []
         return self._promote(self.primary, backup=other)
 
-    def _promote(self, primary: Address, *, backup: Address | None) -> Decision:
+    def _promote(self, primary: Address, *, backup: Address | None) -> list[Action]:
         self.primary, self.backup, self.in_sync = primary, backup, False
         self.term += 1
-        return self._repeat()
+        return [self._latest()]
 
-    def _repeat(self) -> Decision:
+    def _latest(self) -> Send:
         assert self.primary is not None
-        lead = Promote(
+        promote = Promote(
             term=self.term,
             receiver_incarnation=self._incarnations[self.primary],
             backup=self.backup or "",
             backup_incarnation=self._incarnations[self.backup] if self.backup else 0,
         )
-        return Decision(sends=(Send(receiver=self.primary, message=lead),))
+        return Send(receiver=self.primary, message=promote)
 
 
 TAKEOVER_SECONDS: Final = 1.0  # silence after which the other copy takes over
@@ -196,14 +172,15 @@ class _PushCount:
     seen: int = 0  # number of the newest push that was in the values
     lost: Lost = ()
     counted: tuple[Address, int] | None = None  # name and incarnation of the primary
+    was_in_sync: bool = False  # whether that one was a backup in sync, or began from a checkpoint
 
-    def add(self, record: RoleRecord, *, was_in_sync: bool) -> None:
+    def add(self, record: RoleRecord) -> None:
         clock = record.counters.get("clock")
         if clock is None:
             return
         applied = record.counters.get("pushes_applied", 0.0)
         process = (record.name, record.incarnation)
-        if process != self.counted and not was_in_sync:
+        if process != self.counted and not self.was_in_sync:
             restored = int(record.counters.get("pushes_restored", clock - applied))
             self.lost = lost_after(self.lost, seen=self.seen, kept=restored)
             self.seen = max(self.seen, restored + n_lost([self.lost]))
@@ -218,20 +195,16 @@ class ShardFailover:
 
     A push counts once, however many shards and copies it goes to: it is applied if it is in the
     values of every shard, and lost if it was acknowledged and one shard no longer has it.
-
-    Args:
-        members: All roles of the job.
-        first: First term; a resumed run goes on counting.
-        clocks: Pushes in the checkpoints that shards begin from; 0 for the others.
     """
 
-    def __init__(self, members: Membership, *, first: int, clocks: Mapping[str, int]) -> None:
+    def __init__(
+        self, members: Membership, out: Output, *, first: int, clocks: Mapping[str, int]
+    ) -> None:
         self._members = members
+        self._out = out
         self._elections: dict[Address, PrimaryElection] = {}  # of shards with two copies
         self._push_counts: dict[Address, _PushCount] = {}
-        # Whether the primary went on as a backup in sync, or began from a checkpoint.
-        self._was_in_sync: dict[Address, bool] = {}
-        self._demoted: dict[Address, tuple[Address, int]] = {}  # the last: name, incarnation
+        self._demoted: set[tuple[Address, int]] = set()  # names and incarnations
         for record in members.of("shard"):
             if record.name != record.shard:
                 continue
@@ -263,14 +236,10 @@ class ShardFailover:
 
     def was_primary(self, record: RoleRecord) -> bool:
         """Return whether this incarnation is the primary, or was until it was demoted."""
-        process = (record.name, record.incarnation)
-        return self.is_primary(record) or self._demoted.get(record.shard) == process
+        return self.is_primary(record) or (record.name, record.incarnation) in self._demoted
 
-    def survivor(self, record: RoleRecord) -> RoleRecord | None:
-        """Return the copy that has all of the shard if this one is lost.
-
-        It may be silent or dead itself: see `answers`.
-        """
+    def _survivor(self, record: RoleRecord) -> RoleRecord | None:
+        # The copy that has all of the shard if this one is lost. It may be silent or dead itself.
         election = self._elections.get(record.shard)
         if election is None:
             return None
@@ -280,18 +249,18 @@ class ShardFailover:
             return None
         return self._members.get(election.backup)
 
-    def answers(self, record: RoleRecord, now: Seconds) -> bool:
-        """Return whether this copy is neither dead nor silent."""
-        silence = now - record.heard_at
+    def _answers(self, record: RoleRecord) -> bool:
+        # Whether this copy is neither dead nor silent.
+        silence = self._out.now - record.heard_at
         return record.has_joined and record.end is None and silence < TAKEOVER_SECONDS
 
-    def is_irreplaceable(self, record: RoleRecord, now: Seconds) -> bool:
+    def is_irreplaceable(self, record: RoleRecord) -> bool:
         """Return whether it is the primary of two copies, and its backup cannot take over now."""
         election = self._elections.get(record.shard)
         if election is None or election.primary != record.name:
             return False
-        other = self.survivor(record)
-        return other is None or not self.answers(other, now)
+        other = self._survivor(record)
+        return other is None or not self._answers(other)
 
     def copy_role(self, record: RoleRecord) -> str | None:
         """Return "primary", "backup" or "syncing" for one of two copies, else None."""
@@ -302,53 +271,56 @@ class ShardFailover:
             return "primary"
         return "backup" if election.in_sync else "syncing"
 
-    def joined(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
-        election = self._elections.get(record.shard)
-        return election.joined(record.name, record.incarnation, now).sends if election else ()
-
-    def heartbeat(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
-        election = self._elections.get(record.shard)
-        return election.heard(record.name, record.counters, now).sends if election else ()
-
-    def lost(self, record: RoleRecord) -> Sequence[Send]:
+    def joined(self, record: RoleRecord) -> list[Action]:
+        """Note a new incarnation; return what to send once the others know of it."""
         election = self._elections.get(record.shard)
         if election is None:
-            return ()
+            return []
+        return election.joined(record.name, record.incarnation, self._out.now)
+
+    def heartbeat(self, record: RoleRecord) -> None:
+        election = self._elections.get(record.shard)
+        if election is not None:
+            self._out.add(*election.heard(record.name, record.counters, self._out.now))
+
+    def lost(self, record: RoleRecord) -> None:
+        election = self._elections.get(record.shard)
+        if election is None:
+            return
         was_primary = election.primary == record.name
-        sends = election.lost(record.name).sends
+        self._out.add(*election.lost(record.name))
         if was_primary:
-            self._was_in_sync[record.shard] = election.primary is not None
-        return sends
+            self._push_counts[record.shard].was_in_sync = election.primary is not None
 
-    def reported(
-        self, record: RoleRecord, message: BackupUnresponsive | BackupInSync, now: Seconds
-    ) -> tuple[LogEvent | None, Sequence[Send]]:
-        """Handle what a copy reports of the other one; return what is new of it."""
-        election, event = self._elections.get(record.shard), None
+    def reported(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> None:
+        """Handle what a copy reports of the other one."""
+        election, name, term = self._elections.get(record.shard), record.name, message.term
         if election is None:
-            return None, ()
-        is_of_now = message.term == election.term
-        match message:
-            case BackupInSync():
-                if is_of_now and record.name == election.backup and not election.in_sync:
-                    event = LogEvent("backup_in_sync", role=record.name)
-                return event, election.backup_in_sync(record.name, message.term, now).sends
-            case BackupUnresponsive():
-                if is_of_now and record.name == election.primary and election.backup:
-                    event = LogEvent("backup_unresponsive", role=record.name, other=election.backup)
-                return event, election.backup_unresponsive(record.name, message.term, now).sends
+            return
+        is_of_now = term == election.term
+        event: LogEvent | None = None
+        if isinstance(message, BackupInSync):
+            if is_of_now and name == election.backup and not election.in_sync:
+                event = LogEvent("backup_in_sync", role=name)
+            actions = election.backup_in_sync(name, term, self._out.now)
+        else:
+            if is_of_now and name == election.primary and election.backup:
+                event = LogEvent("backup_unresponsive", role=name, other=election.backup)
+            actions = election.backup_unresponsive(name, term, self._out.now)
+        self._out.add(*actions)
+        if event is not None:
+            self._out.log(event)
 
-    def restart_event(
-        self, record: RoleRecord, why: str, checkpoints: Checkpoints, now: Seconds
-    ) -> LogEvent:
+    def restart_event(self, record: RoleRecord, why: str, checkpoints: Checkpoints) -> LogEvent:
         """Return the log event of a role that is restarted, with what is lost by that."""
+        now = self._out.now
         what, other, detail, n = "role_restarted", "", "", 0
-        survivor, coordinator = self.survivor(record), self._members.coordinator
+        survivor, coordinator = self._survivor(record), self._members.coordinator
         if survivor is not None:
             other = survivor.name
             if survivor.end is not None:
                 what = "other_copy_dead"
-            elif not self.answers(survivor, now):
+            elif not self._answers(survivor):
                 what = "other_copy_silent"
             else:
                 what = "backup_takes_over" if self.was_primary(record) else "primary_alone"
@@ -362,24 +334,24 @@ class ShardFailover:
         name, incarnation = record.name, record.incarnation
         return LogEvent(what, name, incarnation, reason=why, other=other, detail=detail, n=n)
 
-    def tick(self, now: Seconds) -> tuple[list[Send], list[RoleRecord]]:
-        """Return what to send, and the silent primaries to kill."""
-        sends: list[Send] = []
+    def tick(self) -> list[RoleRecord]:
+        """Let backups take over; return the silent primaries to kill."""
         demoted: list[RoleRecord] = []
         for shard, election in self._elections.items():
-            decision = election.tick(now)
-            sends += decision.sends
-            record = decision.demoted and self._members.get(decision.demoted)
-            if record:
-                self._was_in_sync[shard] = True
-                self._demoted[shard] = (record.name, record.incarnation)
+            for action in election.tick(self._out.now):
+                record = self._members.get(action.name) if isinstance(action, Terminate) else None
+                if record is None:
+                    self._out.add(action)
+                    continue
+                self._push_counts[shard].was_in_sync = True
+                self._demoted.add((record.name, record.incarnation))
                 demoted.append(record)
-        return sends, demoted
+        return demoted
 
     def count(self, record: RoleRecord) -> None:
         push_count = self._push_counts.get(record.shard)
         if push_count is not None and self.is_primary(record):
-            push_count.add(record, was_in_sync=self._was_in_sync.get(record.shard, False))
+            push_count.add(record)
 
     @property
     def pushes_applied(self) -> int:

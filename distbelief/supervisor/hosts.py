@@ -9,8 +9,8 @@ from typing import Final, Self, final
 from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
-from distbelief.protocol import Assignments, Offer, Release, RoleAssignment
-from distbelief.roles.role import Address, Seconds, Send
+from distbelief.protocol import Offer
+from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
 
 
@@ -43,12 +43,7 @@ class StepTime:
         )
 
     def grade(self, *, flops: float, bandwidth: float) -> int | None:
-        """Return the grade of a host, lower is faster; None if unknown.
-
-        Args:
-            flops: Of one process of a replica, operations a second.
-            bandwidth: Bytes a second; 0.0 counts as infinite.
-        """
+        """Return the grade of a host, lower is faster; None if unknown. Bandwidth 0.0: no limit."""
         if not flops:
             return None
         # The host reports this number: below 1 it makes no sense.
@@ -143,22 +138,6 @@ class Host:
     def free(self) -> int:
         return max(0, self.slots - self.used) if self.takes_roles else 0
 
-    def release(self, reason: str, *, again: bool, refused: bool = False) -> Send:
-        """Return the `Release` that ends this incarnation."""
-        incarnation = self.offer.incarnation
-        message = Release(
-            incarnation=incarnation, again=again, reason=reason[:2048], refused=refused
-        )
-        return Send(receiver=self.name, message=message)
-
-    def assign(self, run: str) -> Send:
-        """Return the complete list of what it runs."""
-        self.changed = False
-        assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.roles.items())
-        incarnation = self.offer.incarnation
-        message = Assignments(incarnation=incarnation, run=run, assignments=assigned)
-        return Send(receiver=self.name, message=message)
-
     def resources(self) -> str:
         """Return what it offers beside its cores: "2 GPUs, 3.1 GB"."""
         gpus = f"{len(self.offer.devices)} GPUs, " if self.offer.devices else ""
@@ -195,11 +174,7 @@ class Host:
 
 @final
 class HostTable:
-    """All hosts of a job, and which role runs on which.
-
-    Args:
-        slots_here: Slots of the supervisor's own host.
-    """
+    """All hosts of a job, and which role runs on which."""
 
     def __init__(self, *, slots_here: int) -> None:
         self.here = Host(name=HERE, slots=slots_here, ready=True)
@@ -235,9 +210,7 @@ class HostTable:
         ones count as fast. A group goes to one host if it fits, because its messages then stay
         there; else it is spread.
 
-        Args:
-            names: The roles of one group.
-            must: Use full hosts if need be.
+        With `must`, full hosts are used if need be.
         """
         n = len(names)
         hosts = [host for host in (self.here, *self.joined.values()) if host.takes_roles]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from distbelief.roles.role import Seconds
@@ -10,8 +11,7 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
-from distbelief.supervisor.shutdown import Shutdown
-from distbelief.supervisor.view import JobView, Phase, RoleView
+from distbelief.supervisor.view import JobView, RoleView
 
 
 COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
@@ -22,14 +22,11 @@ def job_view(
     members: Membership,
     failover: ShardFailover,
     metrics: JobMetrics,
-    shutdown: Shutdown,
     hosts: HostTable,
-    *,
-    phase: Phase,
     now: Seconds,
 ) -> JobView:
-    """Return the view of the whole job at one moment."""
-    before, reached, stop = metrics.before, metrics.reached(now), config.stop
+    """Return the view of the job at one moment: its metrics, roles and hosts."""
+    before, view, stop = metrics.before, metrics.view(now), config.stop
     coordinator, shards = members.coordinator, members.of("shard")
     applied, lost, stale = failover.pushes_applied, failover.pushes_lost, shards
     # Losses are known from two sides, and neither sees all of them: replicas miss pushes of
@@ -49,25 +46,12 @@ def job_view(
     # One push goes to several shards and is refused if any of them refuses it, so the true
     # number is at least that of the shard that refused most.
     refused = max(_totals_by_shard(shards, "pushes_refused"), default=0)
-    return JobView(
-        now=now,
-        seconds=metrics.seconds(now),
-        training_seconds=metrics.training_seconds(now),
-        phase=phase,
-        stop_reason=shutdown.reason,
-        error=None if shutdown.interrupted else shutdown.error,
-        samples=metrics.samples,
+    restarts = {role.name: role.restarts for role in before.roles}
+    return replace(
+        view,
         total_samples=None if stop is None else stop.total_samples,
-        eta_seconds=None if stop is None else stop.eta_seconds(reached),
-        progress=None if stop is None else stop.progress(reached),
-        step=metrics.step,
-        samples_per_second=metrics.samples_per_second,
-        loss=metrics.loss,
-        metric_name=metrics.metric_name,
-        metric=metrics.metric,
-        held_out_loss=metrics.held_out_loss,
-        best_metric=metrics.best_metric,
-        best_metric_seconds=metrics.best_metric_seconds,
+        eta_seconds=None if stop is None else stop.eta_seconds(view),
+        progress=None if stop is None else stop.progress(view),
         staleness_mean=mean,
         staleness_p95=p95,
         staleness_max=largest,
@@ -77,15 +61,15 @@ def job_view(
         pushes_refused=before.pushes_refused + refused,
         pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
         figures=_finite({name: counters.get(name, math.nan) for name in config.fields}),
-        roles=tuple(_role_view(r, failover, metrics, hosts, now) for r in members),
+        roles=tuple(
+            _role_view(r, failover, hosts, now, restarts=restarts.get(r.name, 0)) for r in members
+        ),
         hosts=tuple(host.view() for host in hosts.joined.values()),
-        history=tuple(metrics.history),
-        messages=tuple(metrics.messages),
     )
 
 
 def _role_view(
-    record: RoleRecord, failover: ShardFailover, metrics: JobMetrics, hosts: HostTable, now: Seconds
+    record: RoleRecord, failover: ShardFailover, hosts: HostTable, now: Seconds, *, restarts: int
 ) -> RoleView:
     state, heard = record.presence.value, record.presence is Presence.PRESENT
     if heard:
@@ -98,7 +82,7 @@ def _role_view(
         state=state,
         rate=record.rate.per_second if record.is_alive else None,
         last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
-        restarts=metrics.before.restarts.get(record.name, 0) + record.restarts,
+        restarts=restarts + record.restarts,
         pid=record.pid if record.is_alive else None,
         counters=_finite(record.counters),
         at="" if host is None else host.label,

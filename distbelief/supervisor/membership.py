@@ -12,10 +12,10 @@ model-parallel group is its "replica" or "evaluator"; the other ranks are "machi
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 from distbelief.parameter_server.replication import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
@@ -189,6 +189,7 @@ class Membership:
         admits_guests: bool = False,
     ) -> None:
         self._records: dict[Address, RoleRecord] = {}
+        self._of_kind: dict[Kind, list[RoleRecord]] = {kind: [] for kind in get_args(Kind)}
         self._admits_guests = admits_guests
         for name, kind in roster:
             self._add(Address(name), kind, incarnation=incarnation)
@@ -199,8 +200,8 @@ class Membership:
     def get(self, name: Address) -> RoleRecord | None:
         return self._records.get(name)
 
-    def of(self, kind: Kind) -> list[RoleRecord]:
-        return [record for record in self if record.kind == kind]
+    def of(self, kind: Kind) -> Sequence[RoleRecord]:
+        return self._of_kind[kind]
 
     @property
     def training(self) -> list[RoleRecord]:
@@ -240,6 +241,7 @@ class Membership:
 
     def leave(self, record: RoleRecord) -> None:
         del self._records[record.name]
+        self._of_kind[record.kind].remove(record)
 
     def peers_of(self, record: RoleRecord) -> Peers:
         """Return the roles that this one needs, and the ranks of its group that are gone."""
@@ -257,6 +259,8 @@ class Membership:
             record.launched_at += seconds
 
     def _add(self, name: Address, kind: Kind, *, incarnation: int) -> RoleRecord:
-        record = RoleRecord(name=name, kind=kind, index=len(self.of(kind)), incarnation=incarnation)
+        same = self._of_kind[kind]
+        record = RoleRecord(name=name, kind=kind, index=len(same), incarnation=incarnation)
         self._records[name] = record
+        same.append(record)
         return record

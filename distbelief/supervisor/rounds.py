@@ -92,12 +92,7 @@ class _Round:
 
 @final
 class Checkpoints:
-    """Rounds of checkpoints.
-
-    Args:
-        every: Seconds between two.
-        first: Number of the first label; labels of one run only rise.
-    """
+    """Rounds of checkpoints."""
 
     def __init__(self, *, every: Seconds, first: int = 1) -> None:
         self._every = every
@@ -136,11 +131,8 @@ class Checkpoints:
     ) -> SaveCheckpoint:
         """Begin a round, and return the request to each of these.
 
-        Args:
-            shards: Names of the shards, or of the coordinator, which asks the shards itself.
-            now: The present.
-            retry_seconds: How long a failed save is repeated: a full disk may recover.
-            last: Whether nothing changes after it.
+        A coordinator asks the shards itself. A failed save is repeated for `retry_seconds`: a full
+        disk may recover. Nothing changes after the `last` round.
         """
         request = SaveCheckpoint(label=f"{self._number:05d}", last=last)
         self._number += 1

@@ -10,17 +10,27 @@ On the supervisor's own host its launcher starts and ends the process. A silent 
 more; after `dead_seconds` its roles count as lost and start elsewhere.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final, Protocol, final
 
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Failed, FileChunk, FileRequest, HostReport, Offer, Stop
+from distbelief.protocol import (
+    Assignments,
+    Failed,
+    FileChunk,
+    FileRequest,
+    HostReport,
+    Offer,
+    Release,
+    RoleAssignment,
+    Stop,
+)
 from distbelief.protocol.hosts import JOB_SPEC, PROBE, PROBE_BYTES
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import (
     SUPERVISOR,
-    Action,
     Address,
     AssignName,
     Connect,
@@ -32,7 +42,7 @@ from distbelief.roles.role import (
 )
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
-from distbelief.supervisor.metrics import JobMetrics
+from distbelief.supervisor.output import Output
 from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
 
 
@@ -85,31 +95,24 @@ def takes_slots(record: RoleRecord) -> bool:
 
 
 class Ended(Protocol):
-    """What the supervisor does when a role has ended on another host."""
+    """What the supervisor does when a role has ended on another host.
+
+    `at_once`: the role will say nothing more.
+    """
 
     def __call__(
-        self, name: Address, incarnation: int, reason: str, now: Seconds, *, at_once: bool
-    ) -> list[Action]: ...
+        self, name: Address, incarnation: int, reason: str, *, at_once: bool = False
+    ) -> None: ...
 
 
 @final
 class Scheduler:
-    """Places the roles of one job, and keeps the hosts that have joined.
-
-    Args:
-        members: All roles of the job.
-        metrics: Takes the log events.
-        shutdown: Of the job.
-        stable_seconds: An incarnation that lasts this long did not die early.
-        on_end: Called when a role has ended on another host; `at_once`: it will say nothing more.
-        cluster: How the job uses hosts that join; None: it runs on one host.
-        policy: Decides which host runs a role.
-    """
+    """Places the roles of one job, and keeps the hosts that have joined."""
 
     def __init__(
         self,
         members: Membership,
-        metrics: JobMetrics,
+        out: Output,
         shutdown: Shutdown,
         *,
         stable_seconds: Seconds,
@@ -118,7 +121,7 @@ class Scheduler:
         policy: PlacementPolicy,
     ) -> None:
         self._members = members
-        self._metrics = metrics
+        self._out = out
         self._shutdown = shutdown
         self._stable_seconds = stable_seconds
         self._on_end = on_end
@@ -127,29 +130,27 @@ class Scheduler:
         self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
         self._waiting: dict[Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[Address, Seconds] = {}  # roles that leave their host: deadline
-        self._begins_at: Seconds | None = None
+        self._begins_at: Seconds = math.inf
 
     # --- start
 
-    def start(self, now: Seconds) -> list[Action]:
+    def start(self) -> None:
         """Begin to wait for as many hosts as the job wants."""
-        if self._cluster is None:
-            return []
-        self._begins_at = now + self._cluster.hosts_seconds_max
-        n = self._cluster.n_hosts
-        return [self._log(now, LogEvent("hosts_awaited", n=n))] if n else []
+        if self._cluster is not None:
+            self._begins_at = self._out.now + self._cluster.hosts_seconds_max
+            if self._cluster.n_hosts:
+                self._out.log(LogEvent("hosts_awaited", n=self._cluster.n_hosts))
 
-    def may_begin(self, now: Seconds) -> tuple[bool, list[Action]]:
+    def may_begin(self) -> bool:
         """Return whether there are enough hosts, or it has waited long enough."""
-        wanted = 0 if self._cluster is None else self._cluster.n_hosts
-        n_ready = sum(host.ready for host in self.hosts.joined.values())
-        if self._cluster is None or n_ready >= wanted:
-            return True, []
-        if self._begins_at is None or now < self._begins_at:
-            return False, []
-        limit = self._cluster.hosts_seconds_max
-        event = LogEvent("hosts_missing", n=n_ready, total=wanted, limit=limit)
-        return True, [self._log(now, event)]
+        cluster, n_ready = self._cluster, sum(host.ready for host in self.hosts.joined.values())
+        if cluster is None or n_ready >= cluster.n_hosts:
+            return True
+        if self._out.now < self._begins_at:
+            return False
+        limit = cluster.hosts_seconds_max
+        self._out.log(LogEvent("hosts_missing", n=n_ready, total=cluster.n_hosts, limit=limit))
+        return True
 
     # --- roles
 
@@ -157,32 +158,31 @@ class Scheduler:
         """Start the present incarnation of a role, as soon as there is a host for it."""
         self._waiting[record.name] = record.incarnation
 
-    def terminate(self, name: Address) -> list[Action]:
+    def terminate(self, name: Address) -> None:
         """End the process of a role."""
         self._waiting.pop(name, None)
         self._moving.pop(name, None)
-        host = self.hosts.leave(name)
-        return [Terminate(name=name)] if host in {None, self.hosts.here} else []
+        if self.hosts.leave(name) in {None, self.hosts.here}:
+            self._out.add(Terminate(name=name))
 
     def ended_here(self, name: Address, incarnation: int) -> None:
         """Free the slot of a role whose process has ended on the supervisor's host."""
         if self.hosts.here.roles.get(name) == incarnation:
             self.hosts.leave(name)
 
-    def place(self, now: Seconds) -> list[Action]:
+    def place(self) -> None:
         """Start waiting roles, as far as there are hosts for them; tell the hosts what is new."""
-        actions = self._place_waiting(now) if self._waiting else []
-        if self._cluster is not None:
-            changed = [h for h in self.hosts.joined.values() if h.changed and h.present]
-            actions += [host.assign(self._cluster.run) for host in changed]
-        return actions
+        if self._waiting:
+            self._place_waiting()
+        for host in self.hosts.joined.values():
+            if host.changed and host.present:
+                self._assign(host)
 
-    def _place_waiting(self, now: Seconds) -> list[Action]:
+    def _place_waiting(self) -> None:
         groups: dict[str, list[RoleRecord]] = {}
         for record in self._members:
             groups.setdefault(record.group, []).append(record)
-        actions: list[Action] = []
-        given: dict[Address, list[str]] = {}
+        given: dict[str, list[str]] = {}
         for group in groups.values():
             waiting = [record for record in group if record.name in self._waiting]
             others = [record for record in group if record.name not in self._waiting]
@@ -192,39 +192,35 @@ class Scheduler:
                 continue
             found = self._policy.place(waiting, self.hosts, begun=bool(running))
             if found is None:
-                actions += self._wait(waiting, now)
+                self._wait(waiting)
                 continue
             for record, host in zip(waiting, found, strict=True):
-                actions += self._put(record, host, now)
+                self._put(record, host)
                 if host.name != HERE:
-                    given.setdefault(host.name, []).append(record.name)
-        for name, roles in given.items():
-            label = self.hosts.joined[name].full_label
-            event = LogEvent("host_given", host=label, roles=tuple(roles))
-            actions.append(self._log(now, event))
-        return actions
+                    given.setdefault(host.full_label, []).append(record.name)
+        for label, roles in given.items():
+            self._out.log(LogEvent("host_given", host=label, roles=tuple(roles)))
 
-    def _put(self, record: RoleRecord, host: Host, now: Seconds) -> list[Action]:
+    def _put(self, record: RoleRecord, host: Host) -> None:
         name, incarnation = record.name, self._waiting.pop(record.name)
         if record.presence is Presence.WAITING:
-            record.begin_incarnation(incarnation, now)
+            record.begin_incarnation(incarnation, self._out.now)
         self.hosts.put(name, incarnation, host, slots=int(takes_slots(record)))
-        if host.name != HERE:
-            return [AssignName(name=name, to=host.name)]
-        launch = Launch(name=name, incarnation=incarnation)
-        if self._cluster is None:
-            return [launch]
-        return [AssignName(name=name, to=SUPERVISOR), launch]
+        if self._cluster is not None:
+            to = SUPERVISOR if host.name == HERE else host.name
+            self._out.add(AssignName(name=name, to=to))
+        if host.name == HERE:
+            self._out.add(Launch(name=name, incarnation=incarnation))
 
-    def _wait(self, group: Sequence[RoleRecord], now: Seconds) -> list[Action]:
-        news = [record for record in group if record.presence is not Presence.WAITING]
-        for record in news:
-            record.presence = Presence.WAITING
-        return [self._log(now, LogEvent("role_waits", role=record.name)) for record in news]
+    def _wait(self, group: Sequence[RoleRecord]) -> None:
+        for record in group:
+            if record.presence is not Presence.WAITING:
+                record.presence = Presence.WAITING
+                self._out.log(LogEvent("role_waits", role=record.name))
 
     # --- hosts
 
-    def receive(self, event: Received, now: Seconds) -> list[Action]:
+    def receive(self, event: Received) -> None:
         """Handle a message of a host."""
         message, host = event.message, self.hosts.joined.get(event.sender)
         if self._cluster is None or not isinstance(message, HostToSupervisor):
@@ -232,40 +228,35 @@ class Scheduler:
                 f"{event.sender} sent the supervisor {type(message).__name__}"
             )
         if isinstance(message, Offer):
-            return self._offered(self._cluster, event, message, now)
-        if host is None or host.refused:
-            return []
-        if isinstance(message, FileRequest):
-            host.silence.heard(now)
-            return [self._chunk(self._cluster, host, message)]
-        if message.incarnation != host.offer.incarnation:
-            return []
-        return self._reported(self._cluster, host, message, now)
+            self._offered(event, message)
+        elif host is None or host.refused:
+            pass
+        elif isinstance(message, FileRequest):
+            host.silence.heard(self._out.now)
+            self._send_chunk(self._cluster, host, message)
+        elif message.incarnation == host.offer.incarnation:
+            self._reported(self._cluster, host, message)
 
-    def _offered(
-        self, cluster: ClusterConfig, event: Received, offer: Offer, now: Seconds
-    ) -> list[Action]:
-        host = self.hosts.joined.get(event.sender)
-        actions: list[Action] = []
+    def _offered(self, event: Received, offer: Offer) -> None:
+        now, host = self._out.now, self.hosts.joined.get(event.sender)
         if host is None:
             self._drop_gone_host()
         elif host.refused or offer.incarnation < host.offer.incarnation:
-            return []
+            return
         elif offer.incarnation == host.offer.incarnation:
             host.silence.heard(now)
-            return [self._confirm(cluster, host)]
+            self._confirm(host)
+            return
         elif now - host.since < OFFER_SECONDS_MIN:
-            return []  # it repeats the offer
+            return  # it repeats the offer
         elif host.present:
-            actions += self._lose_host(host, "begins anew", now)
-        connect = Connect(
-            peer=event.sender, incarnation=event.incarnation, endpoint=offer.endpoint, host=""
-        )
+            self._lose_host(host, "begins anew")
+        peer, incarnation = event.sender, event.incarnation
+        self._out.add(Connect(peer=peer, incarnation=incarnation, endpoint=offer.endpoint, host=""))
         host = self.hosts.joined[event.sender] = Host.of(event.sender, offer, now)
-        joined = LogEvent(
-            "host_joined", host=host.full_label, n=offer.cores, detail=host.resources()
-        )
-        return [*actions, connect, self._log(now, joined), host.assign(cluster.run)]
+        detail = host.resources()
+        self._out.log(LogEvent("host_joined", host=host.full_label, n=offer.cores, detail=detail))
+        self._assign(host)
 
     def _drop_gone_host(self) -> None:
         joined = self.hosts.joined
@@ -275,67 +266,82 @@ class Scheduler:
                 raise RemoteProtocolError(f"more than {N_HOSTS_MAX} hosts at once")
             del joined[gone]
 
-    def _confirm(self, cluster: ClusterConfig, host: Host) -> Action:
-        if host.present:
-            return host.assign(cluster.run)
-        return host.release("it was silent for too long", again=True)
+    def _assign(self, host: Host) -> None:
+        """Send a host the complete list of what it runs."""
+        assert self._cluster is not None
+        host.changed = False
+        assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in host.roles.items())
+        incarnation, run = host.offer.incarnation, self._cluster.run
+        message = Assignments(incarnation=incarnation, run=run, assignments=assigned)
+        self._out.send(host.name, message)
 
-    def _chunk(self, cluster: ClusterConfig, host: Host, ask: FileRequest) -> Action:
+    def _release(
+        self, host: Host, reason: str, *, again: bool = False, refused: bool = False
+    ) -> None:
+        """End this incarnation of a host."""
+        incarnation, reason = host.offer.incarnation, reason[:2048]
+        message = Release(incarnation=incarnation, again=again, reason=reason, refused=refused)
+        self._out.send(host.name, message)
+
+    def _confirm(self, host: Host) -> None:
+        if host.present:
+            self._assign(host)
+        else:
+            self._release(host, "it was silent for too long", again=True)
+
+    def _send_chunk(self, cluster: ClusterConfig, host: Host, ask: FileRequest) -> None:
         contents = {JOB_SPEC: cluster.job_spec, PROBE: _PROBE_CONTENT}
         if ask.document not in contents:
             raise RemoteProtocolError(f"{host.name} asked for {ask.document!r:.80}")
         chunk = FileChunk.of(ask.document, contents[ask.document], ask.offset)
         # Lent: a host that requests much and reads nothing must not make us hold copies.
-        return Send(receiver=host.name, message=chunk, lent=True)
+        self._out.add(Send(receiver=host.name, message=chunk, lent=True))
 
-    def _reported(
-        self, cluster: ClusterConfig, host: Host, report: HostReport, now: Seconds
-    ) -> list[Action]:
-        host.silence.heard(now)
+    def _reported(self, cluster: ClusterConfig, host: Host, report: HostReport) -> None:
+        host.silence.heard(self._out.now)
         if not host.present:
-            return [self._confirm(cluster, host)]
+            self._confirm(host)
+            return
         if report.refusal is not None:
-            return self.reject(host, report.refusal, now)
-        actions: list[Action] = []
+            self.reject(host, report.refusal)
+            return
         if report.ready and not host.ready:
             host.ready, host.bandwidth = True, report.bandwidth
             host.slots = cluster.slots_of(host.offer)
             host.grade = cluster.grade_of(host.offer, host.bandwidth)
-            event = LogEvent("host_ready", host=host.full_label, detail=host.speeds())
-            actions.append(self._log(now, event))
+            self._out.log(LogEvent("host_ready", host=host.full_label, detail=host.speeds()))
         for ended in report.ended:
             name = Address(ended.name)
             if host.roles.get(name) != ended.incarnation:
                 continue
             if name in self._moving:
-                actions += self._moved(name, "has left", now)
+                self._moved(name, "has left")
                 continue
-            actions += self._count_death(name, host, now)
+            self._count_death(name, host)
             self.hosts.leave(name)
-            reason = f"{ended.reason} on {host.label}"
-            actions += self._on_end(name, ended.incarnation, reason, now, at_once=False)
+            self._on_end(name, ended.incarnation, f"{ended.reason} on {host.label}")
         if report.leaving:
-            actions += self._leave_host(host, now)
-        return [*actions, host.assign(cluster.run)]
+            self._leave_host(cluster, host)
+        self._assign(host)
 
-    def _count_death(self, name: Address, host: Host, now: Seconds) -> list[Action]:
+    def _count_death(self, name: Address, host: Host) -> None:
         # Without blocking, a bad host would get every role, one after another, because its cores
         # are always free.
         record = self._members.get(name)
         if record is None or record.was_stable(self._stable_seconds):
             host.deaths.clear()
-            return []
+            return
         host.deaths.append(name)
         if len(host.deaths) < DEATHS_MAX or len(set(host.deaths)) == 1:
-            return []  # one role dies again and again: it may be its own fault
+            return  # one role dies again and again: it may be its own fault
         useful = [h for h in self.hosts.joined.values() if h.ready and not h.is_blocked]
         if host not in useful or useful == [host]:
-            return []  # the last usable host is never blocked
+            return  # the last usable host is never blocked
         host.is_blocked = True
         for each in map(self._members.get, host.deaths):
             if each is not None:
                 each.restarts_in_a_row = 0
-        return [self._log(now, LogEvent("host_blocked", host=host.full_label, n=DEATHS_MAX))]
+        self._out.log(LogEvent("host_blocked", host=host.full_label, n=DEATHS_MAX))
 
     def to_blame(self, record: RoleRecord, failed: Failed) -> Host | None:
         """Return the host whose fault the failure of a role is; None: it is the job's.
@@ -354,102 +360,83 @@ class Scheduler:
         is_now = host.roles.get(record.name) == record.incarnation
         return None if works or record.group == FIRST or not is_now else host
 
-    def reject(self, host: Host, why: str, now: Seconds) -> list[Action]:
+    def reject(self, host: Host, why: str) -> None:
         """Send a host away that cannot run roles of this job."""
         host.refused = True
         why = formatting.without_control_characters(why)
-        gone = self._lose_host(host, f"cannot take part: {why}", now)
-        return [*gone, host.release(why, again=False, refused=True)]
+        self._lose_host(host, f"cannot take part: {why}")
+        self._release(host, why, refused=True)
 
-    def _lose_host(self, host: Host, why: str, now: Seconds) -> list[Action]:
+    def _lose_host(self, host: Host, why: str) -> None:
         host.present = host.ready = False
-        lost = dict(host.roles)
-        event = LogEvent("host_lost", host=host.full_label, reason=why)
-        if lost:
-            event = LogEvent("host_lost_with", host=host.full_label, reason=why, roles=tuple(lost))
-        actions: list[Action] = [self._log(now, event)]
+        lost = tuple(host.roles)
+        what = "host_lost_with" if lost else "host_lost"
+        self._out.log(LogEvent(what, host=host.full_label, reason=why, roles=lost))
         for name in lost:
-            actions += self._lose_role(name, f"was lost with {host.label}", now)
-        return actions
+            self._lose_role(name, f"was lost with {host.label}")
 
-    def _lose_role(self, name: Address, reason: str, now: Seconds) -> list[Action]:
+    def _lose_role(self, name: Address, reason: str) -> None:
         """Handle the end of a role by the fault of its host."""
         self._moving.pop(name, None)
-        host, record = self.hosts.at(name), self._members.get(name)
-        self.hosts.leave(name)
-        if host is None or record is None:
-            return []
-        record.restarts_in_a_row = 0
-        return self._on_end(name, record.incarnation, reason, now, at_once=True)
+        host, record = self.hosts.leave(name), self._members.get(name)
+        if host is not None and record is not None:
+            record.restarts_in_a_row = 0
+            self._on_end(name, record.incarnation, reason, at_once=True)
 
     # --- hosts that leave
 
-    def _leave_host(self, host: Host, now: Seconds) -> list[Action]:
-        assert self._cluster is not None
-        actions: list[Action] = []
+    def _leave_host(self, cluster: ClusterConfig, host: Host) -> None:
         if not host.leaving:
             host.leaving = True
-            actions.append(self._log(now, LogEvent("host_leaving", host=host.full_label)))
+            self._out.log(LogEvent("host_leaving", host=host.full_label))
         for name in list(host.roles):
             record = self._members.get(name)
             if name in self._moving or record is None:
                 continue
             whole = record.kind == "replica" and not self._members.ranks_with(record)
             if whole and record.has_joined and self._shutdown.stage is ShutdownStage.RUN:
-                self._moving[name] = now + self._cluster.leave_seconds_max
-                stop = Stop(reason=f"{host.label} is leaving")
-                actions.append(Send(receiver=name, message=stop))
+                self._moving[name] = self._out.now + cluster.leave_seconds_max
+                self._out.send(name, Stop(reason=f"{host.label} is leaving"))
             else:
-                actions += self._lose_role(name, f"has left with {host.label}", now)
+                self._lose_role(name, f"has left with {host.label}")
         if not host.roles:
             host.present = False
             event = LogEvent("host_left", host=host.full_label)
-            actions += [self._log(now, event), host.release(event.text, again=False)]
-        return actions
+            self._out.log(event)
+            self._release(host, event.text)
 
-    def finished(self, record: RoleRecord, now: Seconds) -> list[Action] | None:
-        """Handle the `Finished` of a role; None if it does not move to another host."""
-        if record.name not in self._moving:
-            return None
-        return self._moved(record.name, "has left", now)
+    def finished(self, record: RoleRecord) -> bool:
+        """Handle the `Finished` of a role; return whether it moves to another host."""
+        moves = record.name in self._moving
+        if moves:
+            self._moved(record.name, "has left")
+        return moves
 
-    def _moved(self, name: Address, how: str, now: Seconds) -> list[Action]:
+    def _moved(self, name: Address, how: str) -> None:
         host = self.hosts.at(name)
-        return self._lose_role(name, f"{how} with {host.label if host else name}", now)
+        self._lose_role(name, f"{how} with {host.label if host else name}")
 
     # --- time
 
-    def tick(self, now: Seconds, *, late: Seconds) -> list[Action]:
-        """Look for silent hosts, and for roles that do not leave in time; called every tick.
-
-        Args:
-            now: The present.
-            late: How long the supervisor itself was suspended, which is no silence of a host.
-        """
+    def tick(self, *, late: Seconds) -> None:
+        """Look for silent hosts, and for roles that do not leave in time; called every tick."""
         if self._cluster is None:
-            return []
-        actions: list[Action] = []
+            return
+        now = self._out.now
         for host in list(self.hosts.joined.values()):
-            host.silence.heard_at += late
+            host.silence.heard_at += late  # the supervisor itself was suspended
             silent = host.silence.silent(now)
             if not host.present:
                 continue
             host.is_silent = silent > self._cluster.silent_seconds
             if silent > self._cluster.dead_seconds:
-                why = f"is lost (silent for {silent:.1f} s)"
-                actions += self._lose_host(host, why, now)
+                self._lose_host(host, f"is lost (silent for {silent:.1f} s)")
         for name in [name for name, until in self._moving.items() if now > until]:
-            actions += self._moved(name, "did not end in time, and has left", now)
-        return actions
+            self._moved(name, "did not end in time, and has left")
 
-    def releases(self) -> list[Action]:
-        """Return what tells all hosts that the job is over."""
+    def release_all(self) -> None:
+        """Tell all hosts that the job is over."""
         reason = self._shutdown.error or self._shutdown.reason or "it is over"
-        return [
-            host.release(f"the job ended: {reason}", again=False)
-            for host in self.hosts.joined.values()
-            if host.present
-        ]
-
-    def _log(self, now: Seconds, event: LogEvent) -> Action:
-        return self._metrics.log(event, now)
+        for host in self.hosts.joined.values():
+            if host.present:
+                self._release(host, f"the job ended: {reason}")

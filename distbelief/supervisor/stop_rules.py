@@ -5,36 +5,19 @@ whichever replica read them.
 """
 
 import math
-from dataclasses import dataclass
 from typing import final
 
 from distbelief.config.job import StopTable
 from distbelief.core import formatting
-from distbelief.roles.role import Seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """Progress of a job; None where nothing was measured yet."""
-
-    samples: int
-    seconds: Seconds  # of training
-    samples_per_second: float | None = None
-    metric: float | None = None
-    held_out_loss: float | None = None
-    loss: float | None = None
+from distbelief.supervisor.view import JobView, Seconds
 
 
 @final
 class StopRules:
     """The rules of one job.
 
-    Args:
-        table: As in the job file.
-        n_train: Training samples, for epochs.
-        metric_name: What `accuracy` is compared with.
-        higher_is_better: If False, the metric must fall to `accuracy`.
-        has_test: Whether `loss` means the held-out one.
+    `accuracy` is compared with the held-out metric, which may have to fall; without held-out data
+    `loss` is that of training.
     """
 
     def __init__(
@@ -42,12 +25,10 @@ class StopRules:
         table: StopTable,
         *,
         n_train: int,
-        metric_name: str = "accuracy",
         higher_is_better: bool = True,
         has_test: bool = True,
     ) -> None:
         self._table = table
-        self._metric_name = metric_name
         self._higher_is_better = higher_is_better
         self._has_test = has_test
         limits = [] if table.samples is None else [table.samples]
@@ -55,20 +36,20 @@ class StopRules:
             limits.append(math.ceil(table.epochs * n_train))
         self.total_samples: int | None = min(limits, default=None)
 
-    def reason(self, reached: Reached) -> str | None:
+    def reason(self, view: JobView) -> str | None:
         """Return why the job is over, or None if it is not."""
         table, total = self._table, self.total_samples
-        if total is not None and reached.samples >= total:
+        if total is not None and view.samples >= total:
             if table.epochs is not None and total != table.samples:
                 noun = "epoch" if table.epochs == 1 else "epochs"
                 return f"{table.epochs:g} {noun} done"
             return f"{total:,} samples done"
-        if table.seconds is not None and reached.seconds >= table.seconds:
+        if table.seconds is not None and view.training_seconds >= table.seconds:
             return f"{formatting.duration(table.seconds)} of training are over"
-        if self._is_good(reached.metric):
-            value = formatting.metric(reached.metric, self._metric_name)
-            return f"held-out {self._metric_name} {value} reached"
-        loss = reached.held_out_loss if self._has_test else reached.loss
+        if self._is_good(view.metric):
+            value = formatting.metric(view.metric, view.metric_name)
+            return f"held-out {view.metric_name} {value} reached"
+        loss = view.held_out_loss if self._has_test else view.loss
         if table.loss is not None and loss is not None and loss <= table.loss:
             kind = "held-out" if self._has_test else "training"
             return f"{kind} loss {formatting.figure(loss)} reached"
@@ -80,21 +61,21 @@ class StopRules:
             return False
         return metric >= goal if self._higher_is_better else metric <= goal
 
-    def progress(self, reached: Reached) -> float | None:
+    def progress(self, view: JobView) -> float | None:
         """Return the share of the job that is done, 0 to 1; None without a rule that tells."""
         shares = []
         if self.total_samples is not None:
-            shares.append(reached.samples / self.total_samples)
+            shares.append(view.samples / self.total_samples)
         if self._table.seconds is not None:
-            shares.append(reached.seconds / self._table.seconds)
+            shares.append(view.training_seconds / self._table.seconds)
         return min(max(shares), 1.0) if shares else None
 
-    def eta_seconds(self, reached: Reached) -> Seconds | None:
+    def eta_seconds(self, view: JobView) -> Seconds | None:
         """Return an estimate of the time left; None without a rule on samples or time."""
         times = []
-        if self.total_samples is not None and reached.samples_per_second:
-            left = self.total_samples - reached.samples
-            times.append(left / reached.samples_per_second)
-        if self._table.seconds is not None and reached.seconds:
-            times.append(self._table.seconds - reached.seconds)
+        if self.total_samples is not None and view.samples_per_second:
+            left = self.total_samples - view.samples
+            times.append(left / view.samples_per_second)
+        if self._table.seconds is not None and view.training_seconds:
+            times.append(self._table.seconds - view.training_seconds)
         return max(min(times), 0.0) if times else None

@@ -1,9 +1,5 @@
 """Initial values without the whole model in one process: by layer type, recorded, or from a file.
 
-    with Recording() as recording:
-        module = factory()
-    recording.initials(module, names)
-
 On the meta device tensors have shapes and no values, so a model of any size can be built. The
 calls that would fill its tensors (`uniform_`, `zero_`, `torch.ones`) still pass by and are
 recorded per storage; shards then draw the same distributions, element by element.
@@ -11,9 +7,8 @@ recorded per storage; shards then draw the same distributions, element by elemen
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from math import prod
-from typing import Final, Protocol, Self, cast, final
+from typing import Final, Protocol, cast, final
 
 import numpy as np
 import torch
@@ -27,7 +22,6 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout
-from distbelief.task.task import ModelSpec, build_model
 
 
 def initials_of(module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial]:
@@ -36,10 +30,6 @@ def initials_of(module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial
     The distributions are those of the layers' `reset_parameters`. The numbers differ: torch draws
     from one sequential stream, and each shard must draw its part alone. A tensor with equal
     elements (a norm's weight, a zero bias, a counter) starts with that value.
-
-    Args:
-        module: As its factory made it.
-        names: Of parameters and buffers, as `named_parameters` has them.
     """
     return {name: _initial(module, name) for name in names}
 
@@ -90,9 +80,6 @@ _CAST: Final = (
     "than cast the module, as by double()"
 )
 
-_Numbers = tuple[float, ...]
-_Entered = AbstractContextManager[object]
-
 
 class _Function(Protocol):
     def __call__(self, *args: object, **options: object) -> object: ...
@@ -105,51 +92,32 @@ _NEW: Final[Mapping[str, float]] = {"zeros": 0.0, "ones": 1.0}
 _SILENT: Final = frozenset({"empty", "empty_strided", "empty_like", "detach", "alias"})
 
 
-@final
-class Recording:
-    """Context manager: modules built in it are on the meta device; their fills are recorded."""
-
-    def __init__(self) -> None:
-        self._recorder = _FillRecorder()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        modes = (torch.device("meta"), _MetaQueryRecorder(self._recorder), self._recorder)
-        for mode in modes:
-            self._stack.enter_context(cast("_Entered", mode))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def initials(self, module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial]:
-        """Return how each of these tensors of `module` is drawn."""
-        tensors: dict[str, torch.Tensor] = {}
-        tensors.update(module.named_parameters(remove_duplicate=False))
-        tensors.update(module.named_buffers(remove_duplicate=False))
-        found: dict[str, Initial] = {}
-        for name in names:
-            recorded = self._recorder.of(tensors[name])
-            if isinstance(recorded, str):
-                raise JobError(
-                    f"[model] initial = 'seed': tensor {name!r} is "
-                    f"{recorded.format(dtype=tensors[name].dtype)}, or use initial = 'module', or "
-                    "a .safetensors file"
-                )
-            found[name] = recorded
-        return found
-
-
-def recorded_initials(spec: ModelSpec, names: Sequence[str]) -> Mapping[str, Initial]:
-    """Return how each of these tensors of a job's model is drawn.
+def recorded_initials(
+    build: Callable[[], nn.Module], names: Sequence[str]
+) -> Mapping[str, Initial]:
+    """Return how each of these tensors of a model is drawn; it is built on the meta device.
 
     Raises:
         JobError: the model cannot be built, or a tensor is drawn in a way that shards cannot
             repeat.
     """
-    with Recording() as recording:
-        module = build_model(spec)
-    return recording.initials(module, names)
+    recorder = _FillRecorder()
+    with torch.device("meta"), _MetaQueryRecorder(recorder), recorder:
+        module = build()
+    tensors: dict[str, torch.Tensor] = {}
+    tensors.update(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
+    found: dict[str, Initial] = {}
+    for name in names:
+        recorded = recorder.of(tensors[name])
+        if isinstance(recorded, str):
+            raise JobError(
+                f"[model] initial = 'seed': tensor {name!r} is "
+                f"{recorded.format(dtype=tensors[name].dtype)}, or use initial = 'module', or "
+                "a .safetensors file"
+            )
+        found[name] = recorded
+    return found
 
 
 @final
@@ -192,7 +160,7 @@ class _FillRecorder(TorchDispatchMode):
             self._store(result, _constant(_NEW[name]))
             return
         if name == "full":
-            self._store(result, _constant(_number(args[1])))
+            self._store(result, _constant(args[1]))
             return
         if not name.endswith("_") or name.endswith("__"):
             source = args[0] if args else None
@@ -239,41 +207,28 @@ class _MetaQueryRecorder(TorchFunctionMode):
 def _distribution(
     name: str, args: Sequence[object], options: Mapping[str, object]
 ) -> Initial | str | None:
+    def number(place: int, key: str, usual: float) -> float:
+        value = args[place] if place < len(args) else options.get(key, usual)
+        return float(cast("float", value))
+
     match name:
         case "uniform_":
-            low, high = _arguments(args, options, ("from", 0.0), ("to", 1.0))
+            low, high = number(1, "from", 0.0), number(2, "to", 1.0)
             return Initial(distribution="uniform", low=low, high=high)
         case "normal_":
-            mean, std = _arguments(args, options, ("mean", 0.0), ("std", 1.0))
+            mean, std = number(1, "mean", 0.0), number(2, "std", 1.0)
             return Initial(distribution="normal", mean=mean, std=std)
         case "zero_":
             return _constant(0.0)
-        case "fill_":
-            value = args[1]
-            if isinstance(value, torch.Tensor):
-                return None
-            return _constant(_number(value))
+        case "fill_" if not isinstance(args[1], torch.Tensor):
+            return _constant(args[1])
         case _:
             return None
 
 
-def _arguments(
-    args: Sequence[object], options: Mapping[str, object], *wanted: tuple[str, float]
-) -> _Numbers:
-    return tuple(
-        _number(args[place] if place < len(args) else options.get(name, usual))
-        for place, (name, usual) in enumerate(wanted, 1)
-    )
-
-
-def _number(value: object) -> float:
-    return float(cast("float", value))
-
-
-def _constant(value: float) -> Initial | str:
-    if not math.isfinite(value):
-        return _UNKNOWN
-    return Initial(distribution="constant", value=value)
+def _constant(value: object) -> Initial | str:
+    number = float(cast("float", value))
+    return Initial(distribution="constant", value=number) if math.isfinite(number) else _UNKNOWN
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -4,9 +4,9 @@ The result is a tensor of one element. A batch that is evaluated in pieces is we
 sizes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final, cast
+from typing import Final, NoReturn, cast
 
 import torch
 from torch.nn import functional
@@ -64,12 +64,12 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         outputs: (n_samples, n_classes, ...) scores.
         targets: (n_samples, ...) labels, or (n_samples, n_classes, ...) probabilities.
     """
-    return _top(outputs, _labels(outputs, targets), k=1)
+    return _top(outputs, targets, k=1)
 
 
 def top5(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the share of targets among the five largest outputs; see `accuracy`."""
-    return _top(outputs, _labels(outputs, targets), k=min(5, outputs.shape[1]))
+    return _top(outputs, targets, k=min(5, outputs.shape[1]))
 
 
 def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -84,19 +84,14 @@ def loss_function(name: str) -> Loss:
     if ":" in name:
         return cast("Loss", resolve(name, table="algorithm"))
     found = LOSSES.get(name) or LOSSES.get(name.removesuffix("_loss"))
-    if found is None:
-        raise _unknown(name, list(LOSSES), what="loss", table="algorithm")
-    return found
+    return found or _refuse(name, LOSSES, what="loss", table="algorithm")
 
 
 def metric_function(name: str) -> Metric:
     """Return the metric of this name or import path."""
     if ":" in name:
         return cast("Metric", resolve(name, table="evaluation"))
-    found = METRICS.get(name)
-    if found is None:
-        raise _unknown(name, list(METRICS), what="metric", table="evaluation")
-    return found
+    return METRICS.get(name) or _refuse(name, METRICS, what="metric", table="evaluation")
 
 
 def higher_is_better(metric: str) -> bool:
@@ -111,31 +106,21 @@ def higher_is_better(metric: str) -> bool:
 
 
 def usual_metric(loss: str, *, labels: bool = True) -> str:
-    """Return the default metric for a loss.
-
-    Args:
-        loss: Its name or import path.
-        labels: Whether targets are integers; then a user's own loss is taken to classify.
-    """
+    """Return the default metric for a loss; with integer `labels`, a user's own loss classifies."""
     if labels if ":" in loss else loss.removesuffix("_loss") in CLASS_LOSSES:
         return "accuracy"
     return "mse"
 
 
-def _unknown(name: str, known: list[str], *, what: str, table: str) -> JobError:
+def _refuse(name: str, known: Iterable[str], *, what: str, table: str) -> NoReturn:
     hint = nearest(name, known, only_close=True)
-    return JobError(
+    raise JobError(
         f"[{table}] there is no {what} {name!r} (there are {', '.join(sorted(known))}, "
         f"or an import path 'package.module:function'). {hint}".rstrip(". ")
     )
 
 
-def _labels(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    if targets.shape == outputs.shape:
-        return targets.argmax(dim=1)
-    return targets
-
-
-def _top(outputs: torch.Tensor, labels: torch.Tensor, *, k: int) -> torch.Tensor:
+def _top(outputs: torch.Tensor, targets: torch.Tensor, *, k: int) -> torch.Tensor:
+    labels = targets.argmax(dim=1) if targets.shape == outputs.shape else targets
     named = outputs.topk(k, dim=1).indices  # (n_samples, k, ...)
     return (named == labels.unsqueeze(1)).any(dim=1).float().mean()

@@ -18,7 +18,7 @@ from distbelief.core.memory import Memory
 from distbelief.data import Dataset, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import Initial
@@ -111,6 +111,12 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # name in `losses.METRICS`, or import path of such a function; None chooses by the loss and the
     # targets
     metric: str | None = None
+
+    @property
+    def data(self) -> dict[str, DataSpec]:
+        """The data by table."""
+        test = {} if self.test is None else {"data.test": self.test}
+        return {"data.train": self.train} | test
 
 
 # --- roles ---
@@ -235,16 +241,12 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
 
 def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
     """Return the training data, and the held-out data if there are any, by table."""
-    datasets = {"data.train": build_dataset(task.train)}
-    if task.test is not None:
-        datasets["data.test"] = build_dataset(task.test, table="data.test")
-    return datasets
+    return {table: build_dataset(spec, table=table) for table, spec in task.data.items()}
 
 
 def prepare_data(task: TaskSpec) -> None:
-    prepare(task.train, table="data.train")
-    if task.test is not None:
-        prepare(task.test, table="data.test")
+    for table, spec in task.data.items():
+        prepare(spec, table=table)
 
 
 def prepare(spec: DataSpec, *, table: str) -> None:
@@ -291,11 +293,8 @@ def capture_task(
 ) -> Captured:
     """Return the graph of a task's model with its loss.
 
-    Args:
-        task: Model and loss.
-        inputs: Of the model.
-        targets: Shape of the targets, if not the usual one.
-        soft: Whether the targets of a classification loss are probabilities.
+    `targets` is their shape, if not the usual one; with `soft`, targets of a classification loss
+    are probabilities.
     """
     module = _build_on_meta(task.model)
     module.train()
@@ -383,8 +382,3 @@ def specs_of(module: nn.Module) -> list[TensorSpec]:
         for name, tensor in sorted(tensors.items())
         if name in saved
     ]
-
-
-def input_names(graph: LayerGraph) -> list[str]:
-    """Return the names of the inputs: the model's first, then the targets."""
-    return [layer.name for layer in graph.layers if layer.kind == INPUT]

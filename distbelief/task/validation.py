@@ -56,11 +56,7 @@ def check_data(
 ) -> Sample:
     """Read a batch of the training and of the test data; return the description of a sample.
 
-    Args:
-        task: The task.
-        batch_size: Samples read at once.
-        n_readers: Ranks of a replica; several must read the same samples.
-        datasets: The data, by table, if they are built already.
+    If a replica has several ranks (`n_readers`), all must read the same samples.
 
     Raises:
         JobError: data cannot be read, differ in shape, or are drawn at random; or the metric
@@ -68,11 +64,9 @@ def check_data(
     """
     samples: dict[str, Sample] = {}
     for table, dataset in (datasets or datasets_of(task)).items():
-        spec = task.train if table == "data.train" else task.test
-        assert spec is not None
         batch = _first_batch(dataset, batch_size, table=table)
         if n_readers > 1:
-            _check_repeatable(spec, dataset, batch, table=table)
+            _check_repeatable(task.data[table], dataset, batch, table=table)
         samples[table] = sample_of(dataset, table=table)
     train = samples["data.train"]
     if task.test is not None:

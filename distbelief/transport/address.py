@@ -74,6 +74,11 @@ class Endpoint:
     def endpoint(self) -> str:
         return f"ipc://{self.path}" if self.path else f"tcp://{self.host}:{self.port}"
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only processes of this host can reach it."""
+        return bool(self.path) or ipaddress.IPv4Address(self.host).is_loopback
+
     @override
     def __str__(self) -> str:
         return f"{self.endpoint}?key={self.key}" if self.key else self.endpoint
@@ -81,18 +86,6 @@ class Endpoint:
     def seen_from(self, supervisor_host: str) -> "Endpoint":
         """Return the endpoint for a caller that reached the supervisor at this host."""
         return replace(self, host=supervisor_host) if self.host == ANYWHERE else self
-
-
-def is_local(endpoint: str) -> bool:
-    """Return whether only processes of this host can reach this endpoint."""
-    scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc":
-        return True
-    host, _, _ = address.rpartition(":")
-    try:
-        return scheme == "tcp" and ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name may resolve to anything
 
 
 def number_of(host: str) -> str:

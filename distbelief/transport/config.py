@@ -17,8 +17,7 @@ from typing import Literal, Self
 import msgspec
 
 from distbelief.errors import JobError
-from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
-from distbelief.transport.curve_auth import CurveAuth, PeerLimits, Permissions
+from distbelief.transport import authenticator as auth
 from distbelief.transport.keys import KeyFiles, KeyPair
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -54,8 +53,8 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, own_key=self.public)
 
     def guard(
-        self, *, log: Callable[[str, str], None], limits: PeerLimits | None = None
-    ) -> CurveAuth:
+        self, *, log: Callable[[str, str], None], limits: auth.PeerLimits | None = None
+    ) -> auth.CurveAuth:
         """Return the authenticator of one transport.
 
         Raises:
@@ -73,14 +72,14 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
             "host": {pair.public: ("guest",), self.server_key: ("job",)},
         }
         warn = partial(log, "warning")
-        permissions = Permissions(
+        permissions = auth.Permissions(
             files,
             trusted=trusted[self.role],
             warn=warn,
             is_of_job=self.role in {"job", "host"},
             believes=self.believes,
         )
-        return CurveAuth(pair, permissions, warn=warn, limits=limits)
+        return auth.CurveAuth(pair, permissions, warn=warn, limits=limits)
 
     def _pair(self) -> KeyPair:
         files = KeyFiles(Path(self.directory))
@@ -153,13 +152,13 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         self.check()
         bind = f"tcp://{self.host}:{port or '*'}"
-        guard: Authenticator
+        guard: auth.Authenticator
         if self.keys is not None:
             guard = self.keys.guard(log=log)
         elif self.host:
-            guard = RunAuth(KeyPair.parse(self.secret))
+            guard = auth.RunAuth(KeyPair.parse(self.secret))
         else:
-            guard = DirectoryAuth(Path(self.directory))
+            guard = auth.DirectoryAuth(Path(self.directory))
             bind = f"ipc://{self.directory}/.{name}.{incarnation}"
         return ZmqTransport(
             name=name, incarnation=incarnation, run=run, bind=bind, guard=guard, log=log

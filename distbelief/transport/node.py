@@ -19,11 +19,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Protocol, Self, assert_never, final
 
 from distbelief.errors import (
@@ -33,33 +32,7 @@ from distbelief.errors import (
     StorageError,
     TransportError,
 )
-from distbelief.roles.role import (
-    Action,
-    Address,
-    AssignName,
-    CancelTimer,
-    Compute,
-    Computed,
-    Connect,
-    Event,
-    Executor,
-    Exit,
-    Launch,
-    PeerLost,
-    Persist,
-    Persisted,
-    Received,
-    Report,
-    Role,
-    Seconds,
-    Send,
-    SetTimer,
-    Snapshot,
-    Started,
-    Terminate,
-    TimerFired,
-    check_accepted,
-)
+from distbelief.roles import role as rl
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 
 
@@ -97,7 +70,7 @@ class Waker:
             end.close()
 
 
-Task = Callable[[], Event]  # raises nothing
+Task = Callable[[], rl.Event]  # raises nothing
 
 
 class WorkExecutors:
@@ -105,34 +78,33 @@ class WorkExecutors:
 
     def __init__(self, name: str, *, wake: Callable[[], None]) -> None:
         self._wake = wake  # called in an executor's thread when a result is ready
-        self._results: deque[Event] = deque()
-        self._running: dict[Executor, str] = {}
+        self._results: deque[rl.Event] = deque()
+        self._running: dict[rl.Executor, str] = {}
         self._ending = False
-        self._tasks: dict[Executor, queue.SimpleQueue[tuple[str, Task] | None]] = {
-            executor: queue.SimpleQueue() for executor in Executor
+        self._tasks: dict[rl.Executor, queue.SimpleQueue[tuple[str, Task] | None]] = {
+            executor: queue.SimpleQueue() for executor in rl.Executor
         }
         # Daemon threads: a user function that never returns must not block the exit.
         self._threads = {
             executor: threading.Thread(
                 target=self._work, args=(executor,), name=f"{name}-{executor.value}", daemon=True
             )
-            for executor in Executor
+            for executor in rl.Executor
         }
 
     def start(self) -> None:
         for thread in self._threads.values():
             thread.start()
 
-    def add(self, executor: Executor, name: str, task: Task) -> None:
+    def add(self, executor: rl.Executor, name: str, task: Task) -> None:
         """Run `task` after all tasks added to this executor before."""
         self._tasks[executor].put((name, task))
 
-    def results(self) -> Iterator[Event]:
-        """Yield and remove the results that are ready."""
-        for _ in range(len(self._results)):
-            yield self._results.popleft()
+    def results(self) -> list[rl.Event]:
+        """Remove and return the results that are ready."""
+        return [self._results.popleft() for _ in range(len(self._results))]
 
-    def close(self, *, seconds_max: Seconds) -> list[str]:
+    def close(self, *, seconds_max: rl.Seconds) -> list[str]:
         """Drop waiting tasks; wait for running ones; return those that still run."""
         self._ending = True
         for tasks in self._tasks.values():
@@ -147,7 +119,7 @@ class WorkExecutors:
                 unfinished.append(f"{work} ({executor.value})")
         return unfinished
 
-    def _work(self, executor: Executor) -> None:
+    def _work(self, executor: rl.Executor) -> None:
         while (item := self._tasks[executor].get()) and not self._ending:
             self._running[executor], task = item
             self._results.append(task())
@@ -160,15 +132,15 @@ class Timers:
     """Named timers of one role; setting a name again replaces its time."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[Seconds, int]] = {}
-        self._heap: list[tuple[Seconds, int, str]] = []  # replaced entries included
+        self._entries: dict[str, tuple[rl.Seconds, int]] = {}
+        self._heap: list[tuple[rl.Seconds, int, str]] = []  # replaced entries included
         self._order = count()  # timers due at the same time fire in the order they were set
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
-    def next_at(self) -> Seconds:
+    def next_at(self) -> rl.Seconds:
         """When the next timer is due; infinity without timers."""
         while self._heap:
             at, order, name = self._heap[0]
@@ -177,7 +149,7 @@ class Timers:
             heapq.heappop(self._heap)
         return math.inf
 
-    def set(self, name: str, at: Seconds) -> None:
+    def set(self, name: str, at: rl.Seconds) -> None:
         order = next(self._order)
         self._entries[name] = (at, order)
         heapq.heappush(self._heap, (at, order, name))
@@ -189,7 +161,7 @@ class Timers:
     def cancel(self, name: str) -> None:
         self._entries.pop(name, None)
 
-    def pop_due(self, now: Seconds) -> str | None:
+    def pop_due(self, now: rl.Seconds) -> str | None:
         """Remove and return the first timer that is due, if there is one."""
         if self.next_at > now:
             return None
@@ -206,10 +178,10 @@ JOIN_SECONDS_MAX = 5.0  # how long `close` waits for running work
 class CheckpointStorage(Protocol):
     """Stores a role's checkpoints. Called from the compute executor's thread."""
 
-    def save(self, role: Address, snapshot: Snapshot) -> None:
+    def save(self, role: rl.Address, snapshot: rl.Snapshot) -> None:
         """Save durably, or raise `DistBeliefError` or `OSError`."""
 
-    def newest(self, role: Address) -> Snapshot | None:
+    def newest(self, role: rl.Address) -> rl.Snapshot | None:
         """Return the newest complete checkpoint; `None` if none was ever saved.
 
         Raises:
@@ -220,16 +192,16 @@ class CheckpointStorage(Protocol):
 class Launcher(Protocol):
     """Starts and ends the processes of other roles without waiting for them."""
 
-    def launch(self, name: Address, incarnation: int) -> None:
+    def launch(self, name: rl.Address, incarnation: int) -> None:
         """Start a role, or raise `DistBeliefError` if it cannot be started."""
 
-    def terminate(self, name: Address) -> None:
+    def terminate(self, name: rl.Address) -> None:
         """End a role at once; no error if it has ended already."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while `events` has some."""
 
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[rl.Event]:
         """Return the events since the last call: `PeerLost` and posted events."""
 
 
@@ -243,7 +215,7 @@ class RoleRunner:
 
     def __init__(
         self,
-        role: Role,
+        role: rl.Role,
         *,
         transport: ZmqTransport,
         log: Log,
@@ -255,25 +227,24 @@ class RoleRunner:
         self._log = log
         self._store = store
         self._launcher = launcher
-        self._name = Address(transport.name)
+        self._name = rl.Address(transport.name)
         self._timers = Timers()
-        self._posted: deque[Event] = deque()
+        self._posted: deque[rl.Event] = deque()
         self._n_posted_dropped = 0
         self._n_rejected = 0
         self._waker = Waker()
         self._executors = WorkExecutors(self._name, wake=self._waker.wake)
+        self._descriptors = frozenset[int]()  # that end a poll, beside messages
         self._started = False
         self.halted = False
         self.error: str | None = None  # why the role ended, if not as planned
 
     def run(
-        self, on_tick: Callable[[], None] | None = None, *, tick_seconds: Seconds = 0.25
+        self, on_tick: Callable[[], None] | None = None, *, tick_seconds: rl.Seconds = 0.25
     ) -> str | None:
         """Run the role until it ends; return the error, if there was one.
 
-        Args:
-            on_tick: Called every `tick_seconds` in this thread, for a display.
-            tick_seconds: Interval of `on_tick`.
+        `on_tick` is called every `tick_seconds` in this thread, for a display.
         """
         with self:
             self._start()
@@ -290,7 +261,7 @@ class RoleRunner:
                 self._tick(on_tick)  # the display shows the end
         return self.error
 
-    def pump(self, until: Callable[[], bool], *, timeout_seconds: Seconds) -> bool:
+    def pump(self, until: Callable[[], bool], *, timeout_seconds: rl.Seconds) -> bool:
         """Run the role in this thread until `until()` holds; return whether it does.
 
         Also returns after the timeout and when the role has ended (see `error`).
@@ -304,11 +275,10 @@ class RoleRunner:
             self._poll_once(left)
         return True
 
-    def post(self, event: Event) -> bool:
-        """Queue an event for the role. Safe in any thread and in signal handlers.
+    def post(self, event: rl.Event) -> bool:
+        """Queue an event for the role; return False if it was dropped instead.
 
-        Returns:
-            Whether it was queued: beyond `POSTED_MAX` waiting events it is dropped.
+        Beyond `POSTED_MAX` waiting events it is. Safe in any thread and in signal handlers.
         """
         if len(self._posted) >= POSTED_MAX:
             self._n_posted_dropped += 1
@@ -317,14 +287,11 @@ class RoleRunner:
         self._waker.wake()
         return True
 
-    def tell(self, event: Event) -> bool:
-        """Let the role handle an event now; only in the thread that pumps.
+    def tell(self, event: rl.Event) -> bool:
+        """Let the role handle an event now; return False if the role has ended.
 
-        What has arrived is handled first, so that a caller that never waits still receives from
-        peers.
-
-        Returns:
-            Whether the role handled it: a role that has ended does not.
+        Only in the thread that pumps. What has arrived is handled first, so that a caller that
+        never waits still receives from peers.
         """
         self._start()
         if not self.halted:
@@ -345,12 +312,7 @@ class RoleRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     # --- the loop ---
@@ -361,6 +323,8 @@ class RoleRunner:
         self._started = True
         self._waker.start()
         self._executors.start()
+        wakers = (self._waker, self._launcher) if self._launcher else (self._waker,)
+        self._descriptors = frozenset(waker.fileno() for waker in wakers)
         restored, unrestored = None, None
         try:
             restored = self._store.newest(self._name) if self._store else None
@@ -369,25 +333,20 @@ class RoleRunner:
         except DistBeliefError as error:
             self._fail(f"{type(error).__name__}: {error}")
             return
-        started = Started(
+        started = rl.Started(
             incarnation=self._transport.incarnation, restored=restored, unrestored=unrestored
         )
         self._deliver(started)
 
-    def _poll_once(self, seconds_max: Seconds) -> None:
+    def _poll_once(self, seconds_max: rl.Seconds) -> None:
         # Waits for something to happen, then handles a bounded share of it.
         wait = min(seconds_max, WAIT_SECONDS_MAX, self._timers.next_at - time.monotonic())
-        if self._posted:
-            wait = 0.0
-        fds = [self._waker.fileno()]
-        if self._launcher:
-            fds.append(self._launcher.fileno())
-        ready = self._transport.poll(wait, fds)
-        if self._waker.fileno() in ready:
+        ready = self._transport.poll(0.0 if self._posted else wait, self._descriptors)
+        if ready and self._waker.fileno() in ready:
             self._waker.clear()
         self._deliver_due()
-        events = list(self._executors.results())
-        if self._launcher and self._launcher.fileno() in ready:
+        events = self._executors.results()
+        if ready and self._launcher and self._launcher.fileno() in ready:
             events += self._launcher.events()
         if self._n_posted_dropped:
             self._log("warning", f"{self._n_posted_dropped} posted events were dropped")
@@ -396,27 +355,22 @@ class RoleRunner:
         for event in events:
             self._deliver(event)
         for envelope in self._transport.receive():
-            self._deliver(
-                Received(
-                    sender=Address(envelope.sender),
-                    incarnation=envelope.incarnation,
-                    message=envelope.message,
-                )
-            )
+            sender = rl.Address(envelope.sender)
+            incarnation, message = envelope.incarnation, envelope.message
+            self._deliver(rl.Received(sender=sender, incarnation=incarnation, message=message))
 
     def _deliver_due(self) -> None:
         now = time.monotonic()
         for _ in range(len(self._timers)):  # bounds timers that set themselves again
-            name = self._timers.pop_due(now)
-            if name is None:
+            if (name := self._timers.pop_due(now)) is None:
                 return
-            self._deliver(TimerFired(name=name))
+            self._deliver(rl.TimerFired(name=name))
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: rl.Event) -> None:
         if self.halted:
             return
         try:
-            check_accepted(self._role, event, name=self._name)
+            rl.check_accepted(self._role, event, name=self._name)
             for action in self._role.handle(event, time.monotonic()):
                 self._perform(action)
         except RemoteProtocolError as error:
@@ -446,51 +400,51 @@ class RoleRunner:
 
     # --- actions ---
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: rl.Action) -> None:
         match action:
-            case Send():
+            case rl.Send():
                 self._transport.send(action.receiver, action.message, lent=action.lent)
-            case SetTimer():
+            case rl.SetTimer():
                 self._timers.set(action.name, action.at)
-            case CancelTimer():
+            case rl.CancelTimer():
                 self._timers.cancel(action.name)
-            case Compute():
+            case rl.Compute():
                 self._executors.add(action.executor, action.name, partial(_compute, action))
-            case Persist():
+            case rl.Persist():
                 task = partial(_persist, self._store, self._name, action.snapshot)
-                self._executors.add(Executor.COMPUTE, f"saving {action.snapshot.label}", task)
+                self._executors.add(rl.Executor.COMPUTE, f"saving {action.snapshot.label}", task)
             case _:
                 self._perform_other(action)
 
     def _perform_other(
-        self, action: Report | Connect | Launch | AssignName | Terminate | Exit
+        self, action: rl.Report | rl.Connect | rl.Launch | rl.AssignName | rl.Terminate | rl.Exit
     ) -> None:
         match action:
-            case Report():
+            case rl.Report():
                 self._log(action.level, action.text)
-            case Connect():
+            case rl.Connect():
                 try:
                     self._transport.connect(action.peer, action.incarnation, action.endpoint)
                 except TransportError as error:  # the role limits how long it waits for a peer
                     self._log("error", str(error))
-            case Launch():
+            case rl.Launch():
                 self._launch(action)
-            case AssignName():
+            case rl.AssignName():
                 self._transport.assign_name(action.name, action.to)
-            case Terminate():
+            case rl.Terminate():
                 self._required_launcher().terminate(action.name)
-            case Exit():
+            case rl.Exit():
                 self.halted, self.error = True, action.error
             case _:
                 assert_never(action)
 
-    def _launch(self, action: Launch) -> None:
+    def _launch(self, action: rl.Launch) -> None:
         try:
             self._required_launcher().launch(action.name, action.incarnation)
         except LocalProtocolError:
             raise
         except DistBeliefError as error:
-            lost = PeerLost(peer=action.name, incarnation=action.incarnation, reason=str(error))
+            lost = rl.PeerLost(peer=action.name, incarnation=action.incarnation, reason=str(error))
             self._posted.append(lost)
 
     def _required_launcher(self) -> Launcher:
@@ -499,7 +453,7 @@ class RoleRunner:
         return self._launcher
 
 
-def _compute(action: Compute) -> Computed:
+def _compute(action: rl.Compute) -> rl.Computed:
     started_at = time.monotonic()
     result: object = None
     failed: BaseException | None = None
@@ -508,14 +462,16 @@ def _compute(action: Compute) -> Computed:
     except BaseException as error:  # noqa: BLE001 -- reported to the role
         failed = error
     seconds = time.monotonic() - started_at
-    return Computed(name=action.name, result=result, error=failed, seconds=seconds)
+    return rl.Computed(name=action.name, result=result, error=failed, seconds=seconds)
 
 
-def _persist(store: CheckpointStorage | None, role: Address, snapshot: Snapshot) -> Persisted:
+def _persist(
+    store: CheckpointStorage | None, role: rl.Address, snapshot: rl.Snapshot
+) -> rl.Persisted:
     if store is None:
-        return Persisted(label=snapshot.label, error="no checkpoint storage is configured")
+        return rl.Persisted(label=snapshot.label, error="no checkpoint storage is configured")
     try:
         store.save(role, snapshot)
     except Exception as error:  # noqa: BLE001 -- reported to the role
-        return Persisted(label=snapshot.label, error=f"{type(error).__name__}: {error}")
-    return Persisted(label=snapshot.label)
+        return rl.Persisted(label=snapshot.label, error=f"{type(error).__name__}: {error}")
+    return rl.Persisted(label=snapshot.label)

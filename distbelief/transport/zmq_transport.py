@@ -13,7 +13,6 @@ messages. Nothing blocks but `poll` (its timeout) and `close` (its linger).
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Final, Self, final
 
 import zmq
@@ -31,9 +30,14 @@ from distbelief.protocol.codec import (
     Frame,
 )
 from distbelief.roles.role import HOST, SUPERVISOR, USER
-from distbelief.transport.address import LOOPBACK, Endpoint, is_local
-from distbelief.transport.authenticator import Authenticator, Socket
-from distbelief.transport.curve_auth import CurveAuth, NotIntroducedError, Source
+from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.authenticator import (
+    Authenticator,
+    CurveAuth,
+    NotIntroducedError,
+    Socket,
+    Source,
+)
 
 
 # Events: the peer rejects this side's key.
@@ -86,15 +90,8 @@ class PeerSocket:
 class ZmqTransport:
     """The links of one role. For one thread only; call `start` first.
 
-    Args:
-        name: The role's name.
-        incarnation: Process generation of the role.
-        run: Name of the run.
-        bind: Where to listen.
-        guard: Who may connect.
-        log: Called with a level and a text.
-        messages_max: Messages queued at each end of a link.
-        linger_seconds: How long `close` waits for unsent messages.
+    It listens at `bind`; `guard` decides who may connect. Each end of a link queues
+    `messages_max`; `close` waits `linger_seconds` for those not sent yet.
     """
 
     def __init__(
@@ -177,12 +174,7 @@ class ZmqTransport:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     # --- links ---
@@ -190,11 +182,7 @@ class ZmqTransport:
     def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """Send to `peer` at `endpoint` from now on; messages queued on an older link are lost.
 
-        Args:
-            peer: Name of the peer.
-            incarnation: Process generation of the peer.
-            endpoint: Where it listens.
-            watched: Record failed handshakes for `is_refused` and `has_other_key`.
+        If `watched`, failed handshakes are recorded for `is_refused` and `has_other_key`.
 
         Raises:
             TransportError: The endpoint is invalid or not allowed.
@@ -233,7 +221,7 @@ class ZmqTransport:
         outgoing.sndhwm = self._messages_max
         outgoing.reconnect_ivl = 50
         outgoing.reconnect_ivl_max = 2000
-        if not is_local(target.endpoint):
+        if not target.is_local:
             # Both ends notice a cut link and reopen it sooner than TCP, whose timeouts double.
             outgoing.heartbeat_ivl = outgoing.connect_timeout = HEARTBEAT_MS
             outgoing.heartbeat_timeout = outgoing.heartbeat_ttl = SILENCE_MS_MAX
@@ -269,11 +257,8 @@ class ZmqTransport:
     def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
         """Queue `message`; return False if it was dropped instead.
 
-        Args:
-            peer: Name of the receiver.
-            message: Its arrays are copied, unless they are lent.
-            lent: The caller does not change the arrays until they are sent: they are read when the
-                network has room for them.
+        Its arrays are copied. If they are `lent`, they are read when the network has room for
+        them, and the caller does not change them before.
         """
         link = self._sockets.pop(peer, None)
         if link is None:
@@ -290,7 +275,7 @@ class ZmqTransport:
             return False
         return True
 
-    def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> frozenset[int]:
+    def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> set[int]:
         """Wait for a message or for one of `extra_fds`; return those of them that are ready.
 
         It may return early.
@@ -308,7 +293,7 @@ class ZmqTransport:
             self._authenticate()
         if self._curve is not None:
             self._curve.refresh()
-        return wanted & ready
+        return ready & wanted
 
     def receive(self) -> Iterator[Envelope]:
         """Yield the messages that have arrived, at most `BATCH_MAX`."""

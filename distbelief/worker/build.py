@@ -27,8 +27,7 @@ from distbelief.execution.executor import (
 )
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView

@@ -27,8 +27,7 @@ from distbelief.execution.executor import Put, StepResult
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import load

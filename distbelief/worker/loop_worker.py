@@ -11,8 +11,7 @@ from typing import Final, final
 from distbelief.core.reliable import Silence
 from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ShardReply
+from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.protocol import Finished, Heartbeat, HeartbeatAck, Join, Peers, StartTraining, Stop
 from distbelief.roles.role import (
     SUPERVISOR,

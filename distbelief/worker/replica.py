@@ -25,8 +25,7 @@ import torch
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ShardReply
+from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.protocol import (
     Evaluate,
     Finished,

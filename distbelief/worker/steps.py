@@ -19,7 +19,6 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import PartitionExecutor, Put, StepInputs
 from distbelief.execution.operations import Dataflow, InputOp
 from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
-from distbelief.program.instructions import Receive
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.worker.batches import BatchPlan, BatchSlice, micro_sizes, step_seed
@@ -89,8 +88,8 @@ class StepRunner:
         instance = min(self._open.ready.awaited)
         operation = self._flow.operations[instance % len(self._flow.operations)]
         assert isinstance(operation, InputOp)
-        assert isinstance(operation.instruction, Receive)
-        return operation.instruction.message.sender
+        assert operation.message is not None
+        return operation.message.sender
 
     @property
     def _flow(self) -> Dataflow:
@@ -170,8 +169,8 @@ class StepRunner:
                 f"rank {key.sender} sent micro-batch {key.micro_batch} of a step of {len(sizes)}"
             )
         assert isinstance(operation, InputOp)
-        assert isinstance(operation.instruction, Receive)
-        message = operation.instruction.message
+        assert operation.message is not None
+        message = operation.message
         n = sum(region.n_elements for region in message.regions)
         if not operation.once and message.name not in flow.joined:
             n *= sizes[key.micro_batch]

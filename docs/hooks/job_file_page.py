@@ -15,14 +15,8 @@ from typing import get_args
 import msgspec
 from msgspec import inspect
 
-from distbelief.config.job import (
-    QUANTITIES,
-    ClusterTable,
-    EvaluationTable,
-    OutputTable,
-    SourceTable,
-    StopTable,
-)
+from distbelief.config.job import ClusterTable, EvaluationTable, OutputTable, SourceTable, StopTable
+from distbelief.config.tables import units_of
 from distbelief.parameter_server.optimizers import Schedule, UpdateRule
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.worker.config import DownpourSettings
@@ -109,7 +103,7 @@ def _key(table: str, field: inspect.Field, entry: str | dict[str, str]) -> Key:
     """Return a key; its entry is the effect alone, or {effect, default, unit}."""
     default = "" if field.required else _default(field)
     fields = {"effect": entry} if isinstance(entry, str) else entry
-    dimension = QUANTITIES.get(table, {}).get(field.encode_name)
+    dimension = units_of(TABLES[table]).get(field.encode_name)
     if dimension is not None and default not in {"", "none"}:
         default = f'"{default} s"'
     unit = 'time, such as "10 s"' if dimension == "time" else fields.get("unit", "")

@@ -16,6 +16,7 @@ so that a machine that becomes slower spoils neither.
 """
 
 import argparse
+import math
 import multiprocessing
 import signal
 import time
@@ -229,7 +230,7 @@ class Arena:
             other.gap = 0.0
         if kills:
             self._faults.kill(pid)  # nobody, if it is just being restarted
-        elif self._faults.pause(pid, now=now, seconds=seconds):
+        elif self._faults.slow(pid, now=now, seconds=seconds, factor=math.inf):
             self._paused_until, self._paused_worker = now + seconds, worker
 
     def _note_gaps(self) -> None:

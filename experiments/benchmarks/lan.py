@@ -11,6 +11,7 @@ Not in `make bench`: only root may make network namespaces.
 """
 
 import argparse
+import math
 import signal
 import subprocess
 import sys
@@ -20,19 +21,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, NamedTuple
 
 from distbelief.config.load import load_job
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles.role import SUPERVISOR, Address
-from distbelief.run.directory import RunDirectory
+from distbelief.run.directory import RunDirectory, Status
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.placement import Place, options_for
 from distbelief.simulation.trace import Traffic
+from distbelief.supervisor.view import JobView
 from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network.hosts import Host, Lan, obstacle, switched
@@ -41,6 +43,7 @@ from experiments.benchmarks.simulated.truth import JOB, SANDBLAST
 
 SECONDS_MAX: Final = 240.0
 TICK_SECONDS: Final = 0.02
+READY: Final = " is ready: "  # of the message about a host
 TASK: Final = "experiments.benchmarks.simulated.task"
 _MACHINE: Final = Machine(flops=2e10, memory_rate=1e10, bandwidth=1.25e8)
 
@@ -106,12 +109,22 @@ def _run(
         words = ["join", at, "--keys", "keys", "--cores", "1", "--allow-import", TASK]
         start(host, folder / f"{index}", words, stack)
     run = RunDirectory(folder / "0" / "runs" / "simulation", lock=None)
-    while job.poll() is None and _n_ready(run) < len(hosts) - 1:
+    readings: list[Reading] = []
+    began = math.inf
+    while job.poll() is None:
+        status = run.read_status()
+        if status is not None and not status.ended:  # the last one is written after its view
+            began = min(began, status.written - status.view.seconds)
+            if _n_ready(status) == len(hosts) - 1:
+                break
+        now = time.time()  # noqa: TID251 -- the time of day, as in the status
+        readings.append(Reading(now, [lan.n_bytes(host) for host in hosts]))
         time.sleep(TICK_SECONDS)
-    before = [lan.n_bytes(host) for host in hosts]
     said, _ = job.communicate(timeout=SECONDS_MAX)
-    if job.returncode:
+    status = run.read_status()
+    if job.returncode or status is None:
         raise RuntimeError(f"the job ended with {job.returncode}: {said}")
+    before = reading_before(readings, began + ready_after(status.view)).counts
     placement = {
         Address(log.stem): index
         for index in range(1, len(hosts))
@@ -120,11 +133,29 @@ def _run(
     return placement, before
 
 
-def _n_ready(run: RunDirectory) -> int:
-    """Return how many machines that have joined are ready: as of a second ago."""
-    status = run.read_status()
-    hosts = () if status is None else status.view.hosts
-    return sum(host.state == "ready" for host in hosts)
+class Reading(NamedTuple):
+    """What the links had carried at one time."""
+
+    at: float  # seconds since 1970
+    counts: Sequence[tuple[int, int]]  # bytes received and sent by each host
+
+
+def _n_ready(status: Status) -> int:
+    # The status is up to a second old, in which a small job may send all that it sends.
+    return sum(host.state == "ready" for host in status.view.hosts)
+
+
+def ready_after(view: JobView) -> float:
+    """Return after how many seconds of a job its last host was ready."""
+    said = [message.seconds for message in view.messages if READY in message.text]
+    if not said:
+        raise RuntimeError("no host was ready before the job ended")
+    return max(said)
+
+
+def reading_before(readings: Sequence[Reading], at: float) -> Reading:
+    """Return the last reading of the links until then."""
+    return max((one for one in readings if one.at <= at), default=readings[0])
 
 
 def lay_out(folder: Path, hosts: Sequence[Host]) -> None:

@@ -46,10 +46,10 @@ import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
+from distbelief.optimizer import ClientSession
 from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.roles.role import Computed
 from distbelief.serve.address import ServerAddress
-from distbelief.serve.client_session import ClientSession
 from distbelief.serve.server import ParameterServer
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
@@ -94,12 +94,14 @@ class BareClient:
         client = self._client
         self._command(Computed(name=FETCH))
         while True:
-            self._wait(lambda: client.fetch_complete)
+            self._wait(lambda: client.installable)
+            has_all = client.fetch_complete
             outcome = client.install(self._session.values)()
             self._command(Computed(name=INSTALLED, result=outcome))
             if not outcome.torn:
                 return
-            self._session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+            if has_all:
+                self._session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
 
     def _command(self, command: Computed) -> None:
         self._session.command(command, TIMEOUT_SECONDS)

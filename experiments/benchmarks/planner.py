@@ -39,6 +39,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, Variance, single_sample
@@ -47,7 +48,6 @@ from distbelief.partition.planner import Planned, each_plan, plan
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from distbelief.partition.solvers.problem import Choice, Problem
 from distbelief.program.cluster import Cluster
-from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs

@@ -46,12 +46,12 @@ import msgspec
 import torch
 
 from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.config.cluster_file import load_cluster
 from distbelief.core.memory import Memory
 from distbelief.forecast.calibration import Stopwatch
 from distbelief.forecast.prepare import costed
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.program.cluster_file import load_cluster
 from distbelief.protocol import Push, PushApplied
 from distbelief.roles.role import (
     ALL_MESSAGES,

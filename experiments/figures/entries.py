@@ -17,9 +17,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.forecast.prepare import PreparedJob
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import ALL_MESSAGES, SUPERVISOR, Action, Address, Event, Role, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault

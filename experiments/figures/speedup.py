@@ -9,10 +9,10 @@ from typing import Final
 
 import msgspec
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import plan
 from distbelief.partition.search import PlanningRequest
-from distbelief.program.cluster_file import load_cluster
 from experiments.benchmarks.plans.nets import IMAGES, SPEECH, Net
 from experiments.figures.results import RESULTS
 from experiments.images.model import paper_net

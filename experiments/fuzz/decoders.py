@@ -35,7 +35,8 @@ from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtoco
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.launch.role_process import RoleSpec
-from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
+from distbelief.parameter_server.checkpoint import ShardState, restore, take
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, StepCounts
 from distbelief.program.cluster import Machine, uniform
@@ -278,7 +279,7 @@ def _facts() -> Decoder:
     """The words of a snapshot; its arrays are safetensors' to read."""
     tensors = [TensorSpec(name="w", shape=(70, 2), kind="parameter")]
     layout = Layout.of(tensors, n_shards=1)
-    identity = ShardIdentity(index=0, layout=layout, rule=SGD(learning_rate=0.1))
+    config = ShardConfig(index=0, layout=layout, rule=SGD(learning_rate=0.1))
     size = layout.shard_size(0)
     state = ShardState(
         incarnation=2,
@@ -288,7 +289,7 @@ def _facts() -> Decoder:
         clients=(),
         steps=StepCounts(41),
     )
-    snapshot = take("00007", state, identity=identity)
+    snapshot = take("00007", state, config=config)
     words = dict(snapshot.facts)
     clients = '{"replica-0":{"incarnation":3,"watermark":20,"applied":20,"samples":640,'
     clients += '"staleness":2}}'
@@ -298,7 +299,7 @@ def _facts() -> Decoder:
         facts = {a.decode("utf-8", "replace"): b for a, _, b in pairs}
         texts = {name: text.decode("utf-8", "replace") for name, text in facts.items()}
         other = replace(snapshot, facts=texts)
-        restore(other, identity=identity, incarnation=9)
+        restore(other, config=config, incarnation=9)
 
     def written(facts: Mapping[str, str]) -> bytes:
         lines = [f"{name}\x1f{text}".encode() for name, text in facts.items()]

@@ -4,8 +4,7 @@
     labels.npy   int64 (images,): the category
     album.json   what it was made from, and the SHA-256 of both arrays
 
-An album is filled in a sibling folder and renamed when all of it is on disk, so that
-what is there is whole. Its name has a digest of all that decides its pixels: the
+Its name has a digest of all that decides its pixels: the
 recipe, the fonts' files, the versions of Pillow and numpy, and the code that draws.
 Image i is of category i mod n, so that the beginning of an album has all categories.
 """
@@ -14,22 +13,20 @@ import ast
 import functools
 import hashlib
 import importlib.metadata
-import json
-import os
-import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments import cache
+from experiments.cache import Advance
 from experiments.images import drawing, fonts
 from experiments.images.categories import texts
-from experiments.images.errors import AlbumError
+from experiments.images.errors import ImagesError
 from experiments.images.fonts import Part, Script
-from experiments.speech.lock import hold_lock
 
 
 FACTS: Final = "album.json"
@@ -38,8 +35,6 @@ MAKERS: Final = ("album", "categories", "drawing")
 SIZES: Final = (8, 256)
 COPIES_MAX: Final = 100_000
 LIBRARIES: Final = ("numpy", "Pillow")
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +50,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.part not in ("train", "test"):
-            raise AlbumError(f"part = {self.part!r}: use 'train' or 'test'")
+            raise ImagesError(f"part = {self.part!r}: use 'train' or 'test'")
         if not 1 <= self.copies <= COPIES_MAX:
-            raise AlbumError(f"copies = {self.copies}: use 1 to {COPIES_MAX:,}")
+            raise ImagesError(f"copies = {self.copies}: use 1 to {COPIES_MAX:,}")
         if not SIZES[0] <= self.size <= SIZES[1]:
-            raise AlbumError(f"size = {self.size}: use {SIZES[0]} to {SIZES[1]}")
+            raise ImagesError(f"size = {self.size}: use {SIZES[0]} to {SIZES[1]}")
         if self.seed < 0:
-            raise AlbumError(f"seed = {self.seed}: use 0 or more")
+            raise ImagesError(f"seed = {self.seed}: use 0 or more")
 
     @property
     def n_images(self) -> int:
@@ -85,100 +80,60 @@ class Album:
     labels: NDArray[np.int64]  # (images,)
 
 
-def find_cache(cache: str | os.PathLike[str] | None) -> Path:
-    """The folder of all albums: `cache`, or the user's cache directory."""
-    if cache is not None:
-        return Path(cache).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "distbelief" / "images"
+def ensure(recipe: Recipe, *, folder: Path, advance: Advance = lambda _: None) -> Path:
+    """Make an album in the cache `folder` if it is not there; return its own folder.
 
-
-def ensure(recipe: Recipe, *, cache: Path, advance: Advance = lambda _: None) -> Path:
-    """Make an album if it is not there; return its folder.
-
-    Args:
-        recipe: Of it.
-        cache: Folder of all albums.
-        advance: Told how many images have been drawn since the last call.
+    `advance` is told how many images have been drawn since the last call.
 
     Raises:
-        ImagesError: it cannot be made: why, and what to do.
+        ImagesError, CacheError: it cannot be made: why, and what to do.
     """
-    folder = cache / recipe.name
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with hold_lock(cache / f"{recipe.name}.lock"):
-            if not folder.exists():
-                _make(recipe, folder, advance)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise AlbumError(
-            f"{cache} cannot be written: {reason}. Name another folder with "
-            "`cache` in the [data] arguments"
-        ) from error
-    return folder
+    album = folder / recipe.name
+    n_bytes = recipe.n_images * recipe.size**2 + (1 << 20)
+    cache.build(album, partial(_make, recipe, advance), n_bytes=n_bytes)
+    return album
 
 
 def open_album(folder: Path, *, verify: bool = False) -> Album:
     """Map an album; with `verify` its hashes are compared, which reads all of it.
 
     Raises:
-        AlbumError: a file is missing, cut short, or not as it was written.
+        CacheError: a file is missing, cut short, or not as it was written.
     """
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        # Copy-on-write: never written, but torch wants a writable buffer.
-        images, labels = (
-            np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False) for name in ARRAYS
-        )
-        n_images, size = int(facts["images"]), int(facts["size"])
-        whole = images.shape == (n_images, size, size) and labels.shape == (n_images,)
-        if verify:
-            whole = whole and all(
-                _hash(folder / f"{name}.npy") == facts["sha256"][name] for name in ARRAYS
-            )
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        raise _damaged(folder, str(error)) from error
-    if not whole:
-        raise _damaged(folder, f"its arrays are not those that {FACTS} tells of")
-    return Album(folder=folder, facts=facts, images=images, labels=labels)
+    facts = cache.read_facts(folder / FACTS, ("images", "size"))
+    n_images, size = facts["images"], facts["size"]
+    shapes = {"images": (n_images, size, size), "labels": (n_images,)}
+    album = Album(folder=folder, facts=facts, **cache.map_arrays(folder / FACTS, shapes))
+    if verify:
+        cache.verify(folder, facts)
+    return album
 
 
-def _make(recipe: Recipe, folder: Path, advance: Advance) -> None:
+def _make(recipe: Recipe, advance: Advance, folder: Path) -> None:
     faces = fonts.faces(recipe.script, recipe.part)
     written = texts(recipe.script, recipe.categories)
     for face in faces:
         fonts.check_covers(face, "".join(written))
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        shape = (recipe.copies, recipe.categories, recipe.size, recipe.size)
-        n_bytes = int(np.prod(shape))
-        free = shutil.disk_usage(partial).free
-        if free < n_bytes + (1 << 20):
-            raise AlbumError(
-                f"{folder.parent}: {n_bytes / 1e6:,.0f} MB are needed and only "
-                f"{free / 1e6:,.0f} MB are free: make room, or name another folder "
-                "with `cache` in the [data] arguments"
-            )
-        images = np.lib.format.open_memmap(
-            partial / "images.npy",
-            mode="w+",
-            dtype=np.uint8,
-            shape=(recipe.n_images, recipe.size, recipe.size),
-        )
-        rows = images.reshape(shape)
-        for category, text in enumerate(written):
-            rows[:, category] = _draw(recipe, faces, category, text)
-            advance(recipe.copies)
-        images.flush()
-        labels = np.tile(np.arange(recipe.categories), recipe.copies)
-        np.save(partial / "labels.npy", labels.astype(np.int64))
-        _write_facts(recipe, partial, faces)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    images = np.lib.format.open_memmap(
+        folder / "images.npy",
+        mode="w+",
+        dtype=np.uint8,
+        shape=(recipe.n_images, recipe.size, recipe.size),
+    )
+    rows = images.reshape(recipe.copies, recipe.categories, recipe.size, recipe.size)
+    for category, text in enumerate(written):
+        rows[:, category] = _draw(recipe, faces, category, text)
+        advance(recipe.copies)
+    images.flush()
+    labels = np.tile(np.arange(recipe.categories), recipe.copies)
+    np.save(folder / "labels.npy", labels.astype(np.int64))
+    facts = {
+        **asdict(recipe),
+        "images": recipe.n_images,
+        "fonts": {Path(face.file).name: fonts.hash_face(face) for face in faces},
+        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+    }
+    cache.write_facts(folder / FACTS, facts, arrays=ARRAYS)
 
 
 def _draw(
@@ -198,33 +153,9 @@ def _draw(
     )
 
 
-def _write_facts(recipe: Recipe, folder: Path, faces: tuple[fonts.Face, ...]) -> None:
-    facts = {
-        **asdict(recipe),
-        "images": recipe.n_images,
-        "fonts": {Path(face.file).name: fonts.hash_face(face) for face in faces},
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
-        "sha256": {name: _hash(folder / f"{name}.npy") for name in ARRAYS},
-    }
-    document = json.dumps(facts, indent=1) + "\n"
-    (folder / FACTS).write_text(document, encoding="utf-8")
-
-
 @functools.cache
 def _makers() -> tuple[str, ...]:
     """Return what else decides the pixels: versions, and the code's syntax trees."""
     folder = Path(__file__).parent
     trees = [ast.dump(ast.parse((folder / f"{name}.py").read_bytes())) for name in MAKERS]
     return (*trees, *(importlib.metadata.version(name) for name in LIBRARIES))
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _damaged(folder: Path, reason: str) -> AlbumError:
-    return AlbumError(
-        f"{folder} cannot be used: {reason}. Delete this folder and start again; it "
-        "will be made anew"
-    )

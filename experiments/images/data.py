@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from experiments.images.album import Album, Recipe, ensure, find_cache, open_album
+from experiments.cache import find_cache, show_progress
+from experiments.images.album import Album, Recipe, ensure, open_album
 from experiments.images.fonts import Part, choose_script
-from experiments.speech.progress import show_progress
 
 
 COPIES: Final = {"train": 200, "test": 10}  # images of each category, where `copies` is not given
@@ -77,7 +77,7 @@ def glyphs(
     recipe = _recipe(
         part, categories=categories, copies=copies, size=size, script=script, seed=seed
     )
-    folder = ensure(recipe, cache=find_cache(cache))
+    folder = ensure(recipe, folder=find_cache("images", cache))
     return Glyphs(open_album(folder), colours=colours)
 
 
@@ -94,11 +94,11 @@ def prepare(
     """
     del colours  # no pixel depends on them
     recipe = _recipe(part, **chosen)
-    found = find_cache(cache)
+    found = find_cache("images", cache)
     if not (found / recipe.name).exists():
         title = f"drawing {recipe.n_images:,} images, {part} part, {recipe.script}"
         with show_progress(title, n_frames=recipe.n_images, unit="images") as advance:
-            ensure(recipe, cache=found, advance=advance)
+            ensure(recipe, folder=found, advance=advance)
     open_album(found / recipe.name, verify=True)
 
 

@@ -7,7 +7,3 @@ class ImagesError(Exception):
 
 class FontError(ImagesError):
     """A font is missing, cannot be read, or lacks a character."""
-
-
-class AlbumError(ImagesError):
-    """Images on disk cannot be written, or do not read as they were written."""

@@ -7,7 +7,6 @@ image is never drawn in a font, nor in another weight of a font, that training s
 """
 
 import functools
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Final, Literal
 import matplotlib as mpl
 from matplotlib.ft2font import FT2Font
 
+from experiments.cache import hash_file
 from experiments.images.errors import FontError
 
 
@@ -127,8 +127,7 @@ def check_covers(face: Face, text: Iterable[str]) -> None:
 
 
 def hash_face(face: Face) -> str:
-    with Path(face.file).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_file(Path(face.file))
 
 
 @functools.cache

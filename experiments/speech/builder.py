@@ -4,16 +4,12 @@
 in which torch has started threads may hang; and because BLAS must run on one thread, for the last
 bit of a sum depends on how many there are.
 
-A volume is filled in a sibling folder and renamed when all of it is on disk: an interrupted build
-leaves nothing that looks whole, and the next one clears it away. A shorter volume of the same
-recipe, if the cache has one, is copied and continued, not made again.
+An interrupted build leaves nothing that looks whole. A shorter volume of the same recipe, if the
+cache has one, is copied and continued, not made again.
 """
 
 import argparse
-import errno
 import importlib.metadata
-import json
-import os
 import platform
 import shutil
 import signal
@@ -21,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -28,17 +25,16 @@ import numpy as np
 import numpy.lib.format as npy
 from numpy.typing import DTypeLike, NDArray
 
+from experiments.cache import CacheError, build, show_progress, write_facts
 from experiments.speech import text
 from experiments.speech.casting import Casting, cast
-from experiments.speech.errors import CorpusError, SpeechError
+from experiments.speech.errors import SpeechError
 from experiments.speech.espeak import SILENCE, Espeak
 from experiments.speech.features import FRAMES_PER_HOUR, N_MELS
-from experiments.speech.lock import hold_lock
-from experiments.speech.progress import show_progress
 from experiments.speech.recipe import Recipe
 from experiments.speech.session import Recording
 from experiments.speech.studio import Studio
-from experiments.speech.volume import ARRAYS, FACTS, Volume, hash_file, open_volume
+from experiments.speech.volume import ARRAYS, FACTS, Volume, open_volume
 
 
 class Tape:
@@ -94,26 +90,15 @@ LIBRARIES = ("numpy", "scipy", "espeakng-loader")
 STATISTICS_ROWS = 1 << 16
 
 
-def build_volume(recipe: Recipe, *, cache: Path, n_workers: int) -> None:
-    """Fill a sibling folder, then rename it; the caller holds the recipe's lock."""
-    free = shutil.disk_usage(cache).free
-    if free < recipe.n_bytes:
-        raise OSError(errno.ENOSPC, f"only {free / 1e6:,.0f} MB are free", str(cache))
-    partial = cache / f"{recipe.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        with Builder(partial) as builder:
-            beginning = find_beginning(recipe, cache=cache)
-            if beginning is not None:
-                builder.continue_from(beginning)
-            casting = cast(recipe.part, seed=recipe.seed, clean=recipe.clean)
-            builder.record(casting, n_frames=recipe.n_frames, n_workers=n_workers)
-        builder.write_facts(recipe, casting=casting)
-        _sync(partial)
-        partial.rename(cache / recipe.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def fill(folder: Path, recipe: Recipe, *, cache: Path, n_workers: int) -> None:
+    """Write a volume into a folder; the caller holds the recipe's lock."""
+    with Builder(folder) as builder:
+        beginning = find_beginning(recipe, cache=cache)
+        if beginning is not None:
+            builder.continue_from(beginning)
+        casting = cast(recipe.part, seed=recipe.seed, clean=recipe.clean)
+        builder.record(casting, n_frames=recipe.n_frames, n_workers=n_workers)
+    builder.write_facts(recipe, casting=casting)
 
 
 def find_beginning(recipe: Recipe, *, cache: Path) -> Volume | None:
@@ -181,8 +166,7 @@ class Builder:
         self._frames_per_second = (self._n_frames - n_old) / max(1e-9, seconds)
 
     def write_facts(self, recipe: Recipe, *, casting: Casting) -> None:
-        paths = {name: self._folder / f"{name}.npy" for name in ARRAYS}
-        mean, deviation = _measure(np.load(paths["features"], mmap_mode="r"))
+        mean, deviation = _measure(np.load(self._folder / "features.npy", mmap_mode="r"))
         facts = {
             "part": recipe.part,
             "hours": recipe.hours,
@@ -197,14 +181,12 @@ class Builder:
             "interpreter": f"{platform.python_implementation()} {platform.python_version()}",
             "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
             "frames_per_second": round(self._frames_per_second),
-            "sha256": {name: hash_file(path) for name, path in paths.items()},
             "mean": mean.tolist(),
             "deviation": deviation.tolist(),
             "phones": list(self._numbers),
             "voices": self._voices,
         }
-        document = json.dumps(facts, indent=1) + "\n"
-        (self._folder / FACTS).write_text(document, encoding="utf-8")
+        write_facts(self._folder / FACTS, facts, arrays=ARRAYS)
 
     def _add(self, recording: Recording) -> None:
         for phone in recording.phones:
@@ -232,13 +214,6 @@ def _measure(features: NDArray[np.float16]) -> tuple[NDArray[np.float64], NDArra
     return mean, np.sqrt(np.maximum(squares / len(features) - mean**2, 1e-8))
 
 
-def _sync(folder: Path) -> None:
-    """Put every file of a folder on disk, before its name says it is whole."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build what the command line names; an error is one line on stdout."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -251,36 +226,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for spelling in options.recipes:
             recipe = Recipe.read(spelling)
-            build(recipe, cache=options.cache, n_workers=options.workers)
-    except SpeechError as error:
+            fill_folder = partial(
+                fill, recipe=recipe, cache=options.cache, n_workers=options.workers
+            )
+            build(options.cache / recipe.name, fill_folder, n_bytes=recipe.n_bytes)
+    except (SpeechError, CacheError) as error:
         print(error)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def build(recipe: Recipe, *, cache: Path, n_workers: int) -> None:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with hold_lock(cache / f"{recipe.name}.lock"):
-            if not (cache / recipe.name).exists():
-                build_volume(recipe, cache=cache, n_workers=n_workers)
-    except OSError as error:
-        raise explain(error, recipe=recipe, cache=cache) from error
-
-
-def explain(error: OSError, *, recipe: Recipe, cache: Path) -> CorpusError:
-    reason = error.strerror or str(error)
-    name = error.filename or str(cache)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        mend = (
-            f"building {recipe.name} needs {recipe.n_bytes / 1e6:,.0f} MB: make space, "
-            "or name another folder with the argument cache or with XDG_CACHE_HOME"
-        )
-    else:
-        mend = "name another folder with the argument cache or with XDG_CACHE_HOME"
-    return CorpusError(f"cannot write {name}: {reason}; {mend}")
 
 
 if __name__ == "__main__":

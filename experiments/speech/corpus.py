@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.speech.errors import CorpusError, SpeechError
-from experiments.speech.recipe import Recipe, find_cache
+from experiments.cache import CacheError, find_cache
+from experiments.speech.errors import SpeechError
+from experiments.speech.recipe import Recipe
 from experiments.speech.volume import open_volume
 
 
@@ -48,7 +49,7 @@ def ensure(recipes: Sequence[Recipe], *, cache: Path, n_workers: int | None = No
             _stop(builder)
             raise
     if builder.returncode != 0:
-        raise CorpusError(answer.strip() or _describe_end(builder.returncode))
+        raise CacheError(answer.strip() or _describe_end(builder.returncode))
 
 
 def is_built(recipe: Recipe, *, cache: Path) -> bool:
@@ -76,14 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="processes (default: every core)")
     parser.add_argument("recipes", nargs="+", metavar="PART:HOURS[:SEED[:clean]]")
     options = parser.parse_args(arguments)
-    cache = find_cache(options.cache)
+    cache = find_cache("speech", options.cache)
     try:
         recipes = [Recipe.read(spelling) for spelling in options.recipes]
         ensure(recipes, cache=cache, n_workers=options.workers)
         for recipe in recipes:
             open_volume(cache / recipe.name).verify()
             print(cache / recipe.name)
-    except SpeechError as error:
+    except (SpeechError, CacheError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from experiments.cache import find_cache
 from experiments.speech import labels as labelling
 from experiments.speech.corpus import ensure
 from experiments.speech.features import N_MELS
-from experiments.speech.recipe import Recipe, find_cache
+from experiments.speech.recipe import Recipe
 from experiments.speech.volume import Volume, open_volume
 
 
@@ -87,7 +88,7 @@ def frames(
             normalisation; it must be the same for train and test.
     """
     labelling.count_states(labels)
-    folder = find_cache(cache)
+    folder = find_cache("speech", cache)
     own, survey = _list_recipes(part, hours, seed=seed, survey_hours=survey_hours)
     ensure([survey, own], cache=folder)
     surveyed = open_volume(folder / survey.name)
@@ -110,7 +111,7 @@ def prepare(
     Call it once before several processes call `frames`.
     """
     labelling.count_states(labels)
-    folder = find_cache(cache)
+    folder = find_cache("speech", cache)
     recipes = _list_recipes(part, hours, seed=seed, survey_hours=survey_hours)
     ensure(recipes[::-1], cache=folder)
     for recipe in recipes:

@@ -11,7 +11,3 @@ class MissingExtraError(SpeechError):
 
 class SessionError(SpeechError):
     """A recording session raised, was killed, or ran past its time."""
-
-
-class CorpusError(SpeechError):
-    """A corpus on disk cannot be written, or does not read as it was written."""

@@ -8,7 +8,6 @@ corpora that differ in hours alone, the shorter is the beginning of the longer.
 import ast
 import functools
 import hashlib
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +74,6 @@ class Recipe:
     def pattern(self) -> str:
         quality = "-clean" if self.clean else ""
         return f"{self.part}-*h-seed{self.seed}{quality}-{_digest_makers()}"
-
-
-def find_cache(cache: str | os.PathLike[str] | None) -> Path:
-    if cache is not None:
-        return Path(cache).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "distbelief" / "speech"
 
 
 @functools.cache

@@ -1,31 +1,54 @@
 """Coordinator: drives an optimizer over shards and workers (Dean et al. 2012, Algorithm 1.2).
 
-It holds names of vectors, scalars and counts, never a parameter. Its parts:
+It holds names of vectors, scalars and counts, never a parameter. One epoch:
 
-    CoordinatorRun      one epoch, step by step: a generator
-    CommandBroadcast    commands to the shards
-    WorkQueue           chunks of one evaluation; WorkerPool: the workers
-    Journal             where a restarted coordinator continues
+    BeginEpoch --> choose a savepoint --> Restore --> requests of the optimizer:
+                       VectorOps        Execute
+                       Evaluate         BeginEvaluation, Commit*, FinishEvaluation
+                       IterationDone    a savepoint with the next command,
+                                        and Checkpoint if one is requested
+                   the optimizer ends --> Publish
 
-One epoch is one run. When a shard restarts, the run ends and another begins, with a higher
-epoch, from the newest savepoint that all shards share; shards obey the highest epoch only.
+When a shard restarts, another epoch begins, with a higher number, from the newest savepoint
+that all shards share; shards obey the highest epoch only.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final, assert_never, final
+import math
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeVar, assert_never, final
 
 from distbelief.core.reliable import Silence
-from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.errors import (
+    DistBeliefError,
+    JobError,
+    PeerLostError,
+    RemoteProtocolError,
+    StorageError,
+)
 from distbelief.protocol import (
+    BeginEpoch,
+    BeginEvaluation,
+    Checkpoint,
     CheckpointSaved,
     CommandDone,
+    Commit,
+    Execute,
     Finished,
+    FinishEvaluation,
     Progress,
+    Publish,
+    Restore,
     SaveCheckpoint,
+    Savepoint,
     StartTraining,
     Stop,
+    Task,
     WorkReport,
 )
+from distbelief.protocol.vector_commands import Batch, Scalars, combine
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -46,38 +69,101 @@ from distbelief.roles.role import (
     TimerFired,
     message_types,
 )
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.journal import Journal
-from sandblaster.coordinator.run import (
-    CoordinatorMetrics,
-    CoordinatorRun,
-    Method,
-    PendingRequests,
-    RunSteps,
-    Wait,
-)
+from sandblaster.chunks import BatchRange
+from sandblaster.coordinator.journal import CheckpointEntry, Journal
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart
-from sandblaster.coordinator.work_queue import WorkQueue
-from sandblaster.coordinator.workers import WorkerPool
-from sandblaster.optimizers.base import Result
+from sandblaster.coordinator.work_queue import N_VOID_MAX, EpochCounters, WorkQueue
+from sandblaster.coordinator.workers import CoordinatorConfig, TimeShares, WorkerPool
+from sandblaster.optimizers.base import (
+    Evaluate,
+    Evaluation,
+    IterationDone,
+    Reply,
+    Result,
+    Runnable,
+    Steps,
+    VectorOps,
+)
 from sandblaster.optimizers.termination import Reason
 
 
 TICK: Final = "coordinator:tick"
 SAVE: Final = "coordinator:save"
+PARAMETERS: Final = "parameters"
+
+SAVING_SHARE: Final = 0.02
+"""Largest share of the time that checkpoints may take, while all workers wait; one that is
+requested too early is delayed. 42 million parameters with three pairs of corrections are
+2 GB: writing them took 4 s, which was 9 % of the time with a checkpoint every 30 s."""
 
 _TICK_SECONDS_MIN: Final = 0.02
-_TICK_SECONDS_PER_WORKER: Final = 1e-4
+_TICK_SECONDS_PER_WORKER: Final = 2.5e-4
 """Bounds how often workers are looked at, all of them: 2,000 took a third of a core."""
 
 _EPOCH_BITS: Final = 12
 """Epochs of incarnation i begin at i << 12, so they rise; this bounds lost shards."""
 
+_TOKEN_BITS: Final = 28
+"""Tokens and savepoints of epoch e begin at e << 28: no number is used twice."""
+
+_N_SAVES_MAX: Final = 8
+
+
+class Wait(Enum):
+    """What an epoch waits for, other than the shards."""
+
+    CHUNKS = "computing"  # a chunk is on every shard, or the loss is not finite
+    SAVED = "saving"  # the journal is on disk
+
+
+Answers = Sequence[CommandDone]
+"""What the shards answered to a command, shard 0 first."""
+
+T = TypeVar("T")
+EpochSteps = Generator[Task | Wait, Answers, T]
+"""Yields a task for the shards, and resumes when all have answered, or what it waits for."""
 
 CoordinatorMessage = (
     CommandDone | WorkReport | Finished | StartTraining | Stop | SaveCheckpoint | CheckpointSaved
 )
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class CoordinatorMetrics:
+    """Metrics of all epochs together."""
+
+    iterated: IterationDone | None = None  # the newest iteration
+    offset: int = 0  # iterations before the optimizer last restarted
+    samples: int = 0  # examples of all finished evaluations
+    n_wasted: int = 0  # examples computed more than once
+    n_backups: int = 0  # backup tasks assigned
+    n_evaluations: int = 0  # evaluations begun
+    shares: TimeShares = field(default_factory=TimeShares)  # of the workers' time
+
+    @property
+    def iteration(self) -> int:
+        return self.offset + (self.iterated.iteration if self.iterated else 0)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Epoch:
+    """What begins anew when a shard was lost."""
+
+    counters: EpochCounters
+    last_savepoint: int
+    savepoint_iteration: IterationDone | None = None  # the point of the last savepoint
+    savepoint: Savepoint | None = None  # to be sent with the next command
+    # A savepoint that shards have not taken, or whose journal is not on disk.
+    unsaved: int | None = None
+    save_error: str | None = None  # why the journal could not be saved, if so
+    settled: int = 0  # the newest savepoint that is safe everywhere
+    queue: WorkQueue | None = None  # work queue of the present evaluation
+    wait: Wait | None = None
+    has_point: bool = False  # whether the shards hold an accepted point
+    is_ending: bool = False  # as the supervisor requested
 
 
 @final
@@ -97,7 +183,7 @@ class Coordinator:
         self,
         config: CoordinatorConfig,
         *,
-        method: Method,
+        method: Runnable,
         shards: Sequence[Address],
         n_examples: int,
     ) -> None:
@@ -106,30 +192,32 @@ class Coordinator:
         self._n_examples = n_examples
         self._commands = CommandBroadcast(config, shards=shards)
         self._pool = WorkerPool(config)
-        self._metrics = CoordinatorMetrics()
-        self._requests = PendingRequests()
+        self.metrics = CoordinatorMetrics()
         self._journal = Journal(None, goal=config.goal)
-        self._saving: int | None = None  # the savepoint whose journal is being saved
         self._warm_start = WarmStart(
             config.n_warm, shards=shards, retry_seconds=config.retry_seconds
         )
         self._is_warm = config.n_warm > 0  # whether the warm start lasts
-        self._run: CoordinatorRun | None = None
-        self._steps: RunSteps[Result] | None = None
-        self._wait: Wait | None = None  # what the run waits for, other than commands
+        self._now: Seconds = 0.0
         self._ticks = Silence()  # of all workers together; its timer runs while there is work
         self._incarnation = 0
         self._n_epochs = 0
+        self._epoch = _Epoch(counters=EpochCounters(), last_savepoint=0)
+        self._steps: EpochSteps[Reason] | None = None  # of the epoch; None before the first
+        self._saving: int | None = None  # the savepoint whose journal is being saved
+        self._save_labels: deque[str] = deque()  # of checkpoints to take
+        self._save_again_at: Seconds = 0.0  # when the next checkpoint may be taken
+        self._reports: list[Action] = []  # for the supervisor
         self._begun = not config.await_begin
         self._stopped_by: Address | None = None
-        self._is_ending = False
         self._has_ended = False
-        self.result: Result | None = None  # how the run ended, once it has
+        self.reason: Reason | None = None  # why the run ended, once it has
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
         if self._has_ended:
             return []
+        self._now = now
         actions: list[Action] = []
         match event:
             case Started():
@@ -153,8 +241,8 @@ class Coordinator:
 
         `wasted` counts examples computed more than once, in evaluations that are finished.
         """
-        metrics, queue = self._metrics, self._queue
-        last = metrics.iterated
+        metrics, queue = self.metrics, self._epoch.queue
+        last, reasons = metrics.iterated, list(Reason)
         return self._state(), {
             "iteration": float(metrics.iteration),
             "evaluations": float(metrics.n_evaluations),
@@ -169,27 +257,19 @@ class Coordinator:
             "sets_done": float(queue.n_counted) if queue else 0.0,
             "epoch": float(self._commands.epoch),
             "orders": float(self._commands.n_commands),
-            "reason": -1.0
-            if self.result is None
-            else float(list(Reason).index(self.result.reason)),
+            "reason": -1.0 if self.reason is None else float(reasons.index(self.reason)),
             **metrics.shares.counters(),
         }
 
-    @property
-    def _queue(self) -> WorkQueue | None:
-        return None if self._run is None else self._run.queue
-
     def _state(self) -> str:
-        if self._run is None:
-            if self._is_warm and self._begun:
-                return "warm start"
-            return "waiting for begin" if self.result is None else "ended"
-        waiting = self._commands.waiting_for
-        if waiting is not None:
+        if self._steps is None:
+            return "warm start" if self._is_warm and self._begun else "waiting for begin"
+        if (waiting := self._commands.waiting_for) is not None:
             return f"waiting for {waiting}"
-        if self._wait is Wait.CHUNKS and not len(self._pool):
+        wait = self._epoch.wait
+        if wait is Wait.CHUNKS and not len(self._pool):
             return "waiting for replicas"
-        return "commanding shards" if self._wait is None else self._wait.value
+        return "commanding shards" if wait is None else wait.value
 
     # --- events ---
 
@@ -215,11 +295,11 @@ class Coordinator:
             case StartTraining():
                 self._begun = True
             case Stop():
-                self._stopped_by, self._requests.stop = sender, True
+                self._stopped_by = sender
             case SaveCheckpoint(label=label) if self._is_warm and self._begun:
                 return self._warm_start.save(label)
             case SaveCheckpoint(label=label):
-                self._requests.request_save(label)
+                self._request_save(label)
             case CheckpointSaved() if self._commands.owns(sender):
                 return self._warm_start.shard_saved(sender, message)
             case _:
@@ -248,13 +328,36 @@ class Coordinator:
             return self._warm_start.timer(now) if self._is_warm else []
         return self._tick(now) if name == TICK else self._save_journal()
 
+    def _advance(self, now: Seconds) -> Sequence[Action]:
+        self._is_warm = self._is_warm and not (self._begun and self._warm_start.is_over)
+        if not self._begun or self._is_warm:
+            return self._end() if self._stopped_by else []
+        actions: list[Action] = []
+        if self._steps is None or self._commands.lost is not None:
+            actions += self._begin_epoch(now)
+        while self.reason is None and self._commands.complete:
+            actions += self._step(now)
+            if self._epoch.wait is not None:
+                break
+        if self.reason is not None:
+            return [*actions, *self._end()]
+        reports, self._reports = self._reports, []
+        return [*actions, *reports, *self._assign(now)]
+
+    def _end(self) -> Sequence[Action]:
+        self._has_ended = True
+        _, counters = self.status()
+        finished = Finished(counters=dict(counters))
+        receiver = self._stopped_by or SUPERVISOR
+        return [*self._reports, Send(receiver=receiver, message=finished), Exit()]
+
     # --- workers ---
 
     def _take_report(self, event: Received, report: WorkReport, now: Seconds) -> None:
         if self._pool.has_restarted(event, report):
             self._remove(event.sender, now, is_over=True)
         worker = self._pool.take_report(event, report, now)
-        if (queue := self._queue) is None:
+        if (queue := self._epoch.queue) is None:
             return
         if worker is not None:
             queue.take_report(worker, report, now)
@@ -264,12 +367,12 @@ class Coordinator:
     def _remove(self, name: Address, now: Seconds, *, is_over: bool) -> None:
         """Put a worker's chunks back; if its incarnation `is_over`, ignore it from now on."""
         worker = self._pool.remove(name, is_over=is_over)
-        if worker is not None and self._queue is not None:
-            self._queue.lost(worker, now)
+        if worker is not None and self._epoch.queue is not None:
+            self._epoch.queue.lost(worker, now)
 
     def _assign(self, now: Seconds) -> list[Action]:
         """Send workers what has changed for them, and keep the timer running."""
-        if (queue := self._queue) is None:
+        if (queue := self._epoch.queue) is None:
             self._ticks = Silence()
             return []
         if queue.is_finite:
@@ -284,7 +387,7 @@ class Coordinator:
 
     def _tick(self, now: Seconds) -> list[Action]:
         """Remove silent workers; resend assignments that are not answered."""
-        if self._ticks.timer_at is None or (queue := self._queue) is None:
+        if self._ticks.timer_at is None or (queue := self._epoch.queue) is None:
             return []
         # If our own timer came late, this process stood still: do not blame the workers.
         if late := self._ticks.woke(now):
@@ -306,23 +409,9 @@ class Coordinator:
         least = max(_TICK_SECONDS_MIN, _TICK_SECONDS_PER_WORKER * len(self._pool))
         return SetTimer(name=TICK, at=self._ticks.expect(now + max(pace, least)))
 
-    # --- the run ---
+    # --- epochs ---
 
-    def _advance(self, now: Seconds) -> Sequence[Action]:
-        self._is_warm = self._is_warm and not (self._begun and self._warm_start.is_over)
-        if not self._begun or self._is_warm:
-            return self._end() if self._requests.stop else []
-        actions: list[Action] = []
-        if self._run is None or self._commands.lost is not None:
-            actions += self._begin_run(now)
-        while self._can_step():
-            actions += self._step_run(now)
-        actions += self._reports()
-        if self.result is not None and not self._has_ended:
-            return [*actions, *self._end()]
-        return [*actions, *self._assign(now)]
-
-    def _begin_run(self, now: Seconds) -> Sequence[Action]:
+    def _begin_epoch(self, now: Seconds) -> Sequence[Action]:
         actions: list[Action] = []
         if self._commands.lost is not None:
             text = f"{self._commands.lost} has restarted: continuing from a savepoint"
@@ -330,132 +419,314 @@ class Coordinator:
         self._n_epochs += 1
         if self._n_epochs >> _EPOCH_BITS:
             raise DistBeliefError(f"shards restarted {self._n_epochs} times: check their logs")
-        epoch = (self._incarnation << _EPOCH_BITS) + self._n_epochs
-        actions += self._commands.begin_epoch(epoch, now)
-        self._run = CoordinatorRun(
-            self._config,
-            method=self._method,
-            n_examples=self._n_examples,
-            commands=self._commands,
-            pool=self._pool,
-            journal=self._journal,
-            metrics=self._metrics,
-            requests=self._requests,
-        )
+        number = (self._incarnation << _EPOCH_BITS) + self._n_epochs
+        actions += self._commands.begin_epoch(number, now)
+        first = number << _TOKEN_BITS
+        self._epoch = _Epoch(counters=EpochCounters(commit_token=first), last_savepoint=first)
         self._pool.clear_tasks()
-        self._steps = self._run.steps()
-        next(self._steps)  # it yields the command that begins the epoch
-        self._wait, self._is_ending = None, False
+        self.metrics.shares.run_begins()
+        self._steps = self._epoch_steps()
+        next(self._steps)  # it waits for what the shards answer to `BeginEpoch`
         return actions
 
-    def _can_step(self) -> bool:
-        run = self._run
-        if self.result is not None or run is None or not self._commands.complete:
-            return False
-        match self._wait:
-            case Wait.CHUNKS:
-                queue = run.queue
-                is_news = queue is None or not queue.is_finite or queue.has_staged
-                return self._requests.stop or is_news
-            case Wait.SAVED:
-                return run.unsaved is None or run.save_error is not None
-            case None:
-                return True
-
-    def _step_run(self, now: Seconds) -> Sequence[Action]:
-        run, steps, commands = self._run, self._steps, self._commands
-        assert run is not None
+    def _step(self, now: Seconds) -> Sequence[Action]:
+        epoch, steps = self._epoch, self._steps
         assert steps is not None
         actions: list[Action] = []
         # Every shard has taken the newest savepoint, unless it goes with the next command.
-        if self._wait is None and run.savepoint is None and run.save_error is None:
+        if epoch.wait is None and epoch.savepoint is None and epoch.save_error is None:
             actions += self._save_journal()
-        had_queue = run.queue is not None
-        run.now = now
+        had_queue = epoch.queue is not None
         try:
-            # A run that has just begun must reach a point first: until it publishes one,
+            # An epoch that has just begun must reach a point first: until it publishes one,
             # the shards stay bound to it and cannot be saved.
-            if self._requests.stop and run.has_point and not self._is_ending:
-                self._is_ending = True
+            is_saving = epoch.wait is Wait.SAVED and self._awaits_journal
+            if self._stopped_by and epoch.has_point and not (epoch.is_ending or is_saving):
+                epoch.is_ending = True
                 steps.close()
-                steps = self._steps = run.end_early()
+                steps = self._steps = self._end_early()
                 step = next(steps)
             else:
-                step = steps.send(commands.answers)
+                step = steps.send(self._commands.answers)
         except StopIteration as end:
-            self.result = end.value
+            self.reason = end.value
             return actions
-        if had_queue and run.queue is None:
+        if had_queue and epoch.queue is None:
             actions += self._pool.cancel_all(now)
+        epoch.wait = step if isinstance(step, Wait) else None
         if isinstance(step, Wait):
-            self._wait = step
             return actions
-        self._wait = None
-        savepoint, run.savepoint = run.savepoint, None
+        savepoint, epoch.savepoint = epoch.savepoint, None
+        on_disk = self._journal.on_disk
         return [
             *actions,
-            *commands.send(
-                step, now, savepoint=savepoint, settled=run.settled, on_disk=self._journal.on_disk
+            *self._commands.send(
+                step, now, savepoint=savepoint, settled=epoch.settled, on_disk=on_disk
             ),
         ]
 
-    # --- the journal ---
+    def _epoch_steps(self) -> EpochSteps[Reason]:
+        """Start the epoch, restore a savepoint, run the optimizer to its end."""
+        epoch, journal, metrics = self._epoch, self._journal, self.metrics
+        held = yield BeginEpoch()
+        resume_point = journal.choose([answer.cuts for answer in held])
+        if resume_point.cut == 0 and journal.base_clocks is None:
+            journal.base_clocks = tuple(answer.cuts[0].clock for answer in held)
+            epoch.unsaved = 0
+        yield Restore(cut=resume_point.cut, whole=resume_point.whole)
+        state = None
+        metrics.offset, metrics.iterated = 0, None
+        if (entry := resume_point.entry) is not None:
+            metrics.samples = entry.samples
+            metrics.n_evaluations = max(metrics.n_evaluations, entry.evaluations)
+            if resume_point.whole:
+                state, epoch.unsaved, metrics.offset = entry.state, resume_point.cut, entry.offset
+            else:
+                metrics.offset = entry.iteration
+        if resume_point.has_other_goal:
+            text = (
+                "method, loss, l1, l2 or batch_size have changed: "
+                "the method restarts at the saved parameters"
+            )
+            self._reports.append(Report(text=text, level="warning"))
+        elif resume_point.cut and not resume_point.whole:
+            text = "only parameters could be restored: the method restarts there"
+            self._reports.append(Report(text=text, level="warning"))
+        epoch.has_point = True
+        result = yield from self._drive(self._method.steps(state))
+        if metrics.iterated is None:  # it ended at its starting point
+            self._report_progress(result)
+        yield from self._publish()
+        return result.reason
+
+    def _end_early(self) -> EpochSteps[Reason]:
+        """Publish the last accepted point; to be run instead of the remaining steps."""
+        epoch, last = self._epoch, self.metrics.iterated
+        epoch.queue = None
+        if epoch.savepoint is None and last is not None and epoch.savepoint_iteration is last:
+            # The optimizer may be in the middle of the next iteration: restore its history.
+            yield Restore(cut=epoch.last_savepoint, whole=True)
+        yield from self._publish()
+        return Reason.STOPPED
+
+    def _publish(self) -> EpochSteps[None]:
+        epoch = self._epoch
+        published = yield Publish(point=PARAMETERS)
+        yield from self._until_saved()
+        entry = self._entry(0, iteration=self.metrics.iteration, state="")
+        self._journal.end([answer.clock for answer in published], entry)
+        if epoch.save_error is None:
+            epoch.unsaved = epoch.last_savepoint
+            yield Execute(commands=())  # carries the savepoint, so that the journal is saved
+        yield from self._until_saved()
+        self._save_labels.clear()  # the supervisor sees the end, and saves the shards itself
+
+    def _until_saved(self) -> EpochSteps[None]:
+        while self._awaits_journal:
+            yield Wait.SAVED
+
+    @property
+    def _awaits_journal(self) -> bool:
+        return self._epoch.unsaved is not None and self._epoch.save_error is None
+
+    def _drive(self, steps: Steps[Result]) -> EpochSteps[Result]:
+        try:
+            request = next(steps)
+            while True:
+                reply: Reply
+                match request:
+                    case VectorOps(commands=commands):
+                        reply = _combined(commands, (yield Execute(commands=commands)))
+                    case Evaluate():
+                        reply = yield from self._evaluate(request)
+                    case IterationDone():
+                        yield from self._iterated(request)
+                        reply = self._stopped_by is not None
+                    case _:
+                        assert_never(request)
+                request = steps.send(reply)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+    def _evaluate(self, request: Evaluate) -> EpochSteps[Evaluation]:
+        batch, config, metrics = self._batch(request), self._config, self.metrics
+        counters = self._epoch.counters
+        opened = yield BeginEvaluation(
+            point=request.point,
+            before=request.before,
+            first_commit_token=counters.commit_token + 1,
+            n_staged_max=config.window_chunks + N_VOID_MAX,
+        )
+        metrics.n_evaluations += 1
+        metrics.shares.evaluation_begins(self._pool, self._now)
+        self._pool.begin(
+            epoch=self._commands.epoch,
+            evaluation=metrics.n_evaluations,
+            versions=self._commands.versions,
+            batch=batch,
+        )
+        queue = WorkQueue(config, pool=self._pool, batch=batch, counters=counters)
+        self._epoch.queue = queue
+        while queue.is_finite and not queue.is_complete:
+            if queue.has_staged:
+                sets, void = queue.to_commit()
+                yield Commit(sets=sets, void=void)
+                queue.committed(sets, void, self._now)
+            else:
+                yield Wait.CHUNKS
+        self._epoch.queue = None
+        metrics.shares.evaluation_ends(self._pool, self._now)
+        metrics.n_backups += queue.n_backups
+        metrics.n_wasted += max(self._pool.n_computed - batch.n_examples, 0)
+        metrics.samples += batch.n_examples
+        # A mean over no example is NaN: so the shards know that the loss is not finite.
+        n_examples = batch.n_examples if queue.is_finite else 0
+        sealed = yield FinishEvaluation(
+            gradient=request.gradient, n_examples=n_examples, after=request.after
+        )
+        if n_examples:
+            _check(sealed, queue)
+        before, after = _combined(request.before, opened), _combined(request.after, sealed)
+        return Evaluation(
+            loss=queue.loss / n_examples if n_examples else math.nan,
+            n_examples=batch.n_examples,
+            scalars=(*before, *after),
+        )
+
+    def _batch(self, request: Evaluate) -> BatchRange:
+        examples = request.examples
+        if examples is None:
+            return BatchRange(first=0, n_examples=self._n_examples)
+        n_examples = examples.stop - examples.start
+        if not 0 < n_examples <= self._n_examples or examples.start < 0:
+            raise JobError(
+                f"a batch of positions {examples.start} to {examples.stop} needs 1 to "
+                f"{self._n_examples} examples: choose another batch_size"
+            )
+        first = examples.start % self._n_examples
+        return BatchRange(first=first, n_examples=n_examples)
+
+    def _iterated(self, request: IterationDone) -> EpochSteps[None]:
+        self._report_progress(request)
+        epoch, since = self._epoch, self._now
+        while self._save_labels and self._now >= self._save_again_at:
+            if epoch.savepoint is None:
+                yield from self._until_saved()
+            label = self._save_labels[0]  # stays in place if this epoch ends
+            error = epoch.save_error
+            if error is None:
+                error = yield from self._save(label, request)
+            taken = self._now - since
+            self._save_again_at = self._now + taken / SAVING_SHARE
+            self._save_labels.popleft()
+            self._report_saved(label, error)
+        self.metrics.shares.saved(self._pool, since=since, now=self._now)
+        # One savepoint at a time: a point is skipped while the last one is not safe.
+        if epoch.unsaved is None:
+            self._take_savepoint(request)
+
+    def _report_progress(self, iterated: IterationDone) -> None:
+        metrics = self.metrics
+        metrics.iterated = iterated
+        progress = Progress(
+            step=metrics.iteration,
+            samples=metrics.samples,
+            loss=iterated.loss,
+            seconds_computing=0.0,
+            seconds_waiting=0.0,
+        )
+        self._reports.append(Send(receiver=SUPERVISOR, message=progress))
+
+    # --- savepoints and checkpoints ---
+
+    def _take_savepoint(self, request: IterationDone) -> int:
+        epoch = self._epoch
+        epoch.last_savepoint += 1
+        epoch.savepoint_iteration = request
+        cut = epoch.unsaved = epoch.last_savepoint
+        iteration = self.metrics.offset + request.iteration
+        self._journal.write(self._entry(cut, iteration=iteration, state=request.state))
+        epoch.savepoint = Savepoint(cut=cut, vectors=request.vectors)
+        return cut
+
+    def _entry(self, cut: int, *, iteration: int, state: str) -> CheckpointEntry:
+        return CheckpointEntry(
+            cut=cut,
+            iteration=iteration,
+            offset=self.metrics.offset,
+            samples=self.metrics.samples,
+            evaluations=self.metrics.n_evaluations,
+            goal=self._config.goal,
+            state=state,
+        )
+
+    def _request_save(self, label: str) -> None:
+        """Take a checkpoint with this label at the next accepted point."""
+        if label in self._save_labels:
+            return
+        if len(self._save_labels) >= _N_SAVES_MAX:
+            error = f"{_N_SAVES_MAX} checkpoints are pending already: request them less often"
+            self._report_saved(label, error)
+        else:
+            self._save_labels.append(label)
+
+    def _report_saved(self, label: str, error: str | None) -> None:
+        saved = CheckpointSaved(label=label, clock=self.metrics.iteration, error=error)
+        self._reports.append(Send(receiver=SUPERVISOR, message=saved))
+
+    def _save(self, label: str, request: IterationDone) -> EpochSteps[str | None]:
+        epoch = self._epoch
+        cut = epoch.unsaved if epoch.unsaved is not None else self._take_savepoint(request)
+        answers = yield Checkpoint(label=label, cut=cut)
+        errors = [
+            f"shard {k}: {answer.error}"
+            for k, answer in enumerate(answers)
+            if answer.error is not None
+        ]
+        if not errors:
+            self._journal.checkpointed(cut)
+        yield from self._until_saved()
+        return "; ".join(errors) or epoch.save_error
 
     def _save_journal(self) -> list[Action]:
         """Save the journal of the newest savepoint, if it is not saved yet."""
-        run = self._run
-        if run is None or run.unsaved is None or self._saving is not None:
+        epoch = self._epoch
+        if epoch.unsaved is None or self._saving is not None:
             return []
-        run.save_error = None
-        self._saving = run.unsaved
+        epoch.save_error = None
+        self._saving = epoch.unsaved
         return [Persist(snapshot=self._journal.snapshot(incarnation=self._incarnation))]
 
     def _persisted(self, event: Persisted, now: Seconds) -> Sequence[Action]:
         saved, self._saving = self._saving, None
-        run = self._run
-        if run is None or run.unsaved is None:
+        epoch = self._epoch
+        if epoch.unsaved is None:
             return []
-        if saved != run.unsaved:  # of an earlier run
-            return [] if run.savepoint is not None else self._save_journal()
+        if saved != epoch.unsaved:  # of an earlier epoch
+            return [] if epoch.savepoint is not None else self._save_journal()
         if event.error is not None:
-            run.save_error = event.error
+            epoch.save_error = event.error
             text = f"the coordinator's journal could not be saved: {event.error}; retrying"
             retry = SetTimer(name=SAVE, at=now + self._config.retry_seconds_max)
             return [Report(text=text, level="warning"), retry]
         # Every shard has taken the savepoint and its journal is on disk: older ones may go.
-        run.unsaved, run.settled = None, max(saved, run.settled)
+        epoch.unsaved, epoch.settled = None, max(saved, epoch.settled)
         self._journal.confirm(saved)
         return []
 
-    # --- the supervisor ---
 
-    def _reports(self) -> list[Action]:
-        """Report progress, a warning, and checkpoints."""
-        actions: list[Action] = []
-        run, metrics = self._run, self._metrics
-        while run is not None and run.progress:
-            iterated = run.progress.popleft()
-            progress = Progress(
-                step=metrics.offset + iterated.iteration,
-                samples=metrics.samples,
-                loss=iterated.loss,
-                seconds_computing=0.0,
-                seconds_waiting=0.0,
+def _combined(commands: Batch, answers: Answers) -> Scalars:
+    return combine(commands, [answer.scalars for answer in answers])
+
+
+def _check(answers: Answers, queue: WorkQueue) -> None:
+    # Every shard must count the same chunks, each once and of the same attempt (DB-15).
+    expected = queue.n_chunks, queue.n_examples, queue.digest
+    for k, answer in enumerate(answers):
+        counted = answer.n_chunks, answer.n_examples, answer.digest
+        if counted != expected:
+            raise DistBeliefError(
+                f"shard {k} counts {counted[0]} chunks of {counted[1]} examples (tokens "
+                f"{counted[2]:x}), not {expected[0]} of {expected[1]} ({expected[2]:x})"
             )
-            actions.append(Send(receiver=SUPERVISOR, message=progress))
-        if run is not None and run.note:
-            actions.append(Report(text=run.note, level="warning"))
-            run.note = ""
-        while self._requests.saved:
-            label, error = self._requests.saved.popleft()
-            message = CheckpointSaved(label=label, clock=metrics.iteration, error=error)
-            actions.append(Send(receiver=SUPERVISOR, message=message))
-        return actions
-
-    def _end(self) -> Sequence[Action]:
-        self._has_ended = True
-        _, counters = self.status()
-        finished = Send(
-            receiver=self._stopped_by or SUPERVISOR, message=Finished(counters=dict(counters))
-        )
-        return [*self._reports(), finished, Exit()]

@@ -23,7 +23,7 @@ from distbelief.protocol import (
     Task,
 )
 from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetTimer
-from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.workers import CoordinatorConfig
 
 
 TIMER: Final = "coordinator:commands"
@@ -42,6 +42,7 @@ class CommandBroadcast:
         self._newest: dict[Address, int] = {}  # the newest known
         self._silences = {shard: Silence() for shard in self._shards}
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
+        self.answers: tuple[CommandDone, ...] = ()  # to the last command that is complete
         self.epoch = 0  # the present epoch
         self.number = 0  # of the last command sent in it
         # A shard that has restarted in this epoch and lost its state, or None.
@@ -60,14 +61,10 @@ class CommandBroadcast:
         return next(iter(self._waiting()), None)
 
     @property
-    def answers(self) -> tuple[CommandDone, ...]:
-        return tuple(self._answers[shard] for shard in self._shards)
-
-    @property
     def versions(self) -> tuple[ShardVersion, ...]:
         return tuple(
-            ShardVersion(incarnation=self._incarnations[shard], clock=self._answers[shard].clock)
-            for shard in self._shards
+            ShardVersion(incarnation=self._incarnations[shard], clock=answer.clock)
+            for shard, answer in zip(self._shards, self.answers, strict=True)
         )
 
     def begin_epoch(self, epoch: int, now: Seconds) -> list[Action]:
@@ -127,6 +124,7 @@ class CommandBroadcast:
         self._answers[shard] = message
         if len(self._answers) == len(self._shards):
             self._command = None
+            self.answers = tuple(self._answers[shard] for shard in self._shards)
 
     def joined(self, shard: Address, incarnation: int) -> list[Action]:
         self._note_incarnation(shard, incarnation)

@@ -19,15 +19,20 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace, merge
+from heapq import heapify, heapreplace, merge
 from itertools import islice
 from typing import Final, final
 
 from distbelief.protocol import ChunkResult, GrantedChunk, WorkReport
 from distbelief.roles.role import Address, Seconds
 from sandblaster.chunks import BatchRange
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.workers import Attempt, Chunk, WorkerPool, WorkerState, typical
+from sandblaster.coordinator.workers import (
+    Attempt,
+    Chunk,
+    CoordinatorConfig,
+    WorkerPool,
+    WorkerState,
+)
 
 
 N_VOID_MAX: Final = 8
@@ -137,62 +142,28 @@ def _first_run(indices: Iterable[int]) -> list[int]:
     return run
 
 
-@final
-class CommonEnd:
-    """When work is done that is divided among workers as well as possible (water filling).
+def end_divided(workers: Iterable[tuple[Seconds, Seconds]], n_chunks: int) -> Seconds:
+    """Return in how many seconds `n_chunks` chunks are done if they can be divided at will.
 
-    Workers that have enough to do until then take no part. Chunks may be divided here, so the
-    true end is later, by less than a worker takes for one.
-
-    Args:
-        n_chunks: Chunks to be divided.
-    """
-
-    def __init__(self, n_chunks: int) -> None:
-        self._work = float(n_chunks)  # in chunks: those, and what takers have already
-        self._speed = 0.0  # of takers, in chunks per second
-        self._takers: dict[int, tuple[Seconds, Seconds]] = {}  # by number
-        self._busiest: list[tuple[Seconds, int]] = []  # heap of (-seconds, number)
-
-    def put(self, number: int, left: Seconds, chunk_seconds: Seconds) -> None:
-        """Add a worker, or change what it has left; it takes part again."""
-        self._drop(number)
-        self._takers[number] = left, chunk_seconds
-        self._work += left / chunk_seconds
-        self._speed += 1.0 / chunk_seconds
-        heappush(self._busiest, (-left, number))
-
-    def given(self, n_chunks: int) -> None:
-        """Note that so many of the chunks are among what workers have, as `put` says."""
-        self._work -= n_chunks
-
-    def at(self) -> Seconds:
-        """Return in how many seconds it is; some worker must have been added."""
-        while len(self._takers) > 1:
-            left, number = -self._busiest[0][0], self._busiest[0][1]
-            is_outdated = self._takers.get(number, (None,))[0] != left
-            if not is_outdated and left * self._speed < self._work:
-                break
-            heappop(self._busiest)
-            if not is_outdated:
-                self._drop(number)
-        return self._work / self._speed
-
-    def _drop(self, number: int) -> None:
-        if (taker := self._takers.pop(number, None)) is not None:
-            self._work -= taker[0] / taker[1]
-            self._speed -= 1.0 / taker[1]
-
-
-def end_undivided(workers: Iterable[tuple[Seconds, Seconds]], n_chunks: int) -> Seconds:
-    """Return in how many seconds `n_chunks` chunks are done if each goes to one worker.
-
-    With more workers than chunks only the first to be free get one. 0 if there are too many
-    chunks to look at each.
+    Workers that have enough to do until then take no part (water filling).
 
     Args:
         workers: Seconds until each has nothing left, and what it takes for a chunk.
         n_chunks: Chunks to be assigned.
+    """
+    end, work, speed = math.inf, float(n_chunks), 0.0
+    for left, seconds in sorted(workers):
+        if left >= end:
+            break
+        work, speed = work + left / seconds, speed + 1.0 / seconds
+        end = work / speed
+    return end
+
+
+def end_undivided(workers: Iterable[tuple[Seconds, Seconds]], n_chunks: int) -> Seconds:
+    """Return the same if each chunk goes to one worker; 0 if there are too many to look at each.
+
+    With more workers than chunks only the first to be free get one.
     """
     if n_chunks > _N_UNDIVIDED_MAX:
         return 0.0
@@ -278,7 +249,8 @@ class WorkQueue:
             if one is None:
                 continue
             if one.result is None:
-                worker.record(result, elapsed=now - max(one.assigned_at, worker.progress_at))
+                since = max(one.assigned_at, worker.progress_at)
+                self._pool.record(worker, result, elapsed=now - since)
                 worker.progress_at = now
                 self._computed(one, result, now)
             elif not math.isfinite(result.loss):
@@ -451,10 +423,7 @@ class WorkQueue:
         workers, self._touched = list(self._touched.values()), {}
         if is_ranked or len(self._pool) <= _N_UNRANKED_MAX:
             workers, is_ranked, self._n_changes = list(self._pool), True, 0.0
-            self._typical_pace = typical(w.seconds_per_example for w in workers) or 0.0
-            # Not the median: where parameters reach workers one after the other, the lag of
-            # the first ones would make all others look late.
-            self._longest_lag = max((w.lag for w in workers if w.lag is not None), default=0.0)
+            self._typical_pace, self._longest_lag = self._pool.estimates()
         if self._pending.n_assignable and self._typical_pace:
             if is_ranked:
                 self._assign_by_speed(now)
@@ -477,24 +446,20 @@ class WorkQueue:
 
     def _assign_by_speed(self, now: Seconds) -> None:
         lefts = {worker: self._seconds_left(worker, now) for worker in self._pool}
-        common = CommonEnd(len(self._pending))
-        for worker, left in lefts.items():
-            common.put(worker.number, left, self._chunk_seconds(worker))
+        paces = [(left, self._chunk_seconds(worker)) for worker, left in lefts.items()]
         # Chunks cannot be divided: the fastest worker may be late by one. With more workers
-        # than chunks only the first to be free get one, while `common` lets all share.
-        fastest = min(self._chunk_seconds(worker) for worker in self._pool)
-        ends = ((left, self._chunk_seconds(worker)) for worker, left in lefts.items())
-        whole = end_undivided(ends, len(self._pending))
+        # than chunks only the first to be free get one, while by `end_divided` all share.
+        whole = end_undivided(paces, len(self._pending))
+        fastest = min(seconds for _, seconds in paces)
+        end = max(whole, end_divided(paces, len(self._pending)) + fastest)
         for worker in sorted(filter(self._is_nearly_idle, lefts), key=_load):
-            if not self._pending.n_assignable:
-                break
-            end = max(whole, common.at() + fastest)
-            if n_given := self._assign_in_time(worker, lefts[worker], end, now):
+            n_given = self._assign_in_time(worker, lefts[worker], end, now)
+            if n_given and len(lefts) <= _N_UNRANKED_MAX:
                 # The others have less to do if the last of these ends later than all would.
-                common.given(n_given)
-                left = self._seconds_left(worker, now)
-                common.put(worker.number, left, self._chunk_seconds(worker))
-        self._end_at = now + max(whole, common.at() + fastest)
+                lefts[worker] = self._seconds_left(worker, now)
+                paces = [(left, self._chunk_seconds(worker)) for worker, left in lefts.items()]
+                end = max(whole, end_divided(paces, len(self._pending)) + fastest)
+        self._end_at = now + end
 
     def _assign_until_end(self, workers: list[WorkerState], now: Seconds) -> None:
         for worker in sorted(filter(self._is_nearly_idle, workers), key=_load):

@@ -8,19 +8,41 @@ Every message carries the whole state, so a lost, late or repeated one does no h
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
 
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.protocol import Assignment, ChunkResult, ChunkTask, ShardVersion, WorkReport
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
-from sandblaster.chunks import BatchRange
-from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.chunks import BatchRange, ChunkSizes
 
 
 _NEWEST_WEIGHT: Final = 0.3
 """Weight of the newest measurement in an average."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """Settings of a coordinator."""
+
+    chunk_sizes: ChunkSizes  # how batches are divided; every worker must have the same
+    # Chunks beyond the oldest unfinished one that may be assigned. It bounds the memory of the
+    # shards: half as many vectors at most; mostly a few.
+    window_chunks: int = 64
+    backups: bool = True  # give idle workers backup tasks
+    # Least time that a backup task is expected to save. Less is noise of the operating system;
+    # with tiny chunks all would be computed twice.
+    backup_seconds_min: Seconds = 0.05
+    retry_seconds: Seconds = 0.5  # a command or assignment is repeated; the pause doubles
+    retry_seconds_max: Seconds = 4.0
+    suspect_seconds: Seconds = 5.0  # a worker silent for so long loses its chunks
+    silence_seconds_max: Seconds = 60.0  # a shard silent for so long ends the run
+    starved_seconds_max: Seconds = 600.0  # so long without any worker ends the run
+    n_warm: int = 0  # workers of a warm start; 0: there is none
+    await_begin: bool = True  # wait for `StartTraining`
+    goal: str = ""  # method and function; saved states of another goal are not used
 
 
 @final
@@ -51,20 +73,6 @@ class Attempt:
 
 
 @final
-@dataclass(slots=True)
-class TimeSpent:
-    """Where the time of one worker goes, in one evaluation."""
-
-    computing: Seconds = 0.0  # seconds computing chunks
-    fetching: Seconds = 0.0  # seconds before the first of them, while parameters come
-    staging: Seconds = 0.0  # seconds before the others, for a push or the next assignment
-
-    @property
-    def total(self) -> Seconds:
-        return self.computing + self.fetching + self.staging
-
-
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
     """One worker."""
@@ -87,25 +95,13 @@ class WorkerState:
     # Average wait before the first chunk of an evaluation, mostly for parameters.
     lag: float | None = None
     turnaround: float | None = None  # average seconds from an assignment to its acknowledgement
-    spent: TimeSpent = field(default_factory=TimeSpent)  # where its time goes, in this evaluation
+    # Seconds in this evaluation: "computing" chunks; "fetching" parameters before the first of
+    # them; "staging", before the others, for a push or the next assignment.
+    spent: dict[str, Seconds] = field(default_factory=dict)
 
     @property
     def outstanding(self) -> list[Attempt]:
         return [one for one in self.attempts.values() if one.result is None]
-
-    def record(self, result: ChunkResult, *, elapsed: Seconds) -> None:
-        """Note a computed chunk; `elapsed` counts from when it could begin."""
-        pace = result.seconds / max(result.n_examples, 1)
-        if 0.0 < pace < math.inf:
-            self.seconds_per_example = _average(self.seconds_per_example, pace)
-            before = max(0.0, elapsed - result.seconds)
-            self.spent.computing += result.seconds
-            if self.n_chunks:
-                self.spent.staging += before
-            else:
-                self.spent.fetching += before
-                self.lag = _average(self.lag, before)
-        self.n_chunks += 1
 
 
 @final
@@ -125,6 +121,7 @@ class WorkerPool:
         self._batch = BatchRange(first=0, n_examples=0)
         self._n_joined = 0
         self._n_of_removed = 0  # examples that removed workers computed, in this evaluation
+        self._estimates: tuple[float, Seconds] | None = None  # None: to be computed
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._workers.values())
@@ -139,10 +136,34 @@ class WorkerPool:
     def n_computed(self) -> int:
         return self._n_of_removed + sum(worker.n_computed for worker in self)
 
+    def estimates(self) -> tuple[float, Seconds]:
+        """Return the median pace and the longest lag of all workers; 0: none is known."""
+        # With thousands of workers these are asked for more often than they change.
+        if self._estimates is None:
+            paces = sorted(w.seconds_per_example for w in self if w.seconds_per_example is not None)
+            # Not the median lag: where parameters reach workers one after the other, the lag of
+            # the first ones would make all others look late.
+            lag = max((worker.lag for worker in self if worker.lag is not None), default=0.0)
+            self._estimates = (paces[len(paces) // 2] if paces else 0.0), lag
+        return self._estimates
+
     @property
     def chunk_seconds(self) -> Seconds:
-        pace = typical(worker.seconds_per_example for worker in self)
-        return 0.0 if pace is None else pace * self._config.chunk_sizes.chunk_size
+        return self.estimates()[0] * self._config.chunk_sizes.chunk_size
+
+    def record(self, worker: WorkerState, result: ChunkResult, *, elapsed: Seconds) -> None:
+        """Note a computed chunk; `elapsed` counts from when it could begin."""
+        self._estimates = None
+        pace = result.seconds / max(result.n_examples, 1)
+        if 0.0 < pace < math.inf:
+            worker.seconds_per_example = _average(worker.seconds_per_example, pace)
+            before = max(0.0, elapsed - result.seconds)
+            if not worker.n_chunks:
+                worker.lag = _average(worker.lag, before)
+            name = "staging" if worker.n_chunks else "fetching"
+            for share, seconds in (("computing", result.seconds), (name, before)):
+                worker.spent[share] = worker.spent.get(share, 0.0) + seconds
+        worker.n_chunks += 1
 
     def get(self, name: Address) -> WorkerState | None:
         return self._workers.get(name)
@@ -157,7 +178,7 @@ class WorkerPool:
         for worker in self:
             worker.attempts.clear()
             worker.n_computed = worker.n_chunks = 0
-            worker.spent = TimeSpent()
+            worker.spent.clear()
 
     def clear_tasks(self) -> None:
         for worker in self:
@@ -207,13 +228,14 @@ class WorkerPool:
             backoff=Backoff(self._config.retry_seconds, self._config.retry_seconds_max),
         )
         worker.silence.start(now)
-        self._workers[name] = worker
+        self._workers[name], self._estimates = worker, None
         return worker
 
     def remove(self, name: Address, *, is_over: bool) -> WorkerState | None:
         """Remove a worker; if its incarnation `is_over`, ignore later reports of that too."""
         worker = self._workers.pop(name, None)
         if worker is not None:
+            self._estimates = None
             self._n_of_removed += worker.n_computed
             self._last_versions[name] = worker.version
             if is_over:
@@ -310,12 +332,10 @@ class TimeShares:
 
     def evaluation_ends(self, pool: WorkerPool, now: Seconds) -> None:
         for worker in pool:
-            spent = worker.spent
             there = now - max(self._began_at, worker.joined_at)
-            self._seconds["computing"] += spent.computing
-            self._seconds["fetching"] += spent.fetching
-            self._seconds["staging"] += spent.staging
-            self._seconds["waiting"] += max(0.0, there - spent.total)
+            self._seconds["waiting"] += max(0.0, there - sum(worker.spent.values()))
+            for share, seconds in worker.spent.items():
+                self._seconds[share] += seconds
         self._ended_at = now
 
     def saved(self, pool: WorkerPool, *, since: Seconds, now: Seconds) -> None:
@@ -327,12 +347,6 @@ class TimeShares:
         """Return each share of the total; zeros before the first evaluation ends."""
         total = sum(self._seconds.values()) or 1.0
         return {f"{name}_share": part / total for name, part in self._seconds.items()}
-
-
-def typical(speeds: Iterable[float | None]) -> float | None:
-    """Return the median of the known values."""
-    known = sorted(pace for pace in speeds if pace is not None)
-    return known[len(known) // 2] if known else None
 
 
 def _average(before: float | None, newest: float) -> float:

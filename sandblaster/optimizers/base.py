@@ -15,7 +15,7 @@ receives scalars, and returns a `Result` (reverse communication, as in scipy's L
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Protocol, TypeVar, final
 
 from distbelief.protocol.vector_commands import Axpy, Command, Dot, Scalars, VectorName
 from sandblaster.optimizers.termination import Reason
@@ -121,7 +121,6 @@ class Evaluation:
     scalars: Scalars  # measured by `before`, then by `after`
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationDone:
     """A point was accepted, and "parameters" holds it; the reply is whether to stop."""
@@ -137,15 +136,16 @@ class IterationDone:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """How a run ended; "parameters" holds the best accepted point."""
+class Result(IterationDone):
+    """How a run ended, and its best accepted point, which "parameters" holds."""
 
     reason: Reason
-    iteration: int
-    n_evaluations: int
-    loss: float
-    gradient_norm: float
-    state: str  # as in `IterationDone`
+
+
+class Runnable(Protocol):
+    """The settings of a method."""
+
+    def steps(self, state: str | None = None) -> "Steps[Result]": ...
 
 
 Request = VectorOps | Evaluate | IterationDone
@@ -161,12 +161,6 @@ def perform(*commands: Command) -> Steps[Scalars]:
     return reply
 
 
-def evaluate(request: Evaluate) -> Steps[Evaluation]:
-    reply = yield request
-    assert isinstance(reply, Evaluation)
-    return reply
-
-
 def stop_requested(done: IterationDone) -> Steps[bool]:
     reply = yield done
     assert isinstance(reply, bool)
@@ -179,7 +173,6 @@ class Objective:
     """F(w) = loss(w) + l2 / 2 |w|^2."""
 
     l2: float = 0.0
-    examples: Examples | None = None
 
     def at(
         self,
@@ -188,6 +181,7 @@ class Objective:
         gradient: VectorName,
         before: tuple[Command, ...] = (),
         after: tuple[Command, ...] = (),
+        examples: Examples | None = None,
     ) -> Steps[tuple[float, Scalars]]:
         """Return F at a vector, and what `after` measures.
 
@@ -196,20 +190,16 @@ class Objective:
             gradient: The vector that receives the gradient of F.
             before: Commands that form the point; they measure nothing.
             after: Commands to execute once the gradient is complete.
+            examples: Part of the data; None: all.
         """
         # The penalty needs no request of its own: its commands go with the evaluation.
         penalty: tuple[Command, ...] = ()
         if self.l2:
             penalty = (Dot(x=point, y=point), Axpy(target=gradient, a=self.l2, x=point))
-        evaluation = yield from evaluate(
-            Evaluate(
-                point=point,
-                gradient=gradient,
-                before=before,
-                after=penalty + after,
-                examples=self.examples,
-            )
+        evaluation = yield Evaluate(
+            point=point, gradient=gradient, before=before, after=penalty + after, examples=examples
         )
+        assert isinstance(evaluation, Evaluation)
         if not self.l2:
             return evaluation.loss, evaluation.scalars
         square, *measured = evaluation.scalars

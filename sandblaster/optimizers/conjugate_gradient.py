@@ -1,10 +1,7 @@
 """Nonlinear conjugate gradients: directions that remember one vector.
 
     d_k+1 = -g_k+1 + beta_k d_k,    y_k = g_k+1 - g_k
-
-    "polak_ribiere"   beta = max(0, y.g_k+1 / g_k.g_k)       Gilbert & Nocedal 1992
-    "hager_zhang"     beta = max(eta, (y - 2 d y.y / d.y).g_k+1 / d.y)
-                      eta  = 0.4 d.g_k / d.d                 Hager & Zhang 2005, 2013
+    beta_k = max(0, y_k.g_k+1 / g_k.g_k)        Polak & Ribiere, as Gilbert & Nocedal 1992
 
 It needs four vectors besides the parameters and two for trials, where L-BFGS needs 2 m
 more; but mostly more evaluations.
@@ -12,7 +9,7 @@ more; but mostly more evaluations.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import final
 
 import msgspec
 from typing_extensions import override
@@ -23,8 +20,6 @@ from sandblaster.optimizers.descent import Present, SmoothMethod
 from sandblaster.optimizers.line_search import DIRECTION, GRADIENT, Trial
 
 
-Formula = Literal["polak_ribiere", "hager_zhang"]
-
 _DIFFERENCE = "gradient_difference"
 
 
@@ -33,13 +28,12 @@ class ConjugateGradient(SmoothMethod, frozen=True, kw_only=True, tag="conjugate_
     """Settings of conjugate gradients."""
 
     value_tolerance: float = 0.0
-    formula: Formula = "polak_ribiere"  # of beta
     sufficient_decrease: float = 1e-4  # c1 of the line search
     curvature: float = 0.4  # c2 of the line search; directions stay conjugate only if it is small
 
     @override
     def descent(self, memory: str | None) -> "Conjugate":
-        return Conjugate(formula=self.formula, memory=memory)
+        return Conjugate(memory)
 
 
 class _Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +49,9 @@ class _Memory(msgspec.Struct, frozen=True, kw_only=True):
 class Conjugate:
     """Directions -g + beta d."""
 
-    def __init__(self, *, formula: Formula, memory: str | None = None) -> None:
-        self._formula = formula
+    vectors: Sequence[VectorName] = ()
+
+    def __init__(self, memory: str | None = None) -> None:
         self._last = _Memory()
         if memory is not None:
             self._last = msgspec.json.decode(memory, type=_Memory)
@@ -66,10 +61,6 @@ class Conjugate:
         return self._last.beta != 0.0
 
     @property
-    def vectors(self) -> Sequence[VectorName]:
-        return ()
-
-    @property
     def memory(self) -> str:
         return msgspec.json.encode(self._last).decode()
 
@@ -77,12 +68,13 @@ class Conjugate:
         terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
         return (
             LinearCombination(target=_DIFFERENCE, terms=terms),
-            Gram(rows=(_DIFFERENCE,), columns=(gradient, _DIFFERENCE, DIRECTION)),
-            Gram(rows=(DIRECTION,), columns=(DIRECTION,)),
+            Gram(rows=(_DIFFERENCE,), columns=(gradient,)),
         )
 
     def accept(self, trial: Trial, *, slope_at_start: float) -> None:
-        beta = self._beta(trial, slope_at_start=slope_at_start)
+        (change,) = trial.scalars  # y.g
+        square = self._last.gradient_square
+        beta = max(0.0, change / square) if square else 0.0
         self._last = _Memory(
             beta=beta if math.isfinite(beta) else 0.0,
             gradient_square=trial.gradient_square,
@@ -107,15 +99,3 @@ class Conjugate:
 
     def forget(self, *, gradient_square: float) -> None:
         self._last = _Memory(gradient_square=gradient_square)
-
-    def _beta(self, trial: Trial, *, slope_at_start: float) -> float:
-        y_new, y_y, y_d, d_d = trial.scalars  # g_k+1.y, y.y, d.y, d.d
-        if self._formula == "polak_ribiere":
-            return max(0.0, _ratio(y_new, self._last.gradient_square))
-        along = trial.sample.slope
-        beta = _ratio(y_new - 2.0 * _ratio(y_y, y_d) * along, y_d)
-        return max(_ratio(0.4 * slope_at_start, d_d), beta)
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else math.nan

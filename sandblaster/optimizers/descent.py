@@ -11,8 +11,8 @@ if that fails too, the run ends. `IterationDone` comes when "parameters", "gradi
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Protocol, final
 
 import msgspec
@@ -93,7 +93,9 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return replace(self, n_evaluations=self.n_evaluations + n_evaluations)
 
     def bound_reached(self, method: Method) -> Reason | None:
-        return method.bound_reached(iteration=self.iteration, n_evaluations=self.n_evaluations)
+        if self.iteration >= method.n_iterations_max:
+            return Reason.MAX_ITERATIONS
+        return Reason.MAX_EVALUATIONS if self.n_evaluations >= method.n_evaluations_max else None
 
     def noise(self, method: Method) -> float:
         return method.noise(self.loss, loss_at_start=self.loss_at_start)
@@ -109,16 +111,6 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             step_length=step_length,
             state=state,
             vectors=vectors,
-        )
-
-    def result(self, reason: Reason, *, state: str) -> Result:
-        return Result(
-            reason=reason,
-            iteration=self.iteration,
-            n_evaluations=self.n_evaluations,
-            loss=self.loss,
-            gradient_norm=self.gradient_norm,
-            state=state,
         )
 
 
@@ -252,19 +244,16 @@ class DescentRun:
         is_lost = expected <= 4.0 * present.noise(self.method)
         return Reason.CONVERGED_ROUNDING if is_lost else Reason.LINE_SEARCH_FAILED
 
-    def _state(self, present: Present) -> str:
-        state = State(present=present, memory=self.descent.memory)
-        return msgspec.json.encode(state).decode()
-
     def _iteration_done(self, present: Present, *, step_length: float) -> IterationDone:
+        state = State(present=present, memory=self.descent.memory)
         return present.done(
             step_length=step_length,
-            state=self._state(present),
+            state=msgspec.json.encode(state).decode(),
             vectors=(*self.line.vectors, *self.descent.vectors),
         )
 
     def _result(self, present: Present, reason: Reason) -> Result:
-        return present.result(reason, state=self._state(present))
+        return Result(reason=reason, **asdict(self._iteration_done(present, step_length=0.0)))
 
 
 def _expected(present: Present, searched: Searched) -> float:
@@ -273,23 +262,24 @@ def _expected(present: Present, searched: Searched) -> float:
     return -present.slope * present.step if present.slope < 0.0 else math.inf
 
 
-def run_descent(
-    method: Method, line: Line, make: Callable[[str | None], Descent], state: str | None
-) -> Steps[Result]:
-    """Run from "parameters", or resume from `IterationDone.state`.
+class DescentMethod(Method, frozen=True, kw_only=True):
+    """Settings of a method, its way of trying points, and how it chooses directions."""
 
-    Args:
-        method: Its settings.
-        line: How points are tried.
-        make: Makes the descent of the memory of a state, if there is one.
-        state: To resume from.
-    """
-    resumed = None if state is None else msgspec.json.decode(state, type=State)
-    run = DescentRun(method, make(resumed.memory if resumed else None), line)
-    return run.steps(resumed.present if resumed else None)
+    def line(self) -> Line:
+        raise NotImplementedError
+
+    def descent(self, memory: str | None) -> Descent:
+        """Return what chooses directions; `memory` is that of a state, if any."""
+        raise NotImplementedError
+
+    def steps(self, state: str | None = None) -> Steps[Result]:
+        """Run from "parameters", or resume from `IterationDone.state`."""
+        resumed = None if state is None else msgspec.json.decode(state, type=State)
+        descent = self.descent(resumed.memory if resumed else None)
+        return DescentRun(self, descent, self.line()).steps(resumed.present if resumed else None)
 
 
-class SmoothMethod(Method, frozen=True, kw_only=True):
+class SmoothMethod(DescentMethod, frozen=True, kw_only=True):
     """Settings of a method that searches along straight lines."""
 
     sufficient_decrease: float = 1e-4  # c1 of the line search
@@ -298,19 +288,11 @@ class SmoothMethod(Method, frozen=True, kw_only=True):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.wolfe  # checks its two numbers
+        self.line()  # checks these two
 
-    @property
-    def wolfe(self) -> WolfeConditions:
-        return WolfeConditions(
+    @override
+    def line(self) -> Straight:
+        wolfe = WolfeConditions(
             sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
         )
-
-    def descent(self, memory: str | None) -> Descent:
-        """Return what chooses directions; `memory` is that of a state, if any."""
-        raise NotImplementedError
-
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or resume from `IterationDone.state`."""
-        line = Straight(Objective(l2=self.l2), self.wolfe)
-        return run_descent(self, line, self.descent, state)
+        return Straight(Objective(l2=self.l2), wolfe)

@@ -13,7 +13,7 @@ trial is still there if a later one is worse.
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 from distbelief.protocol.vector_commands import (
     Command,
@@ -334,9 +334,7 @@ class Straight:
     objective: Objective
     wolfe: WolfeConditions
 
-    @property
-    def vectors(self) -> tuple[VectorName, ...]:
-        return (PARAMETERS, GRADIENT, DIRECTION)
+    vectors: ClassVar = (PARAMETERS, GRADIENT, DIRECTION)
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         loss, (norm, square) = yield from self.objective.at(

@@ -13,7 +13,7 @@ consecutive batches share some, and y is the change of the shared examples' grad
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import final
 
 import msgspec
@@ -132,7 +132,7 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
         n_tail_max = (self.batch_size - 1) // 2  # every batch has an example of its own
         n_tail = min(max(1, round(self.overlap * self.batch_size)), n_tail_max)
         batch = Batch(resumed.start if resumed else 0, self.batch_size, n_tail)
-        return _Run(self, descent, batch).steps(resumed)
+        return _Run(self, descent, Objective(l2=self.l2), batch).steps(resumed)
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,6 +148,7 @@ class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class _Run:
     method: MultiBatchLBFGS
     descent: QuasiNewton
+    objective: Objective
     batch: Batch
     any_finite: bool = True  # at a trial of the last search
     n_refuted: int = 0  # how often a batch's gradient was small, but that of all was not
@@ -202,8 +203,7 @@ class _Run:
         # exactly, far from any minimum. So all examples are evaluated; after the k-th time
         # in vain, the next k such batches are passed over without that.
         if self.n_unasked >= self.n_refuted:
-            whole = Objective(l2=self.method.l2)
-            loss, (norm,) = yield from whole.at(
+            loss, (norm,) = yield from self.objective.at(
                 PARAMETERS, gradient=_REST, after=(Norm(x=_REST, order="inf"),)
             )
             present = present.counting(1)
@@ -221,10 +221,10 @@ class _Run:
     def _evaluate_batch(self) -> Steps[tuple[float, float, float]]:
         # The tail is evaluated apart: it is the next batch's head, so overlap costs nothing.
         rest, tail = self.batch.rest, self.batch.tail
-        rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
+        rest_loss, _ = yield from self.objective.at(PARAMETERS, gradient=_REST, examples=rest)
         mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
-        tail_loss, (norm, square) = yield from self._at(
-            PARAMETERS, tail, gradient=_TAIL, after=(mean, *size_of(GRADIENT))
+        tail_loss, (norm, square) = yield from self.objective.at(
+            PARAMETERS, gradient=_TAIL, after=(mean, *size_of(GRADIENT)), examples=tail
         )
         self.descent.forget(gradient_square=square)
         return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
@@ -242,11 +242,11 @@ class _Run:
         self.any_finite = not present.slope < 0.0
         if self.any_finite:
             return None
-        rest, tail, step = self.batch.rest, self.batch.tail, present.step
+        at, rest, tail, step = self.objective.at, self.batch.rest, self.batch.tail, present.step
         for _ in range(_N_TRIALS_MAX):
             before = (point_at(step),)
-            rest_loss, _ = yield from self._at(TRIAL, rest, gradient=_REST, before=before)
-            tail_loss, _ = yield from self._at(TRIAL, tail, gradient=_TRIAL_TAIL)
+            rest_loss, _ = yield from at(TRIAL, gradient=_REST, before=before, examples=rest)
+            tail_loss, _ = yield from at(TRIAL, gradient=_TRIAL_TAIL, examples=tail)
             present = present.counting(2)
             loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
             self.any_finite |= math.isfinite(loss)
@@ -267,11 +267,11 @@ class _Run:
         next_batch = self.batch.next()
         head, body, tail = self.batch.tail, next_batch.body, next_batch.tail
         parts = ((head, _TRIAL_TAIL), (body, _REST), (tail, _NEXT_TAIL))
-        body_loss, _ = yield from self._at(TRIAL, body, gradient=_REST)
-        tail_loss, (norm, square, *measured) = yield from self._at(
+        body_loss, _ = yield from self.objective.at(TRIAL, gradient=_REST, examples=body)
+        tail_loss, (norm, square, *measured) = yield from self.objective.at(
             TRIAL,
-            tail,
             gradient=_NEXT_TAIL,
+            examples=tail,
             after=(
                 mean_gradient(_NEXT, parts),
                 *size_of(_NEXT),
@@ -298,21 +298,9 @@ class _Run:
             gradient_square=square,
         )
 
-    def _at(
-        self,
-        point: VectorName,
-        examples: Examples,
-        *,
-        gradient: VectorName,
-        before: tuple[Command, ...] = (),
-        after: tuple[Command, ...] = (),
-    ) -> Steps[tuple[float, tuple[float, ...]]]:
-        part = Objective(l2=self.method.l2, examples=examples)
-        return part.at(point, gradient=gradient, before=before, after=after)
-
     # --- reports ---
 
-    def _state(self, present: Present) -> str:
+    def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
         state = _State(
             present=present,
             start=self.batch.start,
@@ -320,14 +308,11 @@ class _Run:
             n_refuted=self.n_refuted,
             n_unasked=self.n_unasked,
         )
-        return msgspec.json.encode(state).decode()
-
-    def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
         return present.done(
             step_length=step_length,
-            state=self._state(present),
+            state=msgspec.json.encode(state).decode(),
             vectors=(PARAMETERS, GRADIENT, _TAIL, *self.descent.vectors),
         )
 
     def _result(self, present: Present, reason: Reason) -> Result:
-        return present.result(reason, state=self._state(present))
+        return Result(reason=reason, **asdict(self._iteration_done(present, 0.0)))

@@ -11,7 +11,7 @@ orthant F is as smooth as f, so each iteration stays in one, and ends at its bou
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from typing_extensions import override
 
@@ -25,8 +25,8 @@ from distbelief.protocol.vector_commands import (
     Term,
     VectorName,
 )
-from sandblaster.optimizers.base import Objective, Result, Steps
-from sandblaster.optimizers.descent import run_descent
+from sandblaster.optimizers.base import Objective, Steps
+from sandblaster.optimizers.descent import DescentMethod
 from sandblaster.optimizers.lbfgs import QuasiNewton
 from sandblaster.optimizers.line_search import (
     DIRECTION,
@@ -41,7 +41,6 @@ from sandblaster.optimizers.line_search import (
     point_at,
     size_of,
 )
-from sandblaster.optimizers.termination import Method
 
 
 PSEUDO_GRADIENT = "pseudo_gradient"
@@ -53,7 +52,7 @@ _N_TRIALS_MAX = 30
 
 
 @final
-class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
+class OWLQN(DescentMethod, frozen=True, kw_only=True, tag="owlqn"):
     """Settings of OWL-QN."""
 
     l1: float  # adds l1 |w|_1 to the loss, over all parameters, biases included
@@ -66,14 +65,14 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
         if not self.l1 > 0.0:
             raise ValueError(f"l1 is {self.l1}; use a number above 0, or method 'l-bfgs'")
 
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or resume from `IterationDone.state`."""
-        line = WithinOrthant(
+    @override
+    def line(self) -> "WithinOrthant":
+        return WithinOrthant(
             Objective(l2=self.l2), l1=self.l1, sufficient_decrease=self.sufficient_decrease
         )
-        return run_descent(self, line, self._descent, state)
 
-    def _descent(self, memory: str | None) -> QuasiNewton:
+    @override
+    def descent(self, memory: str | None) -> QuasiNewton:
         return QuasiNewton(
             n_history=self.n_history,
             memory=memory,
@@ -91,9 +90,7 @@ class WithinOrthant:
     l1: float
     sufficient_decrease: float
 
-    @property
-    def vectors(self) -> tuple[VectorName, ...]:
-        return (PARAMETERS, GRADIENT, PSEUDO_GRADIENT, DIRECTION, _ORTHANT)
+    vectors: ClassVar = (PARAMETERS, GRADIENT, PSEUDO_GRADIENT, DIRECTION, _ORTHANT)
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         return (

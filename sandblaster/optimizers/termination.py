@@ -92,10 +92,3 @@ class Method(
     def noise(self, loss: float, *, loss_at_start: float) -> float:
         """Return the largest difference between losses that rounding alone may cause."""
         return _NOISE * self.rounding * max(abs(loss), min(1.0, abs(loss_at_start)))
-
-    def bound_reached(self, *, iteration: int, n_evaluations: int) -> Reason | None:
-        if iteration >= self.n_iterations_max:
-            return Reason.MAX_ITERATIONS
-        if n_evaluations >= self.n_evaluations_max:
-            return Reason.MAX_EVALUATIONS
-        return None

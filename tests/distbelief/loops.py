@@ -15,8 +15,7 @@ from torch import nn
 import distbelief
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
@@ -106,7 +105,7 @@ class Server:
 
 
 class SimulatedSession:
-    """Replaces `serve.client_session.ClientSession`, in virtual time."""
+    """Replaces `optimizer.ClientSession`, in virtual time."""
 
     def __init__(self, server: Server, parameters: list[nn.Parameter]) -> None:
         self.values = [parameter.detach().view(-1) for parameter in parameters]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,23 +20,22 @@ from distbelief.verify import Agreement, Link, VerificationResult
 from distbelief.worker.computation import Computation
 
 
-def verified(
-    agreements: Sequence[Agreement], links: Sequence[Link] = (), *, n_machines: int = 2
-) -> VerificationResult:
+GOOD = {"outputs": Agreement(plan=2e-6, one_process=1e-6)}
+BAD = {"0.weight": Agreement(plan=4e-6, one_process=1e-6)}
+LINK = Link(sender=0, receiver=1, predicted_bytes=10, sent_bytes=10)
+
+
+def verified(errors: dict[str, Agreement], *links: Link, machines: int = 2) -> VerificationResult:
     return VerificationResult(
-        n_machines=n_machines,
-        agreements=agreements,
-        links=links,
+        machines=machines,
+        cores=2,
+        errors=errors,
+        links=list(links),
         predicted_seconds=0.5,
         measured_seconds=1.0,
-        alone_seconds=1.5,
+        one_process_seconds=1.5,
         cluster="rack-1g",
-        n_cores=2,
     )
-
-
-GOOD = Agreement(name="outputs", error=2e-6, rounding=1e-6)
-BAD = Agreement(name="0.weight", error=4e-6, rounding=1e-6)
 
 
 def text_of(found: VerificationResult) -> str:
@@ -48,20 +46,18 @@ def text_of(found: VerificationResult) -> str:
 
 
 def test_three_times_the_rounding_of_one_process_agrees() -> None:
-    assert GOOD.agrees
-    assert not BAD.agrees
-    assert Agreement(name="tiny", error=9e-7, rounding=0.0).agrees
+    assert verified(GOOD | {"tiny": Agreement(plan=9e-7, one_process=0.0)}).passed
+    assert not verified(GOOD | BAD).passed
 
 
 def test_bytes_have_to_be_exact() -> None:
-    link = Link(sender=0, receiver=1, predicted=10, sent=10)
-    assert verified([GOOD], [link]).passed
-    other = Link(sender=1, receiver=0, predicted=10, sent=9)
-    assert not verified([GOOD], [link, other]).passed
+    assert verified(GOOD, LINK).passed
+    other = Link(sender=1, receiver=0, predicted_bytes=10, sent_bytes=9)
+    assert not verified(GOOD, LINK, other).passed
 
 
 def test_what_is_wrong_is_shown() -> None:
-    said = text_of(verified([GOOD, BAD], n_machines=4))
+    said = text_of(verified(GOOD | BAD, machines=4))
     assert "differs" in said
     assert "The plan is NOT right here." in said
     assert "4 machines share 2 cores here" in said
@@ -70,8 +66,7 @@ def test_what_is_wrong_is_shown() -> None:
 
 
 def test_all_of_it_is_plain_data() -> None:
-    link = Link(sender=0, receiver=1, predicted=10, sent=10)
-    plain = verified([GOOD], [link]).plain()
+    plain = verified(GOOD, LINK).plain()
     assert plain["passed"] is True
     assert plain["errors"] == {"outputs": {"plan": 2e-6, "one_process": 1e-6}}
     assert plain["links"] == [{"from": 0, "to": 1, "predicted_bytes": 10, "sent_bytes": 10}]
@@ -86,10 +81,10 @@ def test_a_gradient_of_rounding_is_relative_to_the_others() -> None:
     }
     rounded = {name: tensor.float() for name, tensor in exact.items()}
     found = rounded | {"bias": torch.full((3,), 5e-10)}
-    agreements = verify._compared(found, rounded, exact)
-    assert all(each.agrees for each in agreements)
-    assert agreements[-1].name == "bias"
-    assert agreements[-1].error == pytest.approx(5e-7)
+    errors = verify._compared(found, rounded, exact)
+    assert verified(errors).passed
+    assert list(errors)[-1] == "bias"
+    assert errors["bias"].plan == pytest.approx(5e-7)
 
 
 def test_what_cannot_be_compared_is_rejected() -> None:

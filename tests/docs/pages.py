@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from os import environ
 from pathlib import Path
 
+from distbelief.config import toml
 from distbelief.config.load import parse_job
 from tests.processes.nursery import Forked
 
@@ -132,25 +133,15 @@ def run_command(command: str, folder: Path) -> None:
 def check_fragment(job: str, block: Block) -> None:
     """Read the page's job file with the tables of this block in it."""
     tables = _merged(tomllib.loads(job), tomllib.loads(block.text))
-    parse_job(_toml(tables), path="job.toml")
+    parse_job(toml.write(tables), path="job.toml")
 
 
-def _merged(old: object, new: object) -> object:
-    if not (isinstance(old, dict) and isinstance(new, dict)) or "name" in new:
+def _merged(old: dict[str, object], new: dict[str, object]) -> dict[str, object]:
+    if "name" in new:
         return new
-    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
-
-
-def _toml(value: object, *, top: bool = True) -> str:
-    match value:
-        case dict():
-            pairs = [f"{k} = {_toml(v, top=False)}" for k, v in value.items()]
-            return "\n".join(pairs) if top else f"{{ {', '.join(pairs)} }}"
-        case list():
-            return f"[{', '.join(_toml(item, top=False) for item in value)}]"
-        case bool():
-            return str(value).lower()
-        case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        case _:
-            return str(value)
+    merged = old | new
+    for key in old.keys() & new.keys():
+        before, after = old[key], new[key]
+        if isinstance(before, dict) and isinstance(after, dict):
+            merged[key] = _merged(before, after)
+    return merged

@@ -41,22 +41,16 @@ def test_every_code_block_of_the_page_runs(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_of_the_page_is_found(page: Path) -> None:
+def test_every_block_of_the_page_is_found_and_can_be_read(page: Path) -> None:
+    """Those of pages that only `make soak` runs, too."""
     text = page.read_text()
     assert 2 * len(blocks(page)) == len(re.findall(r"^ *```", text, re.MULTILINE))
     assert text.count("<!-- not run:") == sum(bool(b.reason) for b in blocks(page))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_of_the_page_can_be_read(page: Path) -> None:
-    """Those of pages that only `make soak` runs, too."""
     for block in blocks(page):
         if block.kind == "python":
             ast.parse(block.text)
-        elif block.kind == "toml":
-            tables = tomllib.loads(block.text)
-            if "model" in tables:
-                parse_job(block.text, path="job.toml")
+        elif block.kind == "toml" and "model" in tomllib.loads(block.text):
+            parse_job(block.text, path="job.toml")
 
 
 def test_the_readme_is_short() -> None:
@@ -83,14 +77,7 @@ def test_a_page_is_run_as_its_reader_would(tmp_path: Path) -> None:
     )
     run(blocks(page), tmp_path)
     assert (tmp_path / "copied").read_text() == "3"
-
-
-def test_a_command_that_fails_fails_its_page(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+    assert commands("$ a b  # why\nout\n$ c \\\n  d\n") == ["a b", "c    d"]
     page.write_text("```console\n$ false\n```\n")
     with pytest.raises(AssertionError, match=r"\$ false"):
         run(blocks(page), tmp_path)
-
-
-def test_commands_are_the_lines_after_a_dollar_sign() -> None:
-    assert commands("$ a b  # why\nout\n$ c \\\n  d\n") == ["a b", "c    d"]

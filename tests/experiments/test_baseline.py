@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from distbelief.errors import JobError
 from experiments.baseline import draw_batches, main
 
 
@@ -69,8 +68,3 @@ def test_an_epoch_of_batches_holds_no_sample_twice() -> None:
     first, second = ([next(batches) for _ in range(3)] for _ in range(2))
     assert len({*chain(*first)}) == 9
     assert first != second
-
-
-def test_a_batch_larger_than_the_part_is_refused() -> None:
-    with pytest.raises(JobError, match="batch_size = 11 is more than the 10 samples"):
-        next(draw_batches(10, size=11, seed=0))

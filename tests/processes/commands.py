@@ -192,6 +192,11 @@ class Command:
         roles = cast("list[dict[str, object]]", self.view().get("roles", []))
         return {str(role["name"]): role for role in roles}
 
+    def told(self) -> str:
+        """Return the supervisor's log."""
+        log = self.run / "logs" / "supervisor.log"
+        return log.read_text() if log.is_file() else ""
+
     def pids(self, role: str) -> list[int]:
         """Return the processes that this role has had, the newest last."""
         log = self.run / "logs" / f"{role}.log"
@@ -219,6 +224,11 @@ class Command:
 
     def is_training(self) -> bool:
         return self.view().get("phase") == "training" and self.samples() > 0
+
+    def trains(self, n_samples: int = 500) -> None:
+        """Wait until it has trained so many more samples."""
+        before = self.samples()
+        poll(lambda: self.view().get("phase") == "training" and self.samples() > before + n_samples)
 
 
 @contextmanager

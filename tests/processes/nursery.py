@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from distbelief.launch import forkserver, local
+from distbelief.run.metrics_file import import_for_drawing
 
 
 MESSAGE_BYTES_MAX = 1 << 16
@@ -172,7 +173,7 @@ def main() -> None:
     commands = ("distbelief.trainer", "distbelief.cli.main")
     for module in (*forkserver.MODULES, *commands):
         import_module(module)
-    import_module("distbelief.run.plot")
+    import_for_drawing()
     gc.collect()
     gc.freeze()
     vars(local)["subprocess"] = Subprocesses

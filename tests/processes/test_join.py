@@ -88,7 +88,7 @@ class Land:
 
 def find_address(command: Command) -> str:
     """Return where a job listens, without its key; "" as long as it says nothing."""
-    found = re.findall(r'join "(tcp://[0-9.:]+)', told(command))
+    found = re.findall(r'join "(tcp://[0-9.:]+)', command.told())
     return found[-1] if found else ""
 
 
@@ -96,15 +96,6 @@ def find_secret_address(command: Command) -> str:
     """Return where a job without key files listens; "" as long as it says nothing."""
     file = command.run / "address"
     return file.read_text().strip() if file.is_file() else ""
-
-
-def told(command: Command) -> str:
-    log = command.run / "logs" / "supervisor.log"
-    return log.read_text() if log.is_file() else ""
-
-
-def says(command: Command, text: str) -> bool:
-    return text in told(command)
 
 
 @pytest.fixture
@@ -136,21 +127,21 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
     with listening(land, *options, replicas=2) as command:
         _refused_for_its_imports(land, command)
         with land.joined(command) as machine:
-            poll(lambda: told(command).count("replica 1: on ") == 1)
-            _goes_on(command)
+            poll(lambda: command.told().count("replica 1: on ") == 1)
+            command.trains()
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
-        poll(lambda: says(command, "replica 1 has left with"))
-        poll(lambda: told(command).count("replica 1 waits for a host") >= 2)
+        poll(lambda: "replica 1 has left with" in command.told())
+        poll(lambda: command.told().count("replica 1 waits for a host") >= 2)
         with land.joined(command) as machine:
-            poll(lambda: told(command).count("replica 1: on ") == 2)
-            _goes_on(command)
+            poll(lambda: command.told().count("replica 1: on ") == 2)
+            command.trains()
             machine.kill()
-            poll(lambda: says(command, "replica 1 lost with it"))
-            _goes_on(command)
+            poll(lambda: "replica 1 lost with it" in command.told())
+            command.trains()
         with land.joined(command) as machine:
-            poll(lambda: told(command).count("replica 1: on ") == 3)
-            _goes_on(command)
+            poll(lambda: command.told().count("replica 1: on ") == 3)
+            command.trains()
             command.signal(signal.SIGINT)
             assert command.wait() == 130, command.output
             assert machine.wait() == 0, machine.said
@@ -162,12 +153,7 @@ def _refused_for_its_imports(land: Land, command: Command) -> None:
     with land.joined(command, allow="experiments.speech") as machine:
         assert machine.wait() == 1, machine.said
     assert machine.said.count("--allow-import tiny") == 1  # it was told twice
-    assert says(command, "cannot take part: [model] 'tiny:net'")
-
-
-def _goes_on(command: Command) -> None:
-    before = command.samples()
-    poll(lambda: command.samples() > before + 500)
+    assert "cannot take part: [model] 'tiny:net'" in command.told()
 
 
 @pytest.mark.soak
@@ -185,11 +171,10 @@ def test_a_job_ends_and_so_does_the_machine_that_joined(land: Land) -> None:
 def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
     with listening(land, *LONG, "--hosts", "1", "--cores", "1", replicas=2) as command:
         with land.joined(command) as machine:
-            poll(command.is_training)
-            poll(lambda: command.samples() > 1000)
+            command.trains(1000)
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
-        poll(lambda: says(command, "replica 1 has left with"))
+        poll(lambda: "replica 1 has left with" in command.told())
         KeyFiles(land.here / "keys").revoke("host")
         with land.joined(command) as machine:
             poll(lambda: "rejects the key of this host" in machine.said)

@@ -45,16 +45,8 @@ class Job:
             folder = self.folder / str(index)
             self.machines.append(self._start(host, folder, words))
 
-    def told(self) -> str:
-        log = self.command.run / "logs" / "supervisor.log"
-        return log.read_text() if log.is_file() else ""
-
     def says(self, pattern: str) -> bool:
-        return re.search(pattern, self.told()) is not None
-
-    def goes_on(self) -> None:
-        before = self.command.samples()
-        poll(lambda: self.command.samples() > before + 500)
+        return re.search(pattern, self.command.told()) is not None
 
     def end(self) -> None:
         self.command.signal(signal.SIGINT)
@@ -124,9 +116,9 @@ def test_a_job_does_without_a_host_that_is_cut_off(tmp_path: Path, *, for_good: 
         last = job.lan.hosts[-1]
         job.lan.cut(last)
         poll(lambda: job.says("waits for a host" if for_good else "is lost"), seconds=40)
-        job.goes_on()
+        job.command.trains()
         if not for_good:
             job.lan.mend(last)
-            poll(lambda: len(re.findall(r": on \S+ \(host-", job.told())) == N_HOSTS)
-            job.goes_on()
+            poll(lambda: len(re.findall(r": on \S+ \(host-", job.command.told())) == N_HOSTS)
+            job.command.trains()
         job.end()

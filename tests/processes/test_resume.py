@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.processes.commands import LONG, Command, poll, sets, train
+from tests.processes.commands import LONG, Command, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -35,7 +35,7 @@ def snapshots(command: Command) -> set[str]:
 @pytest.mark.soak
 def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(folder: Path) -> None:
     with train(folder, *LONG) as first:
-        poll(lambda: first.is_training() and first.samples() > 1000)
+        first.trains(1000)
         first.interrupt()
     n_first, saved = first.summary()["samples"], snapshots(first)
 
@@ -115,7 +115,7 @@ def test_a_closed_terminal_ends_a_run_with_snapshot_and_model(folder: Path) -> N
     """Nothing was saved, and no model written."""
     often = sets('output.snapshot_every="1 h"')
     with train(folder, *LONG, *often) as command:
-        poll(lambda: command.is_training() and command.samples() > 1000)
+        command.trains(1000)
         command.signal(signal.SIGHUP)
         command.signal(signal.SIGHUP)
         assert command.wait() == 129, command.output

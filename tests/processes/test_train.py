@@ -24,10 +24,6 @@ def has_restarted(command: Command, role: str) -> bool:
     return command.roles()[role]["restarts"] == 1
 
 
-def has_trained(command: Command, samples: int) -> bool:
-    return command.samples() > samples
-
-
 # ------------------------------------------------------------------------------ ends
 
 
@@ -93,7 +89,7 @@ def test_two_runs_at_once_do_not_meet(folder: Path) -> None:
 @pytest.mark.untraced
 def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     with train(folder, *LONG) as command:
-        poll(lambda: command.is_training() and command.samples() > 1000)
+        command.trains(1000)
         command.signal(signal.SIGINT)
         assert poll(lambda: not alive(command.all_pids()) and not command.shared_memory()) < 2.0
         assert command.wait() == 130, command.output
@@ -150,7 +146,7 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
         for role in ("replica-1", "shard-0", "evaluator"):
             command.kill(role)
             poll(partial(has_restarted, command, role))
-            poll(partial(has_trained, command, command.samples() + 1000))
+            command.trains(1000)
         command.interrupt()
     assert "replica 1 was ended by signal SIGKILL (out of memory?): restarting" in command.output
     assert "restarting it from checkpoint " in command.output
@@ -160,7 +156,7 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
 def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(folder: Path) -> None:
     """Its shards were killed as well: all pushes since the last snapshot were lost."""
     with train(folder, *LONG, *sets("output.snapshot_every=1000 s")) as command:
-        poll(lambda: command.is_training() and command.samples() > 1000)
+        command.trains(1000)
         pids = command.all_pids()
         before = command.clocks()
         assert min(before.values()) > 10

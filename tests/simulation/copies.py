@@ -20,11 +20,11 @@ import pytest
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.buffers import n_lost
+from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.push_history import n_lost
 from distbelief.parameter_server.replication import copy_names
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
@@ -34,29 +34,12 @@ from distbelief.protocol import (
     PushApplied,
     SaveCheckpoint,
 )
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    SUPERVISOR,
-    Action,
-    Address,
-    Computed,
-    Event,
-    Launch,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    Terminate,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.supervisor.failover import Decision, PrimaryElection
+from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.workers import (
     N_MARKS,
     PLAIN,
@@ -78,36 +61,39 @@ BEAT: Final = "beat"
 class Beating:
     """A shard copy that sends heartbeats."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        if isinstance(event, TimerFired) and event.name == BEAT:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.TimerFired) and event.name == BEAT:
             return self._beat(now)
         actions = self.shard.handle(event, now)
-        if isinstance(event, Started):
+        if isinstance(event, rl.Started):
             actions = [*actions, *self._beat(now)]
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         return self.shard.status()
 
-    def _beat(self, now: Seconds) -> list[Action]:
+    def _beat(self, now: rl.Seconds) -> list[rl.Action]:
         state, counters = self.status()
         beat = Heartbeat(state=state, counters=dict(counters))
-        return [Send(receiver=SUPERVISOR, message=beat), SetTimer(name=BEAT, at=now + BEAT_SECONDS)]
+        return [
+            rl.Send(receiver=rl.SUPERVISOR, message=beat),
+            rl.SetTimer(name=BEAT, at=now + BEAT_SECONDS),
+        ]
 
 
 class Overseer:
     """Launches shard copies; `PrimaryElection` decides which one is primary."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     def __init__(self, n_shards: int) -> None:
-        self.elections: dict[Address, PrimaryElection] = {}
-        self.lives: dict[Address, int] = {}
+        self.elections: dict[rl.Address, PrimaryElection] = {}
+        self.lives: dict[rl.Address, int] = {}
         self.terminates = True  # those that are demoted
         self.n_takeovers = 0
         self.n_alone = 0
@@ -116,19 +102,19 @@ class Overseer:
             term = PrimaryElection((one, other), first=1)
             self.elections |= dict.fromkeys((one, other), term)
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 self.lives = dict.fromkeys(self.elections, 1)
-                launches = [Launch(name=name, incarnation=1) for name in self.lives]
+                launches = [rl.Launch(name=name, incarnation=1) for name in self.lives]
                 return [*launches, *self._tick(now)]
-            case TimerFired():
+            case rl.TimerFired():
                 return self._tick(now)
-            case PeerJoined() if self._knows(event.peer, event.incarnation):
+            case rl.PeerJoined() if self._knows(event.peer, event.incarnation):
                 return self._joined(event.peer, event.incarnation, now)
-            case PeerLost() if self._knows(event.peer, event.incarnation):
+            case rl.PeerLost() if self._knows(event.peer, event.incarnation):
                 return self._lost(event.peer)
-            case Received() if self._knows(event.sender, event.incarnation):
+            case rl.Received() if self._knows(event.sender, event.incarnation):
                 return self._hear(event, now)
             case _:
                 return []
@@ -136,26 +122,26 @@ class Overseer:
     def status(self) -> tuple[str, Mapping[str, float]]:
         return "overseeing", {}
 
-    def _knows(self, name: Address, incarnation: int) -> bool:
+    def _knows(self, name: rl.Address, incarnation: int) -> bool:
         return self.lives.get(name) == incarnation
 
-    def _tick(self, now: Seconds) -> list[Action]:
-        actions: list[Action] = [SetTimer(name="tick", at=now + TICK_SECONDS)]
+    def _tick(self, now: rl.Seconds) -> list[rl.Action]:
+        actions: list[rl.Action] = [rl.SetTimer(name="tick", at=now + TICK_SECONDS)]
         for term in dict.fromkeys(self.elections.values()):
             actions += self._follow(term.tick(now))
         return actions
 
-    def _joined(self, name: Address, incarnation: int, now: Seconds) -> list[Action]:
+    def _joined(self, name: rl.Address, incarnation: int, now: rl.Seconds) -> list[rl.Action]:
         return self._follow(self.elections[name].joined(name, incarnation, now))
 
-    def _lost(self, name: Address) -> list[Action]:
+    def _lost(self, name: rl.Address) -> list[rl.Action]:
         term = self.elections[name]
         self.n_takeovers += name == term.primary and term.in_sync
         self.lives[name] += 1
-        again = Launch(name=name, incarnation=self.lives[name])
+        again = rl.Launch(name=name, incarnation=self.lives[name])
         return [again, *self._follow(term.lost(name))]
 
-    def _hear(self, event: Received, now: Seconds) -> list[Action]:
+    def _hear(self, event: rl.Received, now: rl.Seconds) -> list[rl.Action]:
         sender, term = event.sender, self.elections[event.sender]
         match event.message:
             case Heartbeat(counters=counters):
@@ -168,13 +154,10 @@ class Overseer:
             case _:
                 return []
 
-    def _follow(self, decision: Decision) -> list[Action]:
-        actions: list[Action] = [*decision.sends]
-        if decision.demoted is not None:
-            self.n_takeovers += 1
-            if self.terminates:
-                actions.append(Terminate(name=decision.demoted))
-        return actions
+    def _follow(self, actions: list[rl.Action]) -> list[rl.Action]:
+        demoted = [action for action in actions if isinstance(action, rl.Terminate)]
+        self.n_takeovers += len(demoted)
+        return actions if self.terminates else [a for a in actions if a not in demoted]
 
 
 @dataclass
@@ -183,12 +166,12 @@ class Books:
 
     cluster: SimulatedCluster
     index: int
-    copies: Sequence[Address]
+    copies: Sequence[rl.Address]
     acknowledged: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(N_MARKS, bool))
     n_times_lost: int = 0  # no one had a whole copy
     n_twins: int = 0  # compared
     n_pushes_while_building: int = 0
-    _settled: dict[Address, int] = field(default_factory=dict)
+    _settled: dict[rl.Address, int] = field(default_factory=dict)
     _states: dict[tuple[int, int], bytes] = field(default_factory=dict)
     _leads_as: int = 0  # the highest term with which a copy began to lead
     _leader: Shard | None = None  # that did
@@ -211,7 +194,7 @@ class Books:
 
     def _copy(self, shard: Shard, happening: HandledEvent) -> None:
         state, counters = shard.status()
-        if isinstance(happening.event, Computed) and not self._is_abandoned(shard):
+        if isinstance(happening.event, rl.Computed) and not self._is_abandoned(shard):
             marks = marks_of(shard)
             wrong = np.flatnonzero((marks != 0.0) & (marks != 1.0))
             assert not wrong.size, f"{happening.name} has push {wrong[:1]} twice"
@@ -233,7 +216,7 @@ class Books:
             and not counters["in_sync"]
             and shard._values.n_held > 0
             and any(
-                isinstance(a, Send) and isinstance(a.message, PushApplied)
+                isinstance(a, rl.Send) and isinstance(a.message, PushApplied)
                 for a in happening.actions
             )
         )
@@ -248,7 +231,7 @@ class Books:
     def _check_fence(self, happening: HandledEvent) -> None:
         """Whoever led before acknowledges nothing that its successor lacks."""
         for action in happening.actions:
-            if not isinstance(action, Send) or action.receiver in self.copies:
+            if not isinstance(action, rl.Send) or action.receiver in self.copies:
                 continue
             message = action.message
             if not isinstance(message, PushApplied):
@@ -294,22 +277,24 @@ class Run:
         self,
         seed: int,
         *,
-        hosts: Callable[[Address], str],
+        hosts: Callable[[rl.Address], str],
         faults: Sequence[Fault] = (),
         n_workers: int = 3,
         n_wanted: int = 40,
         n_shards: int = 1,
         rule: UpdateRule = PLAIN,
         shard_bytes_per_second: float = 2e7,
-        step_seconds: Seconds = 5e-3,
+        step_seconds: rl.Seconds = 5e-3,
         n_partial: int = 0,  # of the workers
     ) -> None:
         self.ledger = Ledger()
         self.layout = layout_of(n_shards)
         self.copies = [copy_names(index, 2) for index in range(n_shards)]
-        self.workers = [Address(f"worker-{index}") for index in range(n_workers)]
+        self.workers = [rl.Address(f"worker-{index}") for index in range(n_workers)]
         self.overseer = Overseer(n_shards)
-        builders: dict[Address, Callable[[Memory], object]] = {SUPERVISOR: lambda _: self.overseer}
+        builders: dict[rl.Address, Callable[[Memory], object]] = {
+            rl.SUPERVISOR: lambda _: self.overseer
+        }
         for index, names in enumerate(self.copies):
             for name in names:
                 builders[name] = partial(copy_of, name, index, layout=self.layout, rule=rule)
@@ -333,7 +318,7 @@ class Run:
                 introduce=True,
                 machines=machines,
                 faults=tuple(faults),
-                start=(SUPERVISOR, *self.workers),
+                start=(rl.SUPERVISOR, *self.workers),
                 launch_seconds=0.2,
             ),
         )
@@ -358,7 +343,7 @@ class Run:
 
     # ----------------------------------------------------------------- what happens
 
-    def finish(self, *, within: Seconds = 120.0) -> None:
+    def finish(self, *, within: rl.Seconds = 120.0) -> None:
         """Let all workers end, and look at the totals."""
         self.cluster.run_until(self.done, within=within)
         for index in range(len(self.copies)):
@@ -382,7 +367,7 @@ class Run:
 
     def save(self, label: str, index: int = 0) -> None:
         message = SaveCheckpoint(label=label)
-        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
+        event = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=message)
         self.cluster.post(self.leader(index), event)
 
     # ---------------------------------------------------------------- who is who
@@ -390,43 +375,43 @@ class Run:
     def term(self, index: int = 0) -> PrimaryElection:
         return self.overseer.elections[self.copies[index][0]]
 
-    def leader(self, index: int = 0) -> Address:
+    def leader(self, index: int = 0) -> rl.Address:
         leader = self.term(index).primary
         assert leader is not None
         return leader
 
-    def second(self, index: int = 0) -> Address:
+    def second(self, index: int = 0) -> rl.Address:
         one, other = self.copies[index]
         return other if self.leader(index) == one else one
 
-    def shard(self, name: Address) -> Shard:
+    def shard(self, name: rl.Address) -> Shard:
         role = self.cluster.role(name)
         assert isinstance(role, Beating)
         return role.shard
 
-    def worker(self, name: Address) -> Worker:
+    def worker(self, name: rl.Address) -> Worker:
         role = self.cluster.role(name)
         assert isinstance(role, Worker)
         return role
 
 
 def copy_of(
-    name: Address, index: int, memory: Memory, *, layout: Layout, rule: UpdateRule
+    name: rl.Address, index: int, memory: Memory, *, layout: Layout, rule: UpdateRule
 ) -> Beating:
     config = ShardConfig(index=index, layout=layout, rule=rule, name=name, is_replicated=True)
     return Beating(shard_of(index, layout, memory, config))
 
 
-def together(_: Address) -> str:
+def together(_: rl.Address) -> str:
     """Let all roles share memory."""
     return "one"
 
 
-def apart(_: Address) -> str:
+def apart(_: rl.Address) -> str:
     """Let no one share memory."""
     return ""
 
 
-def each_copy_apart(name: Address) -> str:
+def each_copy_apart(name: rl.Address) -> str:
     """Let the first copies share memory with the workers, the others with no one."""
     return "" if name.endswith("b") else "one"

@@ -25,11 +25,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.link import ShardLink
-from distbelief.parameter_server.push_history import n_lost
+from distbelief.parameter_server.client.buffers import FetchResult, n_lost
+from distbelief.parameter_server.client.client import ShardLink
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS
 from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
@@ -292,7 +291,7 @@ class Bounded(Invariant):
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         n_workers = len(self.scene.workers)
-        queue, clients = shard._sessions.queue, shard._sessions.all()
+        queue, clients = shard._sessions.queue, shard._sessions._clients.values()
         assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
         assert len(shard._deferred) <= n_workers, f"{shard._deferred}"
         assert len(clients) <= n_workers, f"{clients}"

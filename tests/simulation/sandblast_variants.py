@@ -18,7 +18,7 @@ from distbelief.protocol import CommandDone, Savepoint, ShardCommand
 from distbelief.roles.role import Action, Received, Seconds
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.training import GradientSum
-from sandblaster.coordinator.run import CoordinatorRun, PendingRequests
+from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.work_queue import WorkQueue
 from sandblaster.coordinator.workers import Attempt, Chunk
@@ -172,14 +172,14 @@ def changed_in_place(patch: Patch) -> None:
 
 def settled_before_durable(patch: Patch) -> None:
     """A savepoint is settled when it is taken, before its journal is on disk."""
-    whole = CoordinatorRun._take_savepoint
+    whole = Coordinator._take_savepoint
 
-    def mark(self: CoordinatorRun, request: IterationDone) -> int:
+    def mark(self: Coordinator, request: IterationDone) -> int:
         cut = whole(self, request)
-        self.settled = cut
+        self._epoch.settled = cut
         return cut
 
-    patch.setattr(CoordinatorRun, "_take_savepoint", mark)
+    patch.setattr(Coordinator, "_take_savepoint", mark)
     whole_add = Savepoints.add
 
     def add_and_settle(self: Savepoints, mark: Savepoint, *, settled: int) -> None:
@@ -214,10 +214,10 @@ def same_epoch(patch: Patch) -> None:
 def told_at_once(patch: Patch) -> None:
     """A checkpoint is reported as saved when it is requested."""
 
-    def request_save(self: PendingRequests, label: str) -> None:
-        self.saved.append((label, None))
+    def request_save(self: Coordinator, label: str) -> None:
+        self._report_saved(label, None)
 
-    patch.setattr(PendingRequests, "request_save", request_save)
+    patch.setattr(Coordinator, "_request_save", request_save)
 
 
 VARIANTS: Final[dict[str, Variant]] = {

@@ -11,9 +11,10 @@ replicas and of the coordinator change nothing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from torch.nn import functional
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.data import DataShard, Samples
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD
@@ -59,20 +59,24 @@ from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
 from distbelief.simulation.network import Link
+from distbelief.simulation.trace import SimulationFailed
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.build import whole_replica
 from distbelief.worker.config import DownpourConfig
+from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, summed
 from distbelief.worker.replica import Replica
 from sandblaster.build import whole_worker
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
-from sandblaster.coordinator.run import Method
+from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.group_tasks import WorkerConfig
+from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
+from tests.simulation.test_seeds import VARIABLE
+from tests.simulation.variants import Variant, broken
 
 
 N_SAMPLES = 30
@@ -183,28 +187,32 @@ def _plus(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
 # ---------------------------------------------------------------------------- checkers
 
 
+Tensors = dict[str, torch.Tensor]
+"""The tensors of a model, flat, by name."""
+
+
 @dataclass
 class RunChecker:
     """What an all-knowing observer has seen.
 
     Attributes:
+        compare: Checks a batch gradient at a point.
+        ranks: Of a replica, those that push to each shard.
         n_sealed: Gradients that every shard left, and that were checked.
         sights: How often things happened.
     """
 
-    n_shards: int
     layout: Layout
-    chunk_sizes: ChunkSizes
-    n_samples: int
-    n_inputs: int
+    compare: Callable[[Tensors, Tensors], None]
+    ranks: Callable[[int], set[int]] = lambda _: {0}
     tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
     opened: dict[tuple[int, Address], int] = field(default_factory=dict)
     committed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     counted: dict[tuple[Address, int, int, int], int] = field(default_factory=dict)
     points: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
     sealed: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
-    staged_by: dict[tuple[Address, int, int], tuple[Address, int]] = field(default_factory=dict)
-    attempts: dict[int, tuple[Address, int]] = field(default_factory=dict)  # by token
+    staged_by: dict[tuple[Address, int, int], set[Address]] = field(default_factory=dict)
+    pushers: dict[tuple[int, Address], int] = field(default_factory=dict)  # by token: incarnation
     n_sealed: int = 0
     n_void: int = 0
     losses: list[float] = field(default_factory=list)
@@ -237,14 +245,16 @@ class RunChecker:
             self.sights["journals lost"] += found < self.journal
 
     def _staging(self, happening: HandledEvent) -> None:
-        """Note whose gradient is staged under which token, where it is the first."""
+        """Note whose gradient is staged under which token."""
         shard = happening.role
         assert isinstance(shard, Shard)
         applying = shard._sessions.applying
         assert applying is not None
-        generation = happening.name, happening.incarnation, applying.push.commit_token
-        pusher = applying.client.name, applying.client.incarnation
-        self.staged_by.setdefault(generation, pusher)
+        commit_token, client = applying.push.commit_token, applying.client
+        generation = happening.name, happening.incarnation, commit_token
+        self.staged_by.setdefault(generation, set()).add(client.name)
+        known = self.pushers.setdefault((commit_token, client.name), client.incarnation)
+        assert known == client.incarnation, f"{client.name} pushes {commit_token} in two lives"
 
     def _sent(self, happening: HandledEvent, action: Send) -> None:
         message = action.message
@@ -277,11 +287,8 @@ class RunChecker:
                     place = message.epoch, evaluation, one.chunk_index
                     commit_token = self.committed.setdefault(place, one.commit_token)
                     assert commit_token == one.commit_token, "shards count different attempts"
-                    pusher = self.staged_by[name, happening.incarnation, commit_token]
-                    known_pusher = self.attempts.setdefault(commit_token, pusher)
-                    assert pusher == known_pusher, "shards count different replicas"
-                    generation = name, *place
-                    before = self.counted.setdefault(generation, key[1])
+                    self._check_parts(name, happening.incarnation, commit_token)
+                    before = self.counted.setdefault((name, *place), key[1])
                     assert before == key[1], f"{name} counts {place} twice"
             case FinishEvaluation() if task.n_examples:
                 opened = message.epoch, self.opened[message.epoch, name]
@@ -289,26 +296,113 @@ class RunChecker:
                 known = self.sealed.setdefault(key, {})
                 if index not in known:
                     known[index] = vectors[task.gradient].copy()
-                    self._check(opened, key)
+                    self._check_gradient(opened, known)
             case _:
                 pass
 
-    def _check(self, opened: tuple[int, int], key: tuple[int, int]) -> None:
-        """Compare what is sealed, once every shard has."""
-        sealed = self.sealed[key]
-        if len(sealed) < self.n_shards:
-            return
-        point = b"".join(t.numpy().tobytes() for t in self._whole(self.points[opened]))
-        expected = plain_gradient(point, self.chunk_sizes, self.n_samples, self.n_inputs)
-        for got, wanted in zip(self._whole(sealed), expected, strict=True):
-            assert torch.equal(got, wanted), f"the gradient is {got}, not {wanted}"
-        self.n_sealed += 1
+    def _check_parts(self, shard: Address, incarnation: int, commit_token: int) -> None:
+        """A chunk counts once all ranks of one replica have staged their parts."""
+        names = self.staged_by[shard, incarnation, commit_token]
+        places = [group_rank_of(name) for name in names]
+        groups = {place.group if place else name for name, place in zip(names, places, strict=True)}
+        assert len(groups) == 1, f"shards count different replicas: {names}"
+        ranks = self.ranks(int(shard.removeprefix("shard-")))
+        assert {place.machine if place else 0 for place in places} == ranks, (names, ranks)
 
-    def _whole(self, vectors: dict[int, Vector]) -> list[torch.Tensor]:
-        tensors = [torch.zeros(t.n_elements, dtype=torch.float64) for t in self.layout.tensors]
-        for index, vector in vectors.items():
-            self.layout.scatter(index, vector, tensors)
-        return tensors
+    def _check_gradient(self, opened: tuple[int, int], sealed: dict[int, Vector]) -> None:
+        """Compare what is sealed, once every shard has."""
+        if len(sealed) == self.layout.n_shards:
+            point, gradient = (tensors_of(self.layout, v) for v in (self.points[opened], sealed))
+            self.compare(point, gradient)
+            self.n_sealed += 1
+
+
+def tensors_of(layout: Layout, vectors: Mapping[int, Vector]) -> Tensors:
+    """Return what shards hold, by name; 0 for buffers that a vector does not have."""
+    tensors = [torch.zeros(spec.n_elements, dtype=torch.float64) for spec in layout.tensors]
+    for index, vector in vectors.items():
+        whole = np.zeros(layout.shard_size(index))
+        whole[: len(vector)] = vector
+        layout.scatter(index, whole, tensors)
+    return {spec.name: tensor for spec, tensor in zip(layout.tensors, tensors, strict=True)}
+
+
+def held_by(cluster: SimulatedCluster, layout: Layout) -> Tensors:
+    """Return everything that the shards of a cluster hold now."""
+    shards = [cluster.role(Address(f"shard-{k}")) for k in range(layout.n_shards)]
+    vectors = {
+        k: shard._values.vector for k, shard in enumerate(shards) if isinstance(shard, Shard)
+    }
+    return tensors_of(layout, vectors)
+
+
+def bits_of(tensors: Tensors) -> bytes:
+    return b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+
+
+def coordinator_of(cluster: SimulatedCluster) -> Coordinator:
+    """Return that of the newest incarnation."""
+    role = cluster.role(COORDINATOR)
+    assert isinstance(role, Coordinator)
+    return role
+
+
+def play_to_end(cluster: SimulatedCluster, *, within: Seconds) -> None:
+    """Run until the coordinator has ended as planned."""
+    cluster.run_until(lambda: COORDINATOR in cluster.halted, within=within)
+    error = cluster.halted[COORDINATOR]
+    assert error is None, error
+    assert coordinator_of(cluster).reason is not None
+
+
+class Playable(Protocol):
+    """A run that can be played to its end."""
+
+    cluster: SimulatedCluster
+
+    def play(self) -> None: ...
+
+
+def moments(run: Playable, happens: Callable[[HandledEvent], bool]) -> list[Seconds]:
+    """Play a run; return when something happens in it."""
+    times: list[Seconds] = []
+
+    def see(happening: HandledEvent) -> None:
+        if happens(happening):
+            times.append(run.cluster.now)
+
+    run.cluster.observe(see)
+    run.play()
+    return times
+
+
+def sights_of(seeds: range, play: Callable[[int], RunChecker], *, file: str) -> Counter[str]:
+    """Play every seed; return in how many of them each thing happened."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            checker = play(seed)
+        except Exception as error:
+            raise AssertionError(
+                f"seed {seed} fails; alone: {VARIABLE}={seed} .venv/bin/python -m "
+                f"pytest -n 0 {file} -k whatever"
+            ) from error
+        seen.update(what for what, n in checker.sights.items() if n)
+    return seen
+
+
+def catches(variant: Variant, play: Callable[[], object]) -> bool:
+    """Return whether a run fails where this rule is left out."""
+    try:
+        with broken(variant):
+            play()
+    except (SimulationFailed, AssertionError) as error:
+        what = str(error)
+    else:
+        return False
+    mistakes = ("AttributeError", "TypeError", "NameError")
+    assert not any(f"raised {m}" in what for m in mistakes), what
+    return True
 
 
 # ------------------------------------------------------------------------------- scene
@@ -330,7 +424,7 @@ class Sandblast:
     faults: tuple[Fault, ...] = ()
     speeds: tuple[float, ...] = ()  # of the replicas; 1 where not given
     latency_seconds: Seconds = 5e-5
-    method: Method = METHOD
+    method: Runnable = METHOD
     loss: Loss = logistic
     silence_seconds_max: Seconds = 60.0
     starved_seconds_max: Seconds = 600.0
@@ -374,9 +468,7 @@ class Run:
     def __init__(self, scene: Sandblast) -> None:
         self.scene = scene
         layout = scene.layout
-        self.checker = RunChecker(
-            scene.n_shards, layout, scene.chunk_sizes, scene.n_samples, scene.n_inputs
-        )
+        self.checker = RunChecker(layout, self._compare)
         builders: dict[Address, Builder] = {
             COORDINATOR: self._coordinator,
             **{name: partial(self._shard, layout, k) for k, name in enumerate(scene.shards)},
@@ -405,6 +497,14 @@ class Run:
         )
         self.cluster.observe(self.checker.see)
         self.checker.on_saved = self._check_saved
+
+    def _compare(self, point: Tensors, gradient: Tensors) -> None:
+        scene = self.scene
+        expected = plain_gradient(
+            bits_of(point), scene.chunk_sizes, scene.n_samples, scene.n_inputs
+        )
+        for got, wanted in zip(gradient.values(), expected, strict=True):
+            assert torch.equal(got, wanted), f"the gradient is {got}, not {wanted}"
 
     def _check_saved(self, label: str) -> None:
         for name in self.scene.shards:
@@ -512,10 +612,7 @@ class Run:
 
     @property
     def coordinator(self) -> Coordinator:
-        """Of the newest incarnation."""
-        role = self.cluster.role(COORDINATOR)
-        assert isinstance(role, Coordinator)
-        return role
+        return coordinator_of(self.cluster)
 
     def play(self, *, within: Seconds = 60.0) -> None:
         """Run until the coordinator has ended, and check how."""
@@ -527,22 +624,12 @@ class Run:
                     sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label=label)
                 )
                 self.cluster.post(COORDINATOR, save)
-        self.cluster.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
-        error = self.cluster.halted[COORDINATOR]
-        assert error is None, error
-        assert self.coordinator.result is not None
+        play_to_end(self.cluster, within=within)
 
     @property
     def values(self) -> bytes:
         """The published parameters of all shards."""
-        tensors = [
-            torch.zeros(t.n_elements, dtype=torch.float64) for t in self.scene.layout.tensors
-        ]
-        for index, name in enumerate(self.scene.shards):
-            shard = self.cluster.role(name)
-            assert isinstance(shard, Shard)
-            self.scene.layout.scatter(index, shard._values.vector, tensors)
-        return b"".join(tensor.numpy().tobytes() for tensor in tensors)
+        return bits_of(held_by(self.cluster, self.scene.layout))
 
 
 @cache
@@ -605,7 +692,7 @@ def play(scene: Sandblast) -> Run:
     run = Run(scene)
     run.play()
     sights, coordinator = run.checker.sights, run.coordinator
-    figures = coordinator._metrics
+    figures = coordinator.metrics
     incarnation = run.cluster.incarnation
     sights["backups"] = figures.n_backups
     sights["wasted"] = figures.n_wasted
@@ -641,20 +728,6 @@ def half_pushed() -> Sandblast:
     )
 
 
-def moments(scene: Sandblast, happens: Callable[[HandledEvent], bool]) -> list[Seconds]:
-    """Return when something happens in a scene."""
-    run = Run(scene)
-    times: list[Seconds] = []
-
-    def see(happening: HandledEvent) -> None:
-        if happens(happening):
-            times.append(run.cluster.now)
-
-    run.cluster.observe(see)
-    run.play()
-    return times
-
-
 @cache
 def journal_not_on_disk() -> Sandblast:
     """The coordinator dies while it saves a savepoint that the shards have."""
@@ -664,7 +737,7 @@ def journal_not_on_disk() -> Sandblast:
             isinstance(action, Persist) for action in happening.actions
         )
 
-    times = moments(Sandblast(), writes)
+    times = moments(Run(Sandblast()), writes)
     kill = Kill(at=times[3] + 1e-6, role=COORDINATOR, restart_after=0.02)
     return Sandblast(faults=(kill,))
 
@@ -683,7 +756,7 @@ def shard_dies_while_saving() -> Sandblast:
             and isinstance(event.message.task, Checkpoint)
         )
 
-    times = moments(scene, is_told_to_save)
+    times = moments(Run(scene), is_told_to_save)
     kill = Kill(at=times[1] + 1e-6, role=shard, restart_after=0.02)
     return replace(scene, faults=(kill,))
 

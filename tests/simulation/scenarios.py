@@ -22,26 +22,11 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import copy_names, other_copy
 from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Computed,
-    Event,
-    Persisted,
-    Received,
-    Role,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    Terminate,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import (
@@ -60,7 +45,6 @@ from distbelief.simulation.faults import (
 from distbelief.simulation.machines import ClusterOptions, Machine, TraceKind
 from distbelief.simulation.network import Link
 from distbelief.supervisor import failover
-from distbelief.supervisor.failover import Decision
 from tests.simulation import copies
 from tests.simulation.copies import Beating, Overseer
 from tests.simulation.invariants import Scene, shard_in, watch
@@ -78,8 +62,8 @@ from tests.simulation.workers import (
 
 T = TypeVar("T")
 
-HORIZON: Seconds = 0.4  # by then everything has healed; twice as long with two copies
-HEAL_SECONDS: Seconds = 10.0  # then everybody has ended
+HORIZON: rl.Seconds = 0.4  # by then everything has healed; twice as long with two copies
+HEAL_SECONDS: rl.Seconds = 10.0  # then everybody has ended
 SHARD_BYTES = 8 * N_MARKS
 
 
@@ -92,35 +76,35 @@ class Scenario:
     n_shards: int
     n_twins: int  # copies of each shard
     haste: float  # by which all times of `forwarding` and `term` are multiplied
-    late_seconds: Seconds  # from the fall of a primary to its end
+    late_seconds: rl.Seconds  # from the fall of a primary to its end
     n_wanted: int  # pushes of each worker
     hosts: str  # "one", "own" (block messages), "mixed"
     rule: UpdateRule
     block_bytes: int
-    latency_seconds: Seconds
+    latency_seconds: rl.Seconds
     shard_bytes_per_second: float  # how long applying takes
-    pin_seconds_max: Seconds
+    pin_seconds_max: rl.Seconds
     n_copies: int  # of the values, lent to readers
     client: ClientConfig
-    saves: tuple[Seconds, ...]
+    saves: tuple[rl.Seconds, ...]
     faults: tuple[Fault, ...]
 
     @property
-    def horizon(self) -> Seconds:
+    def horizon(self) -> rl.Seconds:
         return HORIZON * self.n_twins
 
     @property
-    def twins(self) -> list[tuple[Address, ...]]:
+    def twins(self) -> list[tuple[rl.Address, ...]]:
         """The copies of each shard."""
         return [copy_names(index, self.n_twins) for index in range(self.n_shards)]
 
     @property
-    def shards(self) -> list[Address]:
+    def shards(self) -> list[rl.Address]:
         return [name for names in self.twins for name in names]
 
     @property
-    def workers(self) -> list[Address]:
-        return [Address(f"worker-{k}") for k in range(self.n_workers)]
+    def workers(self) -> list[rl.Address]:
+        return [rl.Address(f"worker-{k}") for k in range(self.n_workers)]
 
     @property
     def host_bytes_max(self) -> int:
@@ -137,7 +121,7 @@ class Scenario:
         n_vectors += self.n_shards * (self.n_workers - 1)
         return n_vectors * (SHARD_BYTES + 64)
 
-    def host(self, name: Address) -> str:
+    def host(self, name: rl.Address) -> str:
         match self.hosts:
             case "one":
                 return "one"
@@ -154,7 +138,7 @@ def scenario_of(seed: int) -> Scenario:
     draw = Draw(seed, horizon=HORIZON * n_twins)
     n_workers, n_shards = draw.integer(1, 4), draw.integer(1, 3)
     shards = [name for k in range(n_shards) for name in copy_names(k, n_twins)]
-    workers = [Address(f"worker-{k}") for k in range(n_workers)]
+    workers = [rl.Address(f"worker-{k}") for k in range(n_workers)]
     # A third of all seeds spares the shards, so that nothing acknowledged may be lost;
     # a third spares the workers, so that what is lost can be counted.
     spared = draw.pick(shards, workers, [])
@@ -192,7 +176,7 @@ def scenario_of(seed: int) -> Scenario:
 class Draw:
     """Random choices of one scenario."""
 
-    def __init__(self, seed: int, *, horizon: Seconds) -> None:
+    def __init__(self, seed: int, *, horizon: rl.Seconds) -> None:
         self._stream = np.random.default_rng([seed, 0x5EED])
         self.horizon = horizon
 
@@ -206,10 +190,10 @@ class Draw:
     def coin(self, probability: float = 0.5) -> bool:
         return bool(self._stream.random() < probability)
 
-    def moment(self) -> Seconds:
+    def moment(self) -> rl.Seconds:
         return float(self._stream.uniform(0.0, 0.9 * self.horizon))
 
-    def window(self) -> tuple[Seconds, Seconds]:
+    def window(self) -> tuple[rl.Seconds, rl.Seconds]:
         """Return a beginning and a length, mostly short, that end by the horizon."""
         at = self.moment()
         seconds = float(self._stream.exponential(0.15 * self.horizon))
@@ -220,11 +204,14 @@ class Draw:
 
 
 def faults_of(
-    draw: Draw, victims: Sequence[Address], shards: Sequence[Address], workers: Sequence[Address]
+    draw: Draw,
+    victims: Sequence[rl.Address],
+    shards: Sequence[rl.Address],
+    workers: Sequence[rl.Address],
 ) -> Iterator[Fault]:
     """Draw what breaks: processes that may die, anybody's pauses, messages, disks."""
     has_twins = any(name.endswith("b") for name in shards)
-    everybody = [*shards, *workers, *([SUPERVISOR] if has_twins else [])]
+    everybody = [*shards, *workers, *([rl.SUPERVISOR] if has_twins else [])]
     for name in victims:
         launched = has_twins and name in shards
         for _ in range(draw.integer(0, 3)):
@@ -245,7 +232,7 @@ def faults_of(
     )
 
 
-def _deaths(draw: Draw, name: Address, *, launched: bool) -> Iterator[Fault]:
+def _deaths(draw: Draw, name: rl.Address, *, launched: bool) -> Iterator[Fault]:
     """Draw a death; whoever was launched is launched again, the others restart."""
     at, seconds = draw.window()
     if not launched and draw.coin(0.3):  # taken for dead: it stood still, and goes on afterwards
@@ -261,12 +248,12 @@ def _deaths(draw: Draw, name: Address, *, launched: bool) -> Iterator[Fault]:
     )
 
 
-def _between_twins(draw: Draw, name: Address, workers: Sequence[Address]) -> Iterator[Fault]:
+def _between_twins(draw: Draw, name: rl.Address, workers: Sequence[rl.Address]) -> Iterator[Fault]:
     """Draw what is bad for a copy if it leads, or follows."""
     if draw.coin(0.15):  # its successor is told, and one worker hears nothing of it
         at, seconds = 0.5 * draw.moment(), 0.3
         worker, loses = draw.pick(*workers), draw.coin()
-        yield CutOff(at=at, a=name, b=SUPERVISOR, seconds=seconds)
+        yield CutOff(at=at, a=name, b=rl.SUPERVISOR, seconds=seconds)
         yield CutOff(at=at, a=other_copy(name), b=worker, seconds=seconds, loses=loses)
     if draw.coin(0.4):  # what it says to the other one comes in any order
         yield Delay(
@@ -279,19 +266,19 @@ def _between_twins(draw: Draw, name: Address, workers: Sequence[Address]) -> Ite
         )
 
 
-def _heard_by_the_next_life(draw: Draw, copies: Sequence[Address]) -> Iterator[Fault]:
+def _heard_by_the_next_life(draw: Draw, copies: Sequence[rl.Address]) -> Iterator[Fault]:
     """Draw a death of one of them, with words of the supervisor on their way to it."""
     if not copies or draw.coin(0.6):
         return
     name = draw.pick(*copies)
     at, seconds = draw.pick(0.06, 0.8) * draw.moment(), draw.pick(0.05, 0.1)
-    told = (SUPERVISOR, name)
+    told = (rl.SUPERVISOR, name)
     yield Duplicate(probability=0.5, seconds_max=seconds, between=told, seconds=at)
-    yield CutOff(at=at, a=SUPERVISOR, b=name, seconds=seconds, one_way=True)
+    yield CutOff(at=at, a=rl.SUPERVISOR, b=name, seconds=seconds, one_way=True)
     yield Kill(at=at + draw.pick(0.0, 0.3) * seconds, role=name)
 
 
-def _disturbances(draw: Draw, name: Address, everybody: Sequence[Address]) -> Iterator[Fault]:
+def _disturbances(draw: Draw, name: rl.Address, everybody: Sequence[rl.Address]) -> Iterator[Fault]:
     """Draw what anybody lives through."""
     if draw.coin(0.4):
         at, seconds = draw.window()
@@ -338,35 +325,33 @@ class LateOverseer(Overseer):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario.n_shards)
         self._late_seconds = scenario.late_seconds
-        self._now: Seconds = 0.0
+        self._now: rl.Seconds = 0.0
         for of_shard in self.elections.values():
             of_shard._takeover_seconds = max(0.08, scenario.haste)
 
-    def leader(self, names: Sequence[Address]) -> Address | None:
+    def leader(self, names: Sequence[rl.Address]) -> rl.Address | None:
         """Return who leads, of these copies."""
         return names[0] if len(names) == 1 else self.elections[names[0]].primary
 
     @override
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         self._now = now
-        if isinstance(event, TimerFired) and event.name.startswith("deposed "):
+        if isinstance(event, rl.TimerFired) and event.name.startswith("deposed "):
             _, name, life = event.name.split()
-            there = self.lives[Address(name)] == int(life)
-            return [Terminate(name=Address(name))] if there else []
+            there = self.lives[rl.Address(name)] == int(life)
+            return [rl.Terminate(name=rl.Address(name))] if there else []
         return super().handle(event, now)
 
     @override
-    def _follow(self, decision: Decision) -> list[Action]:
-        actions = super()._follow(decision)
-        if not self._late_seconds:
-            return actions
-        return [self._late(action) for action in actions]
+    def _follow(self, actions: list[rl.Action]) -> list[rl.Action]:
+        actions = super()._follow(actions)
+        return [self._late(action) for action in actions] if self._late_seconds else actions
 
-    def _late(self, action: Action) -> Action:
-        if not isinstance(action, Terminate):
+    def _late(self, action: rl.Action) -> rl.Action:
+        if not isinstance(action, rl.Terminate):
             return action
         timer = f"deposed {action.name} {self.lives[action.name]}"
-        return SetTimer(name=timer, at=self._now + self._late_seconds)
+        return rl.SetTimer(name=timer, at=self._now + self._late_seconds)
 
 
 class Play:
@@ -390,7 +375,7 @@ class Play:
                 backups=[name for names in scenario.twins for name in names[1:]],
             )
 
-        def build_shard(index: int, name: Address, memory: Memory) -> Role:
+        def build_shard(index: int, name: rl.Address, memory: Memory) -> rl.Role:
             config = config_of(
                 index,
                 layout,
@@ -403,13 +388,13 @@ class Play:
             shard = shard_of(index, layout, memory, config)
             return Beating(shard) if scenario.n_twins > 1 else shard
 
-        builders: dict[Address, Callable[[Memory], Role]] = {
+        builders: dict[rl.Address, Callable[[Memory], rl.Role]] = {
             name: partial(build_shard, index, name)
             for index, names in enumerate(scenario.twins)
             for name in names
         }
         if scenario.n_twins > 1:
-            builders[SUPERVISOR] = lambda _: self.overseer
+            builders[rl.SUPERVISOR] = lambda _: self.overseer
         builders |= dict.fromkeys(scenario.workers, build_worker)
         self.cluster = SimulatedCluster(builders, seed=scenario.seed, options=self._options(trace))
         scene = Scene(
@@ -426,7 +411,7 @@ class Play:
     def _options(self, trace: TraceKind) -> ClusterOptions:
         scenario = self.scenario
 
-        def machine(name: Address) -> Machine:
+        def machine(name: rl.Address) -> Machine:
             slow = name in scenario.shards
             return Machine(
                 host=scenario.host(name),
@@ -438,7 +423,7 @@ class Play:
         launched = scenario.n_twins > 1
         return ClusterOptions(
             introduce=True,
-            start=(SUPERVISOR, *scenario.workers) if launched else None,
+            start=(rl.SUPERVISOR, *scenario.workers) if launched else None,
             launch_seconds=0.2 * scenario.haste,
             machines={name: machine(name) for name in (*scenario.shards, *scenario.workers)},
             link=Link(latency_seconds=scenario.latency_seconds, jitter=1.0),
@@ -485,16 +470,16 @@ class Play:
         event, sights = happening.event, self.sights
         of_shard = shard_in(happening.role) is not None
         match event:
-            case Started(incarnation=number, restored=restored):
+            case rl.Started(incarnation=number, restored=restored):
                 kind = "shard" if of_shard else "worker"
                 sights[f"{kind}s restarted"] += number > 1
                 sights["restored from a snapshot"] += restored is not None
-            case Persisted(error=error):
+            case rl.Persisted(error=error):
                 sights["snapshots"] += error is None
                 sights["snapshots without room"] += error is not None
-            case Computed(result=FetchResult() as installed):
+            case rl.Computed(result=FetchResult() as installed):
                 sights["torn reads"] += bool(installed.torn)
-            case Received() if of_shard:
+            case rl.Received() if of_shard:
                 self._see_answers(happening)
             case _:
                 pass
@@ -504,9 +489,9 @@ class Play:
     def _see_answers(self, happening: HandledEvent) -> None:
         for action in happening.actions:
             match action:
-                case Send(message=PushApplied()):
+                case rl.Send(message=PushApplied()):
                     self.sights["duplicates acknowledged again"] += 1
-                case Send(message=SessionRefused(reason=reason)):
+                case rl.Send(message=SessionRefused(reason=reason)):
                     self.sights["leases expired"] += "without progress" in reason
                     self.sights["strangers refused"] += "OpenSession" in reason
                     self.sights["kept waiting"] += "busy" in reason
@@ -530,9 +515,9 @@ class Play:
         )
 
 
-def save(label: str) -> Received:
-    return Received(
-        sender=Address("supervisor"), incarnation=1, message=SaveCheckpoint(label=label)
+def save(label: str) -> rl.Received:
+    return rl.Received(
+        sender=rl.Address("supervisor"), incarnation=1, message=SaveCheckpoint(label=label)
     )
 
 

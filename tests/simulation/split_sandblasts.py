@@ -6,7 +6,6 @@ whose parts are counted under a token                 all ranks of one replica
 where a run ends, bit by bit                          the run that nothing disturbs
 """
 
-from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -16,25 +15,13 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.core.memory import Memory
-from distbelief.core.vectors import Vector
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import with_counts
 from distbelief.graph.capture import InputSpec
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.shard import Shard
 from distbelief.program.plan import Plan, Target
-from distbelief.protocol import (
-    BeginEvaluation,
-    CommandDone,
-    Commit,
-    FinishEvaluation,
-    Progress,
-    ShardCommand,
-    Task,
-)
-from distbelief.roles.role import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
+from distbelief.roles.role import Address, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.network import Link
@@ -54,9 +41,17 @@ from sandblaster.algorithm import SANDBLASTER
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.workers import CoordinatorConfig
 from tests.distbelief.program.plans import random_plan
+from tests.simulation.sandblasts import (
+    RunChecker,
+    Tensors,
+    bits_of,
+    coordinator_of,
+    held_by,
+    play_to_end,
+)
 
 
 HERE = "tests.simulation.split_sandblasts"
@@ -182,27 +177,12 @@ class Scene:
 
 
 class Run:
-    """One run of a scene, under every check.
-
-    Attributes:
-        losses: Of the points accepted.
-        n_sealed: Gradients that were checked.
-        sights: How often things happened.
-    """
+    """One run of a scene, under every check."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.layout = layout_of(scene.n_shards)
-        self.losses: list[float] = []
-        self.n_sealed = 0
-        self.sights: Counter[str] = Counter()
-        self._tasks: dict[tuple[int, int], Task] = {}
-        self._points: dict[tuple[int, int], dict[int, Vector]] = {}
-        self._sealed: dict[tuple[int, int], dict[int, Vector]] = {}
-        self._opened: dict[tuple[int, int], int] = {}
-        self._staged: defaultdict[tuple[Address, int, int], dict[Address, int]] = defaultdict(dict)
-        self._lives: dict[tuple[int, Address], int] = {}  # by token: whose part
-        self._touched = self._who_touches()
+        self.checker = RunChecker(self.layout, self._compare, self._ranks)
         names = [COORDINATOR, *scene.shards, *scene.replicas]
         self.cluster = SimulatedCluster(
             {name: partial(self._build, name) for name in names},
@@ -222,7 +202,7 @@ class Run:
                 faults=scene.faults,
             ),
         )
-        self.cluster.observe(self.see)
+        self.cluster.observe(self.checker.see)
 
     def _build(self, name: Address, memory: Memory) -> Role:
         scene = self.scene
@@ -258,127 +238,39 @@ class Run:
         assert scene.n_machines is not None
         return split_of(scene.plan_seed, scene.n_machines, scene.micro_batches)
 
-    def _who_touches(self) -> dict[int, set[int]]:
-        """Return which ranks of a replica hold something of each shard."""
-        found: dict[int, set[int]] = {k: set() for k in range(self.scene.n_shards)}
-        for machine in range(self.scene.n_machines or 0):
-            split = self._split
+    @cache  # noqa: B019 -- runs are few
+    def _ranks(self, shard: int) -> set[int]:
+        """Return which ranks of a replica hold something of a shard."""
+        if self.scene.n_machines is None:
+            return {0}
+        split, found = self._split, set()
+        for machine in range(self.scene.n_machines):
             flow = with_counts(
                 dataflow(split.compiled(), machine, loss=split.graph.outputs[-1]),
                 {spec.name for spec in captured().specs},
             )
-            for shard in PartialView(self.layout, flow.items).shards:
-                found[shard].add(machine)
+            if shard in PartialView(self.layout, flow.items).shards:
+                found.add(machine)
         return found
 
-    # ---------------------------------------------------------------------- the checks
-
-    def see(self, happening: HandledEvent) -> None:
-        event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, ShardCommand):
-            order = event.message
-            self._tasks.setdefault((order.epoch, order.number), order.task)
-        for action in happening.actions:
-            if isinstance(action, Compute) and action.name == "collect":
-                self._staging(happening)
-            if not isinstance(action, Send):
-                continue
-            if isinstance(action.message, CommandDone):
-                self._performed(happening, action.message)
-            elif action.receiver == SUPERVISOR and isinstance(action.message, Progress):
-                self.losses.append(action.message.loss)
-
-    def _staging(self, happening: HandledEvent) -> None:
-        shard = happening.role
-        assert isinstance(shard, Shard)
-        applying = shard._sessions.applying
-        assert applying is not None
-        commit_token, client = applying.push.commit_token, applying.client
-        generation = happening.name, happening.incarnation, commit_token
-        self._staged[generation].setdefault(client.name, client.incarnation)
-        known = self._lives.setdefault((commit_token, client.name), client.incarnation)
-        assert known == client.incarnation, f"{client.name} pushes {commit_token} in two lives"
-
-    def _performed(self, happening: HandledEvent, message: CommandDone) -> None:
-        key = message.epoch, message.number
-        task = self._tasks.get(key)
-        assert message.error is None, message.error
-        name, shard = happening.name, happening.role
-        assert isinstance(shard, Shard)
-        index = int(name.removeprefix("shard-"))
-        match task:
-            case BeginEvaluation():
-                self._opened[message.epoch, index] = message.number
-                self._points.setdefault(key, {})[index] = shard._values.vector.copy()
-            case Commit():
-                for one in task.sets:
-                    self._check_parts(name, happening.incarnation, index, one.commit_token)
-            case FinishEvaluation() if task.n_examples:
-                opened = message.epoch, self._opened[message.epoch, index]
-                vectors = shard._commands._vector_store.export((task.gradient,))
-                known = self._sealed.setdefault(key, {})
-                if index not in known:
-                    known[index] = vectors[task.gradient].copy()
-                    self._check_gradient(opened, key)
-            case _:
-                pass
-
-    def _check_parts(self, shard: Address, incarnation: int, index: int, commit_token: int) -> None:
-        """A chunk counts once all ranks of one replica have staged their parts."""
-        if self.scene.n_machines is None:
-            return
-        names = self._staged[shard, incarnation, commit_token]
-        places = [group_rank_of(name) for name in names]
-        assert len({place.group for place in places if place}) == 1, names
-        machines = {place.machine for place in places if place}
-        assert machines == self._touched[index], (names, self._touched)
-
-    def _check_gradient(self, opened: tuple[int, int], key: tuple[int, int]) -> None:
-        sealed = self._sealed[key]
-        if len(sealed) < self.scene.n_shards:
-            return
-        self.n_sealed += 1
+    def _compare(self, point: Tensors, gradient: Tensors) -> None:
         if self.scene.micro_batches > 1:
             return  # each of them has statistics of its own
-        expected = plain_gradient(self._whole(self._points[opened]))
-        got = self._whole(sealed)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-13)
-
-    def _whole(self, vectors: dict[int, Vector]) -> dict[str, torch.Tensor]:
-        specs = self.layout.tensors
-        tensors = [torch.zeros(spec.n_elements, dtype=torch.float64) for spec in specs]
-        for index, vector in vectors.items():
-            n = self.layout.shard_size(index)
-            whole = np.zeros(n)
-            whole[: len(vector)] = vector
-            self.layout.scatter(index, whole, tensors)
-        return {spec.name: t for spec, t in zip(specs, tensors, strict=True)}
-
-    # ------------------------------------------------------------------------- the end
+        for name, wanted in plain_gradient(point).items():
+            torch.testing.assert_close(gradient[name], wanted, rtol=1e-10, atol=1e-13)
 
     @property
     def coordinator(self) -> Coordinator:
-        role = self.cluster.role(COORDINATOR)
-        assert isinstance(role, Coordinator)
-        return role
+        return coordinator_of(self.cluster)
 
     def play(self, *, within: Seconds = 300.0) -> None:
         """Run until the coordinator has ended."""
-        self.cluster.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
-        error = self.cluster.halted[COORDINATOR]
-        assert error is None, error
-        assert self.coordinator.result is not None
+        play_to_end(self.cluster, within=within)
 
     @property
-    def values(self) -> dict[str, torch.Tensor]:
+    def values(self) -> Tensors:
         """Everything that the shards hold at the end, by name."""
-        vectors: dict[int, Vector] = {}
-        for index, name in enumerate(self.scene.shards):
-            shard = self.cluster.role(name)
-            assert isinstance(shard, Shard)
-            vectors[index] = shard._values.vector
-        return self._whole(vectors)
+        return held_by(self.cluster, self.layout)
 
     def bits_of(self, *, buffers: bool) -> bytes:
         """Return what the shards hold at the end.
@@ -388,11 +280,8 @@ class Run:
                 the coordinator, begins with those that it left.
         """
         kinds = {spec.name: spec.kind for spec in self.layout.tensors}
-        return b"".join(
-            tensor.numpy().tobytes()
-            for name, tensor in self.values.items()
-            if buffers or kinds[name] == "parameter"
-        )
+        kept = {n: t for n, t in self.values.items() if buffers or kinds[n] == "parameter"}
+        return bits_of(kept)
 
 
 @cache

@@ -16,6 +16,7 @@ from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot, random_faults
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
+from tests.simulation.sandblasts import moments
 from tests.simulation.split_sandblasts import Run, Scene
 
 
@@ -59,16 +60,16 @@ def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
     run = Run(scene)
     run.play(within=within)
     incarnation = run.cluster.incarnation
-    run.sights["machines restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
-    run.sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
-    if run.sights["shards restarted"]:
-        assert run.losses[-1] <= plain.losses[0]
+    run.checker.sights["machines restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
+    run.checker.sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
+    if run.checker.sights["shards restarted"]:
+        assert run.checker.losses[-1] <= plain.checker.losses[0]
     else:
         alone = incarnation(COORDINATOR) == 1
         assert run.bits_of(buffers=alone) == plain.bits_of(buffers=alone), (
             "it has ended somewhere else"
         )
-        assert set(run.losses) <= set(plain.losses), "losses of another run"
+        assert set(run.checker.losses) <= set(plain.checker.losses), "losses of another run"
     return run
 
 
@@ -77,18 +78,13 @@ def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
 
 def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
     """Return when this role first gets a message of this kind."""
-    run = Run(scene)
-    times: list[Seconds] = []
 
-    def see(happening: HandledEvent) -> None:
+    def happens(happening: HandledEvent) -> bool:
         event = happening.event
         heard = isinstance(event, Received) and isinstance(event.message, kind)
-        if heard and happening.name == receiver:
-            times.append(run.cluster.now)
+        return heard and happening.name == receiver
 
-    run.cluster.observe(see)
-    run.play()
-    return times[0]
+    return moments(Run(scene), happens)[0]
 
 
 @cache

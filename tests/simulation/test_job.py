@@ -443,10 +443,13 @@ def test_a_job_survives_a_lossy_network(seed: int) -> None:
     assert sum(role.restarts for role in job.view.roles) == 0
 
 
-@pytest.mark.parametrize("seed", seeds(6, of=24))
-def test_a_job_survives_whatever_heals(seed: int) -> None:
-    job = JobCluster(stop=StopTable(samples=800), seed=seed, warm_start_steps=5)
-    roles = [*job.shards, *job.replicas, Address("evaluator")]
+@pytest.mark.parametrize("seed", seeds(5, of=24))
+@copies
+def test_a_job_survives_whatever_heals(seed: int, shard_copies: int) -> None:
+    job = JobCluster(
+        stop=StopTable(samples=800), seed=seed, warm_start_steps=5, shard_copies=shard_copies
+    )
+    roles = [*job.copies, *job.replicas, Address("evaluator")]
     for fault in random_faults(seed, roles, horizon=10.0, intensity=0.7, restarts=False):
         job.simulation.inject(fault)
     assert job.run(within=600.0) is None
@@ -511,21 +514,11 @@ def test_a_backup_that_is_paused_holds_nobody_up_for_long() -> None:
     pause = Pause(at=job.simulation.now, role=backup, seconds=5.0)
     job.simulation.inject(pause)
     before = job.view.samples
-    job.run_until(lambda: job.view.samples > before + 100, within=6.0)
+    job.run_until(lambda: job.view.samples > before + 100, within=4.0)
     job.run_until(job.is_paired)
     assert job.restarts(backup) == 0
     assert job.view.pushes_lost == 0
-
-
-def test_a_shard_that_loses_both_copies_comes_back_from_its_checkpoint() -> None:
-    job = JobCluster(stop=StopTable(samples=2000), shard_copies=2)
-    job.run_until(lambda: job.simulation.disk.newest(job.shards[0]) is not None)
-    job.simulation.run(until=job.simulation.now + 1.0)
-    for copy in job.copies[:2]:
-        job.simulation.kill(copy)
-    assert job.run() is None
-    assert job.view.pushes_lost
-    assert job.view.samples >= 2000
+    assert any("does not answer" in text for text in job.told)
 
 
 def test_two_paused_copies_that_wake_up_and_come_back_have_lost_nothing() -> None:
@@ -545,38 +538,20 @@ def test_two_paused_copies_that_wake_up_and_come_back_have_lost_nothing() -> Non
     assert not any("nothing acknowledged is lost" in text for text in job.told)
 
 
-def test_two_copies_that_are_silent_for_good_come_back_from_a_checkpoint() -> None:
+@pytest.mark.parametrize("how", ["die", "are silent for good"])
+def test_two_copies_that_are_lost_at_once_come_back_from_a_checkpoint(how: str) -> None:
     job = JobCluster(stop=StopTable(samples=800), shard_copies=2, snapshot_every=1e3)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 200)
     for copy in job.copies[:2]:
-        pause = Pause(at=job.simulation.now, role=copy, seconds=1000.0)
-        job.simulation.inject(pause)
+        if how == "die":
+            job.simulation.kill(copy)
+        else:
+            job.simulation.inject(Pause(at=job.simulation.now, role=copy, seconds=1000.0))
     assert job.run() is None
     assert job.view.pushes_lost
     assert not any("nothing acknowledged is lost" in text for text in job.told)
     assert any("pushes will be lost" in text for text in job.told)
-
-
-@pytest.mark.parametrize("seed", seeds(4, of=24))
-def test_a_job_with_two_copies_survives_whatever_heals(seed: int) -> None:
-    job = JobCluster(stop=StopTable(samples=800), seed=seed, shard_copies=2, warm_start_steps=5)
-    roles = [*job.copies, *job.replicas, Address("evaluator")]
-    for fault in random_faults(seed, roles, horizon=10.0, intensity=0.7, restarts=False):
-        job.simulation.inject(fault)
-    assert job.run(within=600.0) is None
-    assert job.view.samples >= 800
-
-
-def test_an_interrupted_job_with_two_copies_is_saved_within_two_seconds() -> None:
-    job = JobCluster(stop=LONG, snapshot_every=1e3, shard_copies=2)
-    job.run_until(lambda: job.view.samples > 100)
-    begun = job.simulation.now
-    job.interrupt()
-    assert job.run() == "interrupted"
-    assert job.simulation.now - begun <= 1.3 + 1.0  # run() adds a second
-    for shard in job.shards:
-        assert job.simulation.disk.newest(shard) is not None
 
 
 def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
@@ -587,8 +562,9 @@ def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
 # ------------------------------------------------------------------------- the user
 
 
-def test_an_interrupted_job_is_over_and_saved_within_two_seconds() -> None:
-    job = JobCluster(stop=LONG, snapshot_every=1e3)
+@copies
+def test_an_interrupted_job_is_over_and_saved_within_two_seconds(shard_copies: int) -> None:
+    job = JobCluster(stop=LONG, snapshot_every=1e3, shard_copies=shard_copies)
     job.run_until(lambda: job.view.samples > 100)
     begun = job.simulation.now
     job.interrupt()

@@ -31,11 +31,11 @@ from tests.simulation.jobs import JobCluster
 
 
 ROOT: Final = f"{Path(distbelief.__file__).parent}/"
-MODULES_OF_A_PUSH: Final = 22
-MODULES_OF_A_FETCH: Final = 16
-"""Bounds to be lowered: 18 and 10 are wanted. 29 and 14 before a shard had one dispatcher."""
+MODULES_OF_A_PUSH: Final = 18
+MODULES_OF_A_FETCH: Final = 14
+"""Bounds to be lowered: a fetch through 10 is wanted."""
 
-OF_THE_PARAMETER_SERVER: Final = {"push": 10, "fetch": 5}  # its share of them
+OF_THE_PARAMETER_SERVER: Final = {"push": 7, "fetch": 3}  # its share of them
 
 Result = TypeVar("Result")
 

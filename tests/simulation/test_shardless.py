@@ -4,22 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distbelief.core.memory import Memory
 from distbelief.protocol import Finished, Progress, StartTraining, Stop
-from distbelief.roles.role import (
-    SUPERVISOR,
-    USER,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    Exit,
-    PeerJoined,
-    Received,
-    Role,
-    Seconds,
-    Send,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault, Kill, Pause
 from distbelief.simulation.machines import ClusterOptions
@@ -47,18 +32,18 @@ class Pieces:
         self.peers: set[str] = set()
         self.stopped = False
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
         match event:
-            case PeerJoined(peer=peer):
+            case rl.PeerJoined(peer=peer):
                 self.peers.add(peer)
-            case Received(message=StartTraining()) if not self.begun:
+            case rl.Received(message=StartTraining()) if not self.begun:
                 self.begun = True
                 return [self._next()]
-            case Received(message=Stop()):
+            case rl.Received(message=Stop()):
                 self.stopped = True
                 return [] if self.begun and self.n_left else self._end()
-            case Computed():
+            case rl.Computed():
                 self.n_left -= 1
                 report = Progress(
                     step=5 - self.n_left,
@@ -67,7 +52,7 @@ class Pieces:
                     seconds_computing=0.0,
                     seconds_waiting=0.0,
                 )
-                said = Send(receiver=SUPERVISOR, message=report)
+                said = rl.Send(receiver=rl.SUPERVISOR, message=report)
                 ends = self.stopped or not self.n_left
                 return [said, *(self._end() if ends else [self._next()])]
             case _:
@@ -77,38 +62,38 @@ class Pieces:
     def status(self) -> tuple[str, Mapping[str, float]]:
         return "computing" if self.begun else "waiting", {}
 
-    def _next(self) -> Action:
-        return Compute(name="piece", work=lambda: None, cost=Cost(waiting=1.0))
+    def _next(self) -> rl.Action:
+        return rl.Compute(name="piece", work=lambda: None, cost=rl.Cost(waiting=1.0))
 
-    def _end(self) -> list[Action]:
-        return [Send(receiver=SUPERVISOR, message=Finished(counters={})), Exit()]
+    def _end(self) -> list[rl.Action]:
+        return [rl.Send(receiver=rl.SUPERVISOR, message=Finished(counters={})), rl.Exit()]
 
 
 def cluster(roster: tuple[tuple[str, Kind], ...], *faults: Fault) -> SimulatedCluster:
-    def builder(name: str) -> Callable[[Memory], Role]:
+    def builder(name: str) -> Callable[[Memory], rl.Role]:
         return lambda _: JobMember(JobMemberConfig(name=name), build=lambda: Pieces(5))
 
     config = SupervisorConfig(roster=roster, stop=None)
-    builders = {Address(name): builder(name) for name, _ in roster}
+    builders = {rl.Address(name): builder(name) for name, _ in roster}
     return SimulatedCluster(
-        {SUPERVISOR: lambda _: Supervisor(config)} | builders,
+        {rl.SUPERVISOR: lambda _: Supervisor(config)} | builders,
         seed=0,
-        options=ClusterOptions(start=(SUPERVISOR,), faults=faults),
+        options=ClusterOptions(start=(rl.SUPERVISOR,), faults=faults),
     )
 
 
 def supervisor(simulation: SimulatedCluster) -> Supervisor:
-    role = simulation.role(SUPERVISOR)
+    role = simulation.role(rl.SUPERVISOR)
     assert isinstance(role, Supervisor)
     return role
 
 
 def ended(simulation: SimulatedCluster) -> str | None:
     """Run a job to its end; return its error."""
-    simulation.run_until(lambda: SUPERVISOR in simulation.halted, within=120.0)
+    simulation.run_until(lambda: rl.SUPERVISOR in simulation.halted, within=120.0)
     simulation.run(until=simulation.now + 1.0)
     assert not simulation.alive
-    return simulation.halted[SUPERVISOR]
+    return simulation.halted[rl.SUPERVISOR]
 
 
 def test_a_job_ends_when_its_replicas_have_computed_all() -> None:
@@ -123,14 +108,14 @@ def test_a_job_ends_when_its_replicas_have_computed_all() -> None:
 
 
 def test_one_that_dies_begins_anew() -> None:
-    simulation = cluster(REPLICAS, Kill(at=4.0, role=Address("replica-1")))
+    simulation = cluster(REPLICAS, Kill(at=4.0, role=rl.Address("replica-1")))
     assert ended(simulation) is None
     restarts = {r.name: r.restarts for r in supervisor(simulation).view(simulation.now).roles}
     assert restarts == {"replica-0": 0, "replica-1": 1}
 
 
 def test_one_that_is_silent_is_killed_and_begins_anew() -> None:
-    simulation = cluster(REPLICAS, Pause(at=4.0, role=Address("replica-0"), seconds=30.0))
+    simulation = cluster(REPLICAS, Pause(at=4.0, role=rl.Address("replica-0"), seconds=30.0))
     assert ended(simulation) is None
     texts = [message.text for message in supervisor(simulation).view(simulation.now).messages]
     assert texts[0].startswith("replica 0 silent for 3.")
@@ -141,7 +126,7 @@ def test_one_that_is_silent_is_killed_and_begins_anew() -> None:
 def test_ranks_of_a_group_know_each_other_and_end_together() -> None:
     simulation = cluster(GROUP)
     simulation.run(until=3.0)
-    member = simulation.role(Address("replica-0.1"))
+    member = simulation.role(rl.Address("replica-0.1"))
     assert isinstance(member, JobMember)
     assert isinstance(member.role, Pieces)
     assert member.role.peers == {"replica-0.0"}
@@ -152,7 +137,7 @@ def test_ctrl_c_ends_it_within_two_seconds() -> None:
     simulation = cluster(REPLICAS)
     simulation.run(until=3.0)
     for _ in range(2):
-        stop = Received(sender=USER, incarnation=0, message=Stop(reason="Ctrl+C"))
-        simulation.post(SUPERVISOR, stop)
+        stop = rl.Received(sender=rl.USER, incarnation=0, message=Stop(reason="Ctrl+C"))
+        simulation.post(rl.SUPERVISOR, stop)
     simulation.run(until=5.0)
-    assert simulation.halted[SUPERVISOR] == "interrupted"
+    assert simulation.halted[rl.SUPERVISOR] == "interrupted"

@@ -4,7 +4,6 @@
 played alone by SIMULATION_SEEDS=FIRST:STOP.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +14,7 @@ from distbelief.protocol import Assignment, ChunkStaged, PushChunk
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
-from distbelief.simulation.trace import SimulationFailed
+from tests.simulation.sandblasts import catches, sights_of
 from tests.simulation.split_sandblasts import Run, Scene, undisturbed
 from tests.simulation.split_scenes import (
     LEADER,
@@ -29,24 +28,14 @@ from tests.simulation.split_scenes import (
     stands_still,
 )
 from tests.simulation.split_variants import VARIANTS
-from tests.simulation.test_seeds import VARIABLE, chunks, name
-from tests.simulation.variants import broken
+from tests.simulation.test_seeds import chunks, name
 
 
 FILE = "tests/simulation/test_split_sandblaster.py"
 
 
 def play_all(seeds: range) -> None:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            run = play(drawn(seed))
-        except Exception as error:
-            raise AssertionError(
-                f"seed {seed} fails; alone: {VARIABLE}={seed} .venv/bin/python -m "
-                f"pytest -n 0 {FILE} -k whatever"
-            ) from error
-        seen.update(what for what, n in run.sights.items() if n)
+    seen = sights_of(seeds, lambda seed: play(drawn(seed)).checker, file=FILE)
     if len(seeds) >= 20:
         assert seen["machines restarted"] >= 0.2 * len(seeds), dict(seen)
 
@@ -68,8 +57,8 @@ def test_sums_and_end_are_the_same_for_two_thousand_seeds(seeds: range) -> None:
 def test_it_ends_where_replicas_of_one_process_end(n_machines: int) -> None:
     whole = undisturbed(0, None, 2, 1)
     split = undisturbed(0, n_machines, 2, 1)
-    assert split.n_sealed == whole.n_sealed > 3  # each was checked
-    torch.testing.assert_close(split.losses, whole.losses, rtol=1e-10, atol=0.0)
+    assert split.checker.n_sealed == whole.checker.n_sealed > 3  # each was checked
+    torch.testing.assert_close(split.checker.losses, whole.checker.losses, rtol=1e-10, atol=0.0)
     for tensor, values in whole.values.items():
         torch.testing.assert_close(split.values[tensor], values, rtol=1e-9, atol=1e-12)
 
@@ -100,15 +89,15 @@ def test_a_rank_that_dies_while_pushing_costs_one_generation(after: Seconds) -> 
     run = play(
         Scene(n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
     )
-    assert run.sights["machines restarted"] == 1
-    wasted = run.coordinator._metrics.n_wasted
+    assert run.checker.sights["machines restarted"] == 1
+    wasted = run.coordinator.metrics.n_wasted
     assert wasted <= 4 * run.coordinator._config.chunk_sizes.chunk_size  # what it was assigned
 
 
 def test_a_leader_that_dies_restarts() -> None:
     at = moment(Scene(), LEADER, ChunkStaged) + 1e-6
     run = play(Scene(faults=(Kill(at=at, role=LEADER, restart_after=0.01),)))
-    assert run.sights["machines restarted"] == 1
+    assert run.checker.sights["machines restarted"] == 1
 
 
 @pytest.mark.slow
@@ -156,25 +145,13 @@ def patience(scene: Scene) -> Seconds:
     return 6.0 if scene in {stands_still(), half_pushed()} else 1.0
 
 
-def catches(scene: Scene, variant: str) -> bool:
-    """Return whether this scene catches that variant."""
-    _ = scene.undisturbed  # is kept as it is when nothing is broken
-    try:
-        with broken(VARIANTS[variant]):
-            play(scene, within=patience(scene))
-    except (SimulationFailed, AssertionError) as error:
-        what = str(error)
-    else:
-        return False
-    mistakes = ("AttributeError", "TypeError", "NameError")
-    assert not any(f"raised {m}" in what for m in mistakes), what
-    return True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
-    assert catches(CAUGHT_BY[variant](), variant), "nothing notices"
+    scene = CAUGHT_BY[variant]()
+    _ = scene.undisturbed  # is kept as it is when nothing is broken
+    caught = catches(VARIANTS[variant], partial(play, scene, within=patience(scene)))
+    assert caught, "nothing notices"
 
 
 @pytest.mark.slow

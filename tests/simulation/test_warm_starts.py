@@ -54,10 +54,11 @@ def finishes(scene: Sandblast) -> Watch:
     run = Run(scene)
     watch = Watch(run)
     run.play()
-    result = run.coordinator.result
-    assert result is not None
-    assert result.reason.converged, result.reason
-    assert result.loss == pytest.approx(optimum(), abs=1e-9)
+    reason, last = run.coordinator.reason, run.coordinator.metrics.iterated
+    assert reason is not None
+    assert reason.converged, reason
+    assert last is not None
+    assert last.loss == pytest.approx(optimum(), abs=1e-9)
     return watch
 
 

@@ -15,30 +15,20 @@ from typing import Final
 import msgspec
 import pytest
 
+from distbelief import protocol as wire
 from distbelief.parameter_server import shard as shard_module
-from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
+from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.client import client as client_module
 from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
-from distbelief.parameter_server.client.link import ShardLink
+from distbelief.parameter_server.client.client import ShardLink
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, FromPrimary, ReplicationMessage, Shard
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, SeqlockVector
-from distbelief.protocol import (
-    BackupUnresponsive,
-    OpenSession,
-    ParameterBlock,
-    Promote,
-    Push,
-    PushApplied,
-    PushBlock,
-    ReplicatePush,
-    StartSync,
-    StateBlock,
-)
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
-from distbelief.supervisor.failover import Decision, PrimaryElection
+from distbelief.supervisor.failover import PrimaryElection
 
 
 Patch = pytest.MonkeyPatch
@@ -60,7 +50,7 @@ def no_watermark(patch: Patch) -> None:
     """A duplicate push is applied again."""
     whole = Sessions.take_push
 
-    def take_push(self: Sessions, client: Session, message: Push) -> list[Action]:
+    def take_push(self: Sessions, client: Session, message: wire.Push) -> list[Action]:
         client.watermark = min(client.watermark, message.sequence - 1)
         return whole(self, client, message)
 
@@ -71,8 +61,8 @@ def acknowledged_before_it_is_applied(patch: Patch) -> None:
     """A push is acknowledged as soon as it has arrived."""
     whole = Sessions.take_push
 
-    def take_push(self: Sessions, client: Session, message: Push) -> list[Action]:
-        acknowledgement = PushApplied(
+    def take_push(self: Sessions, client: Session, message: wire.Push) -> list[Action]:
+        acknowledgement = wire.PushApplied(
             sequence=message.sequence,
             shard_incarnation=message.shard_incarnation,
             clock=self._values.clock,
@@ -112,7 +102,7 @@ def push_buffer_is_reused_too_early(patch: Patch) -> None:
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
     """A block counts for all blocks before it."""
 
-    def take_block(self: Session, message: PushBlock) -> int:
+    def take_block(self: Session, message: wire.PushBlock) -> int:
         push_buffer = self._push_buffer_of(message.sequence)
         push_buffer.lend(message.sequence)
         start, stop = self.shard_slice.bounds[message.block_index]
@@ -141,7 +131,7 @@ def late_open_session_lowers_the_watermark(patch: Patch) -> None:
     whole = Sessions.admit
 
     def admit(
-        self: Sessions, name: Address, incarnation: int, request: OpenSession, *, region: str
+        self: Sessions, name: Address, incarnation: int, request: wire.OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
         client, why_not = whole(self, name, incarnation, request, region=region)
         client.watermark = request.next_sequence - 1
@@ -171,7 +161,7 @@ def version_is_unpinned_too_early(patch: Patch) -> None:
     patch.setattr(ShardFetch, "take", _ignoring_the_clock(ShardFetch.take))
 
     def free(self: PinnedVersions) -> Version | None:
-        return next((version for version in self._versions if not version.filling), None)
+        return next((one for one in self._versions if one is not self.copying), None)
 
     patch.setattr(PinnedVersions, "_free", free)
 
@@ -204,17 +194,17 @@ def blocks_of_a_former_fetch_are_taken(patch: Patch) -> None:
     """
     whole = _ignoring_the_clock(ShardFetch.take)
 
-    def fetch(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
+    def fetch(self: ShardFetch, block: wire.ParameterBlock) -> Sequence[object]:
         return whole(self, msgspec.structs.replace(block, request=self._request))
 
     patch.setattr(ShardFetch, "take", fetch)
 
 
 def _ignoring_the_clock(
-    take: Callable[[ShardFetch, ParameterBlock], Sequence[object]],
-) -> Callable[[ShardFetch, ParameterBlock], Sequence[object]]:
-    def take_any(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
-        clock = self._block_clock if self.blocks else block.clock
+    take: Callable[[ShardFetch, wire.ParameterBlock], Sequence[object]],
+) -> Callable[[ShardFetch, wire.ParameterBlock], Sequence[object]]:
+    def take_any(self: ShardFetch, block: wire.ParameterBlock) -> Sequence[object]:
+        clock = self._block_clock if self.received else block.clock
         return take(self, msgspec.structs.replace(block, clock=clock))
 
     return take_any
@@ -223,9 +213,9 @@ def _ignoring_the_clock(
 def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     """A snapshot records a watermark of 0 for each client."""
 
-    def forgetful(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
+    def forgetful(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
         clients = (msgspec.structs.replace(client, watermark=0) for client in state.clients)
-        return take(label, replace(state, clients=tuple(clients)), identity=identity)
+        return take(label, replace(state, clients=tuple(clients)), config=config)
 
     patch.setattr(shard_module, "take", forgetful)
 
@@ -267,7 +257,7 @@ def primary_drops_its_backup_without_permission(patch: Patch) -> None:
     def timer(self: Primary, now: Seconds) -> list[Action]:
         actions = whole(self, now)
         is_silent = any(
-            isinstance(action, Send) and isinstance(action.message, BackupUnresponsive)
+            isinstance(action, Send) and isinstance(action.message, wire.BackupUnresponsive)
             for action in actions
         )
         return self.stop() if is_silent else actions
@@ -280,9 +270,9 @@ def demoted_primary_is_acknowledged(patch: Patch) -> None:
     whole = Shard._from_primary
 
     def from_primary(self: Shard, sender: Address, message: FromPrimary) -> list[Action]:
-        if self._backup is not None or not isinstance(message, ReplicatePush):
+        if self._backup is not None or not isinstance(message, wire.ReplicatePush):
             return whole(self, sender, message)
-        acknowledgement = PushApplied(
+        acknowledgement = wire.PushApplied(
             sequence=message.clock + 1,
             shard_incarnation=message.term,
             clock=message.clock + 1,
@@ -300,7 +290,7 @@ def receiver_incarnation_is_ignored(patch: Patch) -> None:
     def replicate(
         self: Shard, event: Received, message: ReplicationMessage, now: Seconds
     ) -> list[Action]:
-        if isinstance(message, Promote | StartSync):
+        if isinstance(message, wire.Promote | wire.StartSync):
             message = msgspec.structs.replace(message, receiver_incarnation=self._incarnation)
         return whole(self, event, message, now)
 
@@ -326,7 +316,7 @@ def state_block_of_another_clock_is_accepted(patch: Patch) -> None:
     """A backup accepts any state block and so holds a mixture of versions."""
     whole = Backup.take_state_block
 
-    def take_state_block(self: Backup, sender: Address, message: StateBlock) -> object:
+    def take_state_block(self: Backup, sender: Address, message: wire.StateBlock) -> object:
         here = msgspec.structs.replace(message, clock=self._values.clock)
         return whole(self, sender, here)
 
@@ -337,7 +327,7 @@ def pushes_are_taken_in_any_order(patch: Patch) -> None:
     """A backup applies replicated pushes in order of arrival, gaps or not."""
     whole = Backup.replicate
 
-    def replicate(self: Backup, sender: Address, message: ReplicatePush) -> object:
+    def replicate(self: Backup, sender: Address, message: wire.ReplicatePush) -> object:
         n_waiting = len(self._queue) + (self._applying is not None)
         here = msgspec.structs.replace(message, clock=self._values.clock + n_waiting)
         return whole(self, sender, here)
@@ -358,10 +348,10 @@ def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
     """
     whole, fence = PrimaryElection._promote, Backup.promote
 
-    def decide(self: PrimaryElection, primary: Address, *, backup: Address | None) -> Decision:
-        decision = whole(self, primary, backup=backup)
+    def decide(self: PrimaryElection, primary: Address, *, backup: Address | None) -> list[Action]:
+        actions = whole(self, primary, backup=backup)
         self.in_sync = backup is not None
-        return decision
+        return actions
 
     def promote(self: Backup, term: int) -> bool:
         fence(self, term)

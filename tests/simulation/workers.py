@@ -21,32 +21,19 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    Seconds,
-    SetTimer,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 
 
 N_MARKS = 512  # pushes of one test; a multiple of 64
-STEP = Cost(flops=5e7)  # 5 ms
-COPY = Cost(n_bytes=1e6)
+STEP = rl.Cost(flops=5e7)  # 5 ms
+COPY = rl.Cost(n_bytes=1e6)
 
 WIDTH, N_COLUMNS = 64, 40  # of the tensor, and those that a partial worker holds
 
@@ -104,7 +91,7 @@ class Unreadable:
             n_clients: int,
             shard_slice: ShardSlice | None = None,
             touched: ShardSlice | None = None,
-        ) -> tuple[Callable[[], None], Cost]:
+        ) -> tuple[Callable[[], None], rl.Cost]:
             work, cost = harsh._begin_push(
                 pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched
             )
@@ -173,18 +160,18 @@ class Worker:
         values: The tensor as last fetched.
     """
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     def __init__(
         self,
-        shards: Sequence[Address],
+        shards: Sequence[rl.Address],
         layout: Layout,
         memory: Memory,
         *,
         ledger: Ledger,
         n_wanted: int,
         config: ClientConfig | None = None,
-        backups: Sequence[Address] = (),
+        backups: Sequence[rl.Address] = (),
         partial: bool = False,
     ) -> None:
         self._n_columns = N_COLUMNS if partial else WIDTH
@@ -209,17 +196,17 @@ class Worker:
         self._mark = 0  # of the push being staged
         self._waits = False  # for work, or for the timer
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        actions: list[Action] = []
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        actions: list[rl.Action] = []
         if self.client.owns(event):
             actions += self.client.handle(event, now)
         else:
             match event:
-                case Started():
+                case rl.Started():
                     actions += self.client.start(event.incarnation, now)
-                case TimerFired():
+                case rl.TimerFired():
                     self._waits = False
-                case Computed():
+                case rl.Computed():
                     actions += self._computed(event, now)
                 case _:
                     pass
@@ -228,7 +215,7 @@ class Worker:
     def status(self) -> tuple[str, Mapping[str, float]]:
         return self.state, self.client.counters()
 
-    def _advance(self, now: Seconds) -> Sequence[Action]:
+    def _advance(self, now: rl.Seconds) -> Sequence[rl.Action]:
         if self._waits:
             return []
         client = self.client
@@ -249,9 +236,9 @@ class Worker:
                 return self._work("stage", self._stage(), COPY)
         return []
 
-    def _work(self, name: str, work: Callable[[], object], cost: Cost) -> Sequence[Action]:
+    def _work(self, name: str, work: Callable[[], object], cost: rl.Cost) -> Sequence[rl.Action]:
         self._waits = True
-        return [Compute(name=name, work=work, cost=cost)]
+        return [rl.Compute(name=name, work=work, cost=cost)]
 
     def _stage(self) -> Callable[[], object]:
         self._mark = self._ledger.issue(n_columns=self._n_columns)
@@ -260,7 +247,7 @@ class Worker:
         parts.zero_()[:, row, column] = 1.0
         return self.client.stage([self._gradient], [self.values])
 
-    def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         assert event.error is None, event.error
         self._waits = False
         match event.result:
@@ -268,7 +255,7 @@ class Worker:
                 actions = self.client.installed(outcome, now)
                 if outcome.torn:
                     self._waits = True
-                    return [*actions, SetTimer(name="torn", at=now + 2e-3)]
+                    return [*actions, rl.SetTimer(name="torn", at=now + 2e-3)]
                 self.state = "computing"
                 return [*actions, *self._work("step", self._check, STEP)]
             case PushResult() as outcome:

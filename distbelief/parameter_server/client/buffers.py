@@ -20,7 +20,7 @@ and from the gradients into the push buffer, which in shared memory is the shard
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
@@ -33,14 +33,75 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.push_history import Lost, lost_after
-from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, SeqlockVector
-from distbelief.parameter_server.slices import ShardSlice, TensorCopier
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector, TensorCopier
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Seconds
 
 
+# --- lost pushes ---
+#
+#     number   1  2  3  4  5  6  7  8       seen = 8
+#     kept     x  x  x        x  x  x       4 and 5 were lost by a shard that restarted
+#
+# A shard that restarts from a snapshot loses its newest pushes. A lost push is known by its number
+# in the order of its client's pushes; lost by several shards, it counts once.
+
+Lost = tuple[range, ...]  # of numbers, rising, without overlaps
+
+
+def lost_after(lost: Lost, *, seen: int, kept: int) -> Lost:
+    """Return the lost pushes if `kept` of the pushes up to `seen` are in the values now."""
+    if kept + n_lost([lost]) > seen:  # another copy of the shard had them after all
+        lost = ()
+    first, before = kept + 1, list[range]()
+    for part in lost:
+        if part.start > first:
+            break
+        first += len(part)
+        before.append(part)
+    return (*before, *([range(first, seen + 1)] if first <= seen else []))
+
+
+def n_lost(of_shards: Iterable[Lost]) -> int:
+    """Return how many pushes at least one of these shards has lost."""
+    parts = sorted((part.start, part.stop) for lost in of_shards for part in lost)
+    n, end = 0, 0
+    for start, stop in parts:
+        n += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return n
+
+
 # --- pushes ---
+
+
+@final
+class Staleness:
+    """Staleness of pushes: mean and maximum of all, 95th percentile of the last 1024.
+
+    The staleness of a push is the shard's clock when the push is applied, minus its clock when the
+    parameters were fetched.
+    """
+
+    def __init__(self) -> None:
+        self._n = self._sum = self._max = 0
+        self._recent: deque[int] = deque(maxlen=1024)
+
+    def add(self, staleness: int) -> None:
+        self._n += 1
+        self._sum += staleness
+        self._max = max(self._max, staleness)
+        self._recent.append(staleness)
+
+    def counters(self) -> dict[str, float]:
+        recent = sorted(self._recent)
+        p95 = recent[(95 * len(recent) - 1) // 100] if recent else 0
+        return {
+            "staleness_mean": self._sum / self._n if self._n else 0.0,
+            "staleness_p95": float(p95),
+            "staleness_max": float(self._max),
+        }
+
 
 PushBuffers = tuple[Vector, Vector]  # each (n_elements,) of what the client holds
 
@@ -68,12 +129,8 @@ class StageTarget:
 class ShardPush:
     """The pushes of one client to one shard."""
 
-    def __init__(
-        self, view: PartialView, index: int, shard_slice: ShardSlice, *, credit_blocks: int
-    ) -> None:
-        self._view = view
-        self._index = index
-        self._slice = shard_slice
+    def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
+        self._view, self._index, self._slice = view, index, view.slices[index]
         self._credit_blocks = credit_blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
@@ -92,7 +149,6 @@ class ShardPush:
         self.bytes_out = 0  # of sent blocks and filled buffers
 
     def start(self, first_sequence: int) -> None:
-        """Number pushes from here: beyond those of any former incarnation."""
         self.issued = self.settled = first_sequence - 1
 
     @property
@@ -127,12 +183,14 @@ class ShardPush:
         self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
         self._by_blocks = push_buffers is None
         if push_buffers is None:
-            push_buffers = self._own_buffers = self._own_buffers or self._new_buffers()
+            if self._own_buffers is None:
+                one, other = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
+                self._own_buffers = one, other
+            push_buffers = self._own_buffers
         if self._push_buffers is None or push_buffers[0] is not self._push_buffers[0]:
             self._push_buffers = push_buffers
             self._copiers = [
-                self._view.copier(self._index, buffer, within=self._slice)
-                for buffer in push_buffers
+                self._view.copier(self._index, buffer, compact=True) for buffer in push_buffers
             ]
         for in_flight in self._in_flight:
             self._move(in_flight)
@@ -142,12 +200,7 @@ class ShardPush:
     def stage_target(
         self, *, fetched_clock: int, touched: Sequence[object | None] | None
     ) -> StageTarget:
-        """Return where to stage the next push; call only if `has_room`.
-
-        Args:
-            fetched_clock: Shard clock of its oldest gradient.
-            touched: Per tensor, None if the push must not change it; None: it changes all.
-        """
+        """Return where to stage the next push; it changes `touched` tensors, or None for all."""
         assert self.has_room
         assert self._push_buffers is not None
         slot = (self.issued + 1) % N_PUSH_BUFFERS
@@ -259,13 +312,11 @@ class ShardPush:
             in_flight.push_sent = True
         return messages
 
-    def _new_buffers(self) -> PushBuffers:
-        n_elements = self._slice.n_elements
-        whole = np.zeros(N_PUSH_BUFFERS * n_elements, self._slice.dtype)
-        return whole[:n_elements], whole[n_elements:]
-
 
 # --- fetches ---
+
+INSTALL_BLOCKS: Final = 4
+"""Blocks worth an install while others are still to come."""
 
 
 @final
@@ -274,16 +325,17 @@ class ShardReader:
     """What one install reads from one shard: a new session meanwhile changes nothing for it."""
 
     copy: Callable[[Sequence[torch.Tensor]], None]
-    published: SeqlockVector | None  # where it reads; None: blocks, of `clock`
-    clock: int
+    published: SeqlockVector | None  # where it reads; None: blocks
+    clock: int | None  # of the blocks; None if there are more to come
     shard_incarnation: int  # that the values come from
+    blocks: Sequence[Vector] = ()
 
     @property
     def readable(self) -> bool:
         return self.published is None or self.published.version % 2 == 0
 
     def read(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """Copy the values into `tensors`; return their clock, or None if the read was torn."""
+        """Copy into `tensors`; return the clock, or None if it was torn or more is to come."""
         if self.published is None:
             self.copy(tensors)
             return self.clock
@@ -294,12 +346,8 @@ class ShardReader:
 class ShardFetch:
     """The fetches of one client from one shard. Invalid blocks raise RemoteProtocolError."""
 
-    def __init__(
-        self, view: PartialView, index: int, shard_slice: ShardSlice, *, credit_blocks: int
-    ) -> None:
-        self._view = view
-        self._index = index
-        self._slice = shard_slice
+    def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
+        self._view, self._index, self._slice = view, index, view.slices[index]
         self._credit_blocks = credit_blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
@@ -311,22 +359,28 @@ class ShardFetch:
         self._acked = 0  # blocks of this request the shard was told of
         self._by_blocks = True
         self._torn_since: Seconds | None = None
-        # Of this request, until they are installed. They stay in the transport's memory.
-        self.blocks: list[Vector] = []
+        self.received = 0  # blocks [0, received) of this request have come
+        # Those of them that are not installed. They stay in the transport's memory.
+        self._blocks: list[Vector] = []
         self.wanted = False  # a fetch has begun and is not installed
         self.clock = 0  # of the installed values; lowered when the shard restarts
         self.version = 0, 0  # shard incarnation and clock of the installed values
         self.bytes_in = 0  # of received blocks and of installs from shared memory
 
     def start(self, first_request: int) -> None:
-        """Number requests from here: beyond those of any former incarnation."""
         self._request = first_request
 
     @property
     def complete(self) -> bool:
         if not self.wanted or not self._by_blocks:
             return True
-        return len(self.blocks) == len(self._slice.bounds)
+        return self.received == len(self._slice.bounds)
+
+    @property
+    def installable(self) -> bool:
+        """Whether it is worth while to copy what has come into the tensors."""
+        has_part = self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
+        return self.wanted and (self.complete or has_part)
 
     def session_opened(
         self, published: SeqlockVector | None, *, shard_incarnation: int, clock: int
@@ -347,18 +401,16 @@ class ShardFetch:
 
     def lost(self) -> None:
         """Drop an incomplete fetch: the shard is gone until the session opens."""
-        if not self.complete or not self._by_blocks:
-            self._by_blocks = True
-            self.blocks.clear()
+        if not (self._by_blocks and self.complete):
+            self._restart(by_blocks=True)
 
     def begin(self, *, is_open: bool) -> list[pf.Fetch]:
         self.wanted = True
         self._torn_since = None
-        if not is_open:
-            self._by_blocks = True
-            self.blocks.clear()
-            return []
-        return self._begin(by_blocks=self._published is None)
+        if is_open:
+            return self._begin(by_blocks=self._published is None)
+        self._restart(by_blocks=True)
+        return []
 
     def take(self, block: pf.ParameterBlock) -> list[pf.FetchAck]:
         """Keep a block if it is the next one; return the acknowledgement, if one is due."""
@@ -367,19 +419,20 @@ class ShardFetch:
         sender = f"shard {self._index}"
         self._slice.check_block(block.block_index, block.values, sender=sender)
         # Blocks are kept in order; the shard resends from the first missing one.
-        if block.block_index != len(self.blocks):
+        if block.block_index != self.received:
             return []
-        if self.blocks and block.clock != self._block_clock:
+        if self.received and block.clock != self._block_clock:
             raise RemoteProtocolError(
                 f"{sender} sent block {block.block_index} of clock {block.clock} after blocks of "
                 f"clock {self._block_clock}: a mixture"
             )
         self._block_clock = block.clock
         self._block_incarnation = self._shard_incarnation
-        self.blocks.append(block.values)
+        self._blocks.append(block.values)
+        self.received += 1
         self.bytes_in += block.values.nbytes
-        n_blocks, n_new = len(self.blocks), len(self.blocks) - self._acked
-        if n_blocks < len(self._slice.bounds) and n_new < max(1, self._credit_blocks // 4):
+        n_new = self.received - self._acked
+        if self.received < len(self._slice.bounds) and n_new < max(1, self._credit_blocks // 4):
             return []
         return [self._ack(again=False)]
 
@@ -387,20 +440,28 @@ class ShardFetch:
         """Return the message to repeat after a while without progress."""
         if self.complete:
             return []
-        return [self._ack(again=True) if self.blocks else self._fetch()]
+        return [self._ack(again=True) if self.received else self._fetch()]
 
     def reader(self) -> ShardReader:
-        """Return what the install reads; call only if complete."""
+        """Return what the install reads; call only if `installable`."""
         if self._by_blocks:
-            blocks = tuple(self.blocks)
-            copy = partial(self._view.scatter_blocks, self._index, blocks, shard_slice=self._slice)
-            return ShardReader(copy, None, self._block_clock, self._block_incarnation)
+            blocks = tuple(self._blocks)
+            begin, _ = self._slice.bounds[self.received - len(blocks)] if blocks else (0, 0)
+            copy = partial(self._view.scatter_blocks, self._index, blocks, begin=begin)
+            clock = self._block_clock if self.complete else None
+            return ShardReader(copy, None, clock, self._block_incarnation, blocks)
         assert self._copier is not None
         return ShardReader(self._copier.scatter, self._published, 0, self._shard_incarnation)
 
+    def part_installed(self, reader: ShardReader) -> None:
+        """Let go of installed blocks, unless the fetch has begun anew."""
+        n = len(reader.blocks)
+        if n and len(self._blocks) >= n and self._blocks[0] is reader.blocks[0]:
+            del self._blocks[:n]
+
     def installed(self, clock: int, reader: ShardReader) -> None:
         self.wanted = False
-        self.blocks.clear()
+        self._blocks.clear()
         self.version = reader.shard_incarnation, clock
         if reader.shard_incarnation != self._shard_incarnation:
             clock = min(clock, self._first_clock)
@@ -422,21 +483,21 @@ class ShardFetch:
         return self._begin(by_blocks=True)
 
     def _begin(self, *, by_blocks: bool) -> list[pf.Fetch]:
-        self._by_blocks = by_blocks
         self._request += 1
-        self._acked = 0
-        self.blocks.clear()
+        self._restart(by_blocks=by_blocks)
         return [self._fetch()] if by_blocks else []
 
+    def _restart(self, *, by_blocks: bool) -> None:
+        self._by_blocks = by_blocks
+        self.received = self._acked = 0
+        self._blocks.clear()
+
     def _fetch(self) -> pf.Fetch:
-        return pf.Fetch(
-            request=self._request,
-            shard_incarnation=self._shard_incarnation,
-            credit=self._credit_blocks,
-        )
+        incarnation, credit = self._shard_incarnation, self._credit_blocks
+        return pf.Fetch(request=self._request, shard_incarnation=incarnation, credit=credit)
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
-        self._acked = len(self.blocks)
+        self._acked = self.received
         return pf.FetchAck(
             request=self._request,
             shard_incarnation=self._shard_incarnation,
@@ -447,8 +508,6 @@ class ShardFetch:
 
 
 # --- work for the executor ---
-
-_ITEMSIZE_MIN: Final = 4  # bytes of an element whose sums are taken as they are
 
 
 @final
@@ -472,65 +531,29 @@ class PushResult:
 
 
 def install(
-    readers: Mapping[int, ShardReader],
-    tensors: Sequence[torch.Tensor],
-    *,
-    missing: Sequence[int],
-    known: Mapping[int, int],
+    readers: Mapping[int, ShardReader], tensors: Sequence[torch.Tensor], *, known: Mapping[int, int]
 ) -> FetchResult:
-    """Copy shards' values into `tensors`.
+    """Copy the values of shards into `tensors`, in the order of the layout or the selection.
 
-    Args:
-        readers: Per index, the shards that are ready.
-        tensors: Each (n_elements,), in the order of the layout or the selection.
-        missing: Shards to read later.
-        known: Per index, the clock of what was copied before; -1 for the others.
+    `known` has, per index, the clock of what was copied before; -1 for the others.
     """
-    clocks, torn = dict(known), list(missing)
+    clocks = dict(known)
     for index, reader in readers.items():
         clock = reader.read(tensors)
-        if clock is None:
-            torn.append(index)
-        else:
+        if clock is not None:
             clocks[index] = clock
-    return FetchResult(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
-
-
-def stage(
-    targets: Sequence[StageTarget],
-    tensors: Sequence[torch.Tensor | None],
-    *,
-    specs: Sequence[TensorSpec],
-) -> PushResult:
-    """Copy `tensors`, each (n_elements,) or None for zeros, into every shard's buffer; check them.
-
-    All buffers are filled and checked before any message goes out, so a push with NaN reaches no
-    shard.
-    """
-    # The sum shows NaN and infinity at a fortieth of the cost of a look at each element.
-    total = 0.0
-    for target in targets:
-        target.copier.gather(tensors)
-        total += float(torch.from_numpy(target.values).sum())
-    # A sum of finite numbers may overflow, so look at each element then.
-    culprits = () if math.isfinite(total) else _culprits(tensors, specs)
-    return PushResult(finite=not culprits, culprits=culprits)
-
-
-def _culprits(
-    tensors: Sequence[torch.Tensor | None], specs: Sequence[TensorSpec]
-) -> tuple[str, ...]:
-    return tuple(
-        spec.name
-        for spec, tensor in zip(specs, tensors, strict=True)
-        if tensor is not None and not bool(torch.isfinite(tensor).all())
-    )
+    torn = tuple(index for index, clock in clocks.items() if clock < 0)
+    return FetchResult(torn=torn, clocks=tuple(clocks.values()))
 
 
 @final
 @dataclass(slots=True, eq=False)
 class PushDraft:
-    """A push that is filled tensor by tensor, in one executor, while backward continues."""
+    """A push that is filled tensor by tensor, in one executor, while backward continues.
+
+    All tensors are copied and checked before any message goes out, so a push with NaN reaches no
+    shard.
+    """
 
     _targets: Sequence[StageTarget]  # one per shard
     _specs: Sequence[TensorSpec]  # all tensors of the push
@@ -540,9 +563,7 @@ class PushDraft:
     def put(self, index: int, tensor: torch.Tensor) -> None:
         """Copy one gradient, or the value of a buffer, into every shard's push buffer.
 
-        Args:
-            index: Of the tensor, in the order of the layout or the selection.
-            tensor: (n_elements,); it may be overwritten as soon as this returns.
+        The tensor, (n_elements,), may be overwritten as soon as this returns.
 
         Raises:
             LocalProtocolError: This tensor was put before.
@@ -553,14 +574,18 @@ class PushDraft:
                 f"tensor {index} of {len(self._specs)} does not exist or is in this draft "
                 "already: sum gradients first"
             )
-        for target in self._targets:
-            target.copier.put(index, tensor)
+        total = sum(target.copier.put(index, tensor) for target in self._targets)
         self._put.add(index)
-        # In half precision sums overflow where nothing is wrong.
-        short = tensor.is_floating_point() and tensor.dtype.itemsize < _ITEMSIZE_MIN
-        total = float(tensor.sum(dtype=torch.float32 if short else None))
-        if not math.isfinite(total):
-            self._culprits += _culprits([tensor], [self._specs[index]])
+        # A sum of finite numbers may overflow, so look at each element then.
+        if not (math.isfinite(total) or bool(torch.isfinite(tensor).all())):
+            self._culprits.append(self._specs[index].name)
+
+    def put_all(self, tensors: Sequence[torch.Tensor | None]) -> PushResult:
+        """Copy all tensors, in their order, None for zeros; return whether they are finite."""
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self.put(index, tensor)
+        return self.finish()
 
     def finish(self) -> PushResult:
         """Fill the rest with zeros; return whether all that was put is finite.

@@ -10,11 +10,11 @@ slower.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import torch
 from torch import nn
@@ -37,7 +37,8 @@ from distbelief.partition.profiling.profile import (
     this_host,
 )
 from distbelief.program.compiler import with_gradient
-from distbelief.program.instructions import work_of
+from distbelief.program.step_cost import Passes
+from distbelief.program.tasks import work_of
 
 
 # --- timing ---
@@ -77,14 +78,6 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-@final
-class Time(NamedTuple):
-    """Seconds of both passes."""
-
-    forward: float
-    backward: float
-
-
 _Given = tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]
 
 
@@ -111,14 +104,14 @@ class Bench:
     def is_late(self) -> bool:
         return self._limits.clock() >= self._deadline
 
-    def ready(self, layer: Layer) -> Callable[[], Time]:
+    def ready(self, layer: Layer) -> Callable[[], Passes]:
         """Return a function that runs and times a whole layer once, without a warm-up run."""
         kind = operator_of(layer)
         given = self._given(kind, layer, layer.region, self._batch)
         return lambda: self._once(kind, layer, layer.region, given)
 
-    def slices(self, layer: Layer) -> dict[str, Slices]:
-        """Return the times of a layer along each dimension.
+    def slices(self, layer: Layer) -> dict[str, dict[int, Passes]]:
+        """Return the times of a layer along each dimension, by extent.
 
         The whole is always there; dimensions for which time is up are left out, so that a layer
         that takes long is not started again and again.
@@ -126,27 +119,27 @@ class Bench:
         limits = self._limits
         until = min(self._deadline, limits.clock() + limits.seconds * _SHARE_MAX)
         whole = self._time(operator_of(layer), layer, layer.region, self._batch)
-        found = {WHOLE: _slices([(1, whole)])}
+        found = {WHOLE: {1: whole}}
         for key, rule, slices in _cuts(layer, self._batch):
-            rows = []
+            rows: dict[int, Passes] = {}
             for extent, region, n_samples in slices:
                 if limits.clock() >= until:
                     return found
-                rows.append((extent, self._time(rule, layer, region, n_samples)))
-            found[key] = _slices([*rows, (self._batch, whole)] if key == SAMPLES else rows)
+                rows[extent] = self._time(rule, layer, region, n_samples)
+            found[key] = {**rows, self._batch: whole} if key == SAMPLES else rows
         return found
 
     def _time(
         self, rule: Operator | PartialSums, layer: Layer, region: Region, n_samples: int
-    ) -> Time:
+    ) -> Passes:
         given = self._given(rule, layer, region, n_samples)
-        times: list[Time] = []
+        times: list[Passes] = []
         began = self._limits.clock()
         for _ in range(1 + self._limits.n_runs):
             if len(times) > 1 and self._limits.clock() - began > _SECONDS_ENOUGH:
                 break
             times.append(self._once(rule, layer, region, given))
-        return Time(*map(median, zip(*times[1:], strict=True)))
+        return Passes(*map(median, zip(*times[1:], strict=True)))
 
     def _given(self, rule: Operator | PartialSums, layer: Layer, region: Region, n: int) -> _Given:
         inputs = [
@@ -162,18 +155,18 @@ class Bench:
 
     def _once(
         self, rule: Operator | PartialSums, layer: Layer, region: Region, given: _Given
-    ) -> Time:
+    ) -> Passes:
         inputs, tensors, leaves = given
         clock = self._limits.timer or self._limits.clock
         began = clock()
         result = rule.compute(Call(layer, region, inputs, tensors, self._step))
         forward = clock() - began
         if not leaves or not result.requires_grad:
-            return Time(forward, 0.0)
+            return Passes(forward, 0.0)
         gradient = torch.ones_like(result)
         ready = clock()
         torch.autograd.grad(result, leaves, gradient, allow_unused=True)
-        return Time(forward, clock() - ready)
+        return Passes(forward, clock() - ready)
 
     def _input(self, source: Layer, part: Region, n_samples: int) -> torch.Tensor:
         shape = (1 if source.name in self._joined else n_samples, *part.shape)
@@ -216,49 +209,31 @@ def _cuts(layer: Layer, batch: int) -> Iterator[_Cut]:
     yield SAMPLES, kind, [(n, layer.region, n) for n in fewer]
 
 
-def _slices(rows: Sequence[tuple[int, Time]]) -> Slices:
-    return Slices(
-        extents=tuple(extent for extent, _ in rows),
-        forward=tuple(time.forward for _, time in rows),
-        backward=tuple(time.backward for _, time in rows),
-    )
-
-
 # --- repeated measurements ---
 
 DIFFERENCE_MAX: Final = 0.1  # share, between the best two measurements of a slice
 
-Pass = Mapping[str, Slices]  # slices of one layer, by dimension; some are missing if time was up
+# All measurements of a layer, by dimension and extent; some are missing if time was up.
+_Samples = dict[str, dict[int, list[Passes]]]
 
 
-def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
-    """Return the median of each slice."""
-    return {
-        key: Slices(
-            extents=slices.extents,
-            forward=tuple(median(times) for times in forward),
-            backward=tuple(median(times) for times in backward),
-        )
-        for key, slices in passes[0].items()
-        for forward, backward in [_times(key, passes)]
-    }
+def _medians(samples: _Samples) -> dict[str, Slices]:
+    found = {}
+    for key, rows in samples.items():
+        times = [Passes(*map(median, zip(*each, strict=True))) for each in rows.values()]
+        forward, backward = zip(*times, strict=True)
+        found[key] = Slices(extents=tuple(rows), forward=forward, backward=backward)
+    return found
 
 
-def differ(passes: Sequence[Pass]) -> bool:
-    """Return whether the best two measurements of a slice differ by more than `DIFFERENCE_MAX`."""
+def _differ(samples: _Samples) -> bool:
+    # Whether the best two measurements of a slice differ by more than `DIFFERENCE_MAX`.
     return any(
         sorted(times)[:2][-1] > (1.0 + DIFFERENCE_MAX) * min(times)
-        for key in passes[0]
-        for both in _times(key, passes)
-        for times in both
+        for rows in samples.values()
+        for each in rows.values()
+        for times in zip(*each, strict=True)
     )
-
-
-def _times(key: str, passes: Sequence[Pass]) -> tuple[list[tuple[float, ...]], ...]:
-    # Forward and backward: per slice, the times of all passes.
-    found = [slices[key] for slices in passes if key in slices]
-    forward = list(zip(*(slices.forward for slices in found), strict=True))
-    return forward, list(zip(*(slices.backward for slices in found), strict=True))
 
 
 N_PASSES_MAX: Final = 4
@@ -297,38 +272,48 @@ def profiled(
     ]
     # The most work first.
     wanted.sort(key=lambda pair: -work_of(pair[1], pair[1].region, partial=False).forward)
-    found: dict[str, dict[str, Slices]] = {}
+    samples: dict[str, _Samples] = {}
+    doubtful = wanted
     try:
         with undisturbed():
             bench = Bench(graph, batch, modules, limits or Limits(timer=busy_seconds))
-            for index, (key, layer) in enumerate(wanted):
-                if bench.is_late:
-                    break
-                if progress is not None:
-                    progress(index, len(wanted), layer.name)
-                with suppress(*_FAILURES):
-                    found[key] = bench.slices(layer)
-            _cross_check(bench, dict(wanted), found)
+            for n_passes in range(N_PASSES_MAX):
+                for index, (key, layer) in enumerate(doubtful):
+                    if bench.is_late:
+                        break
+                    if progress is not None and not n_passes:
+                        progress(index, len(wanted), layer.name)
+                    with suppress(*_FAILURES):
+                        _add(bench.slices(layer), samples.setdefault(key, {}))
+                # Each is measured twice, and once more while it differs.
+                found = [(key, layer) for key, layer in wanted if samples.get(key)]
+                doubtful = [each for each in found if not n_passes or _differ(samples[each[0]])]
     finally:  # after an interrupt too: keep what has been measured
-        profile = add(host, layers=found)
+        profile = add(host, layers={key: _medians(each) for key, each in samples.items() if each})
     return profile
 
 
-def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
+def _add(times: Mapping[str, Mapping[int, Passes]], samples: _Samples) -> None:
+    for key, rows in times.items():
+        for extent, taken in rows.items():
+            samples.setdefault(key, {}).setdefault(extent, []).append(taken)
+
+
+def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Passes]]:
     """Return a function that times all whole layers once, by their keys in a profile.
 
     A call takes no longer than a step; the inputs are kept for the next call. Opaque layers are
     left out.
     """
-    runs: dict[str, Callable[[], Time]] = {}
+    runs: dict[str, Callable[[], Passes]] = {}
     with undisturbed():
         bench = Bench(graph, batch, {}, Limits(timer=busy_seconds))
         for key, layer in _unlike(graph, batch, {}).items():
             with suppress(*_FAILURES):
                 runs[key] = bench.ready(layer)
 
-    def measure() -> dict[str, Time]:
-        found: dict[str, Time] = {}
+    def measure() -> dict[str, Passes]:
+        found: dict[str, Passes] = {}
         with undisturbed():
             for key, run in runs.items():
                 with suppress(*_FAILURES):
@@ -336,22 +321,6 @@ def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
         return found
 
     return measure
-
-
-def _cross_check(
-    bench: Bench, layers: Mapping[str, Layer], found: dict[str, dict[str, Slices]]
-) -> None:
-    # Measures again what was found, and once more what was disturbed; updates `found`.
-    passes = {key: [slices] for key, slices in found.items()}
-    doubtful = list(passes)
-    for _ in range(N_PASSES_MAX - 1):
-        for key in doubtful:
-            if bench.is_late:
-                return
-            with suppress(*_FAILURES):
-                passes[key].append(bench.slices(layers[key]))
-            found[key] = agreed(passes[key])
-        doubtful = [key for key in doubtful if differ(passes[key])]
 
 
 def is_too_large(layer: Layer, *, batch: int) -> bool:

@@ -24,13 +24,13 @@ import msgspec
 import torch
 from torch.nn import functional
 
+from distbelief.config.cluster_file import N_MACHINES_MAX
 from distbelief.core import units
 from distbelief.errors import StorageError
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.layer_timer import busy_seconds, undisturbed
 from distbelief.partition.profiling.profile import Figures, Profile, add, load, this_host
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.cluster_file import N_MACHINES_MAX
 
 
 # --- figures: each is the median of short runs after a warm-up, about a second in all ---

@@ -165,11 +165,6 @@ class Solution:
     def feasible(self) -> bool:
         return not self.offending
 
-    @property
-    def gap(self) -> float:
-        # The share of its cost by which it may exceed the best.
-        return (self.cost - self.bound) / self.cost if self.cost else 0.0
-
 
 def first_lowest(values: Array) -> int:
     """Return the first index, in C order, of the values that tie for the lowest."""
@@ -235,10 +230,8 @@ def permitted(problem: Problem) -> list[Indices]:
     return [np.flatnonzero(mask) for mask in alive]
 
 
-def fitting(problem: Problem, *, limit: float = 1.0) -> list[Indices] | None:
+def fitting(problem: Problem) -> list[Indices] | None:
     """Keep candidates that fit the caps beside the least that all other nodes can take.
-
-    None if a node keeps nothing: then no choice fits.
 
     Returns:
         None if a node keeps nothing: then no choice fits.
@@ -250,7 +243,7 @@ def fitting(problem: Problem, *, limit: float = 1.0) -> list[Indices] | None:
     while changed:
         changed = False
         least = [s[rows].min(axis=0) for s, rows in zip(problem.shares, kept, strict=True)]
-        room = limit * (1 + TOLERANCE) - np.sum(least, axis=0)
+        room = (1 + TOLERANCE) - np.sum(least, axis=0)
         for node, shares in enumerate(problem.shares):
             fits = (shares[kept[node]] - least[node] <= room).all(axis=1)
             if not fits.all():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import Socket, Verdict
+from distbelief.transport.authenticator import Authenticator, Socket, Verdict
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 from distbelief.worker.transfers import Reassembly, StreamKey, blocks_of
@@ -88,7 +88,7 @@ def attached(
         incarnation=1,
         run="benchmark",
         bind=f"tcp://{address}:*",
-        guard=OpenGuard(),
+        guard=cast("Authenticator", OpenGuard()),
         log=_log,
     )
     with transport, RoleRunner(role, transport=transport, log=_log) as node:

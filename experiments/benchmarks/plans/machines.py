@@ -23,12 +23,7 @@ from msgspec.structs import replace
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
-from distbelief.partition.cost_model import (
-    AnalyticCosts,
-    MicroBatchScaling,
-    ProfiledCosts,
-    single_sample,
-)
+from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, single_sample
 from distbelief.partition.grouping import groups
 from distbelief.partition.planner import plan
 from distbelief.partition.profiling.layer_timer import profiled
@@ -194,22 +189,11 @@ def order_by(
     profile: Profile, workload: Workload, between: Network, *, stages: bool = False
 ) -> PlanningRequest:
     graph, batch = workload.graph(), workload.batch_size
-    cluster, single = here(N_MACHINES, network=between), single_sample(graph)
-    by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single)
+    cluster = here(N_MACHINES, network=between)
+    by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     costs = ProfiledCosts(profile, machines=by_arithmetic)
-
-    def fewer(n_samples: int) -> MicroBatchScaling:
-        part = AnalyticCosts(cluster, batch=n_samples, single=single)
-        shares = costs.shares
-        return MicroBatchScaling(costs, batch=by_arithmetic, part=part, shares=shares)
-
     return PlanningRequest(
-        graph=graph,
-        cluster=cluster,
-        batch=batch,
-        costs=costs,
-        costs_for=fewer if stages else None,
-        pins={},
+        graph=graph, cluster=cluster, batch=batch, costs=costs, micro_batches=stages, pins={}
     )
 
 

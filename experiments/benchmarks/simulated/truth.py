@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -28,7 +29,7 @@ from distbelief.chaos.schedule import FaultEvent, faults_of
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.files import scratch
-from distbelief.forecast.calibration import begun_in, mean_of, measure, save_rates
+from distbelief.forecast.calibration import Rate, Rates, begun_in, measure, save_rates
 from distbelief.forecast.placement import HostCosts, PlacedCluster
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import N_EVENTS_MAX, run_simulated
@@ -134,6 +135,24 @@ def both_ways(
     save_rates(job, mean_of([before, measure(job, n_processes=n_processes)]))
     simulated, constants = simulated_side(job, seed=seed, blows=blows, horizon=horizon)
     return Agreement(job=job.name, simulated=simulated, real=real, constants=constants)
+
+
+def mean_of(found: Sequence[Rates]) -> Rates:
+    """Return the mean of several measurements of one job; work is weighted by its pieces."""
+    work: dict[str, Rate] = {}
+    for rates in found:
+        for key, rate in rates.work.items():
+            other = work.get(key, msgspec.structs.replace(rate, n=0))
+            n = rate.n + other.n
+            seconds = (rate.n * rate.seconds + other.n * other.seconds) / max(1, n)
+            waiting = (rate.n * rate.waiting + other.n * other.waiting) / max(1, n)
+            work[key] = Rate(unit=rate.unit, seconds=seconds, n=n, waiting=waiting)
+    return Rates(
+        work=work,
+        message=fmean(rates.message for rates in found),
+        wake=fmean(rates.wake for rates in found),
+        share=min(rates.share for rates in found),
+    )
 
 
 def simulated_side(

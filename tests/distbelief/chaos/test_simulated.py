@@ -1,12 +1,12 @@
 """Chaos: the schedule, both kinds of runs, the report."""
 
 import io
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ from distbelief.chaos.schedule import KINDS, FaultEvent, faults_of, schedule
 from distbelief.chaos.simulated import N_RUNS, NEAR, run_simulated_chaos
 from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.protocol import Heartbeat, Join, Message, Progress
+from distbelief.protocol import Progress
 from distbelief.roles.role import ALL_MESSAGES, Action, Address, Event, PeerLost, Received, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
 from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
-from tests.links import link
 
 
 ROLES = ["shard-0", "shard-1", "replica-0", "replica-1"]
@@ -259,7 +258,7 @@ def await_state(pid: int, states: str) -> None:
 
 def test_a_paused_process_goes_on_when_its_time_is_up(victim: int) -> None:
     process_faults = ProcessFaults()
-    assert process_faults.pause(victim, now=0.0, seconds=2.0)
+    assert process_faults.slow(victim, now=0.0, seconds=2.0, factor=math.inf)
     await_state(victim, "T")
     process_faults.turn(1.9)
     assert state_of(victim) == "T"
@@ -284,7 +283,7 @@ def test_who_is_gone_cannot_be_hit(victim: int) -> None:
     assert process_faults.kill(victim)
     os.waitpid(victim, 0)
     assert not process_faults.kill(victim)
-    assert not process_faults.pause(victim, now=0.0, seconds=1.0)
+    assert not process_faults.slow(victim, now=0.0, seconds=1.0, factor=math.inf)
     process_faults.slow(victim, now=0.0, seconds=1.0, factor=2.0)  # found out when it is due
     process_faults.turn(0.09)
     process_faults.turn(5.0)
@@ -322,6 +321,7 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
     fault_events = [
         KILL,
         FaultEvent(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
+        FaultEvent(kind="cut off", role="shard-0", at=0.0, lasts=0.1),
         FaultEvent(kind="pause", role="shard-0", at=0.0, lasts=0.1),
     ]
     injector = begun(FaultInjector(lambda _: fault_events, horizon=0.1), victim)
@@ -334,7 +334,14 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
         "kill replica-0",
         "pause shard-0 for 0.0 s: no such process",
     ]
-    assert injector.fault_events == (fault_events[0], fault_events[2])
+    assert injector.fault_events == (fault_events[0], fault_events[3])
+
+
+def test_a_pause_of_the_schedule_stops_its_process(victim: int) -> None:
+    pause = FaultEvent(kind="pause", role="replica-0", at=0.0, lasts=100.0)
+    injector = begun(FaultInjector(lambda _: [pause], horizon=1.0), victim)
+    injector.turn()
+    await_state(victim, "T")
 
 
 def _interrupt(injector: FaultInjector) -> None:
@@ -406,94 +413,3 @@ def test_a_job_that_is_over_is_left_alone(victim: int) -> None:
     assert injector.fault_events == (KILL,)
     assert not injector.lines
     assert state_of(victim) in "SR"
-
-
-# ------------------------------------------------------------------ links
-
-
-def number_of(message: Message) -> float:
-    assert isinstance(message, Heartbeat)
-    return message.counters["n"]
-
-
-class Talk:
-    """Sends messages from one transport to another, through the proxy."""
-
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self.one, self.two = (stack.enter_context(link(name, folder)) for name in ("one", "two"))
-        self.injector = FaultInjector(lambda _: (), horizon=1.0)
-        stack.callback(self.injector.proxy.close)
-        # Both ends are in this process; "three" stands for the far end of a cut.
-        view = RoleView(name="one", state="computing", pid=os.getpid())
-        self.injector.watch(JobView(roles=(view,)))
-        endpoint = self.injector.proxy.through("two", self.two.endpoint)
-        assert self.injector.proxy.through("two", self.two.endpoint) == endpoint
-        self.one.connect("two", 1, endpoint)
-        self.heard: list[float] = []
-
-    def cut(self, role: str, other: str | None, *, seconds: Seconds = 0.3) -> None:
-        event = FaultEvent(kind="cut off", role=role, other=other, at=0.0, lasts=seconds)
-        assert self.injector._inject(event, time.monotonic())
-
-    def say(self, *numbers: float) -> None:
-        for number in numbers:
-            self.one.send("two", Heartbeat(state="up", counters={"n": number}))
-
-    def hear(self, n: int, n_polls: int = 1000) -> list[float]:
-        """Return what has come, once it is so much, or no more does."""
-        for _ in range(n_polls):
-            if len(self.heard) >= n:
-                break
-            self.injector.turn()
-            self.one.poll(0.0)
-            self.two.poll(0.01)
-            self.heard += [number_of(event.message) for event in self.two.receive()]
-        return self.heard
-
-
-@pytest.fixture
-def talk(tmp_path: Path) -> Iterator[Talk]:
-    with ExitStack() as stack:
-        yield Talk(stack, tmp_path)
-
-
-@pytest.mark.parametrize(("role", "other"), [("two", None), ("one", "two"), ("two", "one")])
-def test_who_is_cut_off_hears_everything_later(talk: Talk, role: str, other: str | None) -> None:
-    talk.say(*range(50))
-    assert talk.hear(50) == list(range(50))
-    talk.cut(role, other, seconds=60.0)
-    talk.say(50, 51)
-    assert talk.hear(51, n_polls=10) == list(range(50))
-    talk.injector._cuts.clear()
-    assert talk.hear(52) == list(range(52))
-
-
-def test_a_cut_ends_and_other_links_have_none(talk: Talk) -> None:
-    talk.cut("three", None, seconds=60.0)
-    talk.cut("two", "three", seconds=60.0)
-    talk.say(1)
-    assert talk.hear(1) == [1]
-    talk.cut("two", None, seconds=0.3)
-    talk.say(2)
-    assert talk.hear(2) == [1, 2]
-
-
-def test_nobody_behind_a_proxy_is_nobody_at_all(talk: Talk, tmp_path: Path) -> None:
-    """The way to a process that is gone ends, and nothing else does."""
-    gone = talk.injector.proxy.through("gone", f"ipc://{tmp_path}/.gone.1")
-    talk.one.connect("gone", 1, gone)
-    talk.one.send("gone", Heartbeat(state="up", counters={"n": 1.0}))
-    talk.say(1)
-    assert talk.hear(1) == [1]
-
-
-def test_the_supervisor_sees_only_proxy_endpoints(talk: Talk, tmp_path: Path) -> None:
-    supervisor = Listener()
-    role = SupervisorUnderChaos(supervisor, talk.injector, IterationCount())
-    join = Join(endpoint=f"ipc://{tmp_path}/.shard-0.1", host="h", pid=1)
-    role.handle(Received(sender=Address("shard-0"), incarnation=1, message=join), 1.0)
-    (told,) = supervisor.count
-    assert isinstance(told, Received)
-    assert isinstance(told.message, Join)
-    assert told.message.endpoint == talk.injector.proxy.through("shard-0", join.endpoint)
-    assert told.message.endpoint != join.endpoint

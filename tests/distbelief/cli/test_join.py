@@ -35,34 +35,30 @@ def mistaken(*words: str) -> str:
         (["join", "tcp://h:7700?key=abc"], "not a public key"),
         (["join", "tcp://127.0.0.1:7700"], "distbelief keys new"),
         (["join", "tcp://127.0.0.1:7700", "--keys", "none"], "distbelief keys new"),
+        (["join", "tcp://127.0.0.1:7700", "--keys", "keys"], "allows 0 keys as a server"),
         (["join", f"tcp://127.0.0.1:1?secret={SECRET}", "--memory", "4"], "has no unit"),
         (["train", "speech.toml", "--hosts", "2"], "--listen tcp://0.0.0.0:7700"),
     ],
 )
-def test_mistakes_of_who_joins_or_lets_join_are_named(words: list[str], said: str) -> None:
+def test_mistakes_of_who_joins_or_lets_join_are_named(
+    words: list[str], said: str, folder: Path
+) -> None:
+    KeyFiles(folder / "keys").make()
     assert said in mistaken(*words)
 
 
-def test_a_machine_that_knows_no_server_asks_which(folder: Path) -> None:
-    KeyFiles(folder / "keys").make()
-    said = mistaken("join", "tcp://127.0.0.1:7700", "--keys", "keys")
-    assert "allows 0 keys as a server" in said
-
-
-def listening(
-    listen: str = "tcp://127.0.0.1:0", *, keys: Path | None = None, on: str | None = None
-) -> None:
-    join_server(listen, keys=keys, insecure=False, n_hosts=1, hosts_seconds=1.0, cores=None, on=on)
+def listening(listen: str, *, on: str | None = None) -> None:
+    join_server(listen, keys=None, insecure=False, n_hosts=1, hosts_seconds=1.0, cores=None, on=on)
 
 
 def test_where_a_job_listens_is_checked() -> None:
-    listening()
+    listening("tcp://127.0.0.1:0")
     with pytest.raises(JobError, match="--listen 'x' is no address"):
         listening("x")
     with pytest.raises(JobError, match="can be reached from other hosts and needs keys"):
         listening("tcp://0.0.0.0:7700")
     with pytest.raises(JobError, match="--on 'spark'"):
-        listening(on="spark")
+        listening("tcp://127.0.0.1:0", on="spark")
 
 
 def test_without_ray_nothing_is_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from distbelief.cluster import join as join_module
-from distbelief.cluster.agent import HostAgentConfig
+from distbelief.cluster.agent import HostAgentConfig, JoinOptions
 from distbelief.cluster.join import SupervisorMonitor
 from distbelief.protocol import Assignments, Message, Offer, Release
 from distbelief.protocol.codec import Envelope
@@ -68,7 +68,7 @@ class Head:
 
 
 def join(address: str, directory: Path, said: list[str], *, seconds: float = 30.0) -> int:
-    wanted = join_module.JoinOptions(
+    wanted = JoinOptions(
         address=address, keys=None, cores=1, directory=directory, wait_seconds=seconds
     )
     return join_module.join(wanted, tell=said.append)

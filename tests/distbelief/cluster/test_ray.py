@@ -48,7 +48,7 @@ class Cluster(ModuleType):
         n = count()
 
         def made() -> object:
-            return SimpleNamespace(join=SimpleNamespace(remote=lambda **_: f"end-{next(n)}"))
+            return SimpleNamespace(join=SimpleNamespace(remote=lambda _: f"end-{next(n)}"))
 
         options = SimpleNamespace(remote=made)
         return lambda _kind: SimpleNamespace(options=lambda **_: options)

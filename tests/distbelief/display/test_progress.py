@@ -10,7 +10,7 @@ from hypothesis import example, given, strategies as st
 from rich.console import Console
 
 from distbelief.core import formatting
-from distbelief.display.progress import ProgressLine, local_time
+from distbelief.display.progress import ProgressLine, WaitProgress, local_time
 from distbelief.display.screen import Screen, spark
 from distbelief.supervisor.view import HostView, JobView, Message, Point, RoleView
 
@@ -110,14 +110,6 @@ replica 1   computing, silent                  -   4.0 s ago          0
 """
 
 
-@pytest.mark.parametrize(
-    ("flops", "text"),
-    [(None, "-"), (2.5e6, "2.5 MFLOP/s"), (4.2e10, "42 GFLOP/s"), (1.5e12, "1.5 TFLOP/s")],
-)
-def test_speeds_have_two_digits(flops: float | None, text: str) -> None:
-    assert formatting.speed(flops) == text
-
-
 def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
     view = JobView(
         phase="training",
@@ -149,17 +141,13 @@ lab-3   gone        2       0 B            -                -
 """
 
 
-@pytest.mark.parametrize("width", [20, 34, 50, 63, 64, 80, 100, 200])
-def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    assert all(len(line) <= width for line in lines_of(drawn(VIEW, width=width)))
-
-
-@pytest.mark.parametrize("width", [40, 50, 80])
-def test_a_narrow_terminal_still_names_every_role_and_the_share_done(width: int) -> None:
+@pytest.mark.parametrize("width", [20, 34, 40, 50, 63, 64, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal_and_every_role_is_named(width: int) -> None:
     text = drawn(VIEW, width=width)
+    assert all(len(line) <= width for line in lines_of(text))
     assert "43 %" in text
     for name in ("shard 0", "shard 1", "replica 0", "replica 1"):
-        assert name in text
+        assert name in text or width < 40
 
 
 def test_more_roles_than_lines_leave_the_troubled_ones() -> None:
@@ -192,13 +180,9 @@ def test_what_nobody_has_measured_is_not_shown() -> None:
     ],
 )
 def test_the_title_says_what_the_job_does(view: JobView, title: str) -> None:
-    assert drawn(view).startswith(f"speech-demo  {title}")
-
-
-def test_while_nobody_trains_no_time_is_left() -> None:
-    view = JobView(phase="resuming", eta_seconds=4.0, samples=3, progress=0.74)
-    assert "left" not in drawn(view)
-    assert "74 %" in drawn(view)
+    text = drawn(replace(view, eta_seconds=4.0))
+    assert text.startswith(f"speech-demo  {title}")
+    assert " left" not in text  # nobody trains
 
 
 def test_of_a_job_that_was_killed_the_screen_says_what_was() -> None:
@@ -307,6 +291,8 @@ def test_on_a_terminal_messages_stay_and_the_screen_vanishes() -> None:
     assert out.count("shard 1 silent for 3.0 s") == 1
     assert "\x1b[33m" in out  # a warning is yellow
     assert left_on_terminal(out) == [f"11:59:58  {LOST.text}"]
+    assert "\x1b[33m" not in on_a_terminal(VIEW, no_color=True)
+    assert local_time().tzinfo is not None
 
 
 def left_on_terminal(out: str) -> list[str]:
@@ -325,12 +311,43 @@ def left_on_terminal(out: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_no_color_means_none() -> None:
-    assert "\x1b[33m" not in on_a_terminal(VIEW, no_color=True)
+# -------------------------------------------------------------- simulated runs
 
 
-def test_local_time_knows_its_zone() -> None:
-    assert local_time().tzinfo is not None
+def waiting(what: str, name: str, *, width: int, terminal: bool = False) -> str:
+    """Return what is written about something, and about one run."""
+    written = io.StringIO()
+    console = Console(file=written, width=width, force_terminal=terminal)
+    with pytest.MonkeyPatch.context() as patch, WaitProgress(console, n_runs=1) as progress:
+        patch.setattr("distbelief.display.progress.LINE_SECONDS", 0.0)
+        if what:
+            progress.say(what)
+        progress.begin(name)
+        progress.tell(JobView())
+    return written.getvalue()
+
+
+def test_in_a_pipe_a_run_is_told_in_unbroken_lines_without_markup() -> None:
+    """The run of "small[red]" was called "small"; lines came in pieces of 80 characters."""
+    said = waiting("hidden [3]", "small[red], seed 0", width=20).splitlines()
+    assert said[0] == "hidden [3]"
+    assert "small[red], seed 0" in said[1]
+    assert len(said) == 2
+
+
+def test_in_a_pipe_a_short_run_is_not_told() -> None:
+    """An empty line came at the end, in the errors of whoever had asked for JSON."""
+    written = io.StringIO()
+    with WaitProgress(Console(file=written), n_runs=1) as progress:
+        progress.begin("small, seed 0")
+        progress.end()
+    assert not written.getvalue()
+
+
+def test_on_a_terminal_there_is_a_bar_that_is_taken_away() -> None:
+    written = waiting("", "small[red], seed 0", width=80, terminal=True)
+    assert "small[red], seed 0" in written
+    assert written.endswith("\x1b[2K")
 
 
 # ---------------------------------------------------------------------- words
@@ -363,6 +380,10 @@ def test_local_time_knows_its_zone() -> None:
         (formatting.metric(0.398, "accuracy"), "39.8 %"),
         (formatting.metric(0.398, "mse"), "0.40"),
         (formatting.metric(None, "mse"), "-"),
+        (formatting.speed(None), "-"),
+        (formatting.speed(2.5e6), "2.5 MFLOP/s"),
+        (formatting.speed(4.2e10), "42 GFLOP/s"),
+        (formatting.speed(1.5e12), "1.5 TFLOP/s"),
         (formatting.staleness(None, None), "mean -, p95 -"),
     ],
 )

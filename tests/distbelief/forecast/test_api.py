@@ -40,7 +40,6 @@ memory = "1 GiB"
 def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rack.toml").write_text(RACK)
-    Path("four.toml").write_text(RACK.replace("count = 6", "count = 4"))
 
 
 def forecast(job: Job | Path, *, sweep: tuple[str, ...] = (), **wish: object) -> Forecast:
@@ -248,9 +247,8 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"cluster": "rack-1"}, "Did you mean 'rack-1g'?"),
+        ({"cluster": "rack-1"}, "--cluster rack-1: there is no cluster .*Did you mean 'rack-1g'?"),
         ({"machines": 7}, "has 6 machines, but 7 are requested"),
-        ({"cluster": "four.toml"}, "has 4 machines, and the job needs 5: one for"),
         ({"machines": 0}, "--machines 0: use 1 or more"),
         ({"suggests": True}, "--suggest needs a number of machines"),
         ({"suggests": True, "machines": 6, "trace": Path("t")}, "needs a single configuration"),
@@ -273,19 +271,6 @@ def test_machines_that_the_user_leaves_out_are_not_the_clusters() -> None:
         forecast(small(), machines=4)
     assert "or raise --machines" in str(told.value)
     assert "has 4 machines" not in str(told.value)
-
-
-def test_a_machine_without_the_memory_is_named() -> None:
-    Path("rack.toml").write_text(RACK.replace("1 GiB", "1 kB"))
-    with pytest.raises(JobError, match=r"machine-\d of cluster 'rack' cannot hold"):
-        forecast(small())
-
-
-def test_a_trace_that_ends_early_is_refused() -> None:
-    Path("spot.csv").write_text("0.001,0,1\nend,0.01\n")
-    Path("rack.toml").write_text(RACK + '[trace]\nfile = "spot.csv"\n')
-    with pytest.raises(JobError, match=r"ends early: it covers 0\.01 of"):
-        forecast(small())
 
 
 def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_reported_as_such(
@@ -312,8 +297,8 @@ TRACE = '[trace]\nfile = "spot.csv"\n'
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        (RACK.replace("1 GiB", "1 kB"), "of cluster 'bad' cannot hold"),
-        (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job needs 5"),
+        (RACK.replace("1 GiB", "1 kB"), "machine-4 of cluster 'bad' cannot hold supervisor"),
+        (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job needs 5: one for"),
         (RACK + SWITCH, "a switch is for machines 0 to 9: use 0 to 5"),
         (RACK.replace('"10 MB/s"', '"-10 MB/s"'), '"-10 MB/s" is no quantity'),
         (RACK.replace('latency = "60 us"', "latency = -1.0"), "latency = -1.0"),

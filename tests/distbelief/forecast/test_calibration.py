@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
-from distbelief.errors import JobError
 from distbelief.forecast import calibration
 from distbelief.forecast.calibration import (
     Rate,
     Rates,
     Stopwatch,
     idle,
-    key_of,
     load_rates,
-    mean_of,
     measure,
     measure_messages,
     rate_of,
@@ -31,10 +29,10 @@ from distbelief.forecast.placement import HostCosts, PlacedCluster, constants_of
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
-from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine
+from experiments.benchmarks.simulated.truth import mean_of
 from tests.distbelief.forecast.jobs import small
 
 
@@ -161,10 +159,6 @@ def test_small_pieces_count_by_their_size_and_those_that_lag_not_at_all() -> Non
     pieces = [(1.0, 1.0), (3.0, 4.0), (3.0, 4.0), (400.0, 4.0)]
     assert rate_of(pieces) == pytest.approx(7 / 9)
     assert rate_of([(2.0, 1.0)]) == 2.0
-
-
-def test_numbers_in_names_of_work_are_of_no_account() -> None:
-    assert key_of("shard", "apply:17", "bytes") == key_of("shard", "apply:4", "bytes")
 
 
 def test_what_nobody_knew_the_cost_of_takes_as_long_as_it_did() -> None:
@@ -321,11 +315,6 @@ def test_a_trace_of_outages_is_among_the_constants() -> None:
     trace = OutageTrace(outages=(lost, lost), covers=86400.0)
     cluster = Cluster(name="lab", machines=(MACHINE,), trace=trace)
     assert constants_of(cluster)[-1] == ("trace", "2 outages within 86400 s")
-
-
-def test_a_cluster_that_is_not_there_is_reported_by_its_option() -> None:
-    with pytest.raises(JobError, match="--cluster rak-1g: there is no cluster"):
-        HostCosts("rak-1g", machines=None, measures=False)
 
 
 @pytest.mark.soak

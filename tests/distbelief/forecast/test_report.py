@@ -1,7 +1,7 @@
 """The timeline of a run."""
 
 from distbelief.forecast.report import chrome_trace
-from distbelief.forecast.run import Span, WorkLog
+from distbelief.forecast.run import Span, Timeline
 from distbelief.roles.role import Address, Executor
 
 
@@ -20,7 +20,7 @@ def test_pieces_of_one_executor_never_overlap() -> None:
     read = Span(role=R, executor=Executor.DATA, name="read", ends=3.5, seconds=2.0)
     step = Span(role=R, executor=Executor.COMPUTE, name="step", ends=4.0, seconds=3.0)
     other = Span(role=S, executor=Executor.COMPUTE, name="apply", ends=4.0, seconds=4.0)
-    trace = chrome_trace(WorkLog(spans=[copy, read, step, other]))
+    trace = chrome_trace(Timeline(spans=[copy, read, step, other]))
     found = {event["name"]: (event["ts"], event["dur"]) for event in trace if event["ph"] == "X"}
     assert found == {
         "copy": (0.0, 1e6),

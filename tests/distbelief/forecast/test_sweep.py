@@ -101,11 +101,6 @@ def test_all_combinations_are_run_the_last_axis_fastest() -> None:
     assert list(combinations([])) == [{}]
 
 
-def test_a_key_that_is_swept_twice_is_refused() -> None:
-    with pytest.raises(JobError, match=r"cluster\.replicas is given twice"):
-        axes_of(["replicas=1", "cluster.replicas=2"])
-
-
 def test_too_many_combinations_are_refused_with_their_number() -> None:
     values = ",".join(map(str, range(1, 41)))
     with pytest.raises(JobError, match="1,600 combinations"):
@@ -155,16 +150,6 @@ def test_how_many_runs_reach_the_target_is_reported_unless_all_do() -> None:
     assert "5.0 s, 1 of 3 runs" in text
     assert "5.0 s, 2 of 3 runs" in text
     assert text.count(" runs") == 2
-
-
-def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
-    with pytest.raises(JobError, match="uses so few; use at least 3"):
-        best_of([a_variant("1", an_outcome())], n_machines=2)
-
-
-def test_one_machine_is_too_few_for_any_suggestion() -> None:
-    """There were no shards to choose from then, and no variant to name as the least."""
-    assert [axis.values for axis in usual_axes(1)] == [("1",), ("1",)]
 
 
 def test_a_configuration_that_fails_is_not_suggested_however_fast_it_was() -> None:

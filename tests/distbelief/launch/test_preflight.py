@@ -14,20 +14,11 @@ from torch.utils.data import TensorDataset
 from distbelief.config.load import parse_job
 from distbelief.launch import preflight
 from distbelief.launch.preflight import PreflightRequest, PreflightResult, check_main, read_result
+from tests.distbelief.jobs import small
 
 
-JOB = f"""
-    model.factory = "{__name__}:tied"
-    data.train.factory = "{__name__}:points"
-    data.test.factory = "{__name__}:points"
-    stop.epochs = 1
-    [algorithm]
-    name = "downpour"
-    loss = "cross_entropy"
-    batch_size = 4
-    rule = {{ name = "sgd", learning_rate = 0.1 }}
-"""
-
+JOB = small(f"{__name__}:tied", f"{__name__}:points")
+TEST = f"data.test.factory={__name__}:points"
 done: list[str] = []
 
 
@@ -49,7 +40,7 @@ def prepare() -> None:
 
 def checked(folder: Path, *overrides: str) -> PreflightResult:
     done.clear()
-    job = parse_job(JOB, path=folder / "job.toml", overrides=overrides)
+    job = parse_job(JOB, path=folder / "job.toml", overrides=(TEST, *overrides))
     content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
         answer=str(folder / "answer.json"),

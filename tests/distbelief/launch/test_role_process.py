@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 import pytest
 from typing_extensions import override
 
@@ -20,13 +19,12 @@ from distbelief import protocol as wire
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.launch import forkserver, role_process
-from distbelief.launch.role_process import RoleSpec, SharedCheckpoints
+from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
-from distbelief.roles.role import Address, Snapshot
-from distbelief.run.checkpoints import CheckpointStore
 from distbelief.transport.config import ListenConfig
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import net
+from tests.distbelief.jobs import small
 from tests.links import link
 from tests.processes.commands import poll
 
@@ -37,17 +35,8 @@ EXAMPLES = "tests.distbelief.examples"
 
 
 def a_job(tmp_path: Path, *overrides: str) -> Job:
-    text = f"""
-        model = {{ factory = "{EXAMPLES}:net", initial = "seed" }}
-        data.train.factory = "{EXAMPLES}:frames"
-        stop.epochs = 1
-        [algorithm]
-        name = "downpour"
-        loss = "cross_entropy"
-        batch_size = 4
-        rule = {{ name = "sgd", learning_rate = 0.1 }}
-    """
-    return parse_job(text, path=tmp_path / "job.toml", overrides=overrides)
+    text = small(f"{EXAMPLES}:net", f"{EXAMPLES}:frames")
+    return parse_job(text, path=tmp_path / "job.toml", overrides=("model.initial=seed", *overrides))
 
 
 class Supervised:
@@ -132,20 +121,6 @@ def test_a_shard_lives_from_join_to_end(tmp_path: Path, capsys: pytest.CaptureFi
     assert shard.status == 0
     assert any(isinstance(message, wire.Heartbeat) for message in shard.heard)
     assert "shard-0#2 info: ends: as planned" in capsys.readouterr().out
-
-
-def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, report=pytest.fail)
-    shelf = SharedCheckpoints(store)
-    for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
-        snapshot = Snapshot(label=label, arrays={"values": np.zeros(3, np.float32)}, facts={})
-        shelf.save(Address(copy), snapshot)
-    assert store.labels("shard-1") == ["00001", "00002"]
-    for copy in ("shard-1", "shard-1b"):
-        newest = shelf.newest(Address(copy))
-        assert newest is not None
-        assert newest.label == "00002"
-    assert shelf.newest(Address("shard-0b")) is None
 
 
 @pytest.mark.parametrize(

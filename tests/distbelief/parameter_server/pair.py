@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
@@ -52,6 +52,8 @@ OTHER = Address("replica-1")
 READER = Address("evaluator")
 SHARD = Address("shard-0")
 TEST = Address("supervisor")
+M = TypeVar("M", bound=Message)
+
 PLUS_ONE = SGD(learning_rate=1.0)  # applied to a gradient of -1, that is
 
 SMALL = (TensorSpec(name="w", shape=(100,)), TensorSpec(name="m", shape=(3,)))
@@ -76,6 +78,22 @@ def zeros_of(layout: Layout) -> list[torch.Tensor]:
 
 def full_of(layout: Layout, value: float) -> list[torch.Tensor]:
     return [torch.full_like(zeros, value) for zeros in zeros_of(layout)]
+
+
+def numbered(layout: Layout) -> list[torch.Tensor]:
+    """Return the tensors of a layout, all elements different and none zero."""
+    dtype = torch.float64 if layout.spec.dtype == "float64" else torch.float32
+    tensors = []
+    start = 1
+    for spec in layout.tensors:
+        tensors.append(torch.arange(start, start + spec.n_elements, dtype=dtype))
+        start += spec.n_elements
+    return tensors
+
+
+def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
+    """Return the messages of this kind among the actions, in order."""
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
 def shard_of(

@@ -13,7 +13,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
-from distbelief.protocol import Message, OpenSession, Promote, Push, PushBlock
+from distbelief.protocol import Message, Promote, push_fetch as pf
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -30,7 +30,7 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from tests.distbelief.parameter_server.pair import CLIENT, layout_of
+from tests.distbelief.parameter_server.pair import CLIENT, layout_of, sent
 
 
 A, B = Address("shard-0"), Address("shard-0b")
@@ -135,7 +135,7 @@ class OneCopy:
         next_sequence: int = 1,
         holds: Vector | None = None,
     ) -> list[Action]:
-        message = OpenSession(
+        message = pf.OpenSession(
             layout=self.layout.fingerprint,
             pushes=True,
             host=host,
@@ -148,7 +148,7 @@ class OneCopy:
         """Send every block of a push, and the push itself."""
         bounds = block_bounds(self.layout.shard_size(0), itemsize=8)
         for index, (start, stop) in enumerate(bounds):
-            block = PushBlock(
+            block = pf.PushBlock(
                 sequence=sequence,
                 shard_incarnation=number,
                 block_index=index,
@@ -158,7 +158,7 @@ class OneCopy:
         return self.said(sequence, number=number)
 
     def said(self, sequence: int, *, number: int) -> list[Action]:
-        message = Push(
+        message = pf.Push(
             sequence=sequence,
             shard_incarnation=number,
             fetched_clock=0,
@@ -179,11 +179,6 @@ class OneCopy:
 
     def counters(self) -> dict[str, float]:
         return dict(self.shard.status()[1])
-
-
-def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
-    """Return the messages of this kind, in order."""
-    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
 def only(actions: Sequence[Action], kind: type[M]) -> M:

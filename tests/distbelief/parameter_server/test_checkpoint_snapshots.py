@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import StorageError
-from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
+from distbelief.parameter_server.checkpoint import ShardState, restore, take
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.optimizers import SGD, Adam, Momentum, StepCounts
 from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
@@ -16,13 +17,13 @@ from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of
 
 
 LAYOUT = layout_of(n_shards=2, n_buffers=1)
-IDENTITY = ShardIdentity(index=0, layout=LAYOUT, rule=Adam(learning_rate=0.1))
+CONFIG = ShardConfig(index=0, layout=LAYOUT, rule=Adam(learning_rate=0.1))
 N = LAYOUT.shard_size(0)
 
 
 def state_of(seed: int = 0) -> ShardState:
     stream = np.random.default_rng(seed)
-    state = IDENTITY.rule.state(LAYOUT.n_gradient(0), LAYOUT.dtype)
+    state = CONFIG.rule.state(LAYOUT.n_gradient(0), LAYOUT.dtype)
     return ShardState(
         incarnation=2,
         clock=41,
@@ -44,7 +45,7 @@ def state_of(seed: int = 0) -> ShardState:
 
 
 def snapshot_of(state: ShardState | None = None) -> Snapshot:
-    return take("00007", state or state_of(), identity=IDENTITY)
+    return take("00007", state or state_of(), config=CONFIG)
 
 
 def with_fact(name: str, value: str) -> Snapshot:
@@ -61,7 +62,7 @@ def without_fact(name: str) -> Snapshot:
 @given(st.integers(0, 2**32))
 def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int) -> None:
     state = state_of(seed)
-    back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
+    back = restore(snapshot_of(state), config=CONFIG, incarnation=3)
     assert back.values.tobytes() == state.values.tobytes()
     assert back.state.keys() == state.state.keys()
     for name, vector in state.state.items():
@@ -77,18 +78,18 @@ def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int)
 
 def test_what_was_pushed_in_parts_is_counted_on() -> None:
     steps = StepCounts.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
-    back = restore(snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3)
+    back = restore(snapshot_of(replace(state_of(), steps=steps)), config=CONFIG, incarnation=3)
     assert back.steps.to_wire().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
 
 
 def test_of_older_snapshots_every_push_was_whole() -> None:
-    back = restore(without_fact("steps"), identity=IDENTITY, incarnation=3)
+    back = restore(without_fact("steps"), config=CONFIG, incarnation=3)
     assert back.steps.to_wire().tolist() == [41, 0]
 
 
 def test_what_is_restored_does_not_share_the_snapshots_memory() -> None:
     snapshot = snapshot_of()
-    back = restore(snapshot, identity=IDENTITY, incarnation=3)
+    back = restore(snapshot, config=CONFIG, incarnation=3)
     back.values[:] = 0.0
     assert snapshot.arrays["values"].any()
 
@@ -117,7 +118,7 @@ def test_a_foreign_or_damaged_header_is_named_with_its_mend(
     snapshot: Snapshot, message: str
 ) -> None:
     with pytest.raises(StorageError, match=f"'00007' of shard 0.*{message}"):
-        restore(snapshot, identity=IDENTITY, incarnation=3)
+        restore(snapshot, config=CONFIG, incarnation=3)
 
 
 @pytest.mark.parametrize(
@@ -141,25 +142,25 @@ def test_arrays_that_do_not_fit_are_named(name: str, array: Vector | None, messa
     else:
         changed[key] = array
     with pytest.raises(StorageError, match=message):
-        restore(replace(snapshot, arrays=changed), identity=IDENTITY, incarnation=3)
+        restore(replace(snapshot, arrays=changed), config=CONFIG, incarnation=3)
 
 
 def test_another_rule_does_not_take_this_rules_state() -> None:
-    identity = replace(IDENTITY, rule=Momentum(learning_rate=0.1))
+    config = replace(CONFIG, rule=Momentum(learning_rate=0.1))
     with pytest.raises(StorageError, match="rule is 'adam', not 'momentum'"):
-        restore(snapshot_of(), identity=identity, incarnation=3)
+        restore(snapshot_of(), config=config, incarnation=3)
 
 
 def test_a_rule_without_state_has_only_values() -> None:
-    identity = replace(IDENTITY, rule=SGD(learning_rate=0.1))
+    config = replace(CONFIG, rule=SGD(learning_rate=0.1))
     state = replace(state_of(), state={}, clients=())
-    snapshot = take("1", state, identity=identity)
+    snapshot = take("1", state, config=config)
     assert snapshot.arrays.keys() == {"values"}
-    back = restore(snapshot, identity=identity, incarnation=3)
+    back = restore(snapshot, config=config, incarnation=3)
     assert back.clients == ()
 
 
 def test_clients_have_any_name() -> None:
     state = replace(state_of(), clients=(SessionRecord(name='a"b\n', incarnation=1),))
-    back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
+    back = restore(snapshot_of(state), config=CONFIG, incarnation=3)
     assert [client.name for client in back.clients] == ['a"b\n']

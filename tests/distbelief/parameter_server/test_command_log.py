@@ -103,6 +103,18 @@ class Bench:
         assert len(answers) <= 1
         return answers[0] if answers else None
 
+    def answer(
+        self, number: int, task: Task, *, epoch: int = 1, savepoint: Savepoint | None = None
+    ) -> CommandDone:
+        answer = self.order(number, task, epoch=epoch, savepoint=savepoint)
+        assert answer is not None
+        return answer
+
+    def error(self, number: int, task: Task) -> str:
+        error = self.answer(number, task).error
+        assert error is not None
+        return error
+
     def begun(self) -> "Bench":
         self.order(1, BeginEpoch())
         self.order(2, Restore(cut=0, whole=False))
@@ -130,8 +142,7 @@ def test_a_repeated_command_is_answered_again_and_not_executed_again() -> None:
     first, again = bench.order(3, DOUBLE), bench.order(3, DOUBLE)
     assert first == again
     assert bench.order(2, MEASURE) is None  # an older one
-    measured = bench.order(4, MEASURE)
-    assert measured is not None
+    measured = bench.answer(4, MEASURE)
     assert measured.scalars == (4.0 * 64,)
 
 
@@ -139,8 +150,7 @@ def test_a_running_command_is_answered_with_the_last_answer() -> None:
     bench = Bench().begun()
     bench.holds = True
     assert bench.order(3, DOUBLE) is None
-    alive = bench.order(3, DOUBLE)
-    assert alive is not None
+    alive = bench.answer(3, DOUBLE)
     assert alive.number == 2
     (work,) = bench.held
     (answer,) = answers_in(bench.work(work))
@@ -152,8 +162,7 @@ def test_a_command_waits_for_running_work() -> None:
     bench.holds = True
     bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="1")))
     assert bench.order(1, BeginEpoch()) is None
-    alive = bench.order(1, BeginEpoch())
-    assert alive is not None
+    alive = bench.answer(1, BeginEpoch())
     assert alive.number == 0
     (save,) = bench.held
     bench.holds = False
@@ -167,14 +176,12 @@ def test_a_command_waits_for_running_work() -> None:
 def test_an_older_epoch_is_answered_with_the_current_one() -> None:
     bench = Bench().begun()
     bench.order(1, BeginEpoch(), epoch=5)
-    answer = bench.order(3, DOUBLE)
-    assert answer is not None
+    answer = bench.answer(3, DOUBLE)
     assert (answer.epoch, answer.number) == (5, 1)
 
 
 def test_no_command_runs_before_begin_epoch() -> None:
-    answer = Bench().order(4, DOUBLE)
-    assert answer is not None
+    answer = Bench().answer(4, DOUBLE)
     assert (answer.epoch, answer.number) == (0, 0)
 
 
@@ -191,19 +198,15 @@ def test_what_another_epoch_began_is_not_answered() -> None:
 def test_a_command_that_fails_changes_nothing() -> None:
     bench = Bench().begun()
     bad = Execute(commands=(Fill(target="parameters", a=5.0), Dot(x="a", y="a")))
-    answer = bench.order(3, bad)
-    assert answer is not None
-    assert answer.error is not None
-    assert "needs vector 'a'" in answer.error
-    measured = bench.order(4, MEASURE)
-    assert measured is not None
+    assert "needs vector 'a'" in bench.error(3, bad)
+    measured = bench.answer(4, MEASURE)
     assert measured.scalars == (64.0,)
 
 
 def test_an_evaluation_of_nothing_is_nothing() -> None:
     """No examples say that the loss is not a number."""
     bench = Bench().begun()
-    opened = bench.order(
+    opened = bench.answer(
         3,
         BeginEvaluation(
             point="trial",
@@ -212,29 +215,24 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
             n_staged_max=2,
         ),
     )
-    assert opened is not None
     assert opened.clock == 1
     assert bench.shard._values.vector[0] == 3.0
     assert bench.shard.status()[1]["commands"] == 3.0
-    missing = bench.order(4, Commit(sets=(GrantedChunk(chunk_index=0, commit_token=1),), void=(2,)))
-    assert missing is not None
+    missing = bench.answer(
+        4, Commit(sets=(GrantedChunk(chunk_index=0, commit_token=1),), void=(2,))
+    )
     assert missing.error is not None
-    short = bench.order(5, FinishEvaluation(gradient="g", n_examples=4, after=()))
-    assert short is not None
-    assert short.error is not None
-    assert "must end with 4 examples; this shard has 0" in short.error
+    assert "must end with 4 examples; this shard has 0" in bench.error(
+        5, FinishEvaluation(gradient="g", n_examples=4, after=())
+    )
     after = (Dot(x="g", y="g"),)
-    sealed = bench.order(6, FinishEvaluation(gradient="g", n_examples=0, after=after))
-    assert sealed is not None
+    sealed = bench.answer(6, FinishEvaluation(gradient="g", n_examples=0, after=after))
     assert np.isnan(sealed.scalars[0])
 
 
 def test_what_is_not_there_cannot_be_published() -> None:
     bench = Bench().begun()
-    answer = bench.order(3, Publish(point="trial"))
-    assert answer is not None
-    assert answer.error is not None
-    assert "cannot publish vector 'trial'" in answer.error
+    assert "cannot publish vector 'trial'" in bench.error(3, Publish(point="trial"))
 
 
 def test_publish_ends_the_coordinators_control() -> None:
@@ -250,19 +248,16 @@ def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
     bench = Bench().begun()
     bench.order(3, DOUBLE)
     savepoint = Savepoint(cut=9, vectors=("parameters",))
-    kept = bench.order(4, Checkpoint(label="00001", cut=9), savepoint=savepoint)
-    assert kept is not None
+    kept = bench.answer(4, Checkpoint(label="00001", cut=9), savepoint=savepoint)
     assert kept.error is None
     (snapshot,) = bench.saved
     assert snapshot.arrays["values"][0] == 2.0  # the parameters, not a trial point
     other = Bench(restored=snapshot)
-    attached = other.order(1, BeginEpoch(), epoch=2)
-    assert attached is not None
+    attached = other.answer(1, BeginEpoch(), epoch=2)
     held = [(9, True), (0, False), (9, False)]
     assert [(r.cut, r.whole) for r in attached.cuts] == held
     other.order(2, Restore(cut=9, whole=True), epoch=2)
-    measured = other.order(3, MEASURE, epoch=2)
-    assert measured is not None
+    measured = other.answer(3, MEASURE, epoch=2)
     assert measured.scalars == (4.0 * 64,)
 
 
@@ -270,22 +265,15 @@ def test_a_failed_save_of_a_savepoint_is_reported() -> None:
     bench = Bench().begun()
     bench.disk_error = "no space"
     savepoint = Savepoint(cut=9, vectors=("parameters",))
-    kept = bench.order(3, Checkpoint(label="00001", cut=9), savepoint=savepoint)
-    assert kept is not None
+    kept = bench.answer(3, Checkpoint(label="00001", cut=9), savepoint=savepoint)
     assert kept.error == "no space"
-    not_present = bench.order(4, Checkpoint(label="00002", cut=8))
-    assert not_present is not None
-    assert not_present.error is not None
-    begun = bench.order(1, BeginEpoch(), epoch=2)
-    assert begun is not None
+    bench.error(4, Checkpoint(label="00002", cut=8))
+    begun = bench.answer(1, BeginEpoch(), epoch=2)
     assert [(one.cut, one.whole) for one in begun.cuts] == [(9, True), (0, False)]  # not on disk
 
 
 def test_one_of_two_copies_cannot_be_driven() -> None:
-    answer = Bench(is_replicated=True).order(1, BeginEpoch())
-    assert answer is not None
-    assert answer.error is not None
-    assert "set shard_copies = 1" in answer.error
+    assert "set shard_copies = 1" in Bench(is_replicated=True).error(1, BeginEpoch())
 
 
 def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:

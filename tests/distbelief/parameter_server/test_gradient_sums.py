@@ -155,7 +155,9 @@ COLUMNS = [((0, 8), (0, 3)), ((0, 8), (3, 8))]
 def parts() -> list[ShardSlice]:
     """What two machines hold: some columns each, and half of the buffer."""
     return [
-        PartialView(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))]).slice(0)
+        PartialView(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))]).slices[
+            0
+        ]
         for m, columns in enumerate(COLUMNS)
     ]
 

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.parameter_server.layout import Layout, LayoutSpec, PartialView, Segment, TensorSpec
+from tests.distbelief.parameter_server.pair import numbered
 
 
 SPEECH = [440, 2560, 2560, 2560, 2560, 8192]  # units per layer: 41.8 M parameters
@@ -31,17 +32,6 @@ def layouts() -> st.SearchStrategy[Layout]:
     return st.builds(
         Layout.of, tensor_specs(), n_shards=st.integers(1, 9), dtype=st.sampled_from(dtypes)
     )
-
-
-def numbered(layout: Layout) -> list[torch.Tensor]:
-    """Return the tensors of a layout, all elements different and none zero."""
-    dtype = torch.float64 if layout.spec.dtype == "float64" else torch.float32
-    tensors = []
-    start = 1
-    for spec in layout.tensors:
-        tensors.append(torch.arange(start, start + spec.n_elements, dtype=dtype))
-        start += spec.n_elements
-    return tensors
 
 
 def vectors(layout: Layout, *, fill: float = math.nan) -> list[Vector]:
@@ -74,33 +64,26 @@ def test_segments_are_aligned_and_apart_parameters_first(layout: Layout) -> None
         assert layout.n_gradient(k) % ALIGNMENT == 0
 
 
-@given(layout=layouts())
-def test_what_is_gathered_is_scattered_back_unchanged(layout: Layout) -> None:
-    tensors = numbered(layout)
-    received = [torch.full_like(tensor, math.nan) for tensor in tensors]
-    for k, vector in enumerate(vectors(layout)):
-        layout.gather(k, tensors, vector)
-        layout.scatter(k, vector, received)
-    for tensor, copy in zip(tensors, received, strict=True):
-        assert torch.equal(tensor, copy)
-
-
 @given(layout=layouts(), size=st.integers(1, 200))
-def test_a_vector_in_blocks_is_scattered_as_a_whole_one_is(layout: Layout, size: int) -> None:
+def test_what_is_gathered_is_scattered_back_unchanged_whole_or_in_blocks(
+    layout: Layout, size: int
+) -> None:
     tensors = numbered(layout)
-    received = [torch.full_like(tensor, math.nan) for tensor in tensors]
+    whole, in_blocks = ([torch.full_like(one, math.nan) for one in tensors] for _ in range(2))
     view = PartialView(layout)
     for k, vector in enumerate(vectors(layout)):
         layout.gather(k, tensors, vector)
         vector.flags.writeable = False
+        layout.scatter(k, vector, whole)
         blocks = [vector[start : start + size] for start in range(0, len(vector), size)]
-        view.scatter_blocks(k, blocks, received, shard_slice=view.slice(k))
-    for tensor, copy in zip(tensors, received, strict=True):
-        assert torch.equal(tensor, copy)
+        view.scatter_blocks(k, blocks, in_blocks)
+    for tensor, one, other in zip(tensors, whole, in_blocks, strict=True):
+        assert torch.equal(tensor, one)
+        assert torch.equal(tensor, other)
 
 
 @given(layout=layouts())
-def test_gather_fills_the_vector_and_zeroes_its_padding(layout: Layout) -> None:
+def test_gather_fills_the_vector_with_elements_and_zeros(layout: Layout) -> None:
     gathered = vectors(layout)
     for k, vector in enumerate(gathered):
         layout.gather(k, numbered(layout), vector)
@@ -109,11 +92,7 @@ def test_gather_fills_the_vector_and_zeroes_its_padding(layout: Layout) -> None:
     everything = np.concatenate(gathered)
     assert np.count_nonzero(everything) == n_elements
     assert sorted(everything[everything != 0]) == list(range(1, n_elements + 1))
-
-
-@given(layout=layouts())
-def test_absent_tensors_are_gathered_as_zeros(layout: Layout) -> None:
-    for k, vector in enumerate(vectors(layout)):
+    for k, vector in enumerate(gathered):
         layout.gather(k, [None] * len(layout.tensors), vector)
         assert not vector.any()
 

@@ -1,29 +1,24 @@
 """Clients and shards together: the invariants of the parameter server, on a small bench.
 
-`test_faults` adds random faults; `tests/simulation` runs whole clusters in virtual time.
+`tests/simulation` adds random faults, and runs whole clusters in virtual time.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import MemoryGoneError
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD
-from distbelief.protocol import Message, ParameterBlock, Push, PushApplied, SaveCheckpoint, Stop
+from distbelief.protocol import Message, SaveCheckpoint, Stop, push_fetch as pf
 from distbelief.roles.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
     LARGE,
     OTHER,
-    READER,
     SHARD,
     SMALL,
     TEST,
@@ -79,72 +74,6 @@ def test_shards_with_nothing_on_them_take_part(*, shared: bool) -> None:
 
 
 @both
-def test_one_client_and_one_shard_are_sequential_sgd(*, shared: bool) -> None:
-    """DB-11: blocking, n_fetch = n_push = 1, one replica: plain SGD, exactly.
-
-    BatchNorm's statistics, which are buffers, included.
-    """
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
-    twin = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
-    twin.load_state_dict(net.state_dict())
-    named = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    names = sorted(named)
-    layout = Layout.of(
-        [
-            TensorSpec(
-                name=name,
-                shape=tuple(named[name].shape),
-                kind="parameter" if named[name].requires_grad else "buffer",
-            )
-            for name in names
-        ],
-        n_shards=2,
-        dtype="float64",
-    )
-    flat = [named[name].detach().reshape(-1) for name in names]
-
-    def initial(k: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        vector = np.zeros(layout.shard_size(k))
-        layout.gather(k, flat, vector)
-        return vector
-
-    bench = Bench(layout=layout, memory=memory_of(shared=shared))
-    for k in range(2):
-        bench.add_shard(
-            Address(f"shard-{k}"), rule=SGD(learning_rate=0.1), initialise=partial(initial, k)
-        )
-    bench.add_client()
-    bench.settle()
-
-    optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, fused=True)
-    for _ in range(5):
-        inputs, targets = torch.randn(8, 6).double(), torch.randn(8, 2).double()
-        optimiser.zero_grad()
-        nn.functional.mse_loss(twin(inputs), targets).backward()
-        optimiser.step()
-
-        bench.begin_fetch()
-        bench.settle()
-        assert bench.install(flat).torn == ()
-        net.zero_grad()
-        nn.functional.mse_loss(net(inputs), targets).backward()
-        gradients = [
-            None if gradient is None else gradient.reshape(-1)
-            for gradient in (named[name].grad for name in names)
-        ]
-        work = bench.client().stage(gradients, flat)
-        actions = bench.client().staged(work(), n_gradients=1, samples=8, now=0.0)
-        bench.perform(CLIENT, actions)
-        bench.settle()
-    bench.begin_fetch()
-    bench.settle()
-    bench.install(flat)
-    for name, tensor in twin.state_dict().items():
-        assert torch.equal(named[name].detach(), tensor), name
-
-
-@both
 def test_each_side_measures_the_same_staleness(*, shared: bool) -> None:
     bench = bench_of(layout_of(), shared=shared, clients=(CLIENT, OTHER))
     bench.fetch(CLIENT)
@@ -175,31 +104,6 @@ def test_a_client_fetches_while_its_push_is_applied(*, shared: bool) -> None:
     assert bench.client().fetch_complete
     assert bench.install(tensors).clocks == (1,)
     assert tensors[1].unique().tolist() == [1.0]
-
-
-def test_readers_of_shared_memory_are_not_starved_by_writers() -> None:
-    """Pushes without a pause: the values are never whole when the reader looks."""
-    bench = bench_of(layout_of(), shared=True, clients=(CLIENT, OTHER))
-    bench.add_client(READER)
-    bench.settle()
-    tensors = [torch.zeros(3).double(), torch.zeros(100).double()]
-    bench.begin_fetch(READER)
-    for n in range(200):
-        bench.now = 0.02 * n
-        for name in (CLIENT, OTHER):
-            if bench.client(name).can_push:
-                bench.push(name=name)
-        bench.pass_messages()
-        if bench.client(READER).fetch_complete:
-            outcome = bench.install(tensors, READER)
-            if not outcome.torn:
-                break
-        bench.pass_messages()
-        bench.run_work()
-    else:
-        pytest.fail("the reader is starved")
-    assert tensors[1].unique().tolist() == [float(outcome.clocks[0])]
-    assert bench.counters(READER)["torn_reads"] > 10
 
 
 def test_a_client_without_memory_to_share_and_one_with_push_to_one_shard() -> None:
@@ -246,30 +150,11 @@ def test_any_first_message_may_be_lost(*, shared: bool, kind: str) -> None:
     assert tensors[0].unique().tolist() == [1.0]
 
 
-def test_acknowledgements_that_are_lost_do_not_apply_a_push_twice() -> None:
-    bench = bench_of(layout_of(), shared=True)
-    n_lost = 0
-
-    def lose(_: Address, message: Message) -> bool:
-        nonlocal n_lost
-        n_lost += isinstance(message, PushApplied) and n_lost < 3
-        return isinstance(message, PushApplied) and n_lost < 3
-
-    bench.lose = lose
-    bench.push()
-    bench.settle()
-    assert bench.client().unacknowledged == 1
-    bench.advance(10.0)
-    assert bench.client().unacknowledged == 0
-    assert bench.counters()["clock"] == 1
-    assert bench.counters()["duplicates"] >= 1
-
-
 def test_an_expired_pin_does_not_end_the_fetch() -> None:
     """All blocks but the first are lost for longer than a pin lasts."""
     bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=False))
     bench.lose = lambda _, message: (
-        isinstance(message, ParameterBlock) and message.block_index > 0 and bench.now < 14.0
+        isinstance(message, pf.ParameterBlock) and message.block_index > 0 and bench.now < 14.0
     )
     bench.add_shard(n_copies=1)
     bench.add_client()
@@ -283,25 +168,6 @@ def test_an_expired_pin_does_not_end_the_fetch() -> None:
     outcome = bench.install(tensors)
     assert outcome.torn == ()
     assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
-
-
-def test_many_readers_share_few_versions() -> None:
-    bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=False))
-    shard = bench.add_shard(n_copies=2)
-    readers = [Address(f"reader-{n}") for n in range(8)]
-    for name in (CLIENT, *readers):
-        bench.add_client(name)
-    bench.settle()
-    for _ in range(3):
-        for name in readers:
-            bench.begin_fetch(name)
-        bench.push()
-        bench.settle()
-        for name in readers:
-            tensors = [torch.zeros(300_000).double()]
-            outcome = bench.install(tensors, name)
-            assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
-    assert len(shard._versions._versions) <= 2
 
 
 # -------------------------------------------------------------------- deaths
@@ -325,7 +191,7 @@ def test_a_client_that_restarts_continues(*, shared: bool) -> None:
 @both
 def test_an_incomplete_push_dies_with_its_client(*, shared: bool) -> None:
     bench = bench_of(layout_of(LARGE), shared=shared)
-    bench.lose = lambda _, message: isinstance(message, Push)
+    bench.lose = lambda _, message: isinstance(message, pf.Push)
     bench.push()
     bench.settle()
     bench.lose = lambda *_: False
@@ -366,7 +232,7 @@ def test_a_restart_between_two_acknowledgements_of_shards_loses_nothing(*, share
     """Shards do not wait for each other: one has the push, the other will have it."""
     bench = bench_of(layout_of(LARGE, n_shards=2), shared=shared)
     other = Address("shard-1")
-    bench.lose = lambda receiver, message: receiver == other and isinstance(message, Push)
+    bench.lose = lambda receiver, message: receiver == other and isinstance(message, pf.Push)
     bench.push()
     bench.settle()
     bench.lose = lambda *_: False
@@ -388,7 +254,7 @@ def test_pushes_that_a_dead_shard_did_not_acknowledge_are_applied_by_its_next_in
     bench = bench_of(layout_of(), shared=shared)
     bench.push(-1.0)
     bench.push(-2.0)
-    bench.lose = lambda _, message: isinstance(message, PushApplied)
+    bench.lose = lambda _, message: isinstance(message, pf.PushApplied)
     bench.pass_messages()
     bench.run_work()
     bench.lose = lambda *_: False

@@ -10,18 +10,8 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server import optimizers
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import Adam
-from distbelief.parameter_server.shared_vector import push_buffer_views
-from distbelief.parameter_server.slices import IndexRanges, ShardSlice
-from distbelief.protocol import (
-    Push,
-    PushBlock,
-    ReplicatePush,
-    SessionOpened,
-    SessionRecord,
-    SessionRefused,
-    StartSync,
-    StateBlock,
-)
+from distbelief.parameter_server.slices import IndexRanges, ShardSlice, push_buffer_views
+from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of
 from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, only
@@ -30,7 +20,7 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, onl
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
 RULE = Adam(learning_rate=0.1)
 HELD: dict[Address, Vector | None] = {
-    name: PartialView(LAYOUT, [("w", Region(((0, 2048), columns)))]).slice(0).stripes
+    name: PartialView(LAYOUT, [("w", Region(((0, 2048), columns)))]).slices[0].stripes
     for name, columns in {
         Address("left"): (0, 90),
         Address("middle"): (50, 120),
@@ -53,7 +43,7 @@ class Pair:
         for name, holds in HELD.items():
             host = "here" if shared else ""
             welcome = self.a.hello(sender=name, host=host, holds=holds)
-            self.regions[name] = only(welcome, SessionOpened).push_buffers_region
+            self.regions[name] = only(welcome, pf.SessionOpened).push_buffers_region
 
     def pump(self, actions: list[Action]) -> None:
         """Pass messages between the copies, and do their work, until all is quiet."""
@@ -87,14 +77,14 @@ class Pair:
             slots[sequence % 2][:] = values
         else:
             for index, (start, stop) in enumerate(client.shard_slice.bounds):
-                block = PushBlock(
+                block = pf.PushBlock(
                     sequence=sequence,
                     shard_incarnation=number,
                     block_index=index,
                     values=values[start:stop],
                 )
                 self.pump(self.a.receive(block, name))
-        push = Push(
+        push = pf.Push(
             sequence=sequence,
             shard_incarnation=number,
             fetched_clock=0,
@@ -155,7 +145,7 @@ def test_a_client_with_a_part_cannot_limit_what_a_push_changes() -> None:
     pair = Pair(shared=False)
     before = pair.a.shard._values.vector.copy()
     actions = pair.push(Address("left"), 0, touches=np.array([0, 64, 64, 1], np.int64))
-    refused = only(actions, SessionRefused)
+    refused = only(actions, pf.SessionRefused)
     assert refused.for_good
     assert "its pushes must change all of them" in refused.reason
     assert np.array_equal(pair.a.shard._values.vector, before)
@@ -172,12 +162,12 @@ def second() -> OneCopy:
     """Return a whole second of a small shard, at clock 5."""
     copy = OneCopy(B)
     copy.receive(follow([5, 0]), A)
-    copy.receive(StateBlock(term=2, clock=5, index=0, values=np.full(N, 7.0)), A)
+    copy.receive(rp.StateBlock(term=2, clock=5, index=0, values=np.full(N, 7.0)), A)
     return copy
 
 
-def follow(words: list[int] | None) -> StartSync:
-    return StartSync(
+def follow(words: list[int] | None) -> rp.StartSync:
+    return rp.StartSync(
         term=2,
         receiver_incarnation=1,
         clock=5,
@@ -186,11 +176,11 @@ def follow(words: list[int] | None) -> StartSync:
     )
 
 
-def forward(holds: list[int]) -> ReplicatePush:
-    record = SessionRecord(
+def forward(holds: list[int]) -> rp.ReplicatePush:
+    record = rp.SessionRecord(
         name="left", incarnation=1, watermark=1, applied=1, samples=1, staleness=0
     )
-    return ReplicatePush(
+    return rp.ReplicatePush(
         term=2,
         clock=5,
         client=record,
@@ -201,8 +191,8 @@ def forward(holds: list[int]) -> ReplicatePush:
     )
 
 
-def block(n_elements: int, index: int = 0) -> PushBlock:
-    return PushBlock(
+def block(n_elements: int, index: int = 0) -> pf.PushBlock:
+    return pf.PushBlock(
         sequence=6, shard_incarnation=2, block_index=index, values=np.full(n_elements, -1.0)
     )
 

@@ -7,46 +7,29 @@ import pytest
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
+from distbelief.parameter_server import replication
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.parameter_server.shared_vector import push_buffer_bytes
+from distbelief.parameter_server.replication import all_copy_names, copy_names, other_copy
+from distbelief.parameter_server.slices import push_buffer_bytes
 from distbelief.protocol import (
-    BackupInSync,
     CheckpointSaved,
     Finished,
     Message,
-    PrimaryChanged,
-    Promote,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
-    ReplicatePush,
     SaveCheckpoint,
-    SessionOpened,
-    SessionRecord,
-    StartSync,
-    StateAck,
-    StateBlock,
     Stop,
+    push_fetch as pf,
+    replication as rp,
 )
 from distbelief.roles.role import SUPERVISOR, Action, Address, Exit, PeerLost, Persist, Send
 from distbelief.simulation.storage import HostMemory
-from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, shard_of
-from tests.distbelief.parameter_server.shard_copies import (
-    LAYOUT,
-    A,
-    B,
-    N,
-    OneCopy,
-    kinds,
-    only,
-    sent,
-)
+from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, sent, shard_of
+from tests.distbelief.parameter_server.shard_copies import LAYOUT, A, B, N, OneCopy, kinds, only
 
 
 def record_of(
     name: str = CLIENT, *, watermark: int = 1, applied: int = 1, life: int = 1
-) -> SessionRecord:
-    return SessionRecord(
+) -> rp.SessionRecord:
+    return rp.SessionRecord(
         name=name,
         incarnation=life,
         watermark=watermark,
@@ -57,13 +40,13 @@ def record_of(
 
 
 def following(
-    term: int, *, clock: int, clients: Sequence[SessionRecord] = (), life: int = 1
-) -> StartSync:
-    return StartSync(term=term, receiver_incarnation=life, clock=clock, clients=tuple(clients))
+    term: int, *, clock: int, clients: Sequence[rp.SessionRecord] = (), life: int = 1
+) -> rp.StartSync:
+    return rp.StartSync(term=term, receiver_incarnation=life, clock=clock, clients=tuple(clients))
 
 
 def follow(
-    copy: OneCopy, term: int = 2, *, clock: int = 5, clients: Sequence[SessionRecord] = ()
+    copy: OneCopy, term: int = 2, *, clock: int = 5, clients: Sequence[rp.SessionRecord] = ()
 ) -> list[Action]:
     message = following(term, clock=clock, clients=clients)
     return copy.receive(message, A)
@@ -72,12 +55,12 @@ def follow(
 def piece(copy: OneCopy, *, term: int = 2, clock: int = 5, size: int = N) -> list[Action]:
     """Send all that the primary holds: sevens."""
     values = np.full(size, 7.0)
-    message = StateBlock(term=term, clock=clock, index=0, values=values)
+    message = rp.StateBlock(term=term, clock=clock, index=0, values=values)
     return copy.receive(message, A)
 
 
-def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) -> ReplicatePush:
-    return ReplicatePush(
+def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) -> rp.ReplicatePush:
+    return rp.ReplicatePush(
         term=term,
         clock=clock,
         client=record_of(watermark=watermark, applied=watermark),
@@ -87,8 +70,8 @@ def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) 
     )
 
 
-def block(clock: int, *, term: int = 2, value: float = -1.0) -> PushBlock:
-    return PushBlock(
+def block(clock: int, *, term: int = 2, value: float = -1.0) -> pf.PushBlock:
+    return pf.PushBlock(
         sequence=clock + 1, shard_incarnation=term, block_index=0, values=np.full(N, value)
     )
 
@@ -120,33 +103,33 @@ def test_it_answers_no_client_until_it_is_primary_and_then_all() -> None:
     assert copy.hello() == []
     actions = copy.lead(3)
     assert copy.activity == "serving"
-    welcome = only(actions, SessionOpened)
+    welcome = only(actions, pf.SessionOpened)
     assert (welcome.shard_incarnation, welcome.clock) == (3, 5)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (1, 1, 10)
-    assert only(actions, PrimaryChanged).shard_incarnation == 3
+    assert only(actions, rp.PrimaryChanged).shard_incarnation == 3
     assert kinds(actions, OTHER) == ["PrimaryChanged"]
 
 
 def test_with_all_state_blocks_it_reports_in_sync_to_primary_and_supervisor() -> None:
     copy = OneCopy(B)
-    credit = only(follow(copy), StateAck)
+    credit = only(follow(copy), rp.StateAck)
     assert (credit.term, credit.clock, credit.received) == (2, 5, 0)
     assert copy.counters()["in_sync"] == 0
     actions = piece(copy)
-    assert only(actions, StateAck).received == 1
-    assert only(actions, BackupInSync).term == 2
+    assert only(actions, rp.StateAck).received == 1
+    assert only(actions, rp.BackupInSync).term == 2
     counters = copy.counters()
     assert (counters["term"], counters["in_sync"], counters["primary"]) == (2, 2, 0)
     assert (copy.values == 7.0).all()
-    assert sent(piece(copy), BackupInSync) == []
+    assert sent(piece(copy), rp.BackupInSync) == []
 
 
 def test_a_state_block_of_another_clock_or_out_of_order_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
-    assert only(piece(copy, clock=4), StateAck).received == 0
-    late = StateBlock(term=2, clock=5, index=1, values=np.zeros(N))
-    assert only(copy.receive(late, A), StateAck).received == 0
+    assert only(piece(copy, clock=4), rp.StateAck).received == 0
+    late = rp.StateBlock(term=2, clock=5, index=1, values=np.zeros(N))
+    assert only(copy.receive(late, A), rp.StateAck).received == 0
     assert (copy.values == 0.0).all()
 
 
@@ -154,9 +137,9 @@ def test_a_state_block_that_comes_while_a_push_is_applied_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
     pushed(copy, 5)
-    assert only(piece(copy), StateAck).received == 0
-    assert only(copy.work(), PushApplied).clock == 6
-    assert only(piece(copy, clock=6), StateAck).received == 1
+    assert only(piece(copy), rp.StateAck).received == 0
+    assert only(copy.work(), pf.PushApplied).clock == 6
+    assert only(piece(copy, clock=6), rp.StateAck).received == 1
 
 
 def test_a_state_block_of_the_wrong_size_names_both_sizes() -> None:
@@ -171,8 +154,8 @@ def test_state_blocks_hold_values_and_state() -> None:
     follow(copy)
     n_state = LAYOUT.n_gradient(0)
     values = np.concatenate([np.full(N, 3.0), np.full(n_state, 4.0)])
-    message = StateBlock(term=2, clock=5, index=0, values=values)
-    only(copy.receive(message, A), BackupInSync)
+    message = rp.StateBlock(term=2, clock=5, index=0, values=values)
+    only(copy.receive(message, A), rp.BackupInSync)
     assert (copy.values == 3.0).all()
     assert (copy.shard._values.state["sum_of_squares"] == 4.0).all()
 
@@ -184,12 +167,12 @@ def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
     copy = whole_second()
     assert pushed(copy, 6) == []  # the one before is missing
     pushed(copy, 5)
-    answer = only(copy.work(), PushApplied)
+    answer = only(copy.work(), pf.PushApplied)
     assert (answer.sequence, answer.shard_incarnation, answer.clock) == (6, 2, 6)
     pushed(copy, 6, watermark=2)
     copy.work()
     assert (copy.values[:100] == 9.0).all()
-    again = only(copy.receive(forward(5), A), PushApplied)
+    again = only(copy.receive(forward(5), A), pf.PushApplied)
     assert (again.sequence, again.clock) == (6, 7)
     assert not copy.executor
 
@@ -197,7 +180,7 @@ def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
 def test_a_waiting_push_is_answered_with_a_sign_of_life() -> None:
     copy = whole_second()
     pushed(copy, 5)
-    answer = only(copy.receive(forward(5), A), PushBlockAck)
+    answer = only(copy.receive(forward(5), A), pf.PushBlockAck)
     assert (answer.sequence, answer.received) == (6, 1)
 
 
@@ -211,26 +194,28 @@ def test_a_push_is_read_from_the_clients_own_push_buffer() -> None:
     follow(copy)
     piece(copy)
     copy.receive(forward(5, region="slots"), A)
-    assert only(copy.work(), PushApplied).sequence == 6
+    assert only(copy.work(), pf.PushApplied).sequence == 6
     assert (copy.values == 9.0).all()
     assert host.n_bytes == before
 
 
 def test_pushes_in_unreachable_memory_are_requested_in_blocks() -> None:
     copy = whole_second()
-    answer = only(copy.receive(forward(5, region="elsewhere"), A), PushBlockAck)
+    answer = only(copy.receive(forward(5, region="elsewhere"), A), pf.PushBlockAck)
     assert (answer.sequence, answer.received) == (6, 0)
-    assert only(copy.receive(block(5), A), PushBlockAck).received == 1
+    assert only(copy.receive(block(5), A), pf.PushBlockAck).received == 1
     assert copy.receive(block(7), A) == []  # there is room for two pushes
     copy.receive(forward(5), A)
-    assert only(copy.work(), PushApplied).sequence == 6
-    assert only(copy.receive(block(5), A), PushApplied).sequence == 6
+    assert only(copy.work(), pf.PushApplied).sequence == 6
+    assert only(copy.receive(block(5), A), pf.PushApplied).sequence == 6
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_invalid_block_is_refused(index: int) -> None:
     copy = whole_second()
-    message = PushBlock(sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1))
+    message = pf.PushBlock(
+        sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1)
+    )
     with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
         copy.receive(message, A)
 
@@ -244,7 +229,7 @@ def test_messages_of_a_lower_term_are_dropped() -> None:
     late: list[Message] = [
         forward(8),
         block(8),
-        StateBlock(term=2, clock=8, index=0, values=np.zeros(N)),
+        rp.StateBlock(term=2, clock=8, index=0, values=np.zeros(N)),
         following(2, clock=9),
     ]
     for message in late:
@@ -258,36 +243,36 @@ def test_a_higher_term_starts_over_once_the_running_work_has_ended() -> None:
     pushed(copy, 5)
     assert follow(copy, 4, clock=8) == []
     assert copy.counters()["in_sync"] == 0
-    credit = only(copy.work(), StateAck)
+    credit = only(copy.work(), rp.StateAck)
     assert (credit.term, credit.clock, credit.received) == (4, 8, 0)
-    assert only(piece(copy, term=4, clock=8), BackupInSync).term == 4
+    assert only(piece(copy, term=4, clock=8), rp.BackupInSync).term == 4
 
 
 def test_a_repeated_start_sync_changes_nothing_once_a_state_block_is_held() -> None:
     copy = whole_second()
     pushed(copy, 5)
     copy.work()
-    credit = only(follow(copy), StateAck)
+    credit = only(follow(copy), rp.StateAck)
     assert (credit.clock, credit.received) == (6, 1)
     # Before that the newest counts: the primary has gone on meanwhile.
     copy = OneCopy(B)
     follow(copy)
-    assert only(follow(copy, clock=9), StateAck).clock == 9
+    assert only(follow(copy, clock=9), rp.StateAck).clock == 9
 
 
 def test_a_late_start_sync_does_not_undo_acknowledged_pushes() -> None:
     copy = OneCopy(B)
     follow(copy, clients=[record_of(watermark=0, applied=0)])
     pushed(copy, 5)
-    assert only(copy.work(), PushApplied).sequence == 6  # clients get it
+    assert only(copy.work(), pf.PushApplied).sequence == 6  # clients get it
     # The window of clock 5 comes late: it lacks that push.
-    credit = only(follow(copy), StateAck)
+    credit = only(follow(copy), rp.StateAck)
     assert (credit.clock, credit.received) == (6, 0)
-    assert sent(piece(copy), BackupInSync) == []
+    assert sent(piece(copy), rp.BackupInSync) == []
     assert copy.counters()["in_sync"] == 0
     follow(copy, clock=6, clients=[record_of()])
-    assert only(piece(copy, clock=6), BackupInSync).term == 2
-    welcome = only([*copy.lead(3), *copy.hello()], SessionOpened)
+    assert only(piece(copy, clock=6), rp.BackupInSync).term == 2
+    welcome = only([*copy.lead(3), *copy.hello()], pf.SessionOpened)
     assert (welcome.clock, welcome.watermark, welcome.applied) == (6, 1, 1)
 
 
@@ -297,13 +282,13 @@ def test_of_two_waiting_start_syncs_the_later_one_counts() -> None:
     pushed(copy, 5)
     assert follow(copy, clock=8) == []
     assert follow(copy, clock=7) == []
-    assert only(copy.work(), StateAck).clock == 8
+    assert only(copy.work(), rp.StateAck).clock == 8
 
 
 def test_a_start_sync_waits_for_the_initial_values() -> None:
     copy = OneCopy(B, ready=False)
     assert follow(copy) == []
-    assert only(copy.work(), StateAck).received == 0
+    assert only(copy.work(), rp.StateAck).received == 0
 
 
 # -------------------------------------------------------------------------- leading
@@ -317,11 +302,11 @@ def test_it_becomes_primary_once_all_accepted_pushes_are_applied() -> None:
     assert copy.lead(3) == []
     assert copy.receive(forward(7), A) == []
     assert copy.lead(3) == []
-    assert sent(copy.work(), PushApplied) == []
+    assert sent(copy.work(), pf.PushApplied) == []
     actions = copy.work()
-    assert only(actions, PrimaryChanged).shard_incarnation == 3
+    assert only(actions, rp.PrimaryChanged).shard_incarnation == 3
     assert (copy.counters()["clock"], copy.counters()["primary"]) == (7, 1)
-    welcome = only(copy.hello(), SessionOpened)
+    welcome = only(copy.hello(), pf.SessionOpened)
     assert (welcome.watermark, welcome.applied) == (2, 2)
 
 
@@ -443,9 +428,9 @@ def test_a_backup_refuses_a_checkpoint_request() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Promote(term=1, receiver_incarnation=1, backup="", backup_incarnation=0),
+        rp.Promote(term=1, receiver_incarnation=1, backup="", backup_incarnation=0),
         following(1, clock=0),
-        PushApplied(sequence=1, shard_incarnation=1, clock=1, staleness=0),
+        pf.PushApplied(sequence=1, shard_incarnation=1, clock=1, staleness=0),
     ],
 )
 def test_a_shard_of_one_copy_gets_no_replication_messages(message: Message) -> None:
@@ -458,5 +443,25 @@ def test_a_shard_of_one_copy_gets_no_replication_messages(message: Message) -> N
 
 def test_answers_meant_for_an_earlier_incarnation_are_dropped() -> None:
     copy = OneCopy(B)
-    credit = StateAck(term=1, clock=0, received=1)
+    credit = rp.StateAck(term=1, clock=0, received=1)
     assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]
+
+
+# ---------------------------------------------------------------------------- names
+
+
+def test_two_copies_know_each_other_and_their_shard() -> None:
+    assert copy_names(12, 1) == ("shard-12",)
+    assert all_copy_names(2, 1) == (("shard-0", "shard-1"), ())
+    first, second = copy_names(3, 2)
+    assert (first, second) == ("shard-3", "shard-3b")
+    assert (other_copy(first), other_copy(second)) == (second, first)
+    assert replication.shard_of(first) == replication.shard_of(second) == first
+    assert all_copy_names(2, 2) == (("shard-0", "shard-1"), ("shard-0b", "shard-1b"))
+    assert replication.shard_of("replica-b") == "replica-b"  # another role
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_other_numbers_of_copies_cannot_be_had(n: int) -> None:
+    with pytest.raises(ValueError, match=f"n_copies is {n}; use 1 to 2"):
+        copy_names(0, n)

@@ -11,36 +11,25 @@ from distbelief.parameter_server.replication import (
     STALL_SECONDS,
     TICK_SECONDS,
 )
-from distbelief.parameter_server.shared_vector import push_buffer_views
-from distbelief.protocol import (
-    BackupUnresponsive,
-    Message,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
-    ReplicatePush,
-    SessionOpened,
-    SessionRefused,
-    StartSync,
-    StateAck,
-    StateBlock,
-    Stop,
-)
+from distbelief.parameter_server.slices import push_buffer_views
+from distbelief.protocol import Message, Stop, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Exit, PeerLost
-from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of
-from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kinds, only, sent
+from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of, sent
+from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kinds, only
 
 
 def credit(
     copy: OneCopy, received: int, *, term: int = 2, clock: int = 0, life: int = 1
 ) -> list[Action]:
-    message = StateAck(term=term, clock=clock, received=received)
+    message = rp.StateAck(term=term, clock=clock, received=received)
     return copy.receive(message, B, life=life)
 
 
 def acknowledge(copy: OneCopy, clock: int, *, term: int = 2, life: int = 1) -> list[Action]:
     """Say that the backup has applied the push of that clock."""
-    message = PushApplied(sequence=clock + 1, shard_incarnation=term, clock=clock + 1, staleness=0)
+    message = pf.PushApplied(
+        sequence=clock + 1, shard_incarnation=term, clock=clock + 1, staleness=0
+    )
     return copy.receive(message, B, life=life)
 
 
@@ -61,6 +50,14 @@ def pushed(copy: OneCopy, sequence: int, *, number: int = 1) -> list[Action]:
     return copy.push(sequence, number=number)
 
 
+def half_applied() -> OneCopy:
+    """A primary that has applied push 1, to which its backup has not answered."""
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    return copy
+
+
 # ---------------------------------------------------------------------- building
 
 
@@ -68,12 +65,12 @@ def test_without_an_answer_of_the_backup_nothing_is_replicated_and_all_is_acknow
     copy = OneCopy(A)
     copy.lead(1)
     copy.hello()
-    assert only(copy.lead(2, B), StartSync).term == 2
-    assert sent(pushed(copy, 1), ReplicatePush) == []
-    assert only(copy.work(), PushApplied).sequence == 1
-    follow = only(copy.wait(TICK_SECONDS), StartSync)
+    assert only(copy.lead(2, B), rp.StartSync).term == 2
+    assert sent(pushed(copy, 1), rp.ReplicatePush) == []
+    assert only(copy.work(), pf.PushApplied).sequence == 1
+    follow = only(copy.wait(TICK_SECONDS), rp.StartSync)
     assert (follow.clock, follow.clients[0].watermark) == (1, 1)
-    assert not sent(copy.wait(60.0), BackupUnresponsive)
+    assert not sent(copy.wait(60.0), rp.BackupUnresponsive)
 
 
 def test_the_first_window_comes_with_the_clock_and_the_clients_as_they_are() -> None:
@@ -82,20 +79,20 @@ def test_the_first_window_comes_with_the_clock_and_the_clients_as_they_are() -> 
     copy.work()
     actions = credit(copy, 0)
     assert kinds(actions, B) == ["StartSync", "StateBlock"]
-    follow, piece = only(actions, StartSync), only(actions, StateBlock)
+    follow, piece = only(actions, rp.StartSync), only(actions, rp.StateBlock)
     assert (follow.clock, piece.clock, piece.index) == (1, 1, 0)
     assert follow.clients[0].applied == 1
     assert (piece.values[:100] == 1.0).all()
-    assert not sent(credit(copy, 1, clock=1), StateBlock)
+    assert not sent(credit(copy, 1, clock=1), rp.StateBlock)
 
 
 def test_a_window_waits_for_the_push_that_is_being_applied() -> None:
     copy = leader(whole=False)
     pushed(copy, 1)
-    assert sent(credit(copy, 0), StateBlock) == []
+    assert sent(credit(copy, 0), rp.StateBlock) == []
     actions = copy.work()
-    assert only(actions, StateBlock).clock == 1
-    assert only(actions, PushApplied).sequence == 1  # it was not replicated
+    assert only(actions, rp.StateBlock).clock == 1
+    assert only(actions, pf.PushApplied).sequence == 1  # it was not replicated
 
 
 def test_between_two_windows_one_push_is_applied_at_the_most(
@@ -106,14 +103,14 @@ def test_between_two_windows_one_push_is_applied_at_the_most(
     copy = leader(whole=False)
     assert N == 192
     actions = credit(copy, 0)
-    assert [p.index for p in sent(actions, StateBlock)] == [0]
+    assert [p.index for p in sent(actions, rp.StateBlock)] == [0]
     assert kinds(pushed(copy, 1), B)[-1:] == ["ReplicatePush"]
     pushed(copy, 2)
     copy.work()
     assert not copy.executor  # a window is due, once the second has that push
     credit(copy, 1)
     actions = acknowledge(copy, 0)
-    assert [(p.index, p.clock) for p in sent(actions, StateBlock)] == [(1, 1)]
+    assert [(p.index, p.clock) for p in sent(actions, rp.StateBlock)] == [(1, 1)]
     assert kinds(actions, CLIENT) == ["PushApplied"]
     assert len(copy.executor) == 1
 
@@ -131,55 +128,49 @@ def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
     for second_is_first in (False, True):
         copy = leader()
         actions = pushed(copy, 1)
-        forward = only(actions, ReplicatePush)
+        forward = only(actions, rp.ReplicatePush)
         assert (forward.clock, forward.client.watermark, forward.client.applied) == (0, 1, 1)
-        assert only(actions, PushBlock).sequence == 1
+        assert only(actions, pf.PushBlock).sequence == 1
         if second_is_first:
-            assert sent(acknowledge(copy, 0), PushApplied) == []
+            assert sent(acknowledge(copy, 0), pf.PushApplied) == []
             actions = copy.work()
         else:
-            assert sent(copy.work(), PushApplied) == []
+            assert sent(copy.work(), pf.PushApplied) == []
             actions = acknowledge(copy, 0)
-        told = only(actions, PushApplied)
+        told = only(actions, pf.PushApplied)
         assert (told.sequence, told.shard_incarnation, told.clock) == (1, 1, 1)
 
 
 def test_unconfirmed_pushes_are_reported_to_no_client() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
-    welcome = only(copy.hello(), SessionOpened)
+    copy = half_applied()
+    welcome = only(copy.hello(), pf.SessionOpened)
     assert (welcome.watermark, welcome.applied, welcome.clock) == (0, 0, 1)
     answer = copy.said(1, number=1)
     assert kinds(answer, CLIENT) == ["PushBlockAck"]
     pushed(copy, 2)
     copy.work()
-    told = only(acknowledge(copy, 0), PushApplied)
+    told = only(acknowledge(copy, 0), pf.PushApplied)
     assert told.sequence == 1
-    assert only(copy.said(1, number=1), PushApplied).sequence == 1
+    assert only(copy.said(1, number=1), pf.PushApplied).sequence == 1
     assert kinds(copy.said(2, number=1), CLIENT) == ["PushBlockAck"]
-    assert only(acknowledge(copy, 1), PushApplied).sequence == 2
+    assert only(acknowledge(copy, 1), pf.PushApplied).sequence == 2
 
 
 def test_a_block_of_an_unconfirmed_push_is_answered_with_a_sign_of_life() -> None:
     """Its push buffer is not lent again, and the client does not take the shard for dead."""
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
-    block = PushBlock(
+    copy = half_applied()
+    block = pf.PushBlock(
         sequence=1, shard_incarnation=1, block_index=0, values=np.zeros(N), answer=True
     )
     answer = copy.receive(block, CLIENT)
     assert kinds(answer, CLIENT) == ["PushBlockAck"]
-    assert only(answer, PushBlockAck).received == 1
-    assert only(acknowledge(copy, 0), PushApplied).sequence == 1
+    assert only(answer, pf.PushBlockAck).received == 1
+    assert only(acknowledge(copy, 0), pf.PushApplied).sequence == 1
 
 
 def test_an_absent_client_keeps_its_buffers_while_a_push_is_unconfirmed() -> None:
     """The backup may still read them: it would apply what another client put there."""
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
     copy._note(copy.shard.handle(lost, copy.now))
     copy.wait(ABSENCE_SECONDS_MAX + 1.0)
@@ -190,28 +181,26 @@ def test_an_absent_client_keeps_its_buffers_while_a_push_is_unconfirmed() -> Non
 
 
 def test_a_new_incarnation_of_a_client_waits_while_a_push_of_the_old_one_is_unconfirmed() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
-    assert "busy" in only(copy.hello(life=2, next_sequence=100), SessionRefused).reason
-    welcome = only(acknowledge(copy, 0), SessionOpened)
+    copy = half_applied()
+    assert "busy" in only(copy.hello(life=2, next_sequence=100), pf.SessionRefused).reason
+    welcome = only(acknowledge(copy, 0), pf.SessionOpened)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (99, 0, 10)
 
 
 def test_a_shared_push_buffer_is_named_and_unchanged_while_unconfirmed() -> None:
     copy = leader(host="here")
-    region = only(copy.hello(host="here"), SessionOpened).push_buffers_region
+    region = only(copy.hello(host="here"), pf.SessionOpened).push_buffers_region
     assert region == "shard-0.1.slots-0"
     slots = push_buffer_views(copy.memory.attach(region), n_elements=N, dtype=np.dtype(np.float64))
     slots[1][:] = -1.0
     actions = copy.said(1, number=1)
     assert kinds(actions, B) == ["ReplicatePush"]
-    forward = only(actions, ReplicatePush)
+    forward = only(actions, rp.ReplicatePush)
     assert (forward.push_buffers_region, forward.slot) == (region, 1)
     copy.work()
     assert (slots[1] == -1.0).all()
     # The backup cannot reach it.
-    answer = PushBlockAck(sequence=1, shard_incarnation=2, received=0)
+    answer = pf.PushBlockAck(sequence=1, shard_incarnation=2, received=0)
     assert kinds(copy.receive(answer, B), B) == ["PushBlock", "ReplicatePush"]
     acknowledge(copy, 0)
     slots[0][:] = -1.0
@@ -228,23 +217,21 @@ def test_blocks_go_out_within_the_window_of_the_backup() -> None:
     credit(copy, n_state_blocks)
     actions = pushed(copy, 1)
     assert kinds(actions, B) == ["PushBlock"] * 3 + ["ReplicatePush"]
-    taken = PushBlockAck(sequence=1, shard_incarnation=2, received=2)
+    taken = pf.PushBlockAck(sequence=1, shard_incarnation=2, received=2)
     copy.receive(taken, B)
     again = copy.wait(2 * TICK_SECONDS)
-    assert [b.block_index for b in sent(again, PushBlock)][:1] == [2]
+    assert [b.block_index for b in sent(again, pf.PushBlock)][:1] == [2]
     assert kinds(again, B)[:2] == ["PushBlock", "ReplicatePush"]
 
 
 def test_messages_of_others_and_of_other_terms_are_ignored() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     assert acknowledge(copy, 0, term=1) == []
     assert acknowledge(copy, 0, life=2) == []
     strangers: list[Message] = [
-        PushApplied(sequence=1, shard_incarnation=2, clock=1, staleness=0),
-        StateAck(term=2, clock=0, received=1),
-        PushBlockAck(sequence=1, shard_incarnation=2, received=0),
+        pf.PushApplied(sequence=1, shard_incarnation=2, clock=1, staleness=0),
+        rp.StateAck(term=2, clock=0, received=1),
+        pf.PushBlockAck(sequence=1, shard_incarnation=2, received=0),
     ]
     for message in strangers:
         assert copy.receive(message, CLIENT) == []
@@ -254,9 +241,9 @@ def test_messages_of_others_and_of_other_terms_are_ignored() -> None:
 def test_only_the_named_incarnation_of_the_backup_counts() -> None:
     copy = leader(whole=False)
     assert credit(copy, 0, life=2) == []
-    assert sent(pushed(copy, 1), ReplicatePush) == []
+    assert sent(pushed(copy, 1), rp.ReplicatePush) == []
     copy.work()
-    follow = only(copy.wait(TICK_SECONDS), StartSync)
+    follow = only(copy.wait(TICK_SECONDS), rp.StartSync)
     assert follow.receiver_incarnation == 1
     assert kinds(credit(copy, 0), B) == ["StartSync", "StateBlock"]
 
@@ -265,41 +252,35 @@ def test_only_the_named_incarnation_of_the_backup_counts() -> None:
 
 
 def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     actions = copy.wait(SILENCE_SECONDS - 0.01)
-    assert len(sent(actions, ReplicatePush)) >= 2
-    assert sent(actions, BackupUnresponsive) == []
+    assert len(sent(actions, rp.ReplicatePush)) >= 2
+    assert sent(actions, rp.BackupUnresponsive) == []
     actions = copy.wait(2 * REPORT_SECONDS)
-    assert [alone.term for alone in sent(actions, BackupUnresponsive)] == [2, 2]
+    assert [alone.term for alone in sent(actions, rp.BackupUnresponsive)] == [2, 2]
     assert kinds(actions, SUPERVISOR) == ["BackupUnresponsive", "BackupUnresponsive"]
     assert kinds(actions, CLIENT) == []  # until the supervisor says so
-    assert only(copy.lead(3), PushApplied).sequence == 1
+    assert only(copy.lead(3), pf.PushApplied).sequence == 1
     pushed(copy, 2)
-    assert only(copy.work(), PushApplied).sequence == 2
+    assert only(copy.work(), pf.PushApplied).sequence == 2
     assert copy.wait(60.0) == []
 
 
 def test_a_backup_without_progress_is_reported_in_the_end() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
-    alive = PushBlockAck(sequence=1, shard_incarnation=2, received=1)
+    copy = half_applied()
+    alive = pf.PushBlockAck(sequence=1, shard_incarnation=2, received=1)
     n_alone = 0
     for _ in range(int(STALL_SECONDS / 0.25) + 4):
         copy.receive(alive, B)
-        n_alone += len(sent(copy.wait(0.25), BackupUnresponsive))
+        n_alone += len(sent(copy.wait(0.25), rp.BackupUnresponsive))
         assert not n_alone or copy.now >= STALL_SECONDS
     assert n_alone
 
 
 def test_a_primary_that_was_paused_reports_nobody() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     copy.now += 30.0
-    assert sent(copy.wait(0.0), BackupUnresponsive) == []
+    assert sent(copy.wait(0.0), rp.BackupUnresponsive) == []
 
 
 def test_a_later_promote_drops_the_backup_and_a_late_one_does_nothing() -> None:
@@ -310,18 +291,16 @@ def test_a_later_promote_drops_the_backup_and_a_late_one_does_nothing() -> None:
     assert copy.lead(2) == []
     assert copy.lead(1) == []
     actions = copy.lead(4, B)
-    assert only(actions, PushApplied).sequence == 1
-    assert only(actions, StartSync).term == 4
+    assert only(actions, pf.PushApplied).sequence == 1
+    assert only(actions, rp.StartSync).term == 4
     # The second push was being applied, and is not held.
-    assert only(copy.work(), PushApplied).sequence == 2
+    assert only(copy.work(), pf.PushApplied).sequence == 2
     assert copy.counters()["term"] == 4
-    assert only(copy.hello(), SessionOpened).shard_incarnation == 1  # as it began to lead
+    assert only(copy.hello(), pf.SessionOpened).shard_incarnation == 1  # as it began to lead
 
 
 def test_a_stopping_primary_does_not_wait_for_its_backup() -> None:
-    copy = leader()
-    pushed(copy, 1)
-    copy.work()
+    copy = half_applied()
     actions = copy.receive(Stop(reason="enough"))
     assert kinds(actions, CLIENT) == ["PushApplied"]
     assert isinstance(actions[-1], Exit)
@@ -330,4 +309,4 @@ def test_a_stopping_primary_does_not_wait_for_its_backup() -> None:
 def test_the_backup_averages_buffers_over_as_many_clients() -> None:
     copy = leader()
     copy.hello(sender=OTHER)
-    assert only(pushed(copy, 1), ReplicatePush).n_pushing == 2
+    assert only(pushed(copy, 1), rp.ReplicatePush).n_pushing == 2

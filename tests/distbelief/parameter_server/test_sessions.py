@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server import push_history
-from distbelief.parameter_server.push_history import PartialStaleness, Staleness
-from distbelief.parameter_server.sessions import PushBuffer, Session
+from distbelief.parameter_server import sessions
+from distbelief.parameter_server.client.buffers import Staleness
+from distbelief.parameter_server.sessions import PartialStaleness, PushBuffer, Session
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import Push
 from distbelief.roles.role import Address
@@ -56,31 +56,19 @@ def test_one_blocking_replica_of_two_ranks_is_never_stale() -> None:
 
 def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = PartialStaleness()
-    n = push_history._N_KEPT
+    n = sessions._N_KEPT
     for clock in range(n + 10):
         recent.add(LEFT, clock=clock)
     assert recent.since(RIGHT, fetched_clock=0, clock=n + 10) == 10
     # Which clients share elements is not kept forever either.
-    monkeypatch.setattr(push_history, "_N_KNOWN_MAX", 1)
+    monkeypatch.setattr(sessions, "_N_KNOWN_MAX", 1)
     assert recent.since(MIDDLE, fetched_clock=n, clock=n + 10) == 10
     assert recent.since(RIGHT, fetched_clock=n, clock=n + 10) == 0
 
 
-def test_ranges_that_touch_do_not_overlap() -> None:
-    one, other = IndexRanges.whole(0, 64), IndexRanges.whole(64, 128)
-    assert not one.overlaps(other)
-    assert one.overlaps(IndexRanges.whole(63, 64))
-    nothing = IndexRanges.of(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    assert not one.overlaps(nothing)
-    assert not nothing.overlaps(one)
-
-
-def test_no_push_has_no_staleness() -> None:
-    assert set(Staleness().counters().values()) == {0.0}
-
-
 def test_mean_and_maximum_are_of_all_pushes_and_p95_of_the_recent() -> None:
     staleness = Staleness()
+    assert set(staleness.counters().values()) == {0.0}
     staleness.add(5000)
     for value in range(1, 101):
         staleness.add(value)

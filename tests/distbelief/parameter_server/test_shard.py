@@ -11,6 +11,7 @@ from typing_extensions import override
 from distbelief.core.memory import PrivateMemory, Region
 from distbelief.core.vectors import Vector, block_bounds
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -18,20 +19,11 @@ from distbelief.parameter_server.optimizers import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
     CheckpointSaved,
-    Fetch,
-    FetchAck,
     Finished,
     Message,
-    OpenSession,
-    ParameterBlock,
-    Push,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
     SaveCheckpoint,
-    SessionOpened,
-    SessionRefused,
     Stop,
+    push_fetch as pf,
 )
 from distbelief.roles.role import (
     NEWEST,
@@ -62,6 +54,7 @@ from tests.distbelief.parameter_server.pair import (
     READER,
     TEST,
     layout_of,
+    sent,
     shard_of,
 )
 
@@ -134,9 +127,14 @@ class Alone:
         host: str = REMOTE,
         pushes: bool = True,
         next_sequence: int = 1,
+        holds: Vector | None = None,
     ) -> Sequence[Action]:
-        message = OpenSession(
-            layout=self.layout.fingerprint, pushes=pushes, host=host, next_sequence=next_sequence
+        message = pf.OpenSession(
+            layout=self.layout.fingerprint,
+            pushes=pushes,
+            host=host,
+            next_sequence=next_sequence,
+            holds=holds,
         )
         return self.receive(message, sender, life=life)
 
@@ -173,16 +171,23 @@ class Alone:
         return dict(self.shard.status()[1])
 
 
-def block(sequence: int, index: int, values: Vector, *, shard_incarnation: int = 1) -> PushBlock:
-    return PushBlock(
+def opened(layout: Layout = LAYOUT, *, n_copies: int = 2, n_clients_max: int = 4096) -> Alone:
+    """Return a shard with which a client elsewhere has opened its session."""
+    alone = Alone(layout, n_copies=n_copies, n_clients_max=n_clients_max)
+    alone.hello()
+    return alone
+
+
+def block(sequence: int, index: int, values: Vector, *, shard_incarnation: int = 1) -> pf.PushBlock:
+    return pf.PushBlock(
         sequence=sequence, shard_incarnation=shard_incarnation, block_index=index, values=values
     )
 
 
 def said(
     sequence: int, *, samples: int = 0, fetched_clock: int = 0, shard_incarnation: int = 1
-) -> Push:
-    return Push(
+) -> pf.Push:
+    return pf.Push(
         sequence=sequence,
         shard_incarnation=shard_incarnation,
         fetched_clock=fetched_clock,
@@ -191,23 +196,14 @@ def said(
     )
 
 
-def fetch(request: int = 1, *, credit: int = 16) -> Fetch:
-    return Fetch(request=request, shard_incarnation=1, credit=credit)
+def fetch(request: int = 1, *, credit: int = 16) -> pf.Fetch:
+    return pf.Fetch(request=request, shard_incarnation=1, credit=credit)
 
 
-def credit(received: int, *, request: int = 1, limit: int = 64, again: bool = False) -> FetchAck:
-    return FetchAck(
+def credit(received: int, *, request: int = 1, limit: int = 64, again: bool = False) -> pf.FetchAck:
+    return pf.FetchAck(
         request=request, shard_incarnation=1, received=received, limit=limit, again=again
     )
-
-
-def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
-    """Return the messages of this kind among the actions."""
-    return [
-        action.message
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, kind)
-    ]
 
 
 def only(actions: Sequence[Action], kind: type[M]) -> M:
@@ -219,7 +215,7 @@ def only(actions: Sequence[Action], kind: type[M]) -> M:
 
 
 def indices(actions: Sequence[Action]) -> list[int]:
-    return [block.block_index for block in sent(actions, ParameterBlock)]
+    return [block.block_index for block in sent(actions, pf.ParameterBlock)]
 
 
 # ------------------------------------------------------------------ configuration
@@ -247,10 +243,10 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], mess
 def test_an_early_open_session_is_answered_when_the_values_are_there() -> None:
     alone = Alone(ready=False)
     assert alone.shard.status()[0] == "starting"
-    refused = only(alone.hello(), SessionRefused)
+    refused = only(alone.hello(), pf.SessionRefused)
     assert not refused.for_good
     alone.hello()  # asked again
-    welcome = only(alone.work(alone.started), SessionOpened)
+    welcome = only(alone.work(alone.started), pf.SessionOpened)
     assert (welcome.shard_incarnation, welcome.clock, welcome.samples) == (1, 0, 0)
     assert alone.shard.status()[0] == "serving"
 
@@ -260,15 +256,15 @@ def test_of_two_early_open_sessions_the_newer_incarnation_counts() -> None:
     alone.hello(life=2)
     alone.hello(life=1)
     actions = alone.work(alone.started)
-    only(actions, SessionOpened)
+    only(actions, pf.SessionOpened)
     assert alone.push(1, life=1) == []
 
 
 def test_early_open_sessions_are_deferred_for_a_limited_number_of_clients() -> None:
     alone = Alone(ready=False, n_clients_max=1)
     alone.hello()
-    only(alone.hello(OTHER), SessionRefused)
-    only(alone.work(alone.started), SessionOpened)
+    only(alone.hello(OTHER), pf.SessionRefused)
+    only(alone.work(alone.started), pf.SessionOpened)
 
 
 def test_initial_values_of_the_wrong_size_name_both_sizes() -> None:
@@ -320,18 +316,18 @@ def test_without_room_for_shared_values_clients_are_served_by_blocks() -> None:
     assert "no room" in report.text
     alone.work(alone.started)
     actions = alone.hello(host="here")
-    (welcome,) = sent(actions, SessionOpened)
+    (welcome,) = sent(actions, pf.SessionOpened)
     assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
     (report,) = [a for a in actions if isinstance(a, Report)]
     assert "pushes by messages, not shared memory: no room" in report.text
-    assert sent(alone.work_all(alone.push(1)), PushApplied)
+    assert sent(alone.work_all(alone.push(1)), pf.PushApplied)
 
 
 def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     alone = Alone(memory=PrivateMemory(host=""), ready=False)
     assert len(alone.started) == 1
     alone.work(alone.started)
-    welcome = only(alone.hello(host=""), SessionOpened)
+    welcome = only(alone.hello(host=""), pf.SessionOpened)
     assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
 
 
@@ -340,8 +336,8 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
 
 def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
     alone = Alone()
-    hello = OpenSession(layout="abc", pushes=True, host="", next_sequence=1)
-    refused = only(alone.receive(hello), SessionRefused)
+    hello = pf.OpenSession(layout="abc", pushes=True, host="", next_sequence=1)
+    refused = only(alone.receive(hello), pf.SessionRefused)
     assert refused.for_good
     assert "abc" in refused.reason
     assert LAYOUT.fingerprint in refused.reason
@@ -349,63 +345,62 @@ def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
 
 def test_no_more_clients_are_known_than_allowed() -> None:
     alone = Alone(n_clients_max=1)
-    only(alone.hello(), SessionOpened)
-    refused = only(alone.hello(OTHER), SessionRefused)
+    only(alone.hello(), pf.SessionOpened)
+    refused = only(alone.hello(OTHER), pf.SessionRefused)
     assert refused.for_good
     assert "n_clients_max" in refused.reason
-    only(alone.hello(life=2), SessionOpened)  # a new incarnation is not a new client
+    only(alone.hello(life=2), pf.SessionOpened)  # a new incarnation is not a new client
 
 
 def test_an_absent_client_makes_room_when_the_table_is_full() -> None:
     """After 4,096 loops, however short, a standing server served no other."""
-    alone = Alone(n_clients_max=1)
-    alone.hello()
+    alone = opened(n_clients_max=1)
     alone.work(alone.push(1))
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="gone")
     (timer,) = alone.shard.handle(lost, 0.0)
     assert isinstance(timer, SetTimer)
-    only(alone.hello(OTHER), SessionRefused)  # it may only have been cut off
+    only(alone.hello(OTHER), pf.SessionRefused)  # it may only have been cut off
     alone.shard.handle(TimerFired(name=timer.name), timer.at)
-    only(alone.hello(OTHER), SessionOpened)
-    assert only(alone.hello(), SessionRefused).for_good
+    only(alone.hello(OTHER), pf.SessionOpened)
+    assert only(alone.hello(), pf.SessionRefused).for_good
 
 
 def test_clients_of_the_same_host_are_lent_shared_memory_and_others_none() -> None:
     alone = Alone()
-    here = only(alone.hello(host="here"), SessionOpened)
+    here = only(alone.hello(host="here"), pf.SessionOpened)
     assert here.parameters_region == "shard-0.1.values"
     assert here.push_buffers_region.startswith("shard-0.1.slots")
     assert alone.memory.attach(here.push_buffers_region).nbytes == 2 * 8 * N
-    there = only(alone.hello(OTHER), SessionOpened)
+    there = only(alone.hello(OTHER), pf.SessionOpened)
     assert (there.parameters_region, there.push_buffers_region) == ("", "")
-    reader = only(alone.hello(READER, host="here", pushes=False), SessionOpened)
+    reader = only(alone.hello(READER, host="here", pushes=False), pf.SessionOpened)
     assert reader.parameters_region
     assert reader.push_buffers_region == ""
 
 
 def test_a_repeated_open_session_changes_nothing() -> None:
     alone = Alone()
-    first = only(alone.hello(host="here"), SessionOpened)
-    again = only(alone.hello(host="here"), SessionOpened)
+    first = only(alone.hello(host="here"), pf.SessionOpened)
+    again = only(alone.hello(host="here"), pf.SessionOpened)
     assert first.push_buffers_region == again.push_buffers_region
 
 
 def test_a_client_that_cannot_attach_its_push_buffers_gets_others() -> None:
     alone = Alone()
-    first = only(alone.hello(host="here"), SessionOpened)
-    only(alone.hello(host=""), SessionOpened)
+    first = only(alone.hello(host="here"), pf.SessionOpened)
+    only(alone.hello(host=""), pf.SessionOpened)
     with pytest.raises(Exception, match="no region"):
         alone.memory.attach(first.push_buffers_region)
     # A late copy of its first OpenSession does not take them away again.
-    assert only(alone.hello(host="here"), SessionOpened).push_buffers_region == ""
-    assert sent(alone.work_all(alone.push(1)), PushApplied)
+    assert only(alone.hello(host="here"), pf.SessionOpened).push_buffers_region == ""
+    assert sent(alone.work_all(alone.push(1)), pf.PushApplied)
 
 
 def test_a_new_incarnation_starts_over_but_keeps_its_samples() -> None:
     alone = Alone()
-    first = only(alone.hello(host="here"), SessionOpened)
+    first = only(alone.hello(host="here"), pf.SessionOpened)
     alone.work(alone.receive(said(1, samples=32)))
-    welcome = only(alone.hello(host="here", life=2, next_sequence=7), SessionOpened)
+    welcome = only(alone.hello(host="here", life=2, next_sequence=7), pf.SessionOpened)
     assert (welcome.samples, welcome.watermark, welcome.applied) == (32, 6, 0)
     assert welcome.push_buffers_region != first.push_buffers_region
     assert alone.receive(said(2), life=1) == []  # the old incarnation is not heard
@@ -415,8 +410,7 @@ def test_a_new_incarnation_starts_over_but_keeps_its_samples() -> None:
 
 
 def test_a_complete_push_of_an_older_incarnation_is_never_applied() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1, sender=OTHER)
     assert alone.push(1) == []  # waits in the queue
@@ -427,8 +421,7 @@ def test_a_complete_push_of_an_older_incarnation_is_never_applied() -> None:
 
 
 def test_a_new_incarnation_that_only_reads_does_not_apply_the_former_ones_push() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1, sender=OTHER)
     alone.push(1)
@@ -441,26 +434,25 @@ def test_a_new_incarnation_waits_until_the_push_of_the_former_one_is_applied() -
     alone = Alone()
     alone.hello(host="here")
     applying = alone.receive(said(1, samples=8))
-    assert not only(alone.hello(host="here", life=2), SessionRefused).for_good
-    only(alone.hello(OTHER), SessionOpened)  # others do not wait
+    assert not only(alone.hello(host="here", life=2), pf.SessionRefused).for_good
+    only(alone.hello(OTHER), pf.SessionOpened)  # others do not wait
     actions = alone.work(applying)
-    (acknowledge,) = sent(actions, PushApplied)
-    (welcome,) = sent(actions, SessionOpened)
+    (acknowledge,) = sent(actions, pf.PushApplied)
+    (welcome,) = sent(actions, pf.SessionOpened)
     assert acknowledge.sequence == 1
     assert (welcome.samples, welcome.applied) == (8, 0)
 
 
 def test_a_repeated_open_session_does_not_wait_for_the_clients_own_push() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.push(1)
-    only(alone.hello(), SessionOpened)
-    only(alone.hello(next_sequence=2), SessionRefused)  # this one says something new
+    only(alone.hello(), pf.SessionOpened)
+    only(alone.hello(next_sequence=2), pf.SessionRefused)  # this one says something new
 
 
 @pytest.mark.parametrize("message", [fetch(), credit(0), said(1)])
 def test_unknown_clients_must_open_a_session(message: Message) -> None:
-    refused = only(Alone().receive(message), SessionRefused)
+    refused = only(Alone().receive(message), pf.SessionRefused)
     assert not refused.for_good
     assert "open a session first" in refused.reason
 
@@ -468,8 +460,8 @@ def test_unknown_clients_must_open_a_session(message: Message) -> None:
 def test_messages_for_another_incarnation_of_the_shard_are_refused() -> None:
     alone = Alone(incarnation=2)
     alone.hello()
-    assert not only(alone.receive(said(1)), SessionRefused).for_good
-    only(alone.receive(said(1, shard_incarnation=2), life=2), SessionRefused)
+    assert not only(alone.receive(said(1)), pf.SessionRefused).for_good
+    only(alone.receive(said(1, shard_incarnation=2), life=2), pf.SessionRefused)
     assert alone.counters()["pushes_refused"] == 0  # they are pushed again
 
 
@@ -477,43 +469,39 @@ def test_messages_for_another_incarnation_of_the_shard_are_refused() -> None:
 
 
 def test_a_push_is_applied_once_and_acknowledged_again() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     actions = alone.work(alone.push(1))
-    acknowledge = only(actions, PushApplied)
+    acknowledge = only(actions, pf.PushApplied)
     assert (acknowledge.sequence, acknowledge.clock) == (1, 1)
     for message in (said(1), block(1, 0, np.ones(N))):
-        assert only(alone.receive(message), PushApplied).sequence == 1
+        assert only(alone.receive(message), pf.PushApplied).sequence == 1
     counters = alone.counters()
     assert counters["clock"] == counters["pushes_applied"] == 1
     assert counters["duplicates"] == 1
 
 
 def test_a_push_sent_again_before_it_is_applied_is_a_sign_of_life() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
-    assert only(alone.receive(said(1)), PushBlockAck).received == 1
+    assert only(alone.receive(said(1)), pf.PushBlockAck).received == 1
     assert alone.counters()["duplicates"] == 1
-    only(alone.work(applying), PushApplied)
+    only(alone.work(applying), pf.PushApplied)
     assert alone.counters()["clock"] == 1
 
 
 def test_the_later_push_waits_in_its_buffer() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     assert alone.push(2) == []
     applying = alone.push(1)
     actions = alone.work_all(applying)
-    assert [a.sequence for a in sent(actions, PushApplied)] == [1, 2]
+    assert [a.sequence for a in sent(actions, pf.PushApplied)] == [1, 2]
 
 
 def test_there_is_room_for_two_pushes_and_no_more() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     for sequence in (0, 3):
         if sequence == 0:
-            only(alone.receive(said(0)), PushApplied)  # nothing awaits an answer
+            only(alone.receive(said(0)), pf.PushApplied)  # nothing awaits an answer
             continue
         with pytest.raises(RemoteProtocolError, match="room for pushes 1 to 2"):
             alone.receive(said(sequence))
@@ -523,8 +511,7 @@ def test_there_is_room_for_two_pushes_and_no_more() -> None:
 
 def test_clients_take_turns() -> None:
     """Both of the first client's pushes come before the other's one."""
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1)
     alone.push(2)
@@ -534,21 +521,19 @@ def test_clients_take_turns() -> None:
 
 
 def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1)
     alone.push(1, sender=OTHER)
     actions = alone.work_all(applying)
-    assert [a.staleness for a in sent(actions, PushApplied)] == [0, 1]
+    assert [a.staleness for a in sent(actions, pf.PushApplied)] == [0, 1]
     fresh = alone.work(alone.push(2, fetched_clock=2))
-    assert only(fresh, PushApplied).staleness == 0
+    assert only(fresh, pf.PushApplied).staleness == 0
     assert alone.counters()["staleness_max"] == 1
 
 
 def test_a_fetched_clock_in_the_future_is_refused() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     with pytest.raises(RemoteProtocolError, match="fetched_clock 5; the shard's clock is"):
         alone.receive(said(1, fetched_clock=5))
 
@@ -562,10 +547,9 @@ def test_a_fetched_clock_in_the_future_is_refused() -> None:
     ],
 )
 def test_invalid_blocks_are_refused_with_the_expected_size(
-    message: PushBlock, complaint: str
+    message: pf.PushBlock, complaint: str
 ) -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     with pytest.raises(RemoteProtocolError, match=complaint):
         alone.receive(message)
 
@@ -586,31 +570,31 @@ def test_blocks_out_of_order_are_dropped_and_the_push_says_what_is_missing() -> 
     assert len(bounds) == 3
     blocks = [block(1, i, -np.ones(b - a)) for i, (a, b) in enumerate(bounds)]
     alone.hello()
-    assert only(alone.receive(blocks[0]), PushBlockAck).received == 1
+    assert only(alone.receive(blocks[0]), pf.PushBlockAck).received == 1
     assert alone.receive(blocks[2]) == []
-    assert only(alone.receive(said(1)), PushBlockAck).received == 1
-    assert only(alone.receive(blocks[0]), PushBlockAck).received == 1  # a late copy
+    assert only(alone.receive(said(1)), pf.PushBlockAck).received == 1
+    assert only(alone.receive(blocks[0]), pf.PushBlockAck).received == 1  # a late copy
     alone.receive(blocks[1])
     actions = alone.receive(blocks[2])  # complete: its Push came before
-    assert sent(actions, PushBlockAck)[0].received == 3
-    only(alone.work(actions), PushApplied)
+    assert sent(actions, pf.PushBlockAck)[0].received == 3
+    only(alone.work(actions), pf.PushApplied)
 
 
 def test_pushes_that_the_client_gave_up_are_not_awaited() -> None:
     alone = Alone()
-    welcome = only(alone.hello(next_sequence=5), SessionOpened)
+    welcome = only(alone.hello(next_sequence=5), pf.SessionOpened)
     assert (welcome.watermark, welcome.applied) == (4, 0)
-    only(alone.work(alone.push(5)), PushApplied)
-    late = only(alone.hello(next_sequence=2), SessionOpened)  # lowers nothing
+    only(alone.work(alone.push(5)), pf.PushApplied)
+    late = only(alone.hello(next_sequence=2), pf.SessionOpened)  # lowers nothing
     assert (late.watermark, late.applied) == (5, 1)
 
 
 def test_a_push_buffer_stays_unchanged_for_a_repeated_push() -> None:
     alone = Alone()
-    region = only(alone.hello(host="here"), SessionOpened).push_buffers_region
+    region = only(alone.hello(host="here"), pf.SessionOpened).push_buffers_region
     slot = alone.memory.attach(region).view(np.float64)[N:]  # of sequence 1
     slot[:] = -1.0
-    only(alone.work(alone.receive(said(1))), PushApplied)
+    only(alone.work(alone.receive(said(1))), pf.PushApplied)
     assert (slot == -1.0).all()
 
 
@@ -620,8 +604,7 @@ def test_a_push_buffer_stays_unchanged_for_a_repeated_push() -> None:
 def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
     layout = layout_of(n_buffers=1)
     start = layout.n_gradient(0)
-    alone = Alone(layout)
-    alone.hello()
+    alone = opened(layout)
     stream = np.random.default_rng(0)
     for sequence in (1, 2):
         pushed = stream.standard_normal(layout.shard_size(0)) * 1e-3
@@ -633,8 +616,7 @@ def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
 
 def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> None:
     layout = layout_of(n_buffers=1)
-    alone = Alone(layout)
-    alone.hello()
+    alone = opened(layout)
     alone.hello(OTHER)
     alone.hello(READER, pushes=False)
     values = alone.shard._values.vector
@@ -659,8 +641,7 @@ def absence(alone: Alone, at: Seconds) -> Seconds:
 
 
 def test_push_buffers_of_an_absent_client_are_released_after_minutes() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     n_bytes = alone.counters()["push_buffer_bytes"]
     assert n_bytes == 2 * 8 * LAYOUT.shard_size(0)
@@ -672,8 +653,8 @@ def test_push_buffers_of_an_absent_client_are_released_after_minutes() -> None:
     assert "replica-0 has been gone for 300 s" in report.text
     assert alone.counters()["push_buffer_bytes"] == 0
     assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
-    only(alone.push(2), SessionRefused)
-    welcome = only(alone.hello(), SessionOpened)
+    only(alone.push(2), pf.SessionRefused)
+    welcome = only(alone.hello(), pf.SessionOpened)
     assert (welcome.watermark, welcome.applied) == (1, 1)  # it is still known
 
 
@@ -688,8 +669,7 @@ def test_the_loss_of_a_former_incarnation_is_not_that_of_the_current_one() -> No
 
 
 def test_a_client_back_in_time_keeps_its_push_buffers() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     at = absence(alone, 0.0)
     alone.work(alone.push(1))
     assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
@@ -699,8 +679,7 @@ def test_a_client_back_in_time_keeps_its_push_buffers() -> None:
 
 
 def test_a_push_being_applied_keeps_its_buffer() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     at = absence(alone, 0.0)
     (again,) = alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
@@ -722,9 +701,7 @@ def test_a_reader_has_no_push_buffers_to_release() -> None:
 
 def large(*, n_copies: int = 2) -> Alone:
     """A shard of three blocks and a client elsewhere."""
-    alone = Alone(layout_of(LARGE), n_copies=n_copies)
-    alone.hello()
-    return alone
+    return opened(layout_of(LARGE), n_copies=n_copies)
 
 
 def test_a_fetch_is_served_by_blocks_of_one_version_within_a_window() -> None:
@@ -737,7 +714,7 @@ def test_a_fetch_is_served_by_blocks_of_one_version_within_a_window() -> None:
     alone.work(alone.push(1, sender=OTHER))  # updates do not wait for the reader
     actions = alone.receive(credit(1, limit=2))
     assert indices(actions) == [1]
-    (sent_block,) = sent(actions, ParameterBlock)
+    (sent_block,) = sent(actions, pf.ParameterBlock)
     assert sent_block.clock == 0
     assert not sent_block.values.any()
     assert indices(alone.receive(credit(2, limit=99))) == [2]
@@ -766,7 +743,7 @@ def test_an_acknowledgement_beyond_the_last_block_is_refused() -> None:
 def test_a_pin_ended_early_frees_its_version_and_nothing_more_is_sent() -> None:
     alone = large(n_copies=1)
     actions = alone.work(alone.receive(fetch(credit=1)))
-    (first,) = sent(actions, ParameterBlock)
+    (first,) = sent(actions, pf.ParameterBlock)
     assert alone.receive(credit(3)) == []
     assert np.isnan(first.values).all()  # retired: a late reader is caught
     assert alone.receive(credit(1)) == []
@@ -776,7 +753,7 @@ def test_a_pin_ended_early_frees_its_version_and_nothing_more_is_sent() -> None:
 def test_an_idle_pin_expires_and_the_client_must_fetch_again() -> None:
     alone = large(n_copies=1)
     actions = alone.work(alone.receive(fetch(credit=1)))
-    (first,) = sent(actions, ParameterBlock)
+    (first,) = sent(actions, pf.ParameterBlock)
     alone.now = 6.0
     alone.receive(credit(1, limit=1))
     alone.now = 10.0
@@ -788,7 +765,7 @@ def test_an_idle_pin_expires_and_the_client_must_fetch_again() -> None:
     assert not np.isnan(first.values).any()
     assert not np.shares_memory(first.values, alone.shard._versions._versions[0].values)
     for message in (credit(1), fetch()):
-        refused = only(alone.receive(message), SessionRefused)
+        refused = only(alone.receive(message), pf.SessionRefused)
         assert not refused.for_good
         assert "fetch again" in refused.reason
     assert indices(alone.work(alone.receive(fetch(2)))) == [0, 1, 2]
@@ -815,11 +792,11 @@ def test_a_fetch_waits_if_no_version_is_free_and_all_waiting_share_the_next() ->
     alone.work(alone.push(1))
     assert alone.receive(fetch(), OTHER) == []
     assert alone.receive(fetch(), READER) == []
-    only(alone.receive(fetch(), OTHER), SessionOpened)  # asked again: a sign of life
+    only(alone.receive(fetch(), OTHER), pf.SessionOpened)  # asked again: a sign of life
     copying = alone.receive(credit(3))
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
-    assert {b.clock for b in sent(actions, ParameterBlock)} == {1}
+    assert {b.clock for b in sent(actions, pf.ParameterBlock)} == {1}
     assert len(alone.shard._versions._versions) == 1
 
 
@@ -828,7 +805,7 @@ def test_a_new_fetch_ends_the_pin_of_the_last_one() -> None:
     alone.work(alone.receive(fetch()))
     alone.work(alone.push(1))
     actions = alone.work(alone.receive(fetch(2)))
-    assert {b.clock for b in sent(actions, ParameterBlock)} == {1}
+    assert {b.clock for b in sent(actions, pf.ParameterBlock)} == {1}
     assert alone.receive(fetch(1)) == []
     assert alone.receive(credit(1)) == []
 
@@ -837,8 +814,8 @@ def test_a_reader_that_is_gone_frees_its_version() -> None:
     alone = large(n_copies=1)
     alone.work(alone.receive(fetch()))
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
-    assert sent(alone.shard.handle(lost, 0.0), ParameterBlock) == []
-    only(alone.receive(credit(1)), SessionRefused)  # it was not gone after all
+    assert sent(alone.shard.handle(lost, 0.0), pf.ParameterBlock) == []
+    only(alone.receive(credit(1)), pf.SessionRefused)  # it was not gone after all
     alone.shard.handle(PeerLost(peer=TEST, incarnation=1, reason="killed"), 0.0)
     assert alone.shard.handle(PeerJoined(peer=CLIENT, incarnation=1), 0.0) == []
 
@@ -874,18 +851,70 @@ def test_pushes_and_copies_take_turns() -> None:
 
 def test_a_reader_of_blocks_is_sent_so_many_at_once_whatever_it_asks_for() -> None:
     tensors = (TensorSpec(name="w", shape=(70 * 131072,)),)
-    alone = Alone(layout_of(tensors))
-    alone.hello()
-    actions = alone.work(alone.receive(fetch(credit=1 << 40)))
+    alone = opened(layout_of(tensors))
+    actions = alone.work_all(alone.receive(fetch(credit=1 << 40)))
     assert indices(actions) == list(range(64))
+
+
+@pytest.fixture
+def by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions are copied block by block."""
+    monkeypatch.setattr(pinned_versions, "PIECE_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("by_pieces")
+def test_blocks_are_sent_while_the_rest_is_copied_and_a_push_waits() -> None:
+    alone = large()
+    alone.hello(OTHER)
+    alone.hello(READER, pushes=False)
+    end = np.array([262_080, 128, 128, 1])  # of the second block, and the start of the third
+    alone.hello(TEST, pushes=False, holds=end)
+    actions = alone.work(alone.receive(fetch()))
+    first = sent(actions, pf.ParameterBlock)
+    assert alone.push(1, sender=OTHER) == []  # it would change what is not copied yet
+    shared = alone.receive(fetch(), READER)  # the same version, as far as it is there
+    assert [indices(actions), indices(shared)] == [[0], [0]]
+    assert indices(alone.receive(fetch(), TEST)) == []
+    actions = alone.work(actions)
+    assert indices(actions) == [1, 1]
+    assert alone.receive(credit(2)) == []  # the third is still being copied
+    actions = alone.work(actions)
+    assert indices(actions) == [2, 2, 0]
+    assert alone.counters()["clock"] == 0.0
+    alone.work(actions)  # the push
+    assert alone.counters()["clock"] == 1.0
+    blocks = [*first, *sent(actions, pf.ParameterBlock)]
+    assert {one.clock for one in blocks} == {0}
+    assert not any(one.values.any() for one in blocks)
+
+
+@pytest.mark.usefixtures("by_pieces")
+def test_a_version_whose_last_reader_is_gone_is_not_copied_to_the_end() -> None:
+    alone = large(n_copies=1)
+    copying = alone.work(alone.receive(fetch()))
+    lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
+    alone.shard.handle(lost, 0.0)
+    alone.receive(fetch(2))  # it was not gone; its memory may still be read
+    actions = alone.work(copying)
+    assert indices(actions) == []
+    actions = alone.work_all(actions)  # from the first block again
+    assert indices(actions) == [0, 1, 2]
+    assert not any(one.values.any() for one in sent(actions, pf.ParameterBlock))
+
+
+@pytest.mark.usefixtures("by_pieces")
+def test_stop_does_not_wait_for_the_rest_of_a_version() -> None:
+    alone = large()
+    copying = alone.work(alone.receive(fetch()))
+    alone.receive(Stop(reason="test"), TEST)
+    assert isinstance(alone.work(copying)[-1], Exit)
 
 
 # --------------------------------------------------------------------- published
 
 
 def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     published = alone.shard._values._published
     assert published.version % 2 == 0
     applying = alone.push(1)
@@ -898,8 +927,7 @@ def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None
 
 
 def test_a_snapshot_is_taken_while_pushes_queue() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1, samples=9))
     saving = alone.receive(SaveCheckpoint(label="1"), TEST)
     (persist,) = saving
@@ -910,15 +938,14 @@ def test_a_snapshot_is_taken_while_pushes_queue() -> None:
     actions = alone.work_all(saving)
     assert sent(actions, CheckpointSaved)[0].error is None
     assert sent(actions, CheckpointSaved)[0].clock == 1
-    assert sent(actions, PushApplied)[0].sequence == 2
+    assert sent(actions, pf.PushApplied)[0].sequence == 2
     assert (
         only(alone.receive(SaveCheckpoint(label="1"), TEST), CheckpointSaved).error is None
     )  # repeated
 
 
 def test_snapshots_wait_for_the_work_and_not_for_ever_many() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     for n in range(N_SAVES_MAX):
         assert alone.receive(SaveCheckpoint(label=str(n)), TEST) == []
@@ -964,7 +991,7 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     assert isinstance(persist, Persist)
     second = begin(persist.snapshot, 2)
     assert second._values.vector.tobytes() == first._values.vector.tobytes()
-    welcome = only(alone.hello(next_sequence=2), SessionOpened)
+    welcome = only(alone.hello(next_sequence=2), pf.SessionOpened)
     assert (welcome.clock, welcome.samples, welcome.applied) == (1, 5, 1)
     # What the old incarnation would have done with the next push, the new one does.
     alone.receive(block(2, 0, np.full(N, 2.0), shard_incarnation=2))
@@ -987,7 +1014,7 @@ def test_stop_finishes_complete_pushes_and_snapshots_then_exits() -> None:
     assert alone.receive(said(3)) == []
     assert alone.hello(life=2) == []
     actions = alone.work_all(applying)
-    assert len(sent(actions, PushApplied)) == 2
+    assert len(sent(actions, pf.PushApplied)) == 2
     assert len(sent(actions, CheckpointSaved)) == 1
     (finished,) = sent(actions, Finished)
     assert finished.counters["clock"] == 2
@@ -999,19 +1026,18 @@ def test_stop_finishes_complete_pushes_and_snapshots_then_exits() -> None:
 
 def test_what_is_not_in_the_last_snapshot_is_not_acknowledged() -> None:
     """Of 1,670 pushes that a server acknowledged until it was ended, it kept 1,667."""
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.hello(OTHER)
     applying = alone.push(1)
     alone.push(1, sender=OTHER)
     alone.receive(SaveCheckpoint(label="1", last=True), TEST)
     actions = alone.work_all(applying)
     assert [saved.clock for saved in sent(actions, CheckpointSaved)] == [1]
-    assert len(sent(actions, PushApplied)) == 1
-    assert not sent(alone.push(2), PushApplied)
-    assert sent(alone.work_all(alone.receive(fetch())), ParameterBlock)
+    assert len(sent(actions, pf.PushApplied)) == 1
+    assert not sent(alone.push(2), pf.PushApplied)
+    assert sent(alone.work_all(alone.receive(fetch())), pf.ParameterBlock)
     actions = alone.work_all(alone.receive(Stop(reason="enough"), TEST))
-    assert not sent(actions, PushApplied)
+    assert not sent(actions, pf.PushApplied)
     (finished,) = sent(actions, Finished)
     assert finished.counters["clock"] == 1
 
@@ -1057,8 +1083,7 @@ def labels(actions: Sequence[Action]) -> list[str]:
 
 def test_without_a_supervisor_it_saves_what_is_in_no_snapshot_and_ends() -> None:
     """It ended without, and 9,773 pushes that it had acknowledged were lost."""
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     actions = alone.shard.handle(GONE, alone.now)
     assert labels(actions) == [NEWEST]
@@ -1071,20 +1096,18 @@ def test_without_a_supervisor_it_saves_what_is_in_no_snapshot_and_ends() -> None
 
 
 def test_a_push_that_is_being_applied_is_in_that_snapshot() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     assert alone.shard.handle(GONE, alone.now) == []
     applied = alone.work(applying)
-    assert sent(applied, PushApplied)
+    assert sent(applied, pf.PushApplied)
     assert labels(applied) == [NEWEST]
 
 
 def test_what_is_saved_already_is_not_saved_again() -> None:
     alone = Alone()
     assert alone.shard.handle(GONE, 0.0)[-1] == Exit(error="no word for 600.1 s")
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     save = alone.receive(SaveCheckpoint(label="00001"), SUPERVISOR)
     assert labels(alone.shard.handle(GONE, alone.now)) == []
@@ -1094,8 +1117,7 @@ def test_what_is_saved_already_is_not_saved_again() -> None:
 
 
 def test_a_full_disk_is_tried_once() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     alone.shard.handle(GONE, alone.now)
     full = Persisted(label=NEWEST, error="no space left")
@@ -1105,8 +1127,7 @@ def test_a_full_disk_is_tried_once() -> None:
 
 
 def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     alone.work(alone.push(1))
     saving = alone.shard.handle(GONE, alone.now)
     alone.receive(SaveCheckpoint(label="00008"), SUPERVISOR)
@@ -1116,8 +1137,7 @@ def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
 
 
 def test_after_stop_a_lost_supervisor_changes_nothing() -> None:
-    alone = Alone()
-    alone.hello()
+    alone = opened()
     applying = alone.push(1)
     alone.receive(Stop(reason="enough"), SUPERVISOR)
     alone.shard.handle(GONE, alone.now)

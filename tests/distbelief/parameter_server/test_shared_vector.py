@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
-from distbelief.parameter_server.shared_vector import HEADER_BYTES, SeqlockVector
+from distbelief.parameter_server.slices import HEADER_BYTES, SeqlockVector
 
 
 FLOAT64 = np.dtype(np.float64)
@@ -16,9 +16,7 @@ FLOAT64 = np.dtype(np.float64)
 def both_ends(n_elements: int = 4) -> tuple[SeqlockVector, SeqlockVector]:
     """Return the writer's and a reader's view of one vector."""
     memory = PrivateMemory()
-    writer = SeqlockVector.create(
-        memory, "values", n_elements=n_elements, dtype=FLOAT64, incarnation=3
-    )
+    writer = SeqlockVector.create(memory, "values", n_elements=n_elements, dtype=FLOAT64)
     reader = SeqlockVector.attach(memory, "values", n_elements=n_elements, dtype=FLOAT64)
     return writer, reader
 
@@ -30,37 +28,11 @@ def test_a_reader_sees_what_was_written_and_its_clock() -> None:
     copy: list[Vector] = []
     assert reader.read(lambda: copy.append(reader.values.copy())) == 5
     assert np.array_equal(copy[0], np.full(4, 7.0))
-    assert reader.incarnation == 3
 
 
 def test_values_never_written_cannot_be_read() -> None:
     _, reader = both_ends()
     assert reader.read(pytest.fail) is None
-
-
-def test_values_that_are_being_written_are_not_even_copied() -> None:
-    writer, reader = both_ends()
-    writer.end(clock=0)
-    writer.begin()
-    assert reader.read(pytest.fail) is None
-
-
-def test_a_write_within_a_read_makes_it_torn() -> None:
-    writer, reader = both_ends()
-    writer.end(clock=0)
-
-    def overtaken() -> None:
-        writer.begin()
-        writer.end(clock=1)
-
-    assert reader.read(overtaken) is None
-    assert reader.read(lambda: None) == 1
-
-
-def test_a_write_that_begins_within_a_read_makes_it_torn() -> None:
-    writer, reader = both_ends()
-    writer.end(clock=0)
-    assert reader.read(writer.begin) is None
 
 
 @given(
@@ -118,7 +90,7 @@ def test_a_region_of_another_size_is_refused_with_both_sizes() -> None:
 
 def test_poisoned_memory_reads_as_torn() -> None:
     memory = PrivateMemory(poison=True)
-    writer = SeqlockVector.create(memory, "values", n_elements=2, dtype=FLOAT64, incarnation=1)
+    writer = SeqlockVector.create(memory, "values", n_elements=2, dtype=FLOAT64)
     writer.end(clock=0)
     memory.release("values")
     assert writer.read(pytest.fail) is None

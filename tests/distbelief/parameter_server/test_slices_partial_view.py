@@ -12,6 +12,7 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server import layout as module
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
+from tests.distbelief.parameter_server.pair import numbered
 
 
 Items = list[tuple[str, Region]]
@@ -45,15 +46,6 @@ def tilings(draw: st.DrawFn) -> tuple[Layout, list[Items]]:
     return layout, clients
 
 
-def numbered(layout: Layout) -> list[torch.Tensor]:
-    """Return whole tensors whose elements all differ."""
-    first, tensors = 1, []
-    for spec in layout.tensors:
-        tensors.append(torch.arange(first, first + spec.n_elements).float())
-        first += spec.n_elements
-    return tensors
-
-
 def cut_out(layout: Layout, whole: list[torch.Tensor], items: Items) -> list[torch.Tensor]:
     """Return the flat tensors of these regions."""
     by_name = dict(zip((spec.name for spec in layout.tensors), whole, strict=True))
@@ -81,14 +73,14 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
             tensors = cut_out(layout, whole, items)
             if k not in selection.shards:
                 continue
-            part = selection.slice(k)
+            part = selection.slices[k]
             selection.copier(k, filled).gather(tensors)
             indices = indices_of(part)
             times[indices] += 1
             # What goes over the codec is the same, in rising order.
             assert part.n_elements
             compact = np.full(part.n_elements, np.nan, np.float32)
-            selection.copier(k, compact, within=part).gather(tensors)
+            selection.copier(k, compact, compact=True).gather(tensors)
             assert np.array_equal(compact, wanted[indices])
         assert np.array_equal(filled, wanted)
         assert np.array_equal(times, (wanted != 0).astype(np.int64))
@@ -104,13 +96,13 @@ def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]
         by_blocks = [torch.full_like(tensor, math.nan) for tensor in wanted]
         in_place = [torch.full_like(tensor, math.nan) for tensor in wanted]
         for k in selection.shards:
-            part = selection.slice(k)
+            part = selection.slices[k]
             vector = np.zeros(layout.shard_size(k), np.float32)
             layout.gather(k, whole, vector)
             vector.flags.writeable = False
             selection.copier(k, vector).scatter(in_place)
             blocks = [part.block(vector, i) for i in range(len(part.bounds))]
-            selection.scatter_blocks(k, blocks, by_blocks, shard_slice=part)
+            selection.scatter_blocks(k, blocks, by_blocks)
         for tensor, one, other in zip(wanted, by_blocks, in_place, strict=True):
             assert torch.equal(tensor, one)
             assert torch.equal(tensor, other)
@@ -130,7 +122,7 @@ def layout_of(*shape: int, n_shards: int = 1) -> Layout:
 
 def test_columns_are_one_stripe_and_hold_what_the_shard_reads() -> None:
     layout = layout_of(4000, 6)
-    part = PartialView(layout, [("w", Region(((0, 4000), (2, 5))))]).slice(0)
+    part = PartialView(layout, [("w", Region(((0, 4000), (2, 5))))]).slices[0]
     assert part.stripes is not None
     assert part.stripes.tolist() == [2, 3, 6, 4000]
     received = SliceTable(24000, dtype=layout.dtype).get(part.stripes)
@@ -168,7 +160,7 @@ def test_an_item_that_lies_elsewhere_changes_nothing_here() -> None:
         layout, [("w", Region(((0, 1), (0, 64)))), ("w", Region(((1, 2), (0, 64))))]
     )
     vector = np.zeros(64, np.float32)
-    selection.copier(0, vector, within=selection.slice(0)).put(1, torch.ones(64))
+    selection.copier(0, vector, compact=True).put(1, torch.ones(64))
     assert not vector.any()
 
 
@@ -201,7 +193,7 @@ def test_regions_of_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_tensor_of_another_shape_is_named() -> None:
     view = PartialView(layout_of(4), [("w", Region(((1, 3),)))])
-    exchange = view.copier(0, np.zeros(2, np.float32), within=view.slice(0))
+    exchange = view.copier(0, np.zeros(2, np.float32), compact=True)
     with pytest.raises(ValueError, match="'w' has shape"):
         exchange.put(0, torch.zeros(3))
     with pytest.raises(ValueError, match="0 tensors given"):
@@ -211,7 +203,7 @@ def test_a_tensor_of_another_shape_is_named() -> None:
 def test_a_whole_part_is_the_layout_itself() -> None:
     layout = layout_of(4)
     view = PartialView(layout)
-    part = view.slice(0)
+    part = view.slices[0]
     assert part.stripes is None
     vector = np.arange(64, dtype=np.float32)
     assert part.block(vector, 0).base is not None  # no copy
@@ -219,5 +211,5 @@ def test_a_whole_part_is_the_layout_itself() -> None:
     view.copier(0, vector).scatter(received)
     assert received[0].tolist() == [0, 1, 2, 3]
     compact = np.ones(64, np.float32)
-    view.copier(0, compact, within=part).gather(received)
+    view.copier(0, compact, compact=True).gather(received)
     assert compact.tolist() == [0, 1, 2, 3, *60 * [0]]

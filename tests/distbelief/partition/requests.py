@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
+
+import pytest
 
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, plan
+from distbelief.partition.profiling import this_host as profiling
+from distbelief.partition.profiling.profile import Figures, add, this_host
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
@@ -43,3 +48,16 @@ def _permuted(placement: Placement, to: Mapping[int, int]) -> Placement:
         machines=tuple(to[machine] for machine in placement.machines),
         combine=None if combine is None else _permuted(combine, to),
     )
+
+
+def known_figures(*, jitter: float) -> Figures:
+    return Figures(
+        flops=1e10, memory_rate=1e10, message_rate=1e9, memory=1e9, overhead=1e-5, jitter=jitter
+    )
+
+
+def know_host(figures: Figures, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A separate cache that has this machine's figures."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(profiling, "seconds", lambda: 1e-3)
+    add(this_host(), figures=figures)

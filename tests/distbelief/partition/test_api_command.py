@@ -10,12 +10,12 @@ from typer.testing import CliRunner, Result
 from typing_extensions import override
 
 from distbelief.cli.main import app
+from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
-from distbelief.partition.profiling import this_host as this_host_module
-from distbelief.partition.profiling.profile import Figures, add, load as load_profile, this_host
-from distbelief.program.cluster_file import load_cluster
+from distbelief.partition.profiling.profile import load as load_profile, this_host
 from distbelief.program.plan import load
+from tests.distbelief.partition.requests import know_host, known_figures
 
 
 HERE = "tests.distbelief.partition.test_api_command"
@@ -23,17 +23,12 @@ ARGUMENTS = ("--input", "3x16x16", "--batch", "16", "--loss", "cross_entropy")
 WHOLE = [f"--pin={layer}=whole" for layer in ("0", "1", "2", "3", "loss")]
 
 
-FIGURES = Figures(
-    flops=1e10, memory_rate=1e10, message_rate=1e9, memory=1e9, overhead=1e-5, jitter=0.1
-)
+FIGURES = known_figures(jitter=0.1)
 
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separate cache that has this machine's figures."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
-    add(this_host(), figures=FIGURES)
+    know_host(FIGURES, tmp_path / "cache", monkeypatch)
 
 
 def net() -> nn.Module:
@@ -102,6 +97,7 @@ def test_the_table_has_a_row_for_each_number_of_machines() -> None:
     rows = [row for row in rows if len(row) > 2 and row[0].isdigit() and row[1].isdigit()]
     assert [row[0] for row in rows] == ["1", "2", "4"]
     assert "assumed figures of cluster 'rack-10g'" in result.stdout
+    assert result.stderr.startswith("capturing the model\n")  # progress from the first second
 
 
 def test_json_is_all_that_is_on_standard_output() -> None:
@@ -175,11 +171,6 @@ def test_picture_timeline_and_explanation(tmp_path: Path) -> None:
     assert events
     assert "it follows 0" in result.stdout
     assert "chosen" in result.stdout
-
-
-def test_whole_numbers_are_inputs_too() -> None:
-    result = call("--input", "6:50", "--machines", "1,2", "--json", name="words")
-    assert result.exit_code == 0, result.output
 
 
 def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:

@@ -11,28 +11,24 @@ import distbelief
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT, GraphError
 from distbelief.partition.cost_model import ProfiledCosts
-from distbelief.partition.planner import planning_request
+from distbelief.partition.planner import Request, planning_request
 from distbelief.partition.profiling import this_host as this_host_module
 from distbelief.partition.profiling.layer_timer import profiled
-from distbelief.partition.profiling.profile import Figures, add, load, this_host
+from distbelief.partition.profiling.profile import add, load, this_host
 from distbelief.partition.profiling.this_host import HERE, Network, here
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import load as load_plan
+from tests.distbelief.partition.requests import know_host, known_figures
 
 
-FIGURES = Figures(
-    flops=1e10, memory_rate=1e10, message_rate=1e9, memory=1e9, overhead=1e-5, jitter=0.0
-)
+FIGURES = known_figures(jitter=0.0)
 EXAMPLE = torch.zeros(4, 12)
 
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separate cache that has this machine's figures."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
-    add(this_host(), figures=FIGURES)
+    know_host(FIGURES, tmp_path, monkeypatch)
 
 
 def net() -> nn.Module:
@@ -48,19 +44,17 @@ def make_request(
     profile: bool = False,
     told: list[str] | None = None,
 ) -> PlanningRequest:
-    return planning_request(
-        model or net(),
-        [InputSpec(shape=shape)],
-        name="net",
+    asked = Request(
+        model="net",
+        inputs=[InputSpec(shape=shape)],
         batch=4,
         loss=loss,
         counts=[1, 2],
         cluster=cluster,
-        pins={},
-        exactly=False,
         profile=profile,
-        notify=(told if told is not None else []).append,
     )
+    notify = (told if told is not None else []).append
+    return planning_request(model or net(), asked, notify=notify)
 
 
 def test_machines_like_this_one_take_the_times_measured_here() -> None:
@@ -246,18 +240,6 @@ def test_mistakes_are_reported_before_anything_is_measured() -> None:
     with pytest.raises(GraphError, match="there is no cluster 'her'"):
         distbelief.plan(net(), EXAMPLE, cluster="her", profile=True)
     assert not this_host().path.exists()
-
-
-@pytest.mark.parametrize("machines", [0, (), (0, 1)])
-def test_no_machines_are_a_mistake(machines: int | tuple[int, ...]) -> None:
-    with pytest.raises(GraphError, match="machines"):
-        distbelief.plan(net(), EXAMPLE, machines=machines, cluster="here")
-
-
-@pytest.mark.parametrize("example", [torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
-def test_an_example_is_a_batch(example: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(GraphError, match="all with the same batch"):
-        distbelief.plan(net(), example)
 
 
 def test_whole_numbers_are_inputs_too() -> None:

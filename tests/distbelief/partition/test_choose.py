@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief.config import cluster_file
+from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.errors import JobError
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition import choose
 from distbelief.partition.choose import draw, plan_for_job
-from distbelief.program import cluster_file
-from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import Plan, load
 from distbelief.task.task import Sample, TaskSpec, capture_for, sample_of
 from distbelief.task.validation import check_data, check_evaluation

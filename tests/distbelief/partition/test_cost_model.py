@@ -6,15 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from torch import nn
 
-from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import (
     AnalyticCosts,
-    MicroBatchScaling,
     ProfiledCosts,
     Variance,
     signature,
@@ -23,7 +20,6 @@ from distbelief.partition.cost_model import (
 from distbelief.partition.cost_tables import sync_seconds
 from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, uniform
-from distbelief.program.cluster_file import load_cluster
 from distbelief.program.step_cost import StepCost
 from tests.distbelief.partition.plans import (
     MACHINE,
@@ -127,51 +123,6 @@ def test_a_single_number_has_one_owner_and_the_slowest_link_decides() -> None:
     assert found == pytest.approx(2 * (4 / 1e6 + 1e-4))
 
 
-# --- micro-batches ---
-
-
-def test_what_takes_longer_than_by_arithmetic_does_with_fewer_samples_too() -> None:
-    cluster = load_cluster("rack-1g").first(1)
-    graph = capture(nn.Linear(500, 300), [InputSpec(shape=(500,))])
-    layer = graph.layers[-1]
-    slow, batch, part = (AnalyticCosts(cluster, batch=n) for n in (192, 64, 16))
-    costs = MicroBatchScaling(slow, batch=batch, part=part)
-    half = layer.region.cut(0, [1.0, 1.0])[0]
-    for name in ("forward", "backward"):
-        there = {
-            one: getattr(one.passes(layer, half, 0), name) for one in (costs, slow, batch, part)
-        }
-        assert there[costs] / there[part] == pytest.approx(there[slow] / there[batch])
-
-
-def test_what_takes_no_time_takes_none() -> None:
-    cluster = load_cluster("rack-1g").first(1)
-    graph = capture(nn.Linear(5, 3), [InputSpec(shape=(5,))])
-    costs = AnalyticCosts(cluster, batch=4)
-    fewer = MicroBatchScaling(costs, batch=costs, part=AnalyticCosts(cluster, batch=2))
-    source = graph.layers[0]
-    assert fewer.passes(source, source.region, 0).forward == 0.0
-    assert fewer.passes(source, source.region, 0).backward == 0.0
-
-
-def test_what_share_of_its_time_a_part_takes_is_measured_if_it_can_be() -> None:
-    """Steps with micro-batches were once predicted a fifth too short."""
-    cluster = load_cluster("rack-1g").first(1)
-    graph = capture(nn.Linear(500, 300), [InputSpec(shape=(500,))])
-    layer = graph.layers[-1]
-    batch, part = (AnalyticCosts(cluster, batch=n) for n in (64, 16))
-
-    def shares(of: Layer, n_samples: int) -> tuple[float, float]:
-        assert (of, n_samples) == (layer, 16)
-        return 0.3, 0.35
-
-    costs = MicroBatchScaling(batch, batch=batch, part=part, shares=shares)
-    half = layer.region.cut(0, [1.0, 1.0])[0]
-    whole_batch = batch.passes(layer, half, 0).forward, batch.passes(layer, half, 0).backward
-    assert costs.passes(layer, half, 0).forward == pytest.approx(0.3 * whole_batch[0])
-    assert costs.passes(layer, half, 0).backward == pytest.approx(0.35 * whole_batch[1])
-
-
 # --- measured costs ---
 
 
@@ -234,18 +185,30 @@ def test_more_takes_longer_also_as_measured(graph: LayerGraph) -> None:
     assert seconds == sorted(seconds)
 
 
-def test_fewer_samples_take_the_share_that_was_measured(graph: LayerGraph) -> None:
+def test_what_share_of_its_time_a_part_takes_is_measured_if_it_can_be(graph: LayerGraph) -> None:
+    """Steps with micro-batches were once predicted a fifth too short."""
     profile = made_up(graph)
     ((key, rows),) = profile.layers.items()
     samples = Slices(extents=(1, 3), forward=(0.5, 1.0), backward=(0.5, 2.0))
-    layers = {key: {**rows, "samples": samples}}
-    known = msgspec.structs.replace(profile, layers=layers)
+    known = msgspec.structs.replace(profile, layers={key: {**rows, "samples": samples}})
     costs = ProfiledCosts(known, machines=AnalyticCosts(equal(1), batch=3))
-    assert costs.shares(graph["2"], 1) == pytest.approx((0.5, 0.25))
-    assert costs.shares(graph["2"], 2) == pytest.approx((0.75, 0.625))
-    assert costs.shares(graph["0"], 1) is None
-    unmeasured = ProfiledCosts(profile, machines=AnalyticCosts(equal(1), batch=3))
-    assert unmeasured.shares(graph["2"], 1) is None
+    layer, half = graph["2"], Region.of(4)
+    assert costs.with_batch(1).passes(layer, half, 0) == pytest.approx((0.5 * 0.75, 0.25 * 1.5))
+    assert costs.with_batch(2).passes(layer, half, 0) == pytest.approx((0.75 * 0.75, 0.625 * 1.5))
+
+
+def test_what_takes_longer_than_by_arithmetic_does_with_fewer_samples_too(
+    graph: LayerGraph,
+) -> None:
+    batch, part = (AnalyticCosts(equal(1), batch=n) for n in (3, 1))
+    costs = ProfiledCosts(made_up(graph), machines=batch)
+    fewer, layer, half = costs.with_batch(1), graph["2"], Region.of(4)
+    here, whole, arithmetic, less = (
+        np.array(each.passes(layer, half, 0)) for each in (fewer, costs, batch, part)
+    )
+    np.testing.assert_allclose(here / less, whole / arithmetic)
+    source = graph.layers[0]
+    assert fewer.passes(source, source.region, 0) == (0.0, 0.0)
 
 
 # --- variance ---

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from distbelief.graph.region import Region, Shape
-from distbelief.partition.cost_tables import Boxes, Network, own_seconds, transfer_seconds
+from distbelief.partition.cost_tables import Boxes, own_seconds, transfer_seconds
+from distbelief.program.cluster import Cluster
 from tests.distbelief.partition.plans import equal, unequal
 
 
@@ -48,7 +49,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, Candidates, Candidates]:
 
 
 def counted(
-    own: list[tuple[int, Region]], need: list[tuple[int, Region]], network: Network
+    own: list[tuple[int, Region]], need: list[tuple[int, Region]], cluster: Cluster
 ) -> float:
     """The same, index by index; 8 bytes each."""
     has = {index: machine for machine, region in own for index in indices(region)}
@@ -57,9 +58,9 @@ def counted(
         for index in indices(region):
             sent[has[index], machine] += 8.0
     np.fill_diagonal(sent, 0.0)
-    seconds = sent / network.rates + network.overhead * (sent > 0)
+    seconds = sent / cluster.rates + cluster.message_overhead * (sent > 0)
     busiest = float(max(seconds.sum(0).max(), seconds.sum(1).max()))
-    return busiest + network.latency * (busiest > 0)
+    return busiest + cluster.latency * (busiest > 0)
 
 
 def indices(region: Region) -> list[tuple[int, ...]]:
@@ -78,14 +79,13 @@ def test_transfers_are_what_counting_indices_gives(
     shape, own, need = case
     cluster = equal(5, latency=1e-3) if even else unequal()
     cluster = msgspec.structs.replace(cluster, message_overhead=overhead)
-    network = Network.of(cluster)
     matrix = transfer_seconds(
         Boxes.of(own, n_dims=len(shape)),
         Boxes.of(need, n_dims=len(shape)),
-        network=network,
+        cluster=cluster,
         bytes_each=8.0,
     )
-    expected = [[counted(one, other, network) for other in need] for one in own]
+    expected = [[counted(one, other, cluster) for other in need] for one in own]
     np.testing.assert_allclose(matrix, expected, rtol=1e-12)
 
 
@@ -97,9 +97,8 @@ def test_transfers_inside_a_group_are_the_diagonal(
     shape, own, need = case
     n = min(len(own), len(need))
     boxes = [Boxes.of(rows[:n], n_dims=len(shape)) for rows in (own, need)]
-    network = Network.of(unequal())
-    matrix = transfer_seconds(*boxes, network=network, bytes_each=4.0)
-    inside = own_seconds(*boxes, network=network, bytes_each=4.0)
+    matrix = transfer_seconds(*boxes, cluster=unequal(), bytes_each=4.0)
+    inside = own_seconds(*boxes, cluster=unequal(), bytes_each=4.0)
     np.testing.assert_allclose(inside, matrix.diagonal(), rtol=1e-12)
 
 
@@ -107,12 +106,12 @@ def test_a_scalar_goes_to_all_ranks() -> None:
     number = Region(())
     own = Boxes.of([[(0, number)], [(1, number)]], n_dims=0)
     need = Boxes.of([[(0, number)], [(q, number) for q in range(4)], []], n_dims=0)
-    matrix = transfer_seconds(own, need, network=Network.of(equal(4)), bytes_each=1e8)
+    matrix = transfer_seconds(own, need, cluster=equal(4), bytes_each=1e8)
     np.testing.assert_allclose(matrix, [[0, 3, 0], [1, 3, 0]])
 
 
 def test_links_of_missing_machines_are_ignored() -> None:
-    assert Network.of(unequal().first(2)).rates.ndim == 0
+    assert unequal().first(2).rates.ndim == 0
 
 
 def test_fifty_candidates_on_144_machines_take_a_fraction_of_a_second() -> None:
@@ -121,5 +120,5 @@ def test_fifty_candidates_on_144_machines_take_a_fraction_of_a_second() -> None:
     rows = [list(enumerate(Region.of(*shape).cut(1 + k % 2, [1.0] * int(k)))) for k in sizes]
     boxes = Boxes.of(rows, n_dims=3)
     began = time.process_time()  # other processes are at work too
-    transfer_seconds(boxes, boxes, network=Network.of(equal(144)), bytes_each=4.0)
+    transfer_seconds(boxes, boxes, cluster=equal(144), bytes_each=4.0)
     assert time.process_time() - began < 1.0

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.partition.planner import plan
 from distbelief.partition.search import PlanningRequest
-from distbelief.program.cluster_file import load_cluster
 from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net
 from tests.distbelief.partition.requests import make_request

@@ -1,19 +1,31 @@
 import dataclasses
+from typing import cast
 
 import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import INPUT, GraphError, LayerGraph
+from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.losses import append_loss
-from distbelief.graph.region import tile
+from distbelief.graph.region import Region, tile
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
-from distbelief.partition.planner import Planned, plan
+from distbelief.partition.planner import Planned, lower_bound, machine_orders, plan
+from distbelief.partition.problem import build
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine, uniform
-from tests.distbelief.partition.plans import zoo
+from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs, Passes
+from tests.distbelief.partition.plans import (
+    MACHINE as SLOWER,
+    SLOW,
+    equal,
+    fully_connected,
+    unequal,
+    zoo,
+)
 from tests.distbelief.partition.requests import make_request as request_for, simulated
 
 
@@ -71,6 +83,7 @@ def test_more_machines_are_never_slower_and_baselines_never_faster() -> None:
         gap = done.gap
         assert gap is None or gap >= 0
         assert sum(done.shares) == pytest.approx(1.0)
+        assert {p for pair in done.best.cost.link_bytes for p in pair} <= set(done.used)
 
 
 def test_a_plan_for_fewer_machines_is_kept_if_none_is_faster() -> None:
@@ -161,17 +174,10 @@ def test_stages_win_if_layers_cannot_be_split_well() -> None:
     slow = msgspec.structs.replace(
         MACHINE, memory_rate=1e12, bandwidth=2e7, jitter=0.0, overhead=0.0
     )
-    cluster = uniform("slow", slow, 4)
-
-    def costs_for(n_samples: int) -> AnalyticCosts:
-        return AnalyticCosts(cluster, batch=n_samples)
-
-    asked = PlanningRequest(
-        graph=graph, cluster=cluster, batch=64, costs=costs_for(64), costs_for=costs_for, pins={}
-    )
+    asked = request_for(graph, uniform("slow", slow, 4), batch=64)
     without, with_stages = (
-        plan(dataclasses.replace(asked, costs_for=costs_or_none), [4])[0]
-        for costs_or_none in (None, costs_for)
+        plan(dataclasses.replace(asked, micro_batches=micro_batches), [4])[0]
+        for micro_batches in (False, True)
     )
     assert with_stages.best.cost.micro_batches > 1
     assert with_stages.median < 0.8 * without.median
@@ -206,3 +212,120 @@ def test_a_pin_impossible_for_all_counts_is_rejected_at_once() -> None:
     with pytest.raises(GraphError, match="cannot be pinned to 'rows:9' on 4 machines"):
         plan(make_request(pins={"0": "rows:9"}), [2, 4], notify=told.append)
     assert not told
+
+
+# --- lower bound ---
+
+ALEXNET = zoo("alexnet")
+CLUSTERS = {"equal": equal(4), "unequal": unequal()}
+DECODERS = {name: build(ALEXNET, cluster, batch=32)[1] for name, cluster in CLUSTERS.items()}
+
+
+def bound_of(cluster: Cluster) -> float:
+    costs = AnalyticCosts(cluster, batch=32, single=single_sample(ALEXNET))
+    return lower_bound(ALEXNET, cluster, costs)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_no_plan_of_the_candidates_is_faster(name: str, data: st.DataObject) -> None:
+    cluster, decoder = CLUSTERS[name], DECODERS[name]
+    choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in decoder.nodes]
+    done = simulated(request_for(ALEXNET, cluster), decoder(choice), n_machines=len(cluster))
+    assert done.step_seconds >= bound_of(cluster) * (1 - 1e-9)
+
+
+def test_one_machine_does_exactly_that() -> None:
+    whole = {
+        layer.name: Placement.whole(len(layer.shape), 0)
+        for layer in ALEXNET.layers
+        if layer.kind != INPUT
+    }
+    done = simulated(request_for(ALEXNET, equal(1)), whole, n_machines=1)
+    assert done.step_seconds == pytest.approx(bound_of(equal(1)))
+
+
+def test_more_machines_never_have_a_higher_bound() -> None:
+    for cluster in (equal(8), unequal()):
+        found = [bound_of(cluster.first(n)) for n in range(1, len(cluster) + 1)]
+        assert found == sorted(found, reverse=True)
+
+
+def test_machines_twice_as_fast_halve_it() -> None:
+    fast = msgspec.structs.replace(
+        SLOWER,
+        flops=2 * SLOWER.flops,
+        memory_rate=2 * SLOWER.memory_rate,
+        overhead=SLOWER.overhead / 2,
+    )
+    faster = bound_of(uniform("fast", fast, 4))
+    assert faster == pytest.approx(bound_of(equal(4)) / 2)
+
+
+class Tiny:
+    """Measured costs of layers that take less than the machine's overhead per layer."""
+
+    def passes(self, layer: Layer, part: Region, machine: int) -> Passes:
+        del layer, part, machine
+        return Passes(1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("n_machines", [1, 4])
+def test_layers_faster_than_the_overhead_keep_it_a_bound(n_machines: int) -> None:
+    """Regression: the whole overhead counted for each of them, and the bound exceeded the
+    measured time of a step on a fast host."""
+    machine = msgspec.structs.replace(SLOWER, overhead=1e-3)
+    layers = [layer for layer in ALEXNET.layers if layer.kind != INPUT]
+    found = lower_bound(ALEXNET, uniform("tiny", machine, n_machines), cast("Costs", Tiny()))
+    assert 0 < found <= 2e-6 * len(layers)
+
+
+# --- orders of machines ---
+
+DEEP = fully_connected(400, 600, 600, 600, 100)
+
+
+def far_away(n: int, *, machine: int, rate: float) -> Cluster:
+    """Equal machines, one of which has slow links to all others."""
+    ends = [sorted((machine, other)) for other in range(n) if other != machine]
+    links = {f"{low}-{high}": rate for low, high in ends}
+    return msgspec.structs.replace(equal(n), links=links)
+
+
+def test_equal_machines_have_one_order() -> None:
+    assert machine_orders(equal(4)) == [(0, 1, 2, 3)]
+    assert machine_orders(equal(1)) == [(0,)]
+
+
+def test_a_machine_behind_slow_links_comes_last() -> None:
+    assert machine_orders(far_away(4, machine=1, rate=1e6)) == [(0, 1, 2, 3), (0, 2, 3, 1)]
+
+
+def test_a_machine_with_a_slow_network_is_last() -> None:
+    slow = msgspec.structs.replace(SLOWER, bandwidth=1e6)
+    cluster = Cluster(name="tests", machines=(slow, SLOWER, SLOWER))
+    assert machine_orders(cluster) == [(0, 1, 2), (1, 2, 0)]
+
+
+def test_the_slower_end_of_a_slow_link_is_last() -> None:
+    machines = (SLOWER, SLOWER, SLOW, SLOW, SLOW)
+    cluster = Cluster(name="tests", machines=machines, links={"0-3": 1e5})
+    assert machine_orders(cluster)[1][-1] == 3
+
+
+def test_a_rack_stays_together() -> None:
+    links = {f"{low}-{high}": 1e6 for low in (0, 2, 4) for high in (1, 3, 5)}
+    links = {"-".join(sorted(ends.split("-"))): rate for ends, rate in links.items()}
+    cluster = msgspec.structs.replace(equal(6), links=links)
+    assert machine_orders(cluster)[1][:3] in {(0, 2, 4), (1, 3, 5)}
+
+
+def test_one_slow_link_does_not_stop_the_others() -> None:
+    # Once only the first k machines were tried, and machine 1 is among them.
+    asked = request_for(DEEP, far_away(4, machine=1, rate=1e6), batch=256)
+    asked = dataclasses.replace(asked, search=False)
+    done = plan(asked, [4])[0]
+    assert done.used == (0, 2, 3)
+    three = plan(request_for(DEEP, uniform("tests", SLOWER, 3), batch=256), [3])[0]
+    assert done.speed_up > 0.95 * three.speed_up > 1.5

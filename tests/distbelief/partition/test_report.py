@@ -1,5 +1,6 @@
 """The table, JSON, remarks, differences of plans, and explanations of layers."""
 
+import dataclasses
 import json
 import math
 
@@ -13,6 +14,7 @@ from distbelief.partition.planner import Planned, plan as make_plans
 from distbelief.partition.report import (
     differences,
     explain,
+    limit,
     plain,
     remarks,
     seconds,
@@ -89,6 +91,17 @@ def test_idle_machines_are_reported() -> None:
         "2 machines: 1 left idle",
         "4 machines: 3 left idle",
     ]
+
+
+def test_what_limits_the_speed_up_is_named_for_each_row() -> None:
+    assert limit(ROWS[0]) is None
+    (text,) = [text for text in said(*ROWS) if text.startswith("4 machines: ")]
+    n_bytes = size(sum(ROWS[2].best.cost.link_bytes.values()))
+    assert text.endswith(f"% of the machines' time goes into sending {n_bytes}")
+    free = uniform("free", msgspec.structs.replace(MACHINE, bandwidth=1e15), 4)
+    asked = dataclasses.replace(make_request(GRAPH, free), pins={"2": "whole"})
+    (done,) = make_plans(asked, [4])
+    assert "goes into waiting for whole layers, above all 2" in (limit(done) or "")
 
 
 def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:

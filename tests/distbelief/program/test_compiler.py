@@ -7,13 +7,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from distbelief.graph.graph import INPUT, GraphError, LayerGraph
+from distbelief.execution.dataflow import dataflow
+from distbelief.execution.operations import InputOp, OutputOp
+from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined, operator_of
+from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region, Shape
-from distbelief.program.compiler import Compiled, compile_plan
-from distbelief.program.instructions import Fetch, Message, Push, Receive, Send
+from distbelief.program.compiler import (
+    Compiled,
+    CompilerCache,
+    LruCache,
+    compile_plan,
+    with_gradient,
+)
 from distbelief.program.placement import Placement, grid
-from tests.distbelief.program.plans import captured, chain, random_plan
+from distbelief.program.tasks import Message
+from tests.distbelief.program.plans import captured, chain, random_placement, random_plan
 
 
 BATCH = 3
@@ -132,14 +141,14 @@ def test_every_number_of_a_tensor_is_kept_by_one_of_its_users(name: str) -> None
 def test_programs_send_and_receive_every_message_once(name: str) -> None:
     _, _, compiled = drawn(name, 5)
     sent, got = [], []
-    for program in compiled.programs:
-        for instruction in program.instructions:
-            if isinstance(instruction, Send):
-                assert instruction.message.sender == program.machine
-                sent.append(instruction.message)
-            if isinstance(instruction, Receive):
-                assert instruction.message.receiver == program.machine
-                got.append(instruction.message)
+    for rank in range(compiled.n_machines):
+        for operation in dataflow(compiled, rank).operations:
+            if isinstance(operation, OutputOp) and operation.message is not None:
+                assert operation.message.sender == rank
+                sent.append(operation.message)
+            if isinstance(operation, InputOp) and operation.message is not None:
+                assert operation.message.receiver == rank
+                got.append(operation.message)
     order = [str(message) for message in compiled.messages]
     assert sorted(map(str, sent)) == sorted(order)
     assert sorted(map(str, got)) == sorted(order)
@@ -168,12 +177,9 @@ def test_a_weight_that_three_bands_share_is_cut_in_three() -> None:
     kinds = [m.kind for m in compiled.messages if m.name == weight.name]
     assert kinds.count("parameter") == kinds.count("parameter_gradient") == 6
     for machine in range(3):
-        instructions = compiled.program(machine).instructions
-        fetched = [i for i in instructions if isinstance(i, Fetch)]
-        pushed = [i for i in instructions if isinstance(i, Push)]
-        assert [i.regions for i in fetched if i.tensor == weight.name] == [
-            i.regions for i in pushed if i.tensor == weight.name
-        ]
+        flow = dataflow(compiled, machine)
+        assert [name for name, _ in flow.items].count(weight.name) == 1
+        assert flow.trained == set(range(len(flow.items)))  # what is fetched is pushed
 
 
 def test_plans_for_other_graphs_are_rejected_with_a_message() -> None:
@@ -197,3 +203,90 @@ def test_fully_connected_layers_need_messages_between_all_pairs() -> None:
     counts = {(way.kind, way.name): len(way) for way in compiled.traffic}
     assert counts == {("state", "fc0"): n * (n - 1), ("gradient", "fc0"): n * (n - 1)}
     assert {way.n_bytes.sum() for way in compiled.traffic} == {n * (n - 1) * 2 * 2 * 4}
+
+
+def test_all_layers_that_train_have_a_gradient_and_no_input() -> None:
+    assert with_gradient(chain([3, 2, 4])) == {"fc0", "fc1"}
+
+
+def test_a_layer_that_no_output_depends_on_has_none() -> None:
+    graph = chain([3, 2, 4])
+    assert with_gradient(LayerGraph(graph.layers, ("fc0",))) == {"fc0"}
+
+
+def test_a_layer_before_all_that_trains_has_none() -> None:
+    x = Layer(name="x", kind=INPUT, shape=(3,))
+    relu = Layer(name="relu", kind="relu", inputs=("x",), input_shapes=((3,),), shape=(3,))
+    assert with_gradient(LayerGraph((x, relu), ("relu",))) == frozenset()
+
+
+def test_running_averages_have_none() -> None:
+    _, graph = captured("resnet18")
+    averages = set(running_averages(graph).values())
+    assert averages
+    assert averages.isdisjoint(with_gradient(graph))
+
+
+def test_maxima_of_a_softmax_have_none_but_its_sums_do() -> None:
+    _, graph = captured("mobilenet")
+    found = with_gradient(graph)
+    assert "loss" in found
+    assert "loss.maximum" in graph.by_name
+    assert "loss.maximum" not in found
+    assert "targets" not in found
+
+
+def test_the_least_recently_used_entry_is_dropped() -> None:
+    made: list[int] = []
+    parts = LruCache[int](2)
+
+    def ask(key: int) -> int:
+        def make() -> int:
+            made.append(key)
+            return 10 * key
+
+        return parts.get(key, make)
+
+    assert [ask(key) for key in (1, 2, 1, 3, 1, 2)] == [10, 20, 10, 30, 10, 20]
+    assert made == [1, 2, 3, 2]
+
+
+def same(one: Compiled, other: Compiled) -> bool:
+    ways = zip(one.traffic, other.traffic, strict=True)
+    return (
+        one.tasks == other.tasks
+        and one.demands == other.demands
+        and list(one.demands.tensors) == list(other.demands.tensors)
+        and one.kept == other.kept
+        and one.messages == other.messages
+        and all((a.kind, a.name) == (b.kind, b.name) for a, b in ways)
+    )
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "vision transformer", "unet"])
+def test_plans_compiled_with_a_cache_are_equal(name: str) -> None:
+    _, graph = captured(name)
+    generator = np.random.default_rng(list(name.encode()))
+    cache = CompilerCache(graph, n_plans=2)
+    plan = random_plan(graph, generator, n_machines=4)
+    layers = [layer for layer in graph.layers if layer.kind != INPUT]
+    for _ in range(6):
+        alone = compile_plan(graph, plan, batch=3, n_machines=4)
+        with_cache = compile_plan(graph, plan, batch=3, n_machines=4, cache=cache)
+        assert same(with_cache, alone)
+        layer = layers[generator.integers(len(layers))]
+        plan |= {layer.name: random_placement(layer, generator, n_machines=4)}
+
+
+def test_a_placement_that_is_known_is_checked_for_fewer_machines() -> None:
+    _, graph = captured("alexnet")
+    plan = {
+        layer.name: Placement.whole(len(layer.shape), 3)
+        for layer in graph.layers
+        if layer.kind != INPUT
+    }
+    cache = CompilerCache(graph)
+    compile_plan(graph, plan, batch=3, n_machines=4, cache=cache)
+    for _ in range(2):
+        with pytest.raises(GraphError, match="placed on machine 3: use 0 to 2"):
+            compile_plan(graph, plan, batch=3, n_machines=3, cache=cache)

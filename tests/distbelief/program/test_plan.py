@@ -80,11 +80,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
     plan.save(str(tmp_path / "plan.json"))
     assert load(str(tmp_path / "plan.json")) == plan
-
-
-def test_a_plan_without_prediction_comes_back_too() -> None:
-    plan = plan_of(predicted=None)
-    assert decode(encode(plan)) == plan
+    assert decode(encode(plan_of(predicted=None))).predicted is None
 
 
 def test_each_layer_has_a_line_of_its_own_in_the_graphs_order() -> None:
@@ -246,21 +242,6 @@ def test_an_impossible_placement_names_the_layer(placement: Placement, message: 
         plan_for(GRAPH, placements, batch=32, loss="mse", cluster=CLUSTER)
 
 
-@pytest.mark.parametrize("machine", [999, 4, -1])
-def test_a_machine_that_is_not_there_is_rejected(machine: int) -> None:
-    placements = {**PLACEMENTS, "loss": Placement(cuts=(), machines=(machine,))}
-    text = f"'loss' is placed on machine {machine}: use 0 to 3"
-    with pytest.raises(GraphError, match=text):
-        plan_of(placements=placements)
-    with pytest.raises(GraphError, match=text):
-        decode(forged(b'"machines":[3]', b'"machines":[%d]' % machine))
-
-
-def test_combining_machines_are_looked_at_too() -> None:
-    with pytest.raises(GraphError, match="'2' is placed on machine 999"):
-        decode(forged(b'"machines":[2,3]', b'"machines":[2,999]'))
-
-
 def test_recursive_combining_is_rejected() -> None:
     endless = Placement(cuts=(), machines=(0,))
     msgspec.structs.force_setattr(endless, "combine", endless)
@@ -275,19 +256,6 @@ def test_combining_within_combining_is_rejected(depth: int) -> None:
     new = b'{"cuts":[],"machines":[3],"combine":' + nested + b"}"
     with pytest.raises(GraphError, match=r"combines partial sums twice|is not a plan"):
         decode(forged(b'{"cuts":[],"machines":[3]}', new))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("batch", 0, "batch is 0 in the plan"),
-        ("micro_batches", 0, "micro_batches is 0"),
-        ("micro_batches", 33, "micro_batches is 33 in the plan: use at most the batch, 32"),
-    ],
-)
-def test_counts_that_make_no_sense_are_rejected(name: str, value: int, message: str) -> None:
-    with pytest.raises(GraphError, match=message):
-        plan_of(**{name: value})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
@@ -341,6 +309,11 @@ def test_a_plan_of_another_version_says_which() -> None:
         (b'"batch": 32', b'"batch": "32"', "Expected `int`, got `str`"),
         (b'"batch": 32', b'"batch": 1e999', "is not a plan"),
         (b'"batch": 32', b'"batch": -1', "batch is -1 in the plan"),
+        (b'"micro_batches": 1', b'"micro_batches": 0', "micro_batches is 0"),
+        (b'"micro_batches": 1', b'"micro_batches": 33', "is 33 in the plan: use at most the bat"),
+        (b'"machines":[3]', b'"machines":[4]', "'loss' is placed on machine 4: use 0 to 3"),
+        (b'"machines":[3]', b'"machines":[-1]', "'loss' is placed on machine -1: use 0 to 3"),
+        (b'"machines":[2,3]', b'"machines":[2,999]', "'2' is placed on machine 999"),
         (b'"batch": 32,', b"", "missing required field `batch`"),
         (b'"batch": 32', b'"batch": 32, "badge": 1', "unknown field `badge`"),
         (b'"machines":[3]', b'"machines":[true]', "Expected `int`, got `bool`"),

@@ -2,25 +2,20 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast, get_args, get_type_hints
+from typing import cast
 
 import msgspec
 import numpy as np
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from distbelief import protocol as wire
 from distbelief.core.vectors import ELEMENT_TYPES, Vector
-from distbelief.protocol.fields import Rate
-from distbelief.protocol.membership import Warnings
-from distbelief.protocol.push_fetch import Payload
-from distbelief.protocol.vector_commands import Axpy, Batch, Dot, Scalars, VectorName
+from distbelief.protocol.vector_commands import Pointwise
 
-
-MESSAGES: tuple[type[wire.Message], ...] = get_args(wire.Message)
 
 counts = st.integers(0, 2**63 - 1)
 names = st.text(max_size=128)
-vector_names = st.sampled_from(["trial", "s0", "A-9_.x"])
 
 
 @st.composite
@@ -32,91 +27,51 @@ def vectors(draw: st.DrawFn) -> Vector:
     return values[:: draw(st.sampled_from([1, 2, -1]))]
 
 
-_BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
-    (wire.Count, counts),
-    (wire.Count | None, st.none() | counts),
-    (wire.Name, names),
-    (wire.Text, st.text(max_size=2000)),
-    (wire.Text | None, st.none() | st.text(max_size=50)),
-    (float, st.floats()),
-    (Rate, st.floats(0.0, 1e18)),
-    (Payload, st.sampled_from(["dense", msgspec.UNSET])),
-    (bool, st.booleans()),
-    (tuple[wire.Name, ...], st.lists(names, max_size=4).map(tuple)),
-    (Warnings, st.lists(st.text(max_size=50), max_size=8).map(tuple)),
-    (Vector, vectors()),
-    (Vector | None, st.none() | vectors()),
-    (dict[wire.Name, float], st.dictionaries(names, st.floats(), max_size=4)),
-]
+def _values_of(kind: inspect.Type) -> st.SearchStrategy[object]:  # noqa: PLR0911 -- a case each
+    match kind:
+        case inspect.IntType():
+            return st.integers(kind.ge, kind.le)
+        case inspect.FloatType():
+            return st.floats(kind.ge, kind.le)
+        case inspect.BoolType() | inspect.NoneType():
+            return st.booleans() if isinstance(kind, inspect.BoolType) else st.none()
+        case inspect.StrType():
+            text = st.text(max_size=min(kind.max_length or 50, 2048))
+            return st.sampled_from(["trial", "s0", "A-9_.x"]) if kind.pattern else text
+        case inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case inspect.UnionType():
+            return st.one_of([_values_of(each) for each in kind.types])
+        case inspect.VarTupleType():
+            items = _values_of(kind.item_type)
+            return st.lists(items, min_size=kind.min_length or 0, max_size=3).map(tuple)
+        case inspect.DictType():
+            return st.dictionaries(
+                _values_of(kind.key_type), _values_of(kind.value_type), max_size=4
+            )
+        case inspect.CustomType():
+            return st.binary(max_size=200).map(wire.Blob) if kind.cls is wire.Blob else vectors()
+        case inspect.StructType():
+            return _structs_of(kind)
+        case _:
+            raise NotImplementedError(f"add a strategy for {kind} to message_strategies")
 
 
-def _values_of(hint: object) -> st.SearchStrategy[object]:
-    for known, strategy in _BY_HINT:
-        if known == hint:
-            return strategy
-    raise NotImplementedError(f"add a strategy for {hint} to message_strategies")
-
-
-def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
-    hints = get_type_hints(kind, include_extras=True)
-    fields = {field.name: _values_of(hints[field.name]) for field in msgspec.structs.fields(kind)}
-    return st.builds(kind, **fields)
-
-
-def _tuples_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[object]:
-    return st.lists(_structs_of(kind), max_size=3).map(tuple)
-
-
-_BY_HINT += [
-    (wire.SessionRecord, _structs_of(wire.SessionRecord)),
-    (tuple[wire.SessionRecord, ...], _tuples_of(wire.SessionRecord)),
-    (tuple[wire.PeerEntry, ...], _tuples_of(wire.PeerEntry)),
-    (VectorName, vector_names),
-    (Scalars, st.lists(st.floats(), max_size=3).map(tuple)),
-    (
-        Batch,
-        st.lists(
-            st.builds(Axpy, target=vector_names, a=st.floats(), x=vector_names)
-            | st.builds(Dot, x=vector_names, y=vector_names),
-            max_size=3,
-        ).map(tuple),
-    ),
-]
-_BY_HINT.append(
-    (get_type_hints(wire.Savepoint, include_extras=True)["vectors"], st.just(("s0", "y0")))
-)
-_BY_HINT += [(wire.Savepoint | None, st.none() | _structs_of(wire.Savepoint))]
-_BY_HINT += [
-    (get_type_hints(kind, include_extras=True)[field], strategy)
-    for kind, field, strategy in (
-        (wire.Commit, "sets", _tuples_of(wire.GrantedChunk)),
-        (wire.Commit, "void", st.lists(counts, max_size=3).map(tuple)),
-        (wire.CommandDone, "cuts", _tuples_of(wire.CheckpointRecord)),
-        (wire.Assignment, "versions", _tuples_of(wire.ShardVersion)),
-        (wire.Assignment, "tasks", _tuples_of(wire.ChunkTask)),
-        (wire.WorkReport, "results", _tuples_of(wire.ChunkResult)),
-        (wire.ChunkOrder, "versions", _tuples_of(wire.ShardVersion)),
-        (wire.ChunkOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
-        (wire.ChunkStaged, "commit_tokens", st.lists(counts, max_size=3).map(tuple)),
-        (wire.Offer, "cores", st.integers(1, 4096)),
-        (wire.Offer, "devices", st.lists(names, max_size=3).map(tuple)),
-        (wire.Assignments, "assignments", _tuples_of(wire.RoleAssignment)),
-        (wire.RoleEnded, "reason", st.text(max_size=2048)),
-        (wire.FileChunk, "content", st.binary(max_size=200).map(wire.Blob)),
-    )
-]
-_BY_HINT += [
-    (get_type_hints(wire.HostReport, include_extras=True)["ended"], _tuples_of(wire.RoleEnded))
-]
-_BY_HINT += [(wire.ChunkOrder | None, st.none() | _structs_of(wire.ChunkOrder))]
-_BY_HINT += [(wire.Task, st.one_of([_structs_of(kind) for kind in get_args(wire.Task)]))]
+def _structs_of(kind: inspect.StructType) -> st.SearchStrategy[object]:
+    fields = {field.name: _values_of(field.type) for field in kind.fields}
+    for field in kind.fields:
+        if not field.required and field.default is field.default_factory:  # neither: may be unset
+            fields[field.name] |= st.just(msgspec.UNSET)
+    if kind.cls is Pointwise:  # some of its functions need both vectors
+        fields["y"] = fields["x"]
+    return st.builds(kind.cls, **fields)
 
 
 def of_kind(kind: type[wire.Message]) -> st.SearchStrategy[wire.Message]:
-    return cast("st.SearchStrategy[wire.Message]", _structs_of(kind))
+    return cast("st.SearchStrategy[wire.Message]", _values_of(inspect.type_info(kind)))
 
 
-messages = st.sampled_from(MESSAGES).flatmap(of_kind)
+messages = st.sampled_from(wire.MESSAGES).flatmap(of_kind)
 
 
 def same(left: object, right: object) -> bool:

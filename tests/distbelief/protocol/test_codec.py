@@ -6,10 +6,18 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import BLOCK_BYTES, ELEMENT_TYPES, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.protocol import Blob, Failed, FileChunk, Heartbeat, HeartbeatAck, Message, PushBlock
+from distbelief.protocol import (
+    MESSAGES,
+    Blob,
+    Failed,
+    FileChunk,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    PushBlock,
+)
 from distbelief.protocol.codec import HEADER_BYTES_MAX, Codec, Frame
 from tests.distbelief.protocol.message_strategies import (
-    MESSAGES,
     Mutation,
     counts,
     messages,

@@ -77,6 +77,15 @@ def test_every_element_type_sent_can_be_kept(tmp_path: Path, dtype: type[np.gene
     assert_same(store.newest("shard-0"), kept)
 
 
+def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -> None:
+    store, _ = store_at(tmp_path)
+    for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
+        store.save(copy, snapshot(label))
+    for copy in ("shard-1", "shard-1b"):
+        assert_same(store.newest(copy), snapshot("00002"))
+    assert store.newest("shard-0b") is None
+
+
 def test_the_last_three_are_kept_and_other_roles_left_alone(tmp_path: Path) -> None:
     store, _ = store_at(tmp_path)
     store.save("shard-1", snapshot("00001"))
@@ -178,7 +187,7 @@ def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path:
     with pytest.raises(StorageError, match=f"cannot read {unreadable}: Is a directory"):
         store.newest("shard-0")
     with pytest.raises(StorageError, match="it may be intact"):
-        store.is_whole("shard-0", "00002")
+        store.fault("shard-0", "00002")
     assert told == []
 
 

@@ -105,7 +105,7 @@ def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> 
 def test_what_was_lost_before_a_damaged_status_is_unknown_not_none(run: Run, content: str) -> None:
     run.directory.status_file.write_text(content)
     resumed = run.take_up(job())
-    assert resumed.previous.before.pushes_lost is None
+    assert resumed.previous.before.view.pushes_lost is None
     (told,) = resumed.notes
     assert told.startswith(f"{run.directory.status_file} is damaged")
     assert told.endswith("time, steps and lost pushes of previous sessions are unknown")

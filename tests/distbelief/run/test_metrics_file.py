@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import StorageError
-from distbelief.run.metrics_file import Measurement, MetricsFile, read_metrics
-from distbelief.run.plot import draw_curve
+from distbelief.run.metrics_file import Measurement, MetricsFile, draw_curve, read_metrics
 from distbelief.supervisor.view import JobView
 from tests.distbelief.limits import largest_file
 

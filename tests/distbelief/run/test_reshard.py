@@ -11,7 +11,8 @@ import torch
 
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
-from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
+from distbelief.parameter_server.checkpoint import ShardState, take
+from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import Adagrad, StepCounts
 from distbelief.program.placement import Placement
@@ -122,9 +123,9 @@ class Run:
             ),
             steps=StepCounts(30 + k),
         )
-        identity = ShardIdentity(index=k, layout=cut, rule=RULE)
+        config = ShardConfig(index=k, layout=cut, rule=RULE)
         label = f"{resumed.previous.label:05d}"
-        resumed.store.save(f"shard-{k}", take(label, state, identity=identity))
+        resumed.store.save(f"shard-{k}", take(label, state, config=config))
 
     def files(self) -> list[str]:
         root = self.directory.snapshots

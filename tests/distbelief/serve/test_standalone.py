@@ -12,10 +12,9 @@ from torch import nn
 
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
-from distbelief.serve import server_process, standalone
+from distbelief.serve import server_process
 from distbelief.serve.address import ServerAddress, parameter_specs
-from distbelief.serve.server_process import ServerRequest
-from distbelief.serve.standalone import run_server
+from distbelief.serve.server_process import ServerRequest, run_server, serve as run_until_it_ends
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.supervisor import Supervisor
@@ -39,7 +38,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerRequest]:
         assert tell is not None
         requests.append(request)
 
-    monkeypatch.setattr(standalone, "serve", serve)
+    monkeypatch.setattr(server_process, "serve", serve)
     return requests
 
 
@@ -150,7 +149,7 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
         saved.parent.mkdir(parents=True)
         saved.write_bytes(b"")
     with pytest.raises(StorageError) as caught:
-        server_process.serve(request, lambda _node, _supervisor, _address: None)
+        run_until_it_ends(request, lambda _node, _supervisor, _address: None)
     assert f"all checkpoints of shard-0 are damaged: {snapshots}" in str(caught.value)
     assert "--from-scratch" in str(caught.value)
 
@@ -219,7 +218,7 @@ def test_a_user_sees_the_addresses(
 ) -> None:
     serve(tmp_path / "server")
     request = msgspec.structs.replace(served[0], reach=reach)
-    terminal = standalone._Terminal(request, tell=pytest.fail)
+    terminal = server_process._Terminal(request, tell=pytest.fail)
     lines = terminal._address_lines(request.address(place, run="t", memory="/dev/shm/x"))
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
@@ -237,7 +236,7 @@ def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_p
     said: list[str] = []
     supervisor = SimpleNamespace(error=None, interrupted=False)
     node = SimpleNamespace(run=lambda _: "a bug", error="a bug", post=pytest.fail)
-    terminal = standalone._Terminal(cast("ServerRequest", None), tell=said.append)
+    terminal = server_process._Terminal(cast("ServerRequest", None), tell=said.append)
     address = cast("ServerAddress", None)
     terminal.watch(cast("RoleRunner", node), cast("Supervisor", supervisor), address)
     assert said == []
@@ -253,6 +252,6 @@ def test_workers_that_are_gone_are_not_counted() -> None:
     desk = Desk(SupervisorConfig(roster=roster, stop=None, admits_guests=True))
     desk.join("shard-0", "worker-1")
     desk.pass_time(11.0, beats=("shard-0",))
-    assert standalone._workers(desk.supervisor.view(desk.now)) == "0 workers"
+    assert server_process._workers(desk.supervisor.view(desk.now)) == "0 workers"
     desk.join("worker-2")
-    assert standalone._workers(desk.supervisor.view(desk.now)) == "1 worker"
+    assert server_process._workers(desk.supervisor.view(desk.now)) == "1 worker"

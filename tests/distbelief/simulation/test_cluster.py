@@ -9,27 +9,7 @@ import pytest
 from distbelief.core.memory import Memory
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from distbelief.protocol import Push, PushApplied, Stop
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Connect,
-    Cost,
-    Event,
-    Exit,
-    Launch,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Report,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    Terminate,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, Slow, Supersede
@@ -57,7 +37,7 @@ from tests.distbelief.simulation.toys import (
 INTRODUCED = ClusterOptions(introduce=True, machine=STEADY)
 
 
-def counter(cluster: SimulatedCluster, name: Address) -> float:
+def counter(cluster: SimulatedCluster, name: rl.Address) -> float:
     return cluster.role(name).status()[1]["count"]
 
 
@@ -111,45 +91,9 @@ def test_an_hour_of_silence_takes_no_events() -> None:
 # ------------------------------------------------------------------- messages
 
 
-def test_every_message_arrives_as_a_copy() -> None:
-    values = np.ones(4, np.float32)
-
-    def answer(event: Event, _: Seconds) -> list[Action]:
-        if isinstance(event, Started):
-            return [Send(receiver=B, message=block(values)), SetTimer(name="t", at=0)]
-        values[:] = 7  # after the handling in which it was sent
-        return []
-
-    receiver = Scripted()
-    cluster_of({A: Scripted(answer), B: receiver}).run()
-    (message,) = [e.message for _, e in receiver.seen if isinstance(e, Received)]
-    assert getattr(message, "values").tolist() == [1, 1, 1, 1]  # noqa: B009
-    with pytest.raises(ValueError, match="read-only"):
-        getattr(message, "values")[0] = 2  # noqa: B009
-
-
-def test_what_is_lent_is_read_when_it_arrives() -> None:
-    """As late as a network may do it: who changes it too soon is found out."""
-    values = np.ones(4, np.float32)
-
-    def answer(event: Event, _: Seconds) -> list[Action]:
-        if isinstance(event, Started):
-            lent = Send(receiver=B, message=block(values), lent=True)
-            return [lent, SetTimer(name="t", at=0)]
-        values[:] = 7
-        return []
-
-    receiver = Scripted()
-    cluster_of({A: Scripted(answer), B: receiver}).run()
-    (message,) = [e.message for _, e in receiver.seen if isinstance(e, Received)]
-    assert getattr(message, "values").tolist() == [7, 7, 7, 7]  # noqa: B009
-    values[:] = 8
-    assert getattr(message, "values").tolist() == [7, 7, 7, 7]  # noqa: B009
-
-
 def test_messages_of_one_link_keep_their_order_though_latency_varies() -> None:
     receiver = Scripted()
-    sends = [Send(receiver=B, message=push(n)) for n in range(1, 101)]
+    sends = [rl.Send(receiver=B, message=push(n)) for n in range(1, 101)]
     options = ClusterOptions(introduce=True, link=Link(jitter=50.0), machine=STEADY)
     cluster_of({A: Scripted(on_start(*sends)), B: receiver}, options=options).run()
     assert receiver.sequences == list(range(1, 101))
@@ -161,20 +105,20 @@ def test_a_long_message_holds_up_the_next_one() -> None:
     machines = {A: Machine(host="one"), B: Machine(host="two")}
     link = Link(latency_seconds=0.1, bytes_per_second=1e6, jitter=0.0)
     options = ClusterOptions(introduce=True, machines=machines, link=link)
-    sends = [Send(receiver=B, message=m) for m in (push(1), block(values), push(2))]
+    sends = [rl.Send(receiver=B, message=m) for m in (push(1), block(values), push(2))]
     cluster_of({A: Scripted(on_start(*sends)), B: receiver}, options=options).run()
-    arrivals = [now for now, event in receiver.seen if isinstance(event, Received)]
+    arrivals = [now for now, event in receiver.seen if isinstance(event, rl.Received)]
     assert arrivals == pytest.approx([0.1, 1.1, 1.1], abs=1e-3)
 
 
 def test_what_goes_to_a_name_without_builder_waits_for_the_test() -> None:
-    sender = Scripted(on_start(Send(receiver=TESTER, message=push(3))))
+    sender = Scripted(on_start(rl.Send(receiver=TESTER, message=push(3))))
     cluster = cluster_of({A: sender})
     cluster.run()
     (received,) = cluster.sent_to(TESTER)
     assert isinstance(received.message, Push)
     assert (received.sender, received.incarnation) == (A, 1)
-    assert cluster.sent_to(Address("nobody")) == ()
+    assert cluster.sent_to(rl.Address("nobody")) == ()
 
 
 def test_the_test_can_play_a_peer() -> None:
@@ -195,7 +139,7 @@ def test_a_message_that_had_not_left_dies_with_its_sender() -> None:
         introduce=True, machines=machines, link=link, faults=(Kill(at=0.5, role=A),)
     )
     values = np.zeros(250_000, np.float32)  # a second on its way out
-    sends = [Send(receiver=B, message=m) for m in (push(1), block(values))]
+    sends = [rl.Send(receiver=B, message=m) for m in (push(1), block(values))]
     cluster = cluster_of({A: Scripted(on_start(*sends)), B: receiver}, options=options)
     cluster.run()
     assert receiver.sequences == [1]
@@ -212,7 +156,7 @@ def test_a_message_to_an_earlier_incarnation_reaches_nobody() -> None:
         faults=(Kill(at=0.5, role=B, restart_after=0.1),),
     )
     cluster = cluster_of(
-        {A: Scripted(on_start(Send(receiver=B, message=push(1)))), B: receiver}, options=options
+        {A: Scripted(on_start(rl.Send(receiver=B, message=push(1)))), B: receiver}, options=options
     )
     cluster.run()
     assert receiver.sequences == []
@@ -232,9 +176,9 @@ def test_a_message_to_an_earlier_incarnation_reaches_the_next_if_it_has_its_port
         port_reuse=1.0,
         faults=(Kill(at=0.5, role=B, restart_after=restart_after),),
     )
-    sender = Scripted(on_start(Send(receiver=B, message=push(1))))
+    sender = Scripted(on_start(rl.Send(receiver=B, message=push(1))))
     cluster_of({A: sender, B: receiver}, options=options).run()
-    last = [now for now, event in receiver.seen if isinstance(event, Received)]
+    last = [now for now, event in receiver.seen if isinstance(event, rl.Received)]
     assert last == [pytest.approx(max(1.0, 0.5 + restart_after), abs=1e-3)]
     started = receiver.kinds.index("Started", 1)
     assert "Received" in receiver.kinds[started:]
@@ -249,22 +193,24 @@ def test_introduced_roles_hear_of_every_new_incarnation_of_the_others() -> None:
     cluster.run()
     cluster.restart(B)
     cluster.run()
-    assert [e for _, e in a.seen if isinstance(e, PeerJoined)] == [
-        PeerJoined(peer=B, incarnation=1),
-        PeerJoined(peer=B, incarnation=2),
+    assert [e for _, e in a.seen if isinstance(e, rl.PeerJoined)] == [
+        rl.PeerJoined(peer=B, incarnation=1),
+        rl.PeerJoined(peer=B, incarnation=2),
     ]
-    assert b.seen[0][1] == Started(incarnation=1)
-    assert b.seen[2][1] == Started(incarnation=2)
-    assert b.seen[3][1] == PeerJoined(peer=A, incarnation=1)
+    assert b.seen[0][1] == rl.Started(incarnation=1)
+    assert b.seen[2][1] == rl.Started(incarnation=2)
+    assert b.seen[3][1] == rl.PeerJoined(peer=A, incarnation=1)
 
 
 def test_without_introduction_only_connected_roles_and_the_supervisor_are_reached() -> None:
     supervisor, b, c = Scripted(), Scripted(), Scripted()
-    connect = Connect(peer=B, incarnation=1, endpoint="", host="host-0")
+    connect = rl.Connect(peer=B, incarnation=1, endpoint="", host="host-0")
     a = Scripted(
-        on_start(connect, *(Send(receiver=peer, message=push(1)) for peer in (SUPERVISOR, B, C)))
+        on_start(
+            connect, *(rl.Send(receiver=peer, message=push(1)) for peer in (rl.SUPERVISOR, B, C))
+        )
     )
-    roles = {SUPERVISOR: supervisor, A: a, B: b, C: c}
+    roles = {rl.SUPERVISOR: supervisor, A: a, B: b, C: c}
     cluster = cluster_of(roles, options=ClusterOptions())
     cluster.run()
     assert [role.sequences for role in roles.values()] == [[1], [], [1], []]
@@ -273,40 +219,55 @@ def test_without_introduction_only_connected_roles_and_the_supervisor_are_reache
 
 
 def test_connecting_anew_to_the_same_incarnation_keeps_the_order() -> None:
-    connect = Connect(peer=B, incarnation=1, endpoint="", host="host-0")
-    actions: list[Action] = []
+    connect = rl.Connect(peer=B, incarnation=1, endpoint="", host="host-0")
+    actions: list[rl.Action] = []
     for n in range(1, 31):
-        actions += [Send(receiver=B, message=push(n)), connect]
+        actions += [rl.Send(receiver=B, message=push(n)), connect]
     receiver = Scripted()
     a = Scripted(on_start(connect, *actions))
     cluster_of({A: a, B: receiver}, options=ClusterOptions()).run()
     assert receiver.sequences == list(range(1, 31))
 
 
+def test_connecting_to_the_next_incarnation_reaches_it() -> None:
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
+        n = 1 if isinstance(event, rl.Started) else 2
+        connect = rl.Connect(peer=B, incarnation=n, endpoint="", host="host-0")
+        again = [rl.SetTimer(name="again", at=3.0)] if n == 1 else []
+        return [connect, rl.Send(receiver=B, message=push(n)), *again]
+
+    receiver = Scripted()
+    options = ClusterOptions(faults=(Kill(at=1.0, role=B, restart_after=1.0),))
+    cluster_of({A: Scripted(answer), B: receiver}, options=options).run()
+    assert receiver.sequences == [1, 2]
+
+
 # ------------------------------------------------------------ launch, terminate
 
 
-def supervising(*actions: Action, launch_seconds: float = 0.5) -> tuple[SimulatedCluster, Scripted]:
+def supervising(
+    *actions: rl.Action, launch_seconds: float = 0.5
+) -> tuple[SimulatedCluster, Scripted]:
     supervisor = Scripted(on_start(*actions))
     cluster = SimulatedCluster(
-        {SUPERVISOR: lambda _: supervisor, A: lambda _: Counter()},
+        {rl.SUPERVISOR: lambda _: supervisor, A: lambda _: Counter()},
         seed=1,
-        options=ClusterOptions(start=(SUPERVISOR,), launch_seconds=launch_seconds),
+        options=ClusterOptions(start=(rl.SUPERVISOR,), launch_seconds=launch_seconds),
     )
     return cluster, supervisor
 
 
 def test_a_launched_role_starts_later_with_the_incarnation_asked_for() -> None:
-    cluster, _ = supervising(Launch(name=A, incarnation=4))
+    cluster, _ = supervising(rl.Launch(name=A, incarnation=4))
     cluster.run(until=0.4)
-    assert cluster.alive == (SUPERVISOR,)
+    assert cluster.alive == (rl.SUPERVISOR,)
     cluster.run(until=0.6)
     assert cluster.incarnation(A) == 4
 
 
 @pytest.mark.parametrize("how", ["killed", "halted"])
 def test_the_supervisor_learns_that_a_role_it_launched_is_gone(how: str) -> None:
-    cluster, supervisor = supervising(Launch(name=A, incarnation=1))
+    cluster, supervisor = supervising(rl.Launch(name=A, incarnation=1))
     cluster.run()
     if how == "killed":
         cluster.kill(A)
@@ -314,52 +275,52 @@ def test_the_supervisor_learns_that_a_role_it_launched_is_gone(how: str) -> None
         cluster.post(A, from_tester(Stop(reason="enough")))
     cluster.run()
     last = supervisor.seen[-1][1]
-    assert isinstance(last, PeerLost)
+    assert isinstance(last, rl.PeerLost)
     assert (last.peer, last.incarnation) == (A, 1)
     assert how in last.reason
 
 
 def test_a_role_terminated_before_it_started_never_starts() -> None:
-    cluster, supervisor = supervising(Launch(name=A, incarnation=1), Terminate(name=A))
+    cluster, supervisor = supervising(rl.Launch(name=A, incarnation=1), rl.Terminate(name=A))
     cluster.run()
-    assert cluster.alive == (SUPERVISOR,)
+    assert cluster.alive == (rl.SUPERVISOR,)
     assert supervisor.kinds == ["Started", "PeerLost"]
 
 
 def test_terminate_ends_a_role_and_its_zombies() -> None:
-    def answer(event: Event, _: Seconds) -> list[Action]:
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 return [
-                    Launch(name=A, incarnation=1),
-                    Launch(name=A, incarnation=2),
-                    SetTimer(name="end", at=5.0),
+                    rl.Launch(name=A, incarnation=1),
+                    rl.Launch(name=A, incarnation=2),
+                    rl.SetTimer(name="end", at=5.0),
                 ]
-            case TimerFired():
-                return [Terminate(name=A)]
+            case rl.TimerFired():
+                return [rl.Terminate(name=A)]
             case _:
                 return []
 
     supervisor = Scripted(answer)
     cluster = SimulatedCluster(
-        {SUPERVISOR: lambda _: supervisor, A: lambda _: Counter()},
+        {rl.SUPERVISOR: lambda _: supervisor, A: lambda _: Counter()},
         seed=1,
-        options=ClusterOptions(start=(SUPERVISOR,)),
+        options=ClusterOptions(start=(rl.SUPERVISOR,)),
     )
     cluster.run()
-    lost = [event for _, event in supervisor.seen if isinstance(event, PeerLost)]
+    lost = [event for _, event in supervisor.seen if isinstance(event, rl.PeerLost)]
     assert [event.incarnation for event in lost] == [1, 2]
-    assert cluster.alive == (SUPERVISOR,)
+    assert cluster.alive == (rl.SUPERVISOR,)
 
 
 def test_an_incarnation_that_does_not_rise_ends_the_run() -> None:
-    cluster, _ = supervising(Launch(name=A, incarnation=2), Launch(name=A, incarnation=2))
+    cluster, _ = supervising(rl.Launch(name=A, incarnation=2), rl.Launch(name=A, incarnation=2))
     with pytest.raises(SimulationFailed, match="each start needs a higher number"):
         cluster.run()
 
 
 def test_launching_a_name_without_builder_ends_the_run() -> None:
-    cluster, _ = supervising(Launch(name=Address("shrad-0"), incarnation=1))
+    cluster, _ = supervising(rl.Launch(name=rl.Address("shrad-0"), incarnation=1))
     with pytest.raises(SimulationFailed, match=r"builder for 'shrad-0'; there .* for .*, a"):
         cluster.run()
 
@@ -369,15 +330,15 @@ def no_data(_: Memory) -> Counter:
 
 
 def test_a_role_that_cannot_be_built_is_lost_to_its_supervisor() -> None:
-    supervisor = Scripted(on_start(Launch(name=A, incarnation=1)))
+    supervisor = Scripted(on_start(rl.Launch(name=A, incarnation=1)))
     cluster = SimulatedCluster(
-        {SUPERVISOR: lambda _: supervisor, A: no_data},
+        {rl.SUPERVISOR: lambda _: supervisor, A: no_data},
         seed=1,
-        options=ClusterOptions(start=(SUPERVISOR,)),
+        options=ClusterOptions(start=(rl.SUPERVISOR,)),
     )
     cluster.run()
     last = supervisor.seen[-1][1]
-    assert isinstance(last, PeerLost)
+    assert isinstance(last, rl.PeerLost)
     assert last.reason == "could not be built: no data in ''"
 
 
@@ -404,7 +365,8 @@ def test_a_new_incarnation_begins_with_nothing_of_the_old_one() -> None:
 def test_a_killed_role_gets_no_answer_and_no_timer() -> None:
     role = Scripted(
         on_start(
-            SetTimer(name="t", at=2.0), Compute(name="c", work=lambda: None, cost=Cost(flops=2.0))
+            rl.SetTimer(name="t", at=2.0),
+            rl.Compute(name="c", work=lambda: None, cost=rl.Cost(flops=2.0)),
         )
     )
     cluster = cluster_of({A: role})
@@ -419,9 +381,9 @@ def test_a_killed_role_gets_no_answer_and_no_timer() -> None:
 
 @pytest.mark.parametrize("n_performed", [0, 1, 2, 3])
 def test_a_role_can_be_killed_between_any_two_actions(n_performed: int) -> None:
-    def answer(event: Event, _: Seconds) -> list[Action]:
-        if isinstance(event, Received):
-            return [Send(receiver=B, message=push(n)) for n in (1, 2)]
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
+        if isinstance(event, rl.Received):
+            return [rl.Send(receiver=B, message=push(n)) for n in (1, 2)]
         return []
 
     receiver = Scripted()
@@ -451,7 +413,7 @@ def test_a_kill_in_mid_event_is_called_off_if_there_is_no_event() -> None:
 def test_a_kill_of_whoever_is_gone_or_not_yet_there_does_nothing() -> None:
     faults = (Kill(at=1.0, role=A, restart_after=1.0), Kill(at=1.0, role=B))
     options = ClusterOptions(start=(A,), faults=faults)
-    roles = {A: Scripted(on_start(Exit())), B: Scripted()}
+    roles = {A: Scripted(on_start(rl.Exit())), B: Scripted()}
     cluster = cluster_of(roles, options=options)
     cluster.run()
     assert cluster.halted == {A: None}
@@ -480,14 +442,14 @@ def test_asking_for_a_role_that_has_not_begun_names_those_that_have() -> None:
 
 
 def test_a_paused_role_gets_everything_later_and_in_order() -> None:
-    role = Scripted(on_start(SetTimer(name="t", at=2.0)))
-    sends = [Send(receiver=A, message=push(n)) for n in range(1, 6)]
+    role = Scripted(on_start(rl.SetTimer(name="t", at=2.0)))
+    sends = [rl.Send(receiver=A, message=push(n)) for n in range(1, 6)]
 
-    def answer(event: Event, _: Seconds) -> list[Action]:
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
         match event:
-            case Started():
-                return [SetTimer(name="t", at=1.5)]
-            case TimerFired():
+            case rl.Started():
+                return [rl.SetTimer(name="t", at=1.5)]
+            case rl.TimerFired():
                 return list(sends)
             case _:
                 return []
@@ -511,9 +473,12 @@ def test_what_arrives_at_the_end_of_a_pause_comes_after_what_waited() -> None:
         faults=(Pause(at=1.5, role=B, seconds=1.5),),
     )
 
-    def answer(event: Event, now: Seconds) -> list[Action]:
-        if isinstance(event, (Started, TimerFired)) and now < 5:
-            return [Send(receiver=B, message=push(int(now) + 1)), SetTimer(name="t", at=now + 1)]
+    def answer(event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
+        if isinstance(event, (rl.Started, rl.TimerFired)) and now < 5:
+            return [
+                rl.Send(receiver=B, message=push(int(now) + 1)),
+                rl.SetTimer(name="t", at=now + 1),
+            ]
         return []
 
     receiver = Scripted()
@@ -523,7 +488,7 @@ def test_what_arrives_at_the_end_of_a_pause_comes_after_what_waited() -> None:
 
 
 def test_work_under_way_stands_still_during_a_pause() -> None:
-    work = Compute(name="c", work=lambda: None, cost=Cost(flops=2.0))
+    work = rl.Compute(name="c", work=lambda: None, cost=rl.Cost(flops=2.0))
     role = Scripted(on_start(work, work))
     faults = (Pause(at=1.0, role=A, seconds=3.0), Pause(at=2.0, role=A, seconds=4.0))
     options = ClusterOptions(machine=STEADY, faults=faults)
@@ -532,42 +497,44 @@ def test_work_under_way_stands_still_during_a_pause() -> None:
 
 
 def test_a_pause_within_a_pause_changes_nothing() -> None:
-    role = Scripted(on_start(SetTimer(name="t", at=2.0)))
+    role = Scripted(on_start(rl.SetTimer(name="t", at=2.0)))
     faults = (Pause(at=1.0, role=A, seconds=3.0), Pause(at=2.0, role=A, seconds=1.0))
     options = ClusterOptions(faults=(*faults, Pause(at=1.0, role=B, seconds=1.0)), start=(A,))
     cluster_of({A: role, B: Scripted()}, options=options).run()
-    assert role.seen[-1] == (4.0, TimerFired(name="t"))
+    assert role.seen[-1] == (4.0, rl.TimerFired(name="t"))
 
 
 def test_a_zombie_wakes_beside_its_successor_and_still_speaks() -> None:
     """A paused role is taken for dead; its messages carry the old incarnation."""
 
-    def supervise(event: Event, _: Seconds) -> list[Action]:
+    def supervise(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
         match event:
-            case Started():
-                return [Launch(name=A, incarnation=1), SetTimer(name="impatience", at=3.0)]
-            case TimerFired():
-                return [Launch(name=A, incarnation=2)]
+            case rl.Started():
+                return [rl.Launch(name=A, incarnation=1), rl.SetTimer(name="impatience", at=3.0)]
+            case rl.TimerFired():
+                return [rl.Launch(name=A, incarnation=2)]
             case _:
                 return []
 
-    def live(event: Event, now: Seconds) -> list[Action]:
-        if isinstance(event, (Started, TimerFired)):
+    def live(event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
+        if isinstance(event, (rl.Started, rl.TimerFired)):
             return [
-                Send(receiver=SUPERVISOR, message=push(int(now))),
-                SetTimer(name="beat", at=now + 1),
+                rl.Send(receiver=rl.SUPERVISOR, message=push(int(now))),
+                rl.SetTimer(name="beat", at=now + 1),
             ]
         return []
 
     supervisor = Scripted(supervise)
     cluster = SimulatedCluster(
-        {SUPERVISOR: lambda _: supervisor, A: lambda _: Scripted(live)},
+        {rl.SUPERVISOR: lambda _: supervisor, A: lambda _: Scripted(live)},
         seed=1,
-        options=ClusterOptions(start=(SUPERVISOR,), faults=(Pause(at=1.0, role=A, seconds=5.0),)),
+        options=ClusterOptions(
+            start=(rl.SUPERVISOR,), faults=(Pause(at=1.0, role=A, seconds=5.0),)
+        ),
     )
     cluster.run(until=6.2)
     heard = [event.incarnation for _, event in supervisor.seen
-             if isinstance(event, Received)]  # fmt: skip
+             if isinstance(event, rl.Received)]  # fmt: skip
     assert heard == [1, 2, 2, 2, 1]
 
 
@@ -590,7 +557,7 @@ def test_a_role_taken_for_dead_goes_on_beside_its_next_incarnation() -> None:
 
 
 def test_slow_work_takes_longer_while_it_lasts() -> None:
-    work = Compute(name="c", work=lambda: None, cost=Cost(flops=1.0))
+    work = rl.Compute(name="c", work=lambda: None, cost=rl.Cost(flops=1.0))
     role = Scripted(on_start(work, work, work))
     faults = (
         Slow(at=0.5, role=A, factor=4.0, seconds=2.0),
@@ -605,8 +572,8 @@ def test_slow_work_takes_longer_while_it_lasts() -> None:
 
 
 def raising(error: Exception) -> Scripted:
-    def answer(event: Event, _: Seconds) -> list[Action]:
-        if isinstance(event, Received):
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
+        if isinstance(event, rl.Received):
             raise error
         return []
 
@@ -646,19 +613,19 @@ def test_a_bug_in_a_role_ends_the_run_and_names_the_seed(error: Exception) -> No
 
 def test_an_array_that_cannot_be_sent_ends_the_run() -> None:
     values = np.zeros((2, 2), np.float32)
-    sender = Scripted(on_start(Send(receiver=B, message=block(values))))
+    sender = Scripted(on_start(rl.Send(receiver=B, message=block(values))))
     with pytest.raises(SimulationFailed, match=r"a#1 .*cannot send an array"):
         cluster_of({A: sender, B: Scripted()}).run()
 
 
 def test_a_timer_at_no_time_ends_the_run() -> None:
-    role = Scripted(on_start(SetTimer(name="t", at=float("nan"))))
+    role = Scripted(on_start(rl.SetTimer(name="t", at=float("nan"))))
     with pytest.raises(SimulationFailed, match="scheduled at time NaN"):
         cluster_of({A: role}).run()
 
 
 def test_reports_are_kept() -> None:
-    line = Report(text="a slot is late", level="warning")
+    line = rl.Report(text="a slot is late", level="warning")
     cluster = cluster_of({A: Scripted(on_start(line))})
     cluster.run()
     assert cluster.reports == ((A, line),)
@@ -668,8 +635,8 @@ def test_reports_are_kept() -> None:
 # ---------------------------------------------------------------------- bounds
 
 
-def beat(_: Event, now: Seconds) -> list[Action]:
-    return [SetTimer(name="beat", at=now + 1)]
+def beat(_: rl.Event, now: rl.Seconds) -> list[rl.Action]:
+    return [rl.SetTimer(name="beat", at=now + 1)]
 
 
 def test_a_run_without_end_ends_at_max_events() -> None:
@@ -681,7 +648,7 @@ def test_a_condition_that_never_holds_ends_the_run() -> None:
     cluster = cluster_of({A: Scripted(beat)})
     with pytest.raises(SimulationFailed, match=r"does not hold by 10\.0 s"):
         cluster.run_until(lambda: False, within=10.0)
-    with pytest.raises(SimulationFailed, match="does not hold after 5 events"):
+    with pytest.raises(SimulationFailed, match="has not ended after 5 events"):
         cluster.run_until(lambda: False, max_events=5)
     with pytest.raises(SimulationFailed, match="does not hold by"):
         cluster_of({A: Scripted()}).run_until(lambda: False, within=float("inf"))
@@ -695,7 +662,7 @@ def test_a_condition_is_asked_after_every_event() -> None:
 
 
 def test_roles_that_answer_each_other_in_no_time_are_stopped() -> None:
-    role = Scripted(lambda _, now: [SetTimer(name="again", at=now)])
+    role = Scripted(lambda _, now: [rl.SetTimer(name="again", at=now)])
     with pytest.raises(SimulationFailed, match="no time has passed"):
         cluster_of({A: role}).run()
 
@@ -715,12 +682,12 @@ def test_a_broken_invariant_ends_the_run() -> None:
 def test_an_observer_sees_each_event_and_what_was_done_of_what_was_asked() -> None:
     """The kill cuts the second answer short: of two actions one is performed."""
     seen: list[HandledEvent] = []
-    twice = Scripted(lambda *_: [Report(text="one"), Report(text="two")])
+    twice = Scripted(lambda *_: [rl.Report(text="one"), rl.Report(text="two")])
     cluster = cluster_of({A: twice})
     cluster.observe(seen.append)
     cluster.inject(Kill(at=1.0, role=A, after_actions=1))
     cluster.run(until=2.0)
-    cluster.post(A, TimerFired(name="late"))
+    cluster.post(A, rl.TimerFired(name="late"))
     cluster.run(until=3.0)
     assert [(h.name, h.incarnation, len(h.actions)) for h in seen] == [(A, 1, 2), (A, 1, 1)]
     assert seen[0].role is twice
@@ -747,21 +714,12 @@ def test_what_happens_to_the_dead_is_not_heard() -> None:
 
 def test_links_can_be_chosen_by_their_ends() -> None:
     b, c = Scripted(), Scripted()
-    sends = [Send(receiver=peer, message=push(1)) for peer in (B, C)]
+    sends = [rl.Send(receiver=peer, message=push(1)) for peer in (B, C)]
     slow = Link(latency_seconds=2.0, jitter=0.0)
     options = ClusterOptions(introduce=True, links={(A, C): slow})
     cluster_of({A: Scripted(on_start(*sends)), B: b, C: c}, options=options).run()
     assert b.seen[-1][0] < 0.01
     assert c.seen[-1][0] == pytest.approx(2.0, abs=1e-3)
-
-
-def test_impossible_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"launch_seconds is -1\.0, below 0"):
-        ClusterOptions(launch_seconds=-1.0)
-    with pytest.raises(ValueError, match=r"port_reuse is 1\.5; it is a prob"):
-        ClusterOptions(port_reuse=1.5)
-    with pytest.raises(ValueError, match="n_lines_kept is 0, below 1"):
-        ClusterOptions(n_lines_kept=0)
 
 
 @pytest.mark.parametrize("often", [700, 0, 1 << 30])  # 0: it is turned off

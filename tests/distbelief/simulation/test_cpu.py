@@ -9,20 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.protocol import Heartbeat, Stop
-from distbelief.roles.role import (
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    Executor,
-    Exit,
-    Persist,
-    Received,
-    Seconds,
-    Started,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.cpu import Demand, Host, Processor
 from distbelief.simulation.event_queue import EventQueue
@@ -49,7 +36,7 @@ def shared(cores: float, rate: float = 1e9) -> tuple[EventQueue, Host]:
 
 def run(event_queue: EventQueue) -> None:
     while event_queue.next_time < math.inf:
-        event_queue.step()
+        event_queue.steps(1, until=math.inf)
 
 
 def ends_of(cores: float, *demands: Demand, rate: float = 1e9) -> list[float]:
@@ -62,25 +49,24 @@ def ends_of(cores: float, *demands: Demand, rate: float = 1e9) -> list[float]:
     return ends
 
 
-def test_works_that_have_a_core_each_do_not_feel_each_other() -> None:
-    assert ends_of(2, Demand(seconds=1.0), Demand(seconds=3.0)) == [1.0, 3.0]
+COPYING = Demand(seconds=1.0, memory_share=1.0, bytes_per_second=1e9)
 
 
-def test_more_works_than_cores_go_on_slower_alike() -> None:
-    """Three on two cores: at 2/3 until the first ends, then at full speed."""
-    ends = ends_of(2, Demand(seconds=2.0), Demand(seconds=4.0), Demand(seconds=4.0))
-    assert ends == pytest.approx([3.0, 5.0, 5.0])
-
-
-def test_threads_count() -> None:
-    ends = ends_of(2, Demand(seconds=1.0, threads=2), Demand(seconds=1.0, threads=2))
-    assert ends == pytest.approx([2.0, 2.0])
-
-
-def test_what_moves_memory_waits_for_memory_and_nothing_else() -> None:
-    copying = Demand(seconds=1.0, memory_share=1.0, bytes_per_second=1e9)
-    ends = ends_of(4, copying, copying, Demand(seconds=1.0))
-    assert ends == pytest.approx([2.0, 2.0, 1.0])
+@pytest.mark.parametrize(
+    ("cores", "demands", "ends"),
+    [
+        (2, (Demand(seconds=1.0), Demand(seconds=3.0)), [1.0, 3.0]),  # a core each
+        # Three on two cores: at 2/3 until the first ends, then at full speed.
+        (2, (Demand(seconds=2.0), Demand(seconds=4.0), Demand(seconds=4.0)), [3.0, 5.0, 5.0]),
+        (2, (Demand(seconds=1.0, threads=2), Demand(seconds=1.0, threads=2)), [2.0, 2.0]),
+        # What moves memory waits for memory, and nothing else does.
+        (4, (COPYING, COPYING, Demand(seconds=1.0)), [2.0, 2.0, 1.0]),
+    ],
+)
+def test_works_share_cores_and_memory(
+    cores: int, demands: tuple[Demand, ...], ends: list[float]
+) -> None:
+    assert ends_of(cores, *demands) == pytest.approx(ends)
 
 
 @given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6), st.integers(1, 4))
@@ -119,17 +105,12 @@ def test_what_is_removed_never_ends() -> None:
     assert ends == pytest.approx([1.25])
 
 
-def test_a_processor_without_cores_is_refused() -> None:
-    with pytest.raises(ValueError, match="cores"):
-        Processor(cores=0, bytes_per_second=1.0)
-
-
 # ------------------------------------------------------------------- roles of one host
 
 
-def hosted(*faults: Fault, machine: Machine = STEADY) -> dict[Address, list[float]]:
+def hosted(*faults: Fault, machine: Machine = STEADY) -> dict[rl.Address, list[float]]:
     """Return when the work of A and B, 1 s each, ends on one core that they share."""
-    work = Compute(name="work", work=lambda: None, cost=Cost(flops=1.0))
+    work = rl.Compute(name="work", work=lambda: None, cost=rl.Cost(flops=1.0))
     roles = {name: Scripted(on_start(work)) for name in (A, B)}
     options = ClusterOptions(
         machine=replace(machine, host="h", bytes_per_second=1e9),
@@ -138,7 +119,7 @@ def hosted(*faults: Fault, machine: Machine = STEADY) -> dict[Address, list[floa
     )
     cluster_of(roles, options=options).run()
     return {
-        name: [now for now, event in role.seen if isinstance(event, Computed)]
+        name: [now for now, event in role.seen if isinstance(event, rl.Computed)]
         for name, role in roles.items()
     }
 
@@ -167,29 +148,31 @@ def test_who_is_killed_leaves_the_core_to_the_others() -> None:
 def test_durations_are_spread_around_what_is_modelled() -> None:
     machine = replace(STEADY, spread=0.3)
     stream = np.random.default_rng(0)
-    times = [machine.seconds_of(Cost(flops=1.0), stream) for _ in range(2000)]
+    times = [machine.seconds_of(rl.Cost(flops=1.0), stream) for _ in range(2000)]
     assert np.std(np.log(times)) == pytest.approx(0.3, rel=0.1)
     assert np.median(times) == pytest.approx(1.0, rel=0.05)
 
 
 def test_a_job_says_how_long_it_waits_for_memory() -> None:
     machine = replace(STEADY, bytes_per_second=4.0)
-    demand = machine.demand(Cost(flops=1.0, n_bytes=12.0), 4.0, 2)
+    demand = machine.demand(rl.Cost(flops=1.0, n_bytes=12.0), 4.0, 2)
     assert demand.memory_share == pytest.approx(0.75)
     assert demand.threads == 2
-    assert machine.demand(Cost(), 0.0, 1).memory_share == 0.0
+    assert machine.demand(rl.Cost(), 0.0, 1).memory_share == 0.0
 
 
 # ------------------------------------------------------------------- executors
 
 
-def work(name: str, seconds: float, executor: Executor = Executor.COMPUTE) -> Compute:
-    return Compute(name=name, work=lambda: name, cost=Cost(flops=seconds), executor=executor)
+def work(name: str, seconds: float, executor: rl.Executor = rl.Executor.COMPUTE) -> rl.Compute:
+    return rl.Compute(name=name, work=lambda: name, cost=rl.Cost(flops=seconds), executor=executor)
 
 
-def answers(role: Scripted) -> list[tuple[Seconds, str, Seconds]]:
+def answers(role: Scripted) -> list[tuple[rl.Seconds, str, rl.Seconds]]:
     return [
-        (now, event.name, event.seconds) for now, event in role.seen if isinstance(event, Computed)
+        (now, event.name, event.seconds)
+        for now, event in role.seen
+        if isinstance(event, rl.Computed)
     ]
 
 
@@ -204,9 +187,9 @@ def test_executors_run_side_by_side_and_each_in_order() -> None:
         on_start(
             work("a", 2.0),
             work("b", 1.0),
-            work("x", 0.5, Executor.DATA),
+            work("x", 0.5, rl.Executor.DATA),
             work("c", 0.5),
-            work("y", 3.0, Executor.DATA),
+            work("y", 3.0, rl.Executor.DATA),
         )
     )
     cluster_of({A: role}).run()
@@ -228,10 +211,10 @@ def test_work_runs_at_its_end_and_sees_what_happened_meanwhile() -> None:
     def write() -> None:
         box[0] = 7
 
-    role = Scripted(on_start(Compute(name="r", work=read, cost=Cost(flops=2.0))))
-    other = Scripted(on_start(Compute(name="w", work=write, cost=Cost(flops=1.0))))
+    role = Scripted(on_start(rl.Compute(name="r", work=read, cost=rl.Cost(flops=2.0))))
+    other = Scripted(on_start(rl.Compute(name="w", work=write, cost=rl.Cost(flops=1.0))))
     cluster_of({A: role, B: other}).run()
-    (answer,) = [event for _, event in role.seen if isinstance(event, Computed)]
+    (answer,) = [event for _, event in role.seen if isinstance(event, rl.Computed)]
     assert answer.result == 7
 
 
@@ -239,20 +222,20 @@ def test_an_exception_in_work_is_reported_to_the_role() -> None:
     def fail() -> None:
         raise ZeroDivisionError("no samples")
 
-    role = Scripted(on_start(Compute(name="f", work=fail), work("next", 1.0)))
+    role = Scripted(on_start(rl.Compute(name="f", work=fail), work("next", 1.0)))
     cluster_of({A: role}).run()
-    failed, following = [e for _, e in role.seen if isinstance(e, Computed)]
+    failed, following = [e for _, e in role.seen if isinstance(e, rl.Computed)]
     assert isinstance(failed.error, ZeroDivisionError)
     assert failed.result is None
     assert following.result == "next"
 
 
 def test_work_asked_for_in_reply_waits_behind_what_was_asked_before() -> None:
-    def answer(event: Event, _: Seconds) -> list[Action]:
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 return [work("a", 1.0), work("b", 1.0)]
-            case Computed(name="a"):
+            case rl.Computed(name="a"):
                 return [work("c", 1.0)]
             case _:
                 return []
@@ -263,12 +246,12 @@ def test_work_asked_for_in_reply_waits_behind_what_was_asked_before() -> None:
 
 
 def test_a_role_that_halts_in_reply_hears_of_no_more_work() -> None:
-    def answer(event: Event, _: Seconds) -> list[Action]:
+    def answer(event: rl.Event, _: rl.Seconds) -> list[rl.Action]:
         match event:
-            case Started():
-                return [work("a", 1.0), work("b", 1.0), work("x", 3.0, Executor.DATA)]
+            case rl.Started():
+                return [work("a", 1.0), work("b", 1.0), work("x", 3.0, rl.Executor.DATA)]
             case _:
-                return [Exit()]
+                return [rl.Exit()]
 
     role = Scripted(answer)
     cluster_of({A: role}).run()
@@ -285,8 +268,8 @@ def test_speeds_of_machines_differ() -> None:
 
 
 def test_bytes_cost_time_as_flops_do() -> None:
-    cost = Cost(flops=1.0, n_bytes=10.0)
-    role = Scripted(on_start(Compute(name="w", work=lambda: None, cost=cost)))
+    cost = rl.Cost(flops=1.0, n_bytes=10.0)
+    role = Scripted(on_start(rl.Compute(name="w", work=lambda: None, cost=cost)))
     machine = Machine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0, bytes_per_second=5.0)
     cluster_of({A: role}, options=ClusterOptions(machine=machine)).run()
     assert answers(role)[0][0] == 3.0
@@ -300,20 +283,6 @@ def test_jitter_lengthens_work_by_no_more_than_it_says() -> None:
     assert min(seconds) >= 1.0
     assert max(seconds) <= 1.2
     assert max(seconds) - min(seconds) > 0.1
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: Machine(flops_per_second=0.0),
-        lambda: Machine(jitter=-0.1),
-        lambda: Machine(overhead_seconds=-1.0),
-    ],
-)
-def test_an_impossible_machine_is_refused(wrong: object) -> None:
-    assert callable(wrong)
-    with pytest.raises(ValueError, match=r"Machine\.\w+ is"):
-        wrong()
 
 
 def test_computing_roles_get_the_same_sums_under_any_seed() -> None:
@@ -332,21 +301,21 @@ def test_computing_roles_get_the_same_sums_under_any_seed() -> None:
 # ------------------------------------------------------------------- event loops
 
 
-WORK = Compute(name="work-1", work=lambda: None, cost=Cost(flops=1.0))
+WORK = rl.Compute(name="work-1", work=lambda: None, cost=rl.Cost(flops=1.0))
 
 
-def beat(number: int) -> Received:
+def beat(number: int) -> rl.Received:
     message = Heartbeat(state="up", counters={"n": float(number)})
-    return Received(sender=B, incarnation=1, message=message)
+    return rl.Received(sender=B, incarnation=1, message=message)
 
 
 def handled(
-    *events: tuple[Seconds, Event],
+    *events: tuple[rl.Seconds, rl.Event],
     cores: float = 1,
-    wake: Seconds = 0.0,
+    wake: rl.Seconds = 0.0,
     faults: tuple[Fault, ...] = (),
     answer: Handler = lambda *_: (),
-) -> list[tuple[Seconds, Event]]:
+) -> list[tuple[rl.Seconds, rl.Event]]:
     """Return what A has handled, when: each event takes 0.5 s."""
     role = Scripted(answer)
     options = ClusterOptions(
@@ -363,26 +332,26 @@ def handled(
     return role.seen
 
 
-def kind_of(event: Event) -> str:
+def kind_of(event: rl.Event) -> str:
     match event:
-        case Received():
+        case rl.Received():
             return type(event.message).__name__
-        case Computed():
+        case rl.Computed():
             return event.name
         case _:
             return type(event).__name__
 
 
-def times(seen: list[tuple[Seconds, Event]]) -> list[Seconds]:
+def times(seen: list[tuple[rl.Seconds, rl.Event]]) -> list[rl.Seconds]:
     return [now for now, _ in seen]
 
 
-def numbers(seen: list[tuple[Seconds, Event]]) -> list[float]:
+def numbers(seen: list[tuple[rl.Seconds, rl.Event]]) -> list[float]:
     """Of the heartbeats, in order."""
     return [
         event.message.counters["n"]
         for _, event in seen
-        if isinstance(event, Received) and isinstance(event.message, Heartbeat)
+        if isinstance(event, rl.Received) and isinstance(event.message, Heartbeat)
     ]
 
 
@@ -433,7 +402,7 @@ def test_no_answer_of_an_executor_overtakes_the_one_before_it() -> None:
     when the step after it was: it took the step for done before the copy, copied again
     in the middle of the first copy, and the forecast of the job ended there.
     """
-    short = Compute(name="next-2", work=lambda: None, cost=Cost(flops=0.25))
+    short = rl.Compute(name="next-2", work=lambda: None, cost=rl.Cost(flops=0.25))
     seen = handled((2.1, beat(1)), answer=on_start(WORK, short), wake=0.5, cores=3)
     assert [(now, kind_of(event)) for now, event in seen[1:]] == [
         (2.6, "Heartbeat"),
@@ -444,7 +413,7 @@ def test_no_answer_of_an_executor_overtakes_the_one_before_it() -> None:
 
 def test_that_something_is_saved_is_no_earlier_reported_than_the_work_before_it() -> None:
     """It was told to a process that slept at once, and work when it had woken up."""
-    save = Persist(snapshot=counted(1))  # takes less than 0.5 s
+    save = rl.Persist(snapshot=counted(1))  # takes less than 0.5 s
     seen = handled(answer=on_start(WORK, save), wake=0.5)
     assert [kind_of(event) for _, event in seen] == ["Started", "work-1", "Persisted"]
 
@@ -477,11 +446,11 @@ def test_who_is_killed_handles_nothing_more() -> None:
 
 
 def test_who_halts_handles_nothing_more() -> None:
-    def answer(event: Event, now: Seconds) -> list[Action]:
+    def answer(event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
         del now
-        return [Exit()] if isinstance(event, Received) else []
+        return [rl.Exit()] if isinstance(event, rl.Received) else []
 
-    stop = Received(sender=B, incarnation=1, message=Stop(reason="over"))
+    stop = rl.Received(sender=B, incarnation=1, message=Stop(reason="over"))
     assert times(handled((1.0, stop), (1.0, beat(2)), answer=answer)) == [0.5, 1.5]
 
 
@@ -490,7 +459,7 @@ def test_work_in_vain_costs_nothing() -> None:
     parts = iter([1.0, 0.5, 0.0])
     work = msgspec.structs.replace(WORK, remaining=lambda: next(parts))
     seen = handled(answer=on_start(work, work, work), cores=2)
-    computed = [event.seconds for _, event in seen if isinstance(event, Computed)]
+    computed = [event.seconds for _, event in seen if isinstance(event, rl.Computed)]
     assert computed == pytest.approx([1.0, 0.5, 0.0])
     assert times(seen) == pytest.approx([0.5, 2.0, 2.5, 3.0])
 

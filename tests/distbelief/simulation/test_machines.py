@@ -1,5 +1,7 @@
-"""Cost scales: a small model with the bytes, times and blocks of a large one."""
+"""Cost scales: a small model with the bytes, times and blocks of a large one; copies of arrays."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,16 +15,18 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import PushBlock
 from distbelief.roles.role import Address, Compute, Cost, Executor, Received, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.cpu import Processor
 from distbelief.simulation.machines import (
     ClusterOptions,
     CostScale,
+    Machine,
     block_bytes_for,
     blocks_of,
     frame_scale,
     scale_of,
     scales_for,
 )
-from distbelief.simulation.network import Link
+from distbelief.simulation.network import Card, Link, SwitchedNetwork
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
@@ -105,27 +109,52 @@ def test_roles_are_built_with_blocks_of_that_size() -> None:
     assert vectors.BLOCK_BYTES == 1 << 20
 
 
-def test_what_cannot_be_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("made", "values", "said"),
+    [
+        (CostScale, {"flops": -1.0}, "flops"),
+        (ClusterOptions, {"block_bytes": 0}, "block_bytes"),
+        (ClusterOptions, {"launch_seconds": -1.0}, r"launch_seconds is -1\.0, below 0"),
+        (ClusterOptions, {"port_reuse": 1.5}, r"port_reuse is 1\.5; it is a prob"),
+        (ClusterOptions, {"n_lines_kept": 0}, "n_lines_kept is 0, below 1"),
+        (Machine, {"flops_per_second": 0.0}, r"Machine\.flops_per_second is"),
+        (Machine, {"jitter": -0.1}, r"Machine\.jitter is"),
+        (Machine, {"overhead_seconds": -1.0}, r"Machine\.overhead_seconds is"),
+        (Machine, {"spread": math.inf}, r"Machine\.spread is"),
+        (Processor, {"cores": 0, "bytes_per_second": 1.0}, "cores"),
+        (Link, {"latency_seconds": -1.0}, "must be at least 0"),
+        (Link, {"bytes_per_second": 0.0}, "must be at least 0"),
+        (Link, {"jitter": -1.0}, "must be at least 0"),
+        (Card, {"bytes_per_second": 0.0}, "above 0"),
+        (Card, {"bytes_per_second": -1.0}, "above 0"),
+        (Card, {"bytes_per_second": math.nan}, "above 0"),
+        (Card, {"bytes_per_second": 1.0, "overhead_seconds": -1.0}, "overhead"),
+        (SwitchedNetwork, {"cards": {}, "latency_seconds": -1.0}, "latency"),
+    ],
+)
+def test_impossible_values_are_refused(
+    made: Callable[..., object], values: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        made(**values)
+
+
+def test_layouts_with_other_numbers_of_shards_are_refused() -> None:
     with pytest.raises(LocalProtocolError, match="2 shards"):
         scales_for(layout(1000, 2), LARGE, {})
-    with pytest.raises(ValueError, match="flops"):
-        CostScale(flops=-1.0)
-    with pytest.raises(ValueError, match="block_bytes"):
-        ClusterOptions(block_bytes=0)
-    with pytest.raises(ValueError, match="full_trace"):
-        replace(ClusterOptions(full_trace=True), trace="order")
 
 
+@pytest.mark.parametrize("codec", [False, True])
 @pytest.mark.parametrize("lent", [False, True])
-def test_arrays_that_are_passed_on_are_copies(lent: bool) -> None:  # noqa: FBT001
-    """What is lent is read when it arrives, anything else when it is sent."""
+def test_every_array_arrives_as_a_copy(lent: bool, codec: bool) -> None:  # noqa: FBT001
+    """What is lent is read when it arrives, as late as a network may; anything else when sent."""
     values = np.zeros(4, np.float32)
     message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
     send = Send(receiver=B, message=message, lent=lent)
     change = Compute(name="change", work=lambda: values.fill(7.0))
     machine = replace(STEADY, host="", flops_per_second=1e12)
     link = Link(latency_seconds=1.0)
-    options = ClusterOptions(introduce=True, machine=machine, link=link, codec=False)
+    options = ClusterOptions(introduce=True, machine=machine, link=link, codec=codec)
     roles = {A: Scripted(on_start(send, change)), B: Scripted()}
     cluster_of(roles, options=options).run()
     (got,) = [

@@ -6,7 +6,6 @@ from distbelief.roles.role import Action, Event, Seconds, Send, SetTimer, Starte
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Fault
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.network import Link
 from tests.distbelief.simulation.toys import STEADY, A, B, C, Scripted, cluster_of, push
 
 
@@ -106,9 +105,3 @@ def test_a_one_way_cut_holds_only_what_its_first_end_sends(a: str, lost: int) ->
 def test_a_fault_that_never_strikes_changes_no_other_chance() -> None:
     calm, never = heard()[0], heard(Drop(probability=0.0))[0]
     assert calm.trace.digest == never.trace.digest
-
-
-def test_an_impossible_link_is_refused() -> None:
-    for wrong in ({"latency_seconds": -1.0}, {"bytes_per_second": 0.0}, {"jitter": -1.0}):
-        with pytest.raises(ValueError, match="must be at least 0"):
-            Link(**wrong)

@@ -1,14 +1,11 @@
 """Roles on the machines of a cluster file, and the outages of the machines."""
 
-import math
-from dataclasses import replace
-
 import msgspec
 import pytest
 
+from distbelief.config.cluster_file import load_cluster, names
 from distbelief.graph.graph import GraphError
 from distbelief.program.cluster import Cluster, Lost, Machine, Outages, OutageTrace, Switch
-from distbelief.program.cluster_file import load_cluster, names
 from distbelief.roles.role import Address, Launch, PeerLost, Started, TimerFired
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions
@@ -154,10 +151,3 @@ def test_whoever_is_launched_waits_for_its_machine() -> None:
     begins = [now for now, event in roles[B].seen if isinstance(event, Started)]
     assert begins == [0.5, 10.0]
     assert not any(isinstance(event, TimerFired) for _, event in roles[A].seen)
-
-
-def test_a_figure_may_be_drawn_around_its_mean() -> None:
-    options = options_for(cluster(), {S0: 0})
-    machine = replace(options.machines[S0], spread=0.3)
-    with pytest.raises(ValueError, match="spread"):
-        replace(machine, spread=math.inf)

@@ -7,20 +7,7 @@ import pytest
 
 from distbelief.core.memory import Memory
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    Launch,
-    Role,
-    Seconds,
-    Started,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.storage import HostMemory
@@ -31,15 +18,15 @@ from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, on_start
 class Holder:
     """Owns a region of eight doubles per life; finds them all finite when asked."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.values = np.zeros(0)
 
-    def handle(self, event: Event, now: Seconds) -> list[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
         del now
-        if isinstance(event, Started):
+        if isinstance(event, rl.Started):
             name = f"held-{event.incarnation}"
             self.values = self.memory.create(name, n_bytes=64).view(np.float64)
             self.values[:] = event.incarnation
@@ -59,8 +46,8 @@ def cluster_of_holders(host: str = "shared") -> SimulatedCluster:
     return cluster
 
 
-def memory_of(cluster: SimulatedCluster, name: Address) -> Memory:
-    role: Role = cluster.role(name)
+def memory_of(cluster: SimulatedCluster, name: rl.Address) -> Memory:
+    role: rl.Role = cluster.role(name)
     assert isinstance(role, Holder)
     return role.memory
 
@@ -182,13 +169,15 @@ def test_what_its_owner_disowns_ends_with_its_use() -> None:
 
 
 def test_regions_of_a_zombie_stay_until_it_dies() -> None:
-    launches = [Launch(name=A, incarnation=1), Launch(name=A, incarnation=2)]
+    launches = [rl.Launch(name=A, incarnation=1), rl.Launch(name=A, incarnation=2)]
     boss = Scripted(on_start(*launches))
     cluster = SimulatedCluster(
-        {SUPERVISOR: lambda _: boss, A: Holder}, seed=1, options=ClusterOptions(start=(SUPERVISOR,))
+        {rl.SUPERVISOR: lambda _: boss, A: Holder},
+        seed=1,
+        options=ClusterOptions(start=(rl.SUPERVISOR,)),
     )
     cluster.run()
-    reader = cluster.memory(SUPERVISOR).lend()
+    reader = cluster.memory(rl.SUPERVISOR).lend()
     assert reader.attach("held-1").view(np.float64)[0] == 1.0
     assert cluster.memory(A).n_bytes == 128
 
@@ -196,23 +185,23 @@ def test_regions_of_a_zombie_stay_until_it_dies() -> None:
 def test_a_read_after_the_lease_has_ended_is_caught() -> None:
     """The reader's work ends after the lender took its buffer back: NaN, and caught."""
 
-    def lend(memory: Memory) -> Role:
+    def lend(memory: Memory) -> rl.Role:
         values = memory.create("lent", n_bytes=64).view(np.float32)
         values[:] = 1.0
 
         def end_lease() -> None:
             memory.retire(values)
 
-        return Scripted(on_start(Compute(name="end", work=end_lease, cost=Cost(flops=1.0))))
+        return Scripted(on_start(rl.Compute(name="end", work=end_lease, cost=rl.Cost(flops=1.0))))
 
-    def read(memory: Memory) -> Role:
+    def read(memory: Memory) -> rl.Role:
         def add() -> float:
             return float(memory.attach("lent").view(np.float32).sum())
 
-        begin = on_start(Compute(name="read", work=add, cost=Cost(flops=2.0)))
+        begin = on_start(rl.Compute(name="read", work=add, cost=rl.Cost(flops=2.0)))
 
-        def answer(event: Event, now: Seconds) -> Sequence[Action]:
-            if isinstance(event, Computed):
+        def answer(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+            if isinstance(event, rl.Computed):
                 assert event.result == 16.0, f"the sum is {event.result}"
             return begin(event, now)
 

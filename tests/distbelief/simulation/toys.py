@@ -8,45 +8,29 @@ import numpy as np
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.protocol import Heartbeat, ParameterBlock, Push, PushApplied, Stop
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    Action,
-    Address,
-    Compute,
-    Cost,
-    Event,
-    Exit,
-    Persist,
-    Received,
-    Seconds,
-    Send,
-    SetTimer,
-    Snapshot,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
 
 
-A, B, C = Address("a"), Address("b"), Address("c")
-TESTER = Address("tester")  # no role: the test itself
+A, B, C = rl.Address("a"), rl.Address("b"), rl.Address("c")
+TESTER = rl.Address("tester")  # no role: the test itself
 
 STEADY = Machine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0)
 
-Handler = Callable[[Event, Seconds], Sequence[Action]]
+Handler = Callable[[rl.Event, rl.Seconds], Sequence[rl.Action]]
 
 
 @dataclass
 class Scripted:
     """Answers every event as a function says; remembers (time, event)."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     answer: Handler = lambda *_: ()
-    seen: list[tuple[Seconds, Event]] = field(default_factory=list)
+    seen: list[tuple[rl.Seconds, rl.Event]] = field(default_factory=list)
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         self.seen.append((now, event))
         return self.answer(event, now)
 
@@ -63,7 +47,7 @@ class Scripted:
         return [
             event.message.sequence
             for _, event in self.seen
-            if isinstance(event, Received) and isinstance(event.message, Push)
+            if isinstance(event, rl.Received) and isinstance(event.message, Push)
         ]
 
 
@@ -71,17 +55,17 @@ class Scripted:
 class Echo:
     """Sends every push back as an acknowledgement."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     n_received: int = 0
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
-        if not (isinstance(event, Received) and isinstance(event.message, Push)):
+        if not (isinstance(event, rl.Received) and isinstance(event.message, Push)):
             return ()
         self.n_received += 1
         return [
-            Send(
+            rl.Send(
                 receiver=event.sender,
                 message=PushApplied(
                     sequence=event.message.sequence,
@@ -103,28 +87,28 @@ class Pinger:
     Retries every half second, so that it gets through whatever is lost.
     """
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
-    peer: Address
+    peer: rl.Address
     n_wanted: int
     sequence: int = 1
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started() | TimerFired():
+            case rl.Started() | rl.TimerFired():
                 return self._ping(now)
-            case Received(message=message) if isinstance(message, PushApplied):
+            case rl.Received(message=message) if isinstance(message, PushApplied):
                 if message.sequence == self.sequence:
                     self.sequence += 1
                     return self._ping(now)
         return ()
 
-    def _ping(self, now: Seconds) -> Sequence[Action]:
+    def _ping(self, now: rl.Seconds) -> Sequence[rl.Action]:
         if self.sequence > self.n_wanted:
-            return [Exit()]
+            return [rl.Exit()]
         return [
-            Send(receiver=self.peer, message=push(self.sequence)),
-            SetTimer(name="retry", at=now + 0.5),
+            rl.Send(receiver=self.peer, message=push(self.sequence)),
+            rl.SetTimer(name="retry", at=now + 0.5),
         ]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
@@ -134,30 +118,30 @@ class Pinger:
 class Counter:
     """Counts the pushes it gets; saves the count at every third; restores it."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     def __init__(self) -> None:
         self.count = np.zeros(1, np.int64)
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
         match event:
-            case Started(restored=Snapshot(arrays=arrays)):
+            case rl.Started(restored=rl.Snapshot(arrays=arrays)):
                 self.count[:] = arrays["count"]
-            case Received(message=message) if isinstance(message, Push):
+            case rl.Received(message=message) if isinstance(message, Push):
                 self.count += 1
                 if self.count[0] % 3 == 0:
-                    return [Persist(snapshot=counted(int(self.count[0])))]
-            case Received(message=message) if isinstance(message, Stop):
-                return [Exit()]
+                    return [rl.Persist(snapshot=counted(int(self.count[0])))]
+            case rl.Received(message=message) if isinstance(message, Stop):
+                return [rl.Exit()]
         return ()
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         return "counting", {"count": float(self.count[0])}
 
 
-def counted(count: int) -> Snapshot:
-    return Snapshot(
+def counted(count: int) -> rl.Snapshot:
+    return rl.Snapshot(
         label=f"{count:05}",
         arrays={"count": np.array([count], np.int64)},
         facts={"what": "a count"},
@@ -168,20 +152,20 @@ def counted(count: int) -> Snapshot:
 class Summer:
     """Sums random numbers in its compute lane, again and again."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     seed: int
     n_wanted: int
     total: float = 0.0
     n_done: int = 0
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
-        if isinstance(event, TimerFired) or self.n_done == self.n_wanted:
+        if isinstance(event, rl.TimerFired) or self.n_done == self.n_wanted:
             return ()
-        if not isinstance(event, Started):
+        if not isinstance(event, rl.Started):
             self.n_done += 1
-        return [Compute(name="sum", work=self._add, cost=Cost(flops=1e6))]
+        return [rl.Compute(name="sum", work=self._add, cost=rl.Cost(flops=1e6))]
 
     def _add(self) -> float:
         stream = np.random.default_rng([self.seed, self.n_done])
@@ -206,17 +190,17 @@ def heartbeat(state: str) -> Heartbeat:
     return Heartbeat(state=state, counters={})
 
 
-def from_tester(message: Push | Stop | Heartbeat) -> Received:
-    return Received(sender=TESTER, incarnation=1, message=message)
+def from_tester(message: Push | Stop | Heartbeat) -> rl.Received:
+    return rl.Received(sender=TESTER, incarnation=1, message=message)
 
 
-def on_start(*actions: Action) -> Handler:
+def on_start(*actions: rl.Action) -> Handler:
     """Answer `Started` with these actions, anything else with nothing."""
-    return lambda event, _: actions if isinstance(event, Started) else ()
+    return lambda event, _: actions if isinstance(event, rl.Started) else ()
 
 
 def cluster_of(
-    roles: Mapping[Address, Scripted], *, seed: int = 1, options: ClusterOptions | None = None
+    roles: Mapping[rl.Address, Scripted], *, seed: int = 1, options: ClusterOptions | None = None
 ) -> SimulatedCluster:
     """Return a cluster whose roles are these objects, in every life the same one."""
 

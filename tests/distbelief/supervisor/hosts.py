@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from distbelief.cluster.agent import PREPARE, HostAgent, HostAgentConfig
+from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
+from distbelief.launch.local import PREPARE
 from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Offer, Stop
 from distbelief.protocol.codec import Codec
 from distbelief.roles import role as rl
@@ -66,6 +67,7 @@ class Town:
         policy: PlacementPolicy | None = None,
     ) -> None:
         self.policy = policy
+        self.places: dict[rl.Address, rl.Address] = {}  # who may use each name
         self.now = 100.0
         self.machines: dict[rl.Address, Machine] = {}
         self.lossy = ""  # a document of which no piece arrives
@@ -156,7 +158,7 @@ class Town:
 
     @property
     def said(self) -> list[str]:
-        return [m.text for m in self.supervisor.metrics.messages]
+        return [m.text for m in self.supervisor.out.messages]
 
     # ---------------------------------------------------------------------- inside
 
@@ -219,6 +221,8 @@ class Town:
                 self.mail.append((sender, 1, action.receiver, action.message))
             case rl.SetTimer():
                 machine.timers[action.name] = action.at
+            case rl.AssignName(name=name, to=to):
+                self.places[name] = to
             case rl.Launch(name=name):
                 assert name not in machine.processes, "begun twice"
                 machine.processes[name] = action.incarnation

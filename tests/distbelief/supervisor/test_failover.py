@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.roles.role import Action, Address, Launch, PeerLost, Terminate, TimerFired
+from distbelief.roles.role import Action, Address, Launch, PeerLost, TimerFired
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.view import RoleView
 from tests.distbelief.supervisor.test_supervisor import (
@@ -80,12 +80,6 @@ def test_the_first_copy_to_join_is_primary_and_the_other_its_backup(desk: Desk) 
     assert rows(desk)["shard-0"].state == "backup"
 
 
-def test_a_promote_is_repeated_until_it_has_arrived(desk: Desk) -> None:
-    desk.join()
-    assert promoted(beat(desk, "shard-0", term=1.0)) == [("shard-0", 2, "shard-0b")]
-    assert promoted(beat(desk, "shard-0", term=2.0)) == []
-
-
 def test_when_a_primary_dies_its_backup_takes_over_and_nothing_is_lost(in_sync: Desk) -> None:
     actions = in_sync.die("shard-0")
     assert promoted(actions) == [("shard-0b", 3, "")]
@@ -97,21 +91,6 @@ def test_when_a_primary_dies_its_backup_takes_over_and_nothing_is_lost(in_sync: 
     )
     assert rows(in_sync)["shard-0b"].state == "primary"
     assert promoted(in_sync.join("shard-0")) == [("shard-0b", 4, "shard-0")]
-
-
-def test_a_silent_primary_is_killed_and_replaced_within_a_second(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, whole=2.0, term=2.0)
-    assert promoted(live(in_sync, 0.75, "shard-0b", "replica-0")) == []
-    actions = live(in_sync, 0.5, "shard-0b", "replica-0")
-    assert promoted(actions)[0] == ("shard-0b", 3, "")
-    assert Terminate(name=Address("shard-0")) in actions
-    assert "shard 0b takes over" in in_sync.told[-1]
-    assert in_sync.told[-1].startswith("shard 0 silent for 1.")
-
-
-def test_a_silent_backup_is_left_its_time(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, term=2.0)
-    assert ended(live(in_sync, 2.0, "shard-0", "replica-0")) == []
 
 
 def test_of_two_silent_copies_the_primary_is_given_twice_as_long(in_sync: Desk) -> None:
@@ -128,15 +107,6 @@ def test_of_two_silent_copies_the_primary_is_given_twice_as_long(in_sync: Desk) 
         "shard 0 silent for 20.2 s: restarting it from its initial values; about 100 "
         "acknowledged pushes will be lost"
     )
-
-
-def test_a_primary_that_comes_back_in_that_time_has_lost_nothing(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, term=2.0, whole=2.0, clock=100.0)
-    live(in_sync, 16.0, "replica-0")
-    beat(in_sync, "shard-0", clock=100.0, pushes_applied=100.0, term=2.0)
-    assert promoted(in_sync.join("shard-0b")) == [("shard-0", 4, "shard-0b")]
-    assert rows(in_sync)["shard-0"].restarts == 0
-    assert counts(in_sync) == (100, 0)
 
 
 def test_nothing_is_promised_of_a_copy_that_is_silent_or_dead(in_sync: Desk) -> None:
@@ -186,20 +156,6 @@ def test_a_backup_that_dies_leaves_its_primary_alone_and_comes_back(in_sync: Des
     assert promoted(in_sync.join("shard-0b")) == [("shard-0", 4, "shard-0b")]
 
 
-def test_a_primary_that_gets_no_answer_is_released_and_paired_again_later(in_sync: Desk) -> None:
-    assert promoted(in_sync.hear("shard-0", wire.BackupUnresponsive(term=2))) == [
-        ("shard-0", 3, "")
-    ]
-    beat(in_sync, "shard-0", term=3.0)
-    in_sync.now += 0.5
-    assert promoted(beat(in_sync, "shard-0b")) == []
-    in_sync.now += 1.0
-    beat(in_sync, "shard-0", term=3.0)
-    again = beat(in_sync, "shard-0b") + live(in_sync, 0.5, *ALL)
-    assert ("shard-0", 4, "shard-0b") in promoted(again)
-    assert any("shard 0b does not answer shard 0" in text for text in in_sync.told)
-
-
 @pytest.mark.parametrize("how", ["silence", "death"])
 def test_checkpoints_are_asked_of_the_primary_and_survive_its_loss(in_sync: Desk, how: str) -> None:
     beat(in_sync, *COPIES, term=2.0, whole=2.0)
@@ -223,12 +179,12 @@ def test_a_fault_that_no_restart_fixes_leaves_a_primary_to_save(in_sync: Desk) -
 def test_what_two_copies_apply_is_counted_once(in_sync: Desk) -> None:
     beat(in_sync, "shard-0b", clock=90.0, pushes_applied=90.0, whole=2.0)
     beat(in_sync, "shard-0", clock=120.0, pushes_applied=120.0, term=2.0)
-    assert in_sync.view.pushes_applied == 120
+    assert counts(in_sync) == (120, 0)
     in_sync.die("shard-0")
     beat(in_sync, "shard-0b", clock=118.0, pushes_applied=118.0, term=3.0)
-    assert in_sync.view.pushes_applied == 120
+    assert counts(in_sync) == (120, 0)
     beat(in_sync, "shard-0b", clock=130.0, pushes_applied=130.0, term=3.0)
-    assert in_sync.view.pushes_applied == 130
+    assert counts(in_sync) == (130, 0)
 
 
 def test_what_a_shard_had_and_has_no_more_is_lost_and_not_applied(desk: Desk) -> None:

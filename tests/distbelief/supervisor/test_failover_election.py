@@ -1,31 +1,29 @@
 """Who leads: decisions against the story of a shard's two copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.protocol import Promote
-from distbelief.roles.role import Address
-from distbelief.supervisor.failover import REST_SECONDS, Decision, PrimaryElection
+from distbelief.roles.role import Action, Address, Send, Terminate
+from distbelief.supervisor.failover import REST_SECONDS, PrimaryElection
 
 
 A, B = Address("shard-0"), Address("shard-0b")
 
 
-def promotes(decision: Decision) -> list[Promote]:
-    found = [send.message for send in decision.sends if isinstance(send.message, Promote)]
-    assert len(found) == len(decision.sends)
-    return found
+def promotes(actions: Sequence[Action]) -> list[tuple[str, Promote]]:
+    sends = [action for action in actions if isinstance(action, Send)]
+    return [(s.receiver, s.message) for s in sends if isinstance(s.message, Promote)]
 
 
-def promoted(decision: Decision) -> list[tuple[str, int, str]]:
-    receivers = [send.receiver for send in decision.sends]
-    return [(who, p.term, p.backup) for who, p in zip(receivers, promotes(decision), strict=True)]
+def promoted(actions: Sequence[Action]) -> list[tuple[str, int, str]]:
+    return [(receiver, p.term, p.backup) for receiver, p in promotes(actions)]
 
 
-def incarnations(decision: Decision) -> list[tuple[int, int]]:
-    return [(p.receiver_incarnation, p.backup_incarnation) for p in promotes(decision)]
+def incarnations(actions: Sequence[Action]) -> list[tuple[int, int]]:
+    return [(p.receiver_incarnation, p.backup_incarnation) for _, p in promotes(actions)]
 
 
 def paired(*, in_sync: bool = False) -> PrimaryElection:
@@ -37,7 +35,7 @@ def paired(*, in_sync: bool = False) -> PrimaryElection:
     return election
 
 
-Story = list[tuple[Callable[[PrimaryElection], Decision], list[tuple[str, int, str]]]]
+Story = list[tuple[Callable[[PrimaryElection], list[Action]], list[tuple[str, int, str]]]]
 
 # Each begins with A as the primary and B as its backup, which is in sync, in term 2.
 STORIES: dict[str, Story] = {
@@ -85,16 +83,16 @@ def test_a_backup_that_is_not_in_sync_does_not_take_over() -> None:
 def test_a_silent_primary_is_demoted_if_its_backup_answers_and_is_in_sync() -> None:
     election = paired()
     for tenth in range(1, 8):  # in sync may come by heartbeat
-        assert election.heard(B, {"in_sync": 2.0}, 0.1 * tenth) == Decision()
-        assert election.tick(0.1 * tenth) == Decision()
+        assert election.heard(B, {"in_sync": 2.0}, 0.1 * tenth) == []
+        assert election.tick(0.1 * tenth) == []
     election.heard(B, {"in_sync": 2.0}, 1.0)
-    decision = election.tick(1.0)
-    assert promoted(decision) == [(B, 3, "")]
-    assert decision.demoted == A
+    actions = election.tick(1.0)
+    assert promoted(actions) == [(B, 3, "")]
+    assert Terminate(name=A) in actions
     # It may wake up before it is killed; it does not count until it joins.
-    assert election.heard(A, {"term": 2.0}, 1.1) == Decision()
-    assert election.backup_unresponsive(A, 2, 1.1) == Decision()
-    assert election.lost(A) == Decision()
+    assert election.heard(A, {"term": 2.0}, 1.1) == []
+    assert election.backup_unresponsive(A, 2, 1.1) == []
+    assert election.lost(A) == []
     assert promoted(election.joined(A, 2, 1.5)) == [(B, 4, A)]
 
 
@@ -102,11 +100,11 @@ def test_a_silent_primary_stays_if_no_backup_could_take_over() -> None:
     election = paired()
     for tenth in range(1, 30):
         election.heard(B, {}, 0.1 * tenth)  # not in sync
-        assert election.tick(0.1 * tenth) == Decision()
-    assert election.silent(A, 3.0) == Decision()
-    election.backup_in_sync(B, 2, 3.0)
-    assert election.silent(B, 3.0) == Decision()
-    assert election.silent(A, 9.0) == Decision()  # its backup is silent too
+        assert election.tick(0.1 * tenth) == []
+    both_silent = paired(in_sync=True)
+    both_silent.heard(A, {"term": 2.0}, 0.2)
+    for tenth in range(1, 30):
+        assert both_silent.tick(0.1 * tenth) == []
     assert election.primary == A
 
 
@@ -135,15 +133,15 @@ def test_terms_rise_and_only_present_copies_have_a_part(story: list[tuple[str, A
         match what:
             case "join" if copy not in present:
                 present.add(copy)
-                decision = election.joined(copy, 1, now)
+                actions = election.joined(copy, 1, now)
             case "lose":
                 present.discard(copy)
-                decision = election.lost(copy)
+                actions = election.lost(copy)
             case "in_sync":
-                decision = election.backup_in_sync(copy, election.term, now)
+                actions = election.backup_in_sync(copy, election.term, now)
             case _:
-                decision = election.backup_unresponsive(copy, election.term, now)
-        for receiver, term, backup in promoted(decision):
+                actions = election.backup_unresponsive(copy, election.term, now)
+        for receiver, term, backup in promoted(actions):
             assert term >= terms[-1]  # the latest is repeated
             assert receiver in present
             assert backup in {"", *present} - {receiver}

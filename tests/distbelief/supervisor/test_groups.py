@@ -6,8 +6,8 @@ import pytest
 
 from distbelief import protocol as wire
 from distbelief.errors import RemoteProtocolError
-from distbelief.roles.role import Action, Address, Exit, Launch
-from distbelief.supervisor.membership import Kind, RoleRecord
+from distbelief.roles.role import Action, Exit, Launch
+from distbelief.supervisor.membership import Kind
 from tests.distbelief.supervisor.test_supervisor import (
     Desk,
     a_job,
@@ -166,26 +166,3 @@ def test_progress_is_of_the_whole_replica_and_missed_pushes_of_any_machine(desk:
         desk.progress("replica-0.1")  # it leads nobody
     desk.progress("replica-1.0", step=9)
     assert (desk.view.samples, desk.view.pushes_lost) == (90, 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "group", "trains"),
-    [
-        ("replica-2", "replica", "replica-2", True),
-        ("replica-2.0", "replica", "replica-2", True),
-        ("replica-2.3", "machine", "replica-2", True),
-        ("evaluator", "evaluator", "evaluator", False),
-        ("evaluator.1", "machine", "evaluator", False),
-        ("shard-0b", "shard", "shard-0b", False),
-        ("guest-7", "guest", "guest-7", False),
-    ],
-)
-def test_groups(
-    name: str,
-    kind: Kind,
-    group: str,
-    trains: bool,  # noqa: FBT001 -- of the table above
-) -> None:
-    record = RoleRecord(name=Address(name), kind=kind, index=0, incarnation=1)
-    assert record.group == group
-    assert record.trains is trains

@@ -52,6 +52,8 @@ def test_a_job_waits_for_its_hosts_and_uses_them() -> None:
         "here": ["evaluator", "replica-0", "shard-0"],
         "host-a": ["replica-1", "replica-2"],
     }
+    assert town.places[rl.Address("replica-1")] == "host-a"
+    assert town.places[rl.Address("shard-0")] == rl.SUPERVISOR
     assert "a (host-a) has joined: 2 cores, 1.1 GB" in town.said
     assert "replica 1, replica 2: on a (host-a)" in town.said
 
@@ -235,14 +237,6 @@ def test_hosts_of_one_model_leave_at_once() -> None:
     assert machine.halted
     town.come("b")
     assert town.runs()["host-b"] == ["replica-0.0", "replica-0.1"]
-
-
-def test_one_model_goes_to_one_host_if_it_fits() -> None:
-    town = Town(roster(2, 2), config_of(n_hosts=2, slots_here=0))
-    town.come("a")
-    town.come("b")
-    assert town.runs()["host-a"] == ["replica-0.0", "replica-0.1"]
-    assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
 
 
 class Elsewhere:

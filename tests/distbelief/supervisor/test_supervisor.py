@@ -16,7 +16,7 @@ from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import TICK_SECONDS, Supervisor
-from distbelief.supervisor.view import HISTORY_MAX, JobView
+from distbelief.supervisor.view import HISTORY_MAX, JobView, RoleView
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -225,17 +225,6 @@ def test_a_job_trains_once_a_replica_does() -> None:
     assert phase(desk) == "done"
 
 
-def test_a_resumed_job_in_which_nobody_trains_yet_is_resuming() -> None:
-    """It was "training 74 %" at once."""
-    before = PreviousTotals(samples={"replica-0": 400, "replica-1": 340})
-    desk = a_job(stop=StopTable(samples=1000), before=before)
-    assert phase(desk) == "resuming"
-    desk.join()
-    assert phase(desk) == "resuming"
-    desk.beat("replica-1", "computing")
-    assert phase(desk) == "training"
-
-
 def test_a_job_that_fails_is_failed_and_one_that_is_interrupted_is_not_done(desk: Desk) -> None:
     """It was "done: " and the error."""
     desk.join()
@@ -270,21 +259,14 @@ def test_messages_of_strangers_and_those_that_roles_never_send_are_rejected(desk
         desk.hear("shard-0", wire.StartTraining())
     with pytest.raises(RemoteProtocolError, match="sent the supervisor Progress, which is not"):
         desk.progress("shard-0")
+    # A replica of another machine could say how accurate the model is.
+    done = wire.EvaluationDone(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
+    with pytest.raises(RemoteProtocolError, match="not for a replica to send"):
+        desk.hear("replica-1", done)
     with pytest.raises(RemoteProtocolError, match="the user sent StartTraining"):
         desk.hear(rl.USER, wire.StartTraining())
     desk.die("replica-0")
     assert desk.hear("replica-0", wire.StartTraining(), incarnation=1) == []
-
-
-def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
-    """A replica of another machine could say how accurate the model is."""
-    desk.train()
-    desk.pass_time(10.1, beats=EVERYBODY)
-    message = wire.EvaluationDone(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
-    with pytest.raises(RemoteProtocolError, match="not for a replica to send"):
-        desk.hear("replica-1", message)
-    desk.hear("evaluator", message)
-    assert desk.view.metric == 1.0
 
 
 def test_a_role_that_never_sends_anything_is_started_again(desk: Desk) -> None:
@@ -397,21 +379,6 @@ def pushes(desk: Desk) -> tuple[int, int]:
 
 def applied(desk: Desk, name: str, n: int, **counters: float) -> None:
     desk.beat(name, "busy", clock=n, pushes_applied=n, **counters)
-
-
-def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(desk: Desk) -> None:
-    """A replica's next life knows of no push before it: 0 were said to be lost."""
-    desk.join()
-    applied(desk, "shard-0", 207)
-    applied(desk, "shard-1", 205)
-    for name in ("replica-0", "shard-0"):
-        desk.restart(name)
-    applied(desk, "shard-0", 3)
-    desk.beat("replica-0", pushes_lost=0.0)
-    assert pushes(desk) == (0, 207)  # shard 1 has not told of the three since
-    applied(desk, "shard-1", 208)
-    applied(desk, "shard-0", 13)
-    assert pushes(desk) == (1, 207)  # 208 came to both, and 207 are gone
 
 
 @pytest.mark.parametrize(
@@ -746,19 +713,22 @@ def test_told_to_stop_a_server_saves_in_its_own_time(server: Desk) -> None:
 
 
 def test_a_resumed_job_goes_on_counting() -> None:
-    before = PreviousTotals(
+    last = JobView(
         seconds=100.0,
         training_seconds=90.0,
         step=500,
-        samples={"replica-0": 3000, "replica-1": 2000},
-        clocks={"shard-0": 250, "shard-1": 240},
         pushes_lost=20,
         pushes_refused=3,
         bytes_in=1000,
         bytes_out=2000,
-        restarts={"replica-1": 2},
+        roles=(RoleView(name="replica-1", state="done", restarts=2),),
         best_metric=0.9,
         best_metric_seconds=80.0,
+    )
+    before = PreviousTotals(
+        view=last,
+        samples={"replica-0": 3000, "replica-1": 2000},
+        clocks={"shard-0": 250, "shard-1": 240},
     )
     desk = a_job(
         stop=StopTable(samples=10_000),
@@ -769,9 +739,13 @@ def test_a_resumed_job_goes_on_counting() -> None:
     )
     assert rl.Launch(name=rl.Address("shard-0"), incarnation=4) in desk.start
     desk.join()
+    assert phase(desk) == "resuming"  # it was "training 74 %" at once
+    desk.beat("replica-1", "computing")
+    assert phase(desk) == "training"
     desk.now = 10.0
     view = desk.view
-    assert (view.seconds, view.samples, view.step) == (110.0, 5000, 500)
+    assert (view.seconds, view.training_seconds) == (110.0, 90.0)
+    assert (view.samples, view.step) == (5000, 500)
     assert view.best_metric == 0.9
     assert (view.pushes_applied, view.pushes_lost, view.pushes_refused) == (240, 20, 3)
     assert (view.bytes_in, view.bytes_out) == (1000, 2000)

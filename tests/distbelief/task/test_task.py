@@ -1,5 +1,6 @@
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.task import dry_run
+from distbelief.task.imports import installed_imports
 from distbelief.task.losses import higher_is_better
 from distbelief.task.task import (
     DataSpec,
@@ -144,6 +146,26 @@ def test_a_factory_without_data_names_what_it_returned() -> None:
         build_dataset(DataSpec(factory=f"{HERE}:empty"), table="data.test")
 
 
+def test_installed_modules_are_found_through_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "nets.py").write_text(
+        "import os, msgspec.json\nfrom torch import nn\nfrom pack import data\n"
+        "import nowhere.to.be.found\nimport distbelief.trainer\nraise SystemExit(3)\n"
+    )
+    (tmp_path / "pack" / "data.py").write_text(
+        "from pack import nets, broken\nfrom rich.console import Console\ndef f(): import zmq\n"
+    )
+    (tmp_path / "pack" / "broken.py").write_text("import zmq\ndef net(:\n")
+    found = installed_imports(["pack.nets", "nothing"], [str(tmp_path)])
+    assert set(found) == {"msgspec.json", "torch", "torch.nn", "rich.console"}
+
+
+@pytest.mark.parametrize("name", ["", "a..b", "sys", "zmq.no_such_module"])
+def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) -> None:
+    assert installed_imports([name], [str(tmp_path)]) == ()
+
+
 # ---------------------------------------------------------------------- check
 
 
@@ -207,6 +229,10 @@ def test_a_factory_without_data_names_what_it_returned() -> None:
         (task(loss=f"{HERE}:loss_per_sample"), "returned float32 of shape (16,)"),
         (task(loss=f"{HERE}:listing"), "returned a list: it must return a tensor"),
         (task(loss=f"{HERE}:failing_function"), "ValueError: no such thing"),
+        (
+            task(model="wrapped", kind="root", loss=f"{HERE}:mean_output"),
+            "the gradient of 'layer.weight' is NaN",
+        ),
         (task(metric="acuracy"), "Did you mean 'accuracy'?"),
         (task(metric=f"{HERE}:loss_per_sample"), "must return one number"),
         (task(metric=f"{HERE}:failing_function"), "metric tests.distbelief.ex"),
@@ -216,33 +242,25 @@ def test_each_mistake_gives_one_sentence(wrong: TaskSpec, claim: str) -> None:
     assert claim in refused(wrong)
 
 
-def test_a_gradient_that_is_not_finite_names_its_parameter() -> None:
-    wrong = task(model="wrapped", kind="root", loss=f"{HERE}:mean_output")
-    assert "the gradient of 'layer.weight' is NaN" in refused(wrong)
-
-
-def test_a_width_that_is_wrong_inside_the_model_blames_its_layers() -> None:
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 2))
-    said = forward_fails(module, torch.zeros(2, 4))
-    assert re.search(r"layer '1' Linear\(in_features=5.*\(2, 3\) from the layers before", said)
-
-
-def test_a_check_leaves_no_gradient_behind() -> None:
-    module = build_model(ModelSpec(factory=f"{HERE}:net"))
-    train(module, torch.zeros(2, 4))
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
 def train(module: nn.Module, inputs: torch.Tensor) -> None:
     labels = torch.zeros(len(inputs), dtype=torch.int64)
     names = dry_run.Names(model="m", loss="cross_entropy", data="data.train")
     dry_run.train(module, inputs, labels, loss=nn.functional.cross_entropy, names=names)
 
 
-def forward_fails(module: nn.Module, inputs: torch.Tensor) -> str:
-    with pytest.raises(JobError) as caught:
-        train(module, inputs)
-    return str(caught.value)
+class Beside(nn.Linear):
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :2].clone().requires_grad_()
+
+
+class Overwritten(nn.Linear):
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x).exp()
+        outputs: torch.Tensor = hidden * 1.0
+        hidden.zero_()
+        return outputs
 
 
 @pytest.mark.parametrize(
@@ -253,73 +271,66 @@ def forward_fails(module: nn.Module, inputs: torch.Tensor) -> str:
         (nn.GRU(3, 2), (2, 2, 4), "GRU(3, 2) received"),
         (nn.BatchNorm1d(4), (1, 4), "from [data.train]: ValueError: Expected more than"),
         (nn.Embedding(3, 2), (2, 4), "received float32 of shape (2, 4) from [data.train]"),
+        (
+            nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 2)),
+            (2, 4),
+            "received float32 of shape (2, 3) from the layers before it",
+        ),
+        (Beside(4, 2), (2, 4), "no parameter received a gradient"),
+        (Overwritten(4, 2), (2, 4), "the backward pass of m failed"),
     ],
 )
 def test_the_layer_that_fails_is_named_with_what_it_received(
     module: nn.Module, shape: tuple[int, ...], claim: str
 ) -> None:
-    assert claim in forward_fails(module, torch.zeros(shape))
+    with pytest.raises(JobError, match=re.escape(claim)):
+        train(module, torch.zeros(shape))
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_a_gradient_that_reaches_no_parameter_is_reported() -> None:
-    class Beside(nn.Linear):
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[:, :2].clone().requires_grad_()
-
-    said = forward_fails(Beside(4, 2), torch.zeros(2, 4))
-    assert "no parameter received a gradient" in said
-
-
-def test_a_failing_backward_pass_is_reported() -> None:
-    class Overwritten(nn.Linear):
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = super().forward(x).exp()
-            outputs: torch.Tensor = hidden * 1.0
-            hidden.zero_()
-            return outputs
-
-    said = forward_fails(Overwritten(4, 2), torch.zeros(2, 4))
-    assert "the backward pass of m failed" in said
+def test_a_check_leaves_no_gradient_behind() -> None:
+    module = build_model(ModelSpec(factory=f"{HERE}:net"))
+    train(module, torch.zeros(2, 4))
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 # -------------------------------------------------------------------- metrics
 
 
-def test_the_usual_metric_goes_with_the_loss() -> None:
-    assert metric_name(task()) == "accuracy"
-    assert metric_name(task(loss="mse_loss")) == "mse"
-    assert metric_name(task(metric="top5")) == "top5"
+@pytest.mark.parametrize(
+    ("loss", "labels", "name"),
+    [
+        ("cross_entropy", None, "accuracy"),
+        ("cross_entropy", False, "accuracy"),
+        ("mse_loss", None, "mse"),
+        # Regression: a regression model was reported with an accuracy of 9 %.
+        ("a.b:own", True, "accuracy"),
+        ("a.b:own", False, "mse"),
+    ],
+)
+def test_the_usual_metric_goes_with_the_loss_and_the_targets(
+    loss: str,
+    labels: bool | None,  # noqa: FBT001
+    name: str,
+) -> None:
+    sample = None
+    if labels is not None:
+        sample = Sample(
+            input_shape=(4,), input_is_integer=False, target_shape=(2,), target_is_integer=labels
+        )
+    assert metric_name(task(loss=loss), sample) == name
+    assert metric_name(task(loss=loss, metric="top5"), sample) == "top5"
 
 
-@pytest.mark.parametrize(("is_integer", "name"), [(True, "accuracy"), (False, "mse")])
-def test_the_metric_of_a_users_loss_depends_on_the_targets(*, is_integer: bool, name: str) -> None:
-    """Regression: a regression model was reported with an accuracy of 9 %."""
-    sample = Sample(
-        input_shape=(4,), input_is_integer=False, target_shape=(2,), target_is_integer=is_integer
-    )
-    assert metric_name(task(loss="a.b:own"), sample) == name
-    assert metric_name(task(loss="a.b:own", metric="top5"), sample) == "top5"
-    assert metric_name(task(loss="cross_entropy"), sample) == "accuracy"
-
-
-def test_accuracy_is_the_share_of_correct_predictions() -> None:
+def test_metrics_are_means_over_the_samples() -> None:
     outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
     accuracy = build_metric(task())
     assert float(accuracy(outputs, torch.tensor([0, 1, 0, 1]))) == 0.5
     assert float(accuracy(outputs, torch.eye(2)[[0, 1, 1, 1]])) == 0.75
     assert float(accuracy(outputs[..., None], torch.tensor([[0], [1], [0], [1]]))) == 0.5
-
-
-def test_top5_counts_labels_among_the_five_largest() -> None:
-    outputs = torch.arange(10.0).repeat(3, 1)
-    top5 = build_metric(task(metric="top5"))
+    top5, outputs = build_metric(task(metric="top5")), torch.arange(10.0).repeat(3, 1)
     assert float(top5(outputs, torch.tensor([9, 5, 4]))) == pytest.approx(2 / 3)
     assert float(top5(outputs[:, :3], torch.tensor([0, 1, 2]))) == 1.0
-
-
-def test_mse_is_the_mean_of_squares() -> None:
     mse = build_metric(task(metric="mse"))
     assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
 

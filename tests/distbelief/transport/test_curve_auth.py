@@ -17,9 +17,8 @@ from distbelief.errors import TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint
 from distbelief.protocol.codec import Codec
 from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import REFUSED, RunAuth
+from distbelief.transport.authenticator import REFUSED, PeerLimits, RunAuth, Source, TokenBucket
 from distbelief.transport.config import KeyConfig
-from distbelief.transport.curve_auth import PeerLimits, Source, TokenBucket
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.transport.test_zmq_transport import labels, take, wait
@@ -506,17 +505,6 @@ def test_a_message_of_another_run_is_no_offence(world: World, server: ZmqTranspo
     link.send(words("worker-2"))
     take(server, 1)
     assert server.n_malformed == 1
-
-
-def test_a_frame_that_is_too_large_is_not_taken(
-    world: World, server: ZmqTransport, worker: ZmqTransport
-) -> None:
-    link = world.member(server)
-    watch = world.lost(link, server)
-    link.send(bytes(64 * MEBIBYTE))
-    wait(server, until=lambda: watch.poll(0) > 0)
-    assert not list(server.receive())
-    assert works(server, worker)
 
 
 def test_a_peer_that_sends_byte_by_byte_is_cut(

@@ -8,9 +8,14 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import HeartbeatAck, Release
 from distbelief.protocol.codec import JOINING, AnotherRunError, Codec
 from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import NOT_NOW, REFUSED
+from distbelief.transport.authenticator import (
+    NOT_NOW,
+    REFUSED,
+    CurveAuth,
+    NotIntroducedError,
+    Source,
+)
 from distbelief.transport.config import KeyConfig, ListenConfig
-from distbelief.transport.curve_auth import CurveAuth, NotIntroducedError, Source
 from distbelief.transport.keys import Allowed, KeyFiles
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.transport.test_zmq_transport import take

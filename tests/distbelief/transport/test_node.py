@@ -1,77 +1,52 @@
 """RoleRunner with one real role: events in, actions performed, errors reported."""
 
+import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+from hypothesis import given, strategies as st
 
 from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.protocol import HeartbeatAck, SaveCheckpoint, Stop
 from distbelief.protocol.codec import Envelope
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    USER,
-    Action,
-    Address,
-    CancelTimer,
-    Compute,
-    Computed,
-    Connect,
-    Event,
-    Executor,
-    Exit,
-    Launch,
-    PeerLost,
-    Persist,
-    Persisted,
-    Received,
-    Report,
-    Role,
-    Seconds,
-    Send,
-    SetTimer,
-    Snapshot,
-    Started,
-    Terminate,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth
-from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner
+from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner, Timers
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.supervisor.hosts import offer_of
 from tests.links import link
 
 
 PATIENCE_SECONDS = 20.0
-ME = Address("me")
+ME = rl.Address("me")
 
-React = Callable[[Event, Seconds], Sequence[Action]]
-NEWS = PeerLost(peer=Address("x"), incarnation=1, reason="it ended")
+React = Callable[[rl.Event, rl.Seconds], Sequence[rl.Action]]
+NEWS = rl.PeerLost(peer=rl.Address("x"), incarnation=1, reason="it ended")
 
 
 class Scripted:
     """A role that runs a test's function and records its events."""
 
-    accepts = ALL_MESSAGES
+    accepts = rl.ALL_MESSAGES
 
     def __init__(self, react: React) -> None:
         self._react = react
-        self.events: list[Event] = []
-        self.times: list[Seconds] = []
+        self.events: list[rl.Event] = []
+        self.times: list[rl.Seconds] = []
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         self.events.append(event)
         self.times.append(now)
         return self._react(event, now)
@@ -137,11 +112,11 @@ def build(transport: ZmqTransport, log: list[tuple[str, str]]) -> Iterator[Build
     assert set(threading.enumerate()) <= threads, "a thread was left behind"
 
 
-def on_start(*actions: Action) -> React:
+def on_start(*actions: rl.Action) -> React:
     """React to `Started` with these actions, and to the next event with an exit."""
 
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        return actions if isinstance(event, Started) else [Exit()]
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        return actions if isinstance(event, rl.Started) else [rl.Exit()]
 
     return react
 
@@ -151,28 +126,30 @@ def on_start(*actions: Action) -> React:
 
 @pytest.mark.parametrize("error", [None, "NaN in replica-1"])
 def test_a_run_begins_with_started_and_ends_with_exit(build: Build, error: str | None) -> None:
-    node, role = build(lambda _event, _now: [Exit(error=error)])
+    node, role = build(lambda _event, _now: [rl.Exit(error=error)])
     before = time.monotonic()
     assert node.run() == node.error == error
     assert node.halted
-    assert role.events == [Started(incarnation=4)]
+    assert role.events == [rl.Started(incarnation=4)]
     assert before <= role.times[0] <= time.monotonic()
 
 
 def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
-    node, role = build(on_start(Send(receiver=ME, message=SaveCheckpoint(label="x"))))
+    node, role = build(on_start(rl.Send(receiver=ME, message=SaveCheckpoint(label="x"))))
     assert node.run() is None
     (_, arrived) = role.events
-    assert isinstance(arrived, Received)
+    assert isinstance(arrived, rl.Received)
     assert (arrived.sender, arrived.incarnation) == (ME, 4)
     assert isinstance(arrived.message, SaveCheckpoint)
 
 
 def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -> None:
     with link("other", tmp_path) as other:
-        connect = Connect(peer=Address("other"), incarnation=1, endpoint=other.endpoint, host="")
-        words = Send(receiver=Address("other"), message=SaveCheckpoint(label="last words"))
-        node, _ = build(lambda _event, _now: [connect, Exit(), words])
+        connect = rl.Connect(
+            peer=rl.Address("other"), incarnation=1, endpoint=other.endpoint, host=""
+        )
+        words = rl.Send(receiver=rl.Address("other"), message=SaveCheckpoint(label="last words"))
+        node, _ = build(lambda _event, _now: [connect, rl.Exit(), words])
         assert node.run() is None
         arrived: list[Envelope] = []
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -183,7 +160,7 @@ def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -
 
 
 def test_nothing_is_delivered_after_halt(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Exit()])
+    node, role = build(lambda _event, _now: [rl.Exit()])
     for _ in range(3):
         node.post(NEWS)
     node.run()
@@ -195,9 +172,9 @@ def test_nothing_is_delivered_after_halt(build: Build) -> None:
 def test_reports_and_peers_that_cannot_be_connected_go_to_the_log(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    report = Report(text="warm", level="warning")
-    far = Connect(peer=Address("far"), incarnation=1, endpoint="tcp://10.0.0.1:1", host="")
-    node, _ = build(lambda _event, _now: [report, far, Exit()])
+    report = rl.Report(text="warm", level="warning")
+    far = rl.Connect(peer=rl.Address("far"), incarnation=1, endpoint="tcp://10.0.0.1:1", host="")
+    node, _ = build(lambda _event, _now: [report, far, rl.Exit()])
     assert node.run() is None
     assert log[0] == ("warning", "warm")
     assert log[1][0] == "error"
@@ -208,65 +185,104 @@ def test_reports_and_peers_that_cannot_be_connected_go_to_the_log(
 
 
 def test_timers_fire_in_order_once_and_never_early(build: Build) -> None:
-    def react(event: Event, now: Seconds) -> Sequence[Action]:
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 return [
-                    SetTimer(name="late", at=now + 0.03),
-                    SetTimer(name="moved", at=now + 0.5),
-                    SetTimer(name="moved", at=now + 0.01),
-                    SetTimer(name="never", at=now + 0.005),
-                    CancelTimer(name="never"),
+                    rl.SetTimer(name="late", at=now + 0.03),
+                    rl.SetTimer(name="moved", at=now + 0.5),
+                    rl.SetTimer(name="moved", at=now + 0.01),
+                    rl.SetTimer(name="never", at=now + 0.005),
+                    rl.CancelTimer(name="never"),
                 ]
-            case TimerFired(name="late"):
-                return [Exit()]
+            case rl.TimerFired(name="late"):
+                return [rl.Exit()]
             case _:
                 return []
 
     node, role = build(react)
     assert node.run() is None
-    assert role.events[1:] == [TimerFired(name="moved"), TimerFired(name="late")]
+    assert role.events[1:] == [rl.TimerFired(name="moved"), rl.TimerFired(name="late")]
     start, moved, late = role.times
     assert moved >= start + 0.01
     assert late >= start + 0.03
 
 
-@pytest.mark.parametrize("answer", [CancelTimer(name="second"), Exit()])
+@pytest.mark.parametrize("answer", [rl.CancelTimer(name="second"), rl.Exit()])
 def test_of_two_timers_due_the_first_may_cancel_the_second_or_end_the_role(
-    build: Build, answer: Action
+    build: Build, answer: rl.Action
 ) -> None:
-    def react(event: Event, now: Seconds) -> Sequence[Action]:
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 return [
-                    SetTimer(name="first", at=now - 2),
-                    SetTimer(name="second", at=now - 1),
-                    SetTimer(name="end", at=now + 0.01),
+                    rl.SetTimer(name="first", at=now - 2),
+                    rl.SetTimer(name="second", at=now - 1),
+                    rl.SetTimer(name="end", at=now + 0.01),
                 ]
-            case TimerFired(name="first"):
+            case rl.TimerFired(name="first"):
                 return [answer]
             case _:
-                return [Exit()]
+                return [rl.Exit()]
 
     node, role = build(react)
     node.run()
-    after = [] if answer == Exit() else [TimerFired(name="end")]
-    assert role.events[1:] == [TimerFired(name="first"), *after]
+    after = [] if answer == rl.Exit() else [rl.TimerFired(name="end")]
+    assert role.events[1:] == [rl.TimerFired(name="first"), *after]
 
 
 def test_a_timer_always_due_does_not_keep_messages_out(build: Build) -> None:
-    def react(event: Event, now: Seconds) -> Sequence[Action]:
-        again = SetTimer(name="greedy", at=now - 1)
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        again = rl.SetTimer(name="greedy", at=now - 1)
         match event:
-            case Started():
-                return [again, Send(receiver=ME, message=HeartbeatAck())]
-            case Received():
-                return [Exit()]
+            case rl.Started():
+                return [again, rl.Send(receiver=ME, message=HeartbeatAck())]
+            case rl.Received():
+                return [rl.Exit()]
             case _:
                 return [again]
 
     node, _ = build(react)
     assert node.run() is None
+
+
+def due(timers: Timers, now: float) -> list[str]:
+    return list(iter(lambda: timers.pop_due(now) or "", ""))
+
+
+def test_a_watchdog_set_forever_takes_no_memory() -> None:
+    timers = Timers()
+    timers.set("first", 0.5)
+    for moment in range(10_000):
+        timers.set("watchdog", 10.0 + moment)
+    assert len(timers) == 2
+    assert len(timers._heap) < 100
+    assert due(timers, 20_000.0) == ["first", "watchdog"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.sampled_from(["set", "cancel", "look"]), st.integers(0, 9)
+        ),
+        max_size=200,
+    )
+)
+def test_timers_do_what_a_dictionary_of_times_would(steps: list[tuple[str, str, int]]) -> None:
+    timers, plain = Timers(), dict[str, tuple[int, int]]()
+    for order, (name, step, at) in enumerate(steps):
+        if step == "set":
+            timers.set(name, at)
+            plain[name] = at, order  # of two at the same time, the one set first
+        elif step == "cancel":
+            timers.cancel(name)
+            plain.pop(name, None)
+        else:
+            expected = sorted((when, key) for key, when in plain.items() if when[0] <= at)
+            assert due(timers, at) == [key for _, key in expected]
+            plain = {key: when for key, when in plain.items() if when[0] > at}
+        assert timers.next_at == min((when for when, _ in plain.values()), default=math.inf)
+        assert len(timers) == len(plain)
 
 
 # ---------------------------------------------------------------------------- work
@@ -276,54 +292,84 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
     """A gradient that takes seconds must not silence the heartbeats."""
     handled = threading.Event()
 
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
-                work = Compute(name="gradient", work=lambda: handled.wait(PATIENCE_SECONDS))
-                return [work, Send(receiver=ME, message=HeartbeatAck())]
-            case Received():
+            case rl.Started():
+                work = rl.Compute(name="gradient", work=lambda: handled.wait(PATIENCE_SECONDS))
+                return [work, rl.Send(receiver=ME, message=HeartbeatAck())]
+            case rl.Received():
                 handled.set()
                 return []
             case _:
-                return [Exit()]
+                return [rl.Exit()]
 
     node, role = build(react)
     assert node.run() is None
     answer = role.events[-1]
-    assert isinstance(answer, Computed)
+    assert isinstance(answer, rl.Computed)
     assert answer.result is True
 
 
-@pytest.mark.parametrize("executor", Executor)
-def test_work_is_answered_by_its_result_or_its_error(build: Build, executor: Executor) -> None:
-    good = Compute(name="gradient", work=lambda: 42, executor=executor)
-    bad = Compute(name="batch", work=lambda: 1 / 0, executor=executor)
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(1), KeyboardInterrupt()])
+@pytest.mark.parametrize("executor", rl.Executor)
+def test_work_is_answered_by_its_result_or_its_error(
+    build: Build, executor: rl.Executor, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
 
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started):
+    good = rl.Compute(name="gradient", work=lambda: 42, executor=executor)
+    bad = rl.Compute(name="batch", work=fail, executor=executor)
+
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
             return [good, bad]
-        return [Exit()] if isinstance(event, Computed) and event.error else []
+        return [rl.Exit()] if isinstance(event, rl.Computed) and event.error else []
 
     node, role = build(react)
     assert node.run() is None
     _, one, other = role.events
-    assert isinstance(one, Computed)
-    assert isinstance(other, Computed)
+    assert isinstance(one, rl.Computed)
+    assert isinstance(other, rl.Computed)
     assert (one.name, one.result, one.error) == ("gradient", 42, None)
-    assert isinstance(other.error, ZeroDivisionError)
+    assert (other.name, other.result, other.error) == ("batch", None, error)
 
 
-def test_work_without_an_end_is_abandoned_and_named(
+def test_two_executors_work_in_parallel_and_each_in_order(build: Build) -> None:
+    meeting, busy = threading.Barrier(2), threading.Lock()
+    order: list[int] = []
+
+    def work(index: int) -> None:
+        assert busy.acquire(blocking=False)
+        order.append(index)
+        busy.release()
+
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
+            meet = partial(meeting.wait, PATIENCE_SECONDS)
+            both = [rl.Compute(name=each.value, work=meet, executor=each) for each in rl.Executor]
+            return [*both, *(rl.Compute(name=f"{n}", work=partial(work, n)) for n in range(50))]
+        return [rl.Exit()] if isinstance(event, rl.Computed) and event.name == "49" else []
+
+    node, role = build(react)
+    assert node.run() is None
+    assert not [event for event in role.events if isinstance(event, rl.Computed) and event.error]
+    assert order == list(range(50))
+
+
+def test_work_without_an_end_is_abandoned_and_named_and_what_waits_is_dropped(
     build: Build, log: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "JOIN_SECONDS_MAX", 0.02)
     end = threading.Event()
+    ran: list[int] = []
 
-    def react(event: Event, now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started):
-            endless = Compute(name="endless", work=lambda: end.wait(PATIENCE_SECONDS))
-            return [endless, SetTimer(name="end", at=now + 0.01)]
-        return [Exit()]
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
+            endless = rl.Compute(name="endless", work=lambda: end.wait(PATIENCE_SECONDS))
+            never = rl.Compute(name="never", work=lambda: ran.append(1))
+            return [endless, never, rl.SetTimer(name="end", at=now + 0.01)]
+        return [rl.Exit()]
 
     node, _ = build(react)
     assert node.run() is None
@@ -331,6 +377,7 @@ def test_work_without_an_end_is_abandoned_and_named(
     end.set()
     monkeypatch.undo()
     node.close()  # waits for it
+    assert ran == []
 
 
 # ----------------------------------------------------------------------- snapshots
@@ -341,72 +388,72 @@ class Shelf:
 
     def __init__(
         self,
-        newest: Snapshot | None = None,
+        newest: rl.Snapshot | None = None,
         *,
         save_error: Exception | None = None,
         newest_error: Exception | None = None,
     ) -> None:
-        self.saved: dict[Address, Snapshot] = {}
+        self.saved: dict[rl.Address, rl.Snapshot] = {}
         self._newest = newest
         self._save_error = save_error
         self._newest_error = newest_error
 
-    def save(self, role: Address, snapshot: Snapshot) -> None:
+    def save(self, role: rl.Address, snapshot: rl.Snapshot) -> None:
         if self._save_error:
             raise self._save_error
         self.saved[role] = snapshot
 
-    def newest(self, role: Address) -> Snapshot | None:
+    def newest(self, role: rl.Address) -> rl.Snapshot | None:
         assert role == ME
         if self._newest_error:
             raise self._newest_error
         return self._newest
 
 
-SNAPSHOT = Snapshot(label="00412", arrays={}, facts={"clock": "7"})
+SNAPSHOT = rl.Snapshot(label="00412", arrays={}, facts={"clock": "7"})
 
 
 def test_a_snapshot_is_saved_under_the_roles_name(build: Build) -> None:
     shelf = Shelf()
-    node, role = build(on_start(Persist(snapshot=SNAPSHOT)), store=shelf)
+    node, role = build(on_start(rl.Persist(snapshot=SNAPSHOT)), store=shelf)
     node.run()
     assert shelf.saved == {ME: SNAPSHOT}
-    assert role.events[1] == Persisted(label="00412")
+    assert role.events[1] == rl.Persisted(label="00412")
 
 
 @pytest.mark.parametrize("error", [StorageError("disk full"), OSError("disk full")])
 def test_a_snapshot_that_cannot_be_saved_is_answered_so(build: Build, error: Exception) -> None:
-    node, role = build(on_start(Persist(snapshot=SNAPSHOT)), store=Shelf(save_error=error))
+    node, role = build(on_start(rl.Persist(snapshot=SNAPSHOT)), store=Shelf(save_error=error))
     assert node.run() is None
     answer = role.events[1]
-    assert isinstance(answer, Persisted)
+    assert isinstance(answer, rl.Persisted)
     assert answer.error == f"{type(error).__name__}: disk full"
 
 
 def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) -> None:
-    node, role = build(on_start(Persist(snapshot=SNAPSHOT)))
+    node, role = build(on_start(rl.Persist(snapshot=SNAPSHOT)))
     assert node.run() is None
     assert role.events == [
-        Started(incarnation=4),
-        Persisted(label="00412", error="no checkpoint storage is configured"),
+        rl.Started(incarnation=4),
+        rl.Persisted(label="00412", error="no checkpoint storage is configured"),
     ]
 
 
 @pytest.mark.parametrize(
     ("shelf", "started"),
     [
-        (Shelf(SNAPSHOT), Started(incarnation=4, restored=SNAPSHOT)),
+        (Shelf(SNAPSHOT), rl.Started(incarnation=4, restored=SNAPSHOT)),
         (
             Shelf(newest_error=StorageError("no snapshot of me is whole")),
-            Started(incarnation=4, unrestored="no snapshot of me is whole"),
+            rl.Started(incarnation=4, unrestored="no snapshot of me is whole"),
         ),
     ],
 )
 def test_a_role_gets_its_newest_checkpoint_or_why_there_is_none(
-    build: Build, shelf: Shelf, started: Started
+    build: Build, shelf: Shelf, started: rl.Started
 ) -> None:
     """The role decides what follows: a shard's other copy may have the state."""
-    node, role = build(lambda _event, _now: [Exit()], store=shelf)
+    node, role = build(lambda _event, _now: [rl.Exit()], store=shelf)
     node.run()
     assert role.events == [started]
 
@@ -424,15 +471,15 @@ def test_a_store_that_fails_otherwise_ends_the_role(build: Build) -> None:
 def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
-                alive = Send(receiver=ME, message=HeartbeatAck())
-                return [alive] * 20 + [Send(receiver=ME, message=Stop(reason=""))]
-            case Received(message=HeartbeatAck()):
+            case rl.Started():
+                alive = rl.Send(receiver=ME, message=HeartbeatAck())
+                return [alive] * 20 + [rl.Send(receiver=ME, message=Stop(reason=""))]
+            case rl.Received(message=HeartbeatAck()):
                 raise RemoteProtocolError("me sent HeartbeatAck")
             case _:
-                return [Exit()]
+                return [rl.Exit()]
 
     node, role = build(react)
     assert node.run() is None
@@ -446,10 +493,10 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
 def test_a_message_that_the_role_does_not_accept_never_reaches_it(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started):
-            return [Send(receiver=ME, message=m) for m in (HeartbeatAck(), Stop(reason=""))]
-        return [Exit()]
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
+            return [rl.Send(receiver=ME, message=m) for m in (HeartbeatAck(), Stop(reason=""))]
+        return [rl.Exit()]
 
     node, role = build(react)
     role.accepts = frozenset({Stop})
@@ -467,7 +514,7 @@ def test_a_message_that_the_role_does_not_accept_never_reaches_it(
 def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
     build: Build, log: list[tuple[str, str]], error: Exception
 ) -> None:
-    def react(_event: Event, _now: Seconds) -> Sequence[Action]:
+    def react(_event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
         raise error
 
     node, _ = build(react)
@@ -476,7 +523,7 @@ def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
 
 
 def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str, str]]) -> None:
-    def react(_event: Event, _now: Seconds) -> Sequence[Action]:
+    def react(_event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
         raise KeyError("step")
 
     node, _ = build(react)
@@ -488,7 +535,7 @@ def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str,
 
 def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
     text = SaveCheckpoint(label="\udcff")
-    node, _ = build(lambda _event, _now: [Send(receiver=ME, message=text)])
+    node, _ = build(lambda _event, _now: [rl.Send(receiver=ME, message=text)])
     error = node.run()
     assert error is not None
     assert error.startswith("LocalProtocolError: cannot send Save")
@@ -498,20 +545,22 @@ def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
 
 
 def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> None:
+    before = threading.active_count()
     node, role = build(on_start())
     assert node.post(NEWS)
+    assert threading.active_count() == before  # a runner that never runs needs no thread
     node.run()
-    assert role.events == [Started(incarnation=4), NEWS]
+    assert role.events == [rl.Started(incarnation=4), NEWS]
 
 
 def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
     waiting = threading.Event()
 
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started):
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
             waiting.set()
             return []
-        return [Exit()]
+        return [rl.Exit()]
 
     node, role = build(react)
 
@@ -529,11 +578,11 @@ def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
 
 
 def test_a_post_from_a_signal_handler_wakes_the_node(build: Build) -> None:
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started):
-            work = Compute(name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
+            work = rl.Compute(name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1))
             return [work]
-        return [Exit()] if event == NEWS else []
+        return [rl.Exit()] if event == NEWS else []
 
     node, role = build(react)
     before = signal.signal(signal.SIGUSR1, lambda _number, _frame: node.post(NEWS))
@@ -547,13 +596,13 @@ def test_a_post_from_a_signal_handler_wakes_the_node(build: Build) -> None:
 def test_a_role_far_behind_drops_what_is_posted_and_says_so(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        return [Exit()] if isinstance(event, TimerFired) else []
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        return [rl.Exit()] if isinstance(event, rl.TimerFired) else []
 
     node, role = build(react)
     taken = [node.post(NEWS) for _ in range(POSTED_MAX + 3)]
     assert taken == [True] * POSTED_MAX + [False] * 3
-    node.post(TimerFired(name="too late"))
+    node.post(rl.TimerFired(name="too late"))
     assert node.pump(lambda: len(role.events) > POSTED_MAX, timeout_seconds=20)
     assert log == [("warning", "4 posted events were dropped")]
 
@@ -562,9 +611,9 @@ def test_a_role_far_behind_drops_what_is_posted_and_says_so(
 
 
 def test_pump_runs_the_role_until_it_is_so(build: Build) -> None:
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started | Computed):
-            return [Compute(name="more", work=lambda: None)]
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started | rl.Computed):
+            return [rl.Compute(name="more", work=lambda: None)]
         return []
 
     node, role = build(react)
@@ -575,11 +624,11 @@ def test_pump_runs_the_role_until_it_is_so(build: Build) -> None:
 
         assert node.pump(enough, timeout_seconds=PATIENCE_SECONDS)
         assert enough()
-    assert role.events.count(Started(incarnation=4)) == 1
+    assert role.events.count(rl.Started(incarnation=4)) == 1
 
 
 def test_pump_gives_up_in_time_and_when_the_role_has_ended(build: Build) -> None:
-    node, _ = build(lambda event, _now: [Exit(error="no shard")] if event == NEWS else [])
+    node, _ = build(lambda event, _now: [rl.Exit(error="no shard")] if event == NEWS else [])
     begun = time.monotonic()
     assert not node.pump(lambda: False, timeout_seconds=0.02)
     assert time.monotonic() - begun >= 0.02
@@ -593,8 +642,8 @@ def test_pump_gives_up_in_time_and_when_the_role_has_ended(build: Build) -> None
 
 
 def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) -> None:
-    def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        return [] if isinstance(event, Started) else [Exit()]
+    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
+        return [] if isinstance(event, rl.Started) else [rl.Exit()]
 
     node, _ = build(react)
     ticks: list[int] = []
@@ -610,10 +659,10 @@ def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) ->
 
 
 def test_a_broken_display_does_not_end_the_job(build: Build, log: list[tuple[str, str]]) -> None:
-    def react(event: Event, now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Started):
-            return [SetTimer(name="end", at=now + 0.02)]
-        return [Exit()]
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
+            return [rl.SetTimer(name="end", at=now + 0.02)]
+        return [rl.Exit()]
 
     def on_tick() -> None:
         raise OSError("no terminal")
@@ -634,25 +683,25 @@ class Fleet:
         self._reader, self._writer = socket.socketpair()
         self.asked: list[str] = []
         self.answers = True
-        self._events: list[Event] = []
+        self._events: list[rl.Event] = []
 
-    def launch(self, name: Address, incarnation: int) -> None:
+    def launch(self, name: rl.Address, incarnation: int) -> None:
         if name == "impossible":
             raise JobError("no such role")
         self.asked.append(f"launch {name} {incarnation}")
         if not self.answers:
             return
-        lost = PeerLost(peer=name, incarnation=incarnation, reason="exit code 1")
+        lost = rl.PeerLost(peer=name, incarnation=incarnation, reason="exit code 1")
         self._events.append(lost)
         self._writer.send(b"x")
 
-    def terminate(self, name: Address) -> None:
+    def terminate(self, name: rl.Address) -> None:
         self.asked.append(f"terminate {name}")
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[rl.Event]:
         self._reader.recv(1)
         events, self._events = self._events, []
         return events
@@ -669,18 +718,18 @@ def fleet() -> Iterator[Fleet]:
     fleet.close()
 
 
-def a_supervisor() -> Role:
+def a_supervisor() -> rl.Role:
     return Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=None))
 
 
-def a_host() -> Role:
+def a_host() -> rl.Role:
     config = HostAgentConfig(offer=offer_of("lab"))
     return HostAgent(config, storage=AgentStorage.__new__(AgentStorage))
 
 
 @pytest.mark.parametrize("make_role", [a_supervisor, a_host])
 def test_only_posted_events_are_user_events(
-    make_role: Callable[[], Role], transport: ZmqTransport, tmp_path: Path, fleet: Fleet
+    make_role: Callable[[], rl.Role], transport: ZmqTransport, tmp_path: Path, fleet: Fleet
 ) -> None:
     """Any peer that reached the port could stop a job by sending Stop as "user"."""
     role = make_role()
@@ -690,13 +739,13 @@ def test_only_posted_events_are_user_events(
     node = RoleRunner(
         role, transport=transport, log=lambda _level, text: said.append(text), launcher=fleet
     )
-    with node, link(USER, tmp_path) as forger:
+    with node, link(rl.USER, tmp_path) as forger:
         forger.connect(ME, 4, transport.endpoint)
         forger.send(ME, stop)
         assert node.pump(lambda: transport.n_malformed == 1, timeout_seconds=PATIENCE_SECONDS)
         assert not any("Ctrl+C" in text for text in said)
         before = role.status()[0]
-        node.post(Received(sender=USER, incarnation=0, message=stop))
+        node.post(rl.Received(sender=rl.USER, incarnation=0, message=stop))
         node.pump(
             lambda: node.halted or role.status()[0] != before, timeout_seconds=PATIENCE_SECONDS
         )
@@ -706,93 +755,26 @@ def test_only_posted_events_are_user_events(
 def test_roles_are_launched_and_terminated_and_their_end_is_an_event(
     build: Build, fleet: Fleet
 ) -> None:
-    launch = Launch(name=Address("shard-0"), incarnation=2)
-    terminate = Terminate(name=Address("shard-1"))
+    launch = rl.Launch(name=rl.Address("shard-0"), incarnation=2)
+    terminate = rl.Terminate(name=rl.Address("shard-1"))
     node, role = build(on_start(launch, terminate), launcher=fleet)
     assert node.run() is None
     assert fleet.asked == ["launch shard-0 2", "terminate shard-1"]
-    assert role.events[1] == PeerLost(peer=Address("shard-0"), incarnation=2, reason="exit code 1")
+    assert role.events[1] == rl.PeerLost(
+        peer=rl.Address("shard-0"), incarnation=2, reason="exit code 1"
+    )
 
 
 def test_a_role_that_cannot_be_launched_is_lost(build: Build, fleet: Fleet) -> None:
-    launch = Launch(name=Address("impossible"), incarnation=1)
+    launch = rl.Launch(name=rl.Address("impossible"), incarnation=1)
     node, role = build(on_start(launch), launcher=fleet)
     assert node.run() is None
-    assert role.events[1] == PeerLost(
-        peer=Address("impossible"), incarnation=1, reason="no such role"
+    assert role.events[1] == rl.PeerLost(
+        peer=rl.Address("impossible"), incarnation=1, reason="no such role"
     )
 
 
 def test_launching_without_a_launcher_is_a_bug_of_ours(build: Build) -> None:
-    launch = Launch(name=Address("shard-0"), incarnation=1)
+    launch = rl.Launch(name=rl.Address("shard-0"), incarnation=1)
     node, _ = build(on_start(launch))
     assert node.run() == "LocalProtocolError: me has no launcher"
-
-
-# ----------------------------------------------------------------------- processes
-
-
-ECHO = """
-import sys
-from distbelief.protocol import Stop
-from distbelief.transport.node import RoleRunner
-from distbelief.roles.role import ALL_MESSAGES, Connect, Exit, Received, Send, Started
-from distbelief.transport.config import ListenConfig
-
-class Echo:
-    accepts = ALL_MESSAGES
-
-    def handle(self, event, now):
-        match event:
-            case Started():
-                place = sys.argv[1]
-                return [Connect(peer="me", incarnation=4, endpoint=place, host="")]
-            case Received():
-                reply = Send(receiver="me", message=event.message)
-                is_last = isinstance(event.message, Stop)
-                return [reply, Exit(error="told to")] if is_last else [reply]
-        return []
-
-    def status(self):
-        return "", {}
-
-links = ListenConfig(directory=sys.argv[2]).transport(
-    name="echo", incarnation=1, run="run", log=print
-)
-with links as transport:
-    print(transport.endpoint, flush=True)
-    print(RoleRunner(Echo(), transport=transport, log=print).run(), flush=True)
-"""
-
-
-@pytest.mark.processes
-def test_two_nodes_in_two_processes_talk(
-    build: Build, transport: ZmqTransport, tmp_path: Path
-) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", ECHO, transport.endpoint, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        echo = Address("echo")
-        endpoint = process.stdout.readline().strip()
-
-        def react(event: Event, _now: Seconds) -> Sequence[Action]:
-            match event:
-                case Started():
-                    return [
-                        Connect(peer=echo, incarnation=1, endpoint=endpoint, host=""),
-                        Send(receiver=echo, message=SaveCheckpoint(label="x")),
-                    ]
-                case Received(sender="echo", message=SaveCheckpoint()):
-                    return [Send(receiver=echo, message=Stop(reason="done"))]
-                case Received(sender="echo", message=Stop()):
-                    return [Exit()]
-                case _:
-                    return [Exit(error=f"unexpected: {event}")]
-
-        node, _ = build(react)
-        assert node.run() is None
-        assert process.stdout.readline() == "told to\n"
-        assert process.wait(PATIENCE_SECONDS) == 0

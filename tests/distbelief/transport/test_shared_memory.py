@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distbelief.core.memory import Memory
+from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.transport.shared_memory import FileMemory
 
@@ -61,19 +61,22 @@ region = memory.create("theirs", n_bytes=4096)
 """
 
 
-def test_a_disowned_region_is_gone_and_existing_mappings_stay_valid(memory: FileMemory) -> None:
-    region = memory.create("a", n_bytes=64)
-    theirs = FileMemory(memory.directory).attach("a")
-    memory.disown("a")
-    region[3] = 7
-    assert theirs[3] == 7
-    with pytest.raises(MemoryGoneError):
-        FileMemory(memory.directory).attach("a")
+# ------------------------------------------------------- what any memory of roles does
+
+
+@pytest.fixture(params=["files", "private"])
+def any_memory(request: pytest.FixtureRequest, memory: FileMemory) -> Memory:
+    return memory if request.param == "files" else PrivateMemory(host="h", poison=True)
+
+
+def other_role(memory: Memory) -> Memory:
+    """Return the memory of another role on the same host."""
+    return FileMemory(memory.directory) if isinstance(memory, FileMemory) else memory
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 4096, 1 << 20])
-def test_a_new_region_is_zeroed_aligned_and_writable(memory: FileMemory, n_bytes: int) -> None:
-    region = memory.create("a", n_bytes=n_bytes)
+def test_a_new_region_is_zeroed_aligned_and_writable(any_memory: Memory, n_bytes: int) -> None:
+    region = any_memory.create("a", n_bytes=n_bytes)
     assert region.shape == (n_bytes,)
     assert region.dtype == np.uint8
     assert not region.any()
@@ -81,16 +84,40 @@ def test_a_new_region_is_zeroed_aligned_and_writable(memory: FileMemory, n_bytes
     assert region.ctypes.data % 64 == 0 or n_bytes == 0
 
 
-def test_a_process_that_attaches_sees_what_is_written(memory: FileMemory) -> None:
-    other: Memory = FileMemory(memory.directory)
-    region = memory.create("shard-0.1.values", n_bytes=100)
+def test_a_role_that_attaches_sees_what_is_written(any_memory: Memory) -> None:
+    other = other_role(any_memory)
+    region = any_memory.create("shard-0.1.values", n_bytes=100)
     seen = other.attach("shard-0.1.values")
     region[99] = 7
     assert seen.shape == (100,)
     assert seen[99] == 7
-    assert other.host == memory.host
-    assert other.attach("shard-0.1.values") is seen
-    other.release("shard-0.1.values")
+    assert other.host == any_memory.host != ""
+    assert np.shares_memory(other.attach("shard-0.1.values"), seen)
+
+
+def test_a_name_is_used_once(any_memory: Memory) -> None:
+    any_memory.create("a", n_bytes=8)[0] = 5
+    for memory in (any_memory, other_role(any_memory)):
+        with pytest.raises(LocalProtocolError, match="'a' exists already"):
+            memory.create("a", n_bytes=8)
+    assert other_role(any_memory).attach("a")[0] == 5
+
+
+@pytest.mark.parametrize("way", ["release", "disown"])
+def test_a_region_given_up_is_gone_and_existing_mappings_stay_valid(
+    any_memory: Memory, way: str
+) -> None:
+    any_memory.create("a", n_bytes=8)[:] = 7
+    seen = other_role(any_memory).attach("a")
+    for _ in range(2):  # as often as one likes
+        getattr(any_memory, way)("a")
+    is_poisoned = way == "release" and isinstance(any_memory, PrivateMemory)
+    assert (seen == (0xFF if is_poisoned else 7)).all()
+    with pytest.raises(MemoryGoneError, match=r"no region 'a' (on host 'h'|in /)"):
+        other_role(any_memory).attach("a")
+
+
+# ----------------------------------------------------------------------- in files
 
 
 def test_roles_of_different_runs_share_no_host_name(tmp_path: Path) -> None:
@@ -105,16 +132,6 @@ def test_other_users_may_not_enter_the_directory(memory: FileMemory) -> None:
     memory.create("a", n_bytes=8)
     assert stat.S_IMODE(memory.directory.stat().st_mode) == 0o700
     assert stat.S_IMODE((memory.directory / "a").stat().st_mode) == 0o600
-
-
-def test_a_name_is_used_once(memory: FileMemory) -> None:
-    region = memory.create("a", n_bytes=8)
-    region[0] = 5
-    for other in (memory, FileMemory(memory.directory)):
-        with pytest.raises(LocalProtocolError, match="'a' exists already"):
-            other.create("a", n_bytes=8)
-    assert FileMemory(memory.directory).attach("a")[0] == 5
-    assert [path.name for path in memory.directory.iterdir()] == ["a"]
 
 
 NO_NAMES = ["", ".", "..", "../a", "/etc/passwd", "a/b", ".a", "-a", "a\0b", "a" * 201]
@@ -156,6 +173,9 @@ def test_without_room_the_error_names_path_bytes_and_fix(memory: FileMemory) -> 
     assert "--shm-size" in text
     assert list(memory.directory.iterdir()) == []
     memory.create("a", n_bytes=8)  # the name is not used up
+    with pytest.raises(LocalProtocolError, match="'a' exists already"):
+        memory.create("a", n_bytes=8)
+    assert [path.name for path in memory.directory.iterdir()] == ["a"]
 
 
 def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
@@ -163,17 +183,6 @@ def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
         FileMemory(tmp_path / "nowhere").create("a", n_bytes=8)
     with pytest.raises(StorageError, match=r"cannot make .*: No such file"):
         FileMemory.make(root=tmp_path / "nowhere")
-
-
-def test_a_released_region_is_gone_but_existing_mappings_can_be_read(memory: FileMemory) -> None:
-    memory.create("a", n_bytes=8)
-    other = FileMemory(memory.directory)
-    seen = other.attach("a")
-    memory.release("a")
-    memory.release("a")
-    assert not seen.any()
-    with pytest.raises(MemoryGoneError, match="no region 'a'"):
-        FileMemory(memory.directory).attach("a")
 
 
 def test_a_process_that_only_attached_removes_nothing(memory: FileMemory) -> None:

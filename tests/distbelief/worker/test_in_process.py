@@ -16,10 +16,14 @@ from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
-from distbelief.task.task import input_names
 from distbelief.worker.batches import micro_sizes
 from tests.distbelief.program.plans import random_plan
 from tests.distbelief.worker.in_process import LocalGroup, StepOutput
+
+
+def input_names(graph: LayerGraph) -> list[str]:
+    """Return the names of the inputs: the model's first, then the targets."""
+    return [layer.name for layer in graph.layers if layer.kind == INPUT]
 
 
 def net(*, dropout: float = 0.0) -> nn.Module:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import HeartbeatAck, Join, Message, PeerEntry, Peers
 from distbelief.roles.role import (

@@ -7,7 +7,6 @@ that its figures are there; never how large they are.
 
 import ast
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -139,19 +138,6 @@ def test_a_benchmark_that_fails_stops_no_other_and_is_named(tmp_path: Path) -> N
 
 
 # ------------------------------------------------------------------- they run, small
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_benchmark_starts_and_has_a_least_setting(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = FOLDER / f"{name}.py"
-    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])  # as Python has it
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(path), run_name="__main__")
-    assert ended.value.code == 0
-    assert "--small" in capsys.readouterr().out
 
 
 @pytest.mark.slow

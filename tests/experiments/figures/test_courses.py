@@ -32,18 +32,18 @@ from experiments.figures.results import code_of, keep
 from experiments.figures.task import N_TRAIN
 
 
-def test_the_target_is_reached_when_two_of_three_evaluations_are_there() -> None:
-    points = course("SGD", 1, [0.1, 0.3, 0.1, 0.1, 0.3, 0.2, 0.3]).points
-    assert reached(points, 0.25) == 500.0
-
-
-def test_one_lucky_evaluation_is_not_the_target() -> None:
-    points = course("SGD", 1, [0.1, 0.3, 0.1, 0.1]).points
-    assert reached(points, 0.25) is None
-
-
-def test_a_course_that_ends_at_the_target_has_reached_it() -> None:
-    assert reached(course("SGD", 1, [0.1, 0.3]).points, 0.25) == 200.0
+@pytest.mark.parametrize(
+    ("held_out", "seconds"),
+    [
+        ([0.1, 0.3, 0.1, 0.1, 0.3, 0.2, 0.3], 500.0),  # two of three evaluations
+        ([0.1, 0.3, 0.1, 0.1], None),  # a lucky one
+        ([0.1, 0.3], 200.0),  # a course may end at the target
+    ],
+)
+def test_the_target_is_reached_when_two_of_three_evaluations_are_there(
+    held_out: list[float], seconds: float | None
+) -> None:
+    assert reached(course("SGD", 1, held_out).points, 0.25) == seconds
 
 
 def test_courses_of_one_seed_must_have_one_warm_start() -> None:
@@ -65,56 +65,33 @@ HIT = TARGET + 0.01
 ADAGRAD, FIXED, SANDBLASTER = ("Downpour + Adagrad", "Downpour", "Sandblaster L-BFGS")
 
 
-def test_a_target_that_was_missed_took_for_ever() -> None:
-    courses = [course("SGD", 1, [0.0]), course("SGD", 1, [HIT], seed=1)]
-    assert times_of(courses) == {0: math.inf, 1: 100.0}
-
-
 def test_the_order_is_counted_seed_by_seed() -> None:
-    lines = list(
-        order_lines(
-            [
-                course("SGD", 1, [0.0, HIT]),
-                course(FIXED, 20, [HIT]),
-                course("SGD", 1, [HIT], seed=1),
-                course(FIXED, 20, [0.0, HIT], seed=1),
-            ]
-        )
-    )
+    missed = [course("SGD", 1, [0.0]), course("SGD", 1, [HIT], seed=1)]
+    assert times_of(missed) == {0: math.inf, 1: 100.0}  # never
+    both = [
+        *(course("SGD", 1, [0.0, HIT]), course(FIXED, 20, [HIT])),
+        *(course("SGD", 1, [HIT], seed=1), course(FIXED, 20, [0.0, HIT], seed=1)),
+    ]
+    lines = list(order_lines(both))
     assert lines[-1].endswith("as in the paper: 1 of 2 seeds")
     assert "0.042 h (0.028 h to 0.056 h)" in lines[0]
 
 
 def test_a_crossing_is_where_the_line_of_sandblaster_meets_the_best() -> None:
     """Ten times the cores are ten times as fast: 200 s, 20 s, so 2 s at 100 times."""
-    courses = [
-        course(SANDBLASTER, 10, [HIT], seconds=200.0),
-        course(SANDBLASTER, 100, [HIT], seconds=20.0),
-        course(ADAGRAD, 10, [HIT], seconds=2.0),
-        course(ADAGRAD, 20, [HIT], seconds=5.0),
-    ]
-    assert crossing_cores(courses) == pytest.approx(2 * 1000 * CORES)
-
-
-def test_there_is_no_crossing_without_gain_or_without_two_times() -> None:
+    slow = course(SANDBLASTER, 10, [HIT], seconds=200.0)
+    fast = course(SANDBLASTER, 100, [HIT], seconds=20.0)
+    slower = course(SANDBLASTER, 100, [HIT], seconds=300.0)
     best = course(ADAGRAD, 10, [HIT], seconds=2.0)
-    slow = course(SANDBLASTER, 10, [HIT], seconds=20.0)
-    slower = course(SANDBLASTER, 100, [HIT], seconds=30.0)
-    assert crossing_cores([best, slow]) is None
-    assert crossing_cores([best, slow, slower]) is None
-    assert crossing_cores([slow, slower]) is None
+    others = [best, course(ADAGRAD, 20, [HIT], seconds=5.0)]
+    assert crossing_cores([slow, fast, *others]) == pytest.approx(2 * 1000 * CORES)
+    for without in ([best, slow], [best, slow, slower], [slow, fast]):
+        assert crossing_cores(without) is None  # without gain, or without two times
 
 
 def test_the_crossings_name_who_is_first_with_few_cores() -> None:
-    lines = list(
-        crossing_lines(
-            [
-                course(FIXED, 5, [0.0, 0.0]),
-                course(ADAGRAD, 10, [HIT]),
-                course(ADAGRAD, 500, [HIT], seconds=1.0),
-            ]
-        )
-    )
+    first = [course(ADAGRAD, 10, [HIT]), course(ADAGRAD, 500, [HIT], seconds=1.0)]
+    lines = list(crossing_lines([course(FIXED, 5, [0.0, 0.0]), *first]))
     assert lines[0].endswith("never (never to never), missed by 1 of 1")
     assert "first with at most 2000 cores: Downpour + Adagrad [10]" in lines
 
@@ -125,38 +102,26 @@ def test_sandblaster_takes_its_time_from_the_evaluations_it_needs() -> None:
     assert found.replicas == 2000
     assert found.points[1].held_out == 0.2
     assert found.points[1].seconds == round(20.0 * 2000 / N_TRAIN, 1)
-
-
-def test_the_pace_is_that_between_evaluations() -> None:
-    """How long 2,000 replicas took to meet was once counted as a part of each."""
+    # How long 2,000 replicas took to meet was once counted as a part of each.
     assert interval([100.0, 140.0, 141.0, 143.0, 150.0]) == 1.5
 
 
-@pytest.fixture(name="folder")
-def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_figures_are_drawn_without_those_that_missed_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(drawing, "FOLDER", tmp_path)
-    return tmp_path
-
-
-def test_figure_4_is_drawn(folder: Path) -> None:
-    courses = [
-        course(label.rpartition(" ")[0], 20, [0.1, 0.2, 0.3], seed=seed)
-        for label in PAPERS_ORDER
-        for seed in range(2)
-    ]
-    drawing.draw_methods(courses)
-    assert (folder / "figure4.png").stat().st_size > 1000
-
-
-def test_figure_5_is_drawn_without_those_that_missed_the_target(folder: Path) -> None:
-    courses = [
+    names = [label.rpartition(" ")[0] for label in PAPERS_ORDER]
+    seeds = range(2)
+    drawing.draw_methods([course(n, 20, [0.1, 0.2, 0.3], seed=s) for n in names for s in seeds])
+    crossings = [
         course(name, replicas, [TARGET] if replicas < 40 else [0.0], seed=seed)
         for name in NAMES.values()
         for replicas in (10, 20, 40)
-        for seed in range(2)
+        for seed in seeds
     ]
-    drawing.draw_crossings(courses)
-    assert (folder / "figure5.png").stat().st_size > 1000
+    drawing.draw_crossings(crossings)
+    for name in ("figure4.png", "figure5.png"):
+        assert (tmp_path / name).stat().st_size > 1000
 
 
 ENTRY = next(entry for entry in FIGURE_4 if entry.kind == "l-bfgs")

@@ -30,11 +30,8 @@ samples = {entry.samples}
     assert job.cluster.replicas == entry.replicas
 
 
-def test_figure_4_has_the_methods_of_the_paper() -> None:
+def test_figure_4_has_the_methods_of_the_paper_and_all_have_the_same_number_of_tries() -> None:
     assert {entry.label for entry in FIGURE_4} == set(PAPERS_ORDER)
-
-
-def test_every_entry_is_searched_with_the_same_number_of_tries() -> None:
     assert {len(entry.candidates) for entry in SEARCHED} == {4}
 
 
@@ -61,9 +58,6 @@ def test_a_label_that_there_is_not_is_a_mistake(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().err
     assert "--only 'Nobody [3]' is part of no label: there are SGD [1], " in printed
     assert parse(["speedup", "--only", "80M"]).only == "80M"
-
-
-def test_only_without_run_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with running(0) as runs:
         gather([], parse(["methods", "--only", "SGD"]), runs)
     assert "--only chooses what --run runs" in capsys.readouterr().out

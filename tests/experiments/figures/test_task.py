@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distbelief.program.cluster_file import load_cluster
+from distbelief.config.cluster_file import load_cluster
 from distbelief.roles.role import Address
 from experiments.figures import entries, task
 from experiments.figures.entries import (
@@ -25,7 +25,9 @@ def test_the_net_has_the_parameters_that_its_price_is_for() -> None:
     assert n == entries.N_PARAMETERS
 
 
-@pytest.mark.parametrize(("trained", "held_out"), [(0, 0), (7, 3), (3, 0), (0, 9)])
+@pytest.mark.parametrize(
+    ("trained", "held_out"), [(0, 0), (7, 3), (3, 0), (0, 9), (task.N_MEASURED, task.N_MEASURED)]
+)
 def test_both_accuracies_come_back_from_one_number(trained: int, held_out: int) -> None:
     n = task.N_MEASURED
     targets = torch.zeros(2 * n, dtype=torch.int64)
@@ -40,11 +42,6 @@ def test_both_accuracies_come_back_from_one_number(trained: int, held_out: int) 
     mean = sum(chunks) / (2 * n)
     assert task.parts_of(mean) == (trained / n, held_out / n)
     assert held_out / n <= mean < (held_out + 1) / n
-
-
-def test_both_and_all_right_is_one_and_one() -> None:
-    n = task.N_MEASURED
-    assert task.parts_of((n + n / (n + 1)) / n) == (1.0, 1.0)
 
 
 def test_the_loss_does_not_see_which_part_a_sample_is_of() -> None:
@@ -74,15 +71,14 @@ def test_a_step_of_the_small_net_takes_as_long_as_one_of_the_large() -> None:
 @pytest.mark.parametrize(("replicas", "machines"), [(1, 2), (20, 10), (200, 100), (2000, 250)])
 def test_shards_have_half_as_many_machines_as_replicas(replicas: int, machines: int) -> None:
     assert shard_machines(replicas) == machines
-    assert ScaledMachines(replicas, time_scale=20.0).n_machines == replicas + machines
-
-
-def test_nobody_shares_a_machine_but_who_computes_little() -> None:
-    rig = ScaledMachines(20, time_scale=20.0)
-    assert rig.place(Address("replica-19"), "replica") == 19
-    assert rig.place(Address("shard-0"), "shard") == (20, 10)
-    assert rig.place(Address("evaluator"), "evaluator") == (30, 64)
-    assert rig.place(Address("coordinator"), "coordinator") == 94
+    rig = ScaledMachines(replicas, time_scale=20.0)
+    assert rig.n_machines == replicas + machines
+    # Nobody shares a machine but who computes little.
+    assert rig.place(Address(f"replica-{replicas - 1}"), "replica") == replicas - 1
+    if replicas == 20:
+        assert rig.place(Address("shard-0"), "shard") == (20, 10)
+        assert rig.place(Address("evaluator"), "evaluator") == (30, 64)
+        assert rig.place(Address("coordinator"), "coordinator") == 94
 
 
 @pytest.fixture(autouse=True)
@@ -96,19 +92,15 @@ def data(seed: int) -> task.Held:
     return task.Held(inputs, torch.arange(64))
 
 
-def test_a_warm_start_is_kept_and_the_same_again(tmp_path: Path) -> None:
+def test_a_warm_start_is_kept_for_its_data_and_seed(tmp_path: Path) -> None:
     first = warm_start(3, data=data(0), folder=tmp_path)
     written = Path(first.path).stat().st_mtime_ns
     again = warm_start(3, data=data(0), folder=tmp_path)
     assert again == first
     assert Path(again.path).stat().st_mtime_ns == written
     assert first.squares > 0
-
-
-def test_other_data_and_other_seeds_have_other_warm_starts(tmp_path: Path) -> None:
-    one = warm_start(3, data=data(0), folder=tmp_path)
-    assert warm_start(3, data=data(1), folder=tmp_path).of != one.of
-    assert warm_start(4, data=data(0), folder=tmp_path).of != one.of
+    assert warm_start(3, data=data(1), folder=tmp_path).of != first.of
+    assert warm_start(4, data=data(0), folder=tmp_path).of != first.of
 
 
 def test_a_file_that_is_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def test_no_design_is_in_both_parts(folder: Path) -> None:
         assert train
         assert test
         assert not train & test
+    for face in faces("latin", "train") + faces("latin", "test"):
+        check_covers(face, LETTERS)
 
 
 def test_the_last_design_is_held_out_where_the_usual_ones_are_missing(folder: Path) -> None:
@@ -42,16 +44,13 @@ def test_han_is_chosen_where_two_designs_are_there(folder: Path, tmp_path: Path)
     empty.mkdir()
     assert choose_script("auto", folders=[folder]) == "han"
     assert choose_script("auto", folders=[empty]) == "latin"
+    with pytest.raises(FontError, match="'greek': use 'auto', 'han' or 'latin'"):
+        choose_script("greek")
 
 
 def test_too_few_fonts_are_told_with_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(FontError, match=r"there is none.*fonts-noto-cjk.*'latin'"):
         faces("han", "train", folders=[tmp_path])
-
-
-def test_an_unknown_script_is_refused() -> None:
-    with pytest.raises(FontError, match="'greek': use 'auto', 'han' or 'latin'"):
-        choose_script("greek")
 
 
 def test_a_font_that_lacks_characters_is_named(folder: Path) -> None:
@@ -64,12 +63,6 @@ def test_a_font_that_lacks_characters_is_named(folder: Path) -> None:
         check_covers(Face(design="x", file=str(broken)), "a")
 
 
-def test_every_font_has_every_letter() -> None:
-    for part in ("train", "test"):
-        for face in faces("latin", "train" if part == "train" else "test"):
-            check_covers(face, LETTERS)
-
-
 def test_categories_differ_and_the_first_stay_the_first() -> None:
     assert len(set(LETTERS)) == len(LETTERS) == 145
     for script in ("latin", "han"):
@@ -78,9 +71,6 @@ def test_categories_differ_and_the_first_stay_the_first() -> None:
         assert len(set(everything)) == 20_902
         assert texts(name, 10) == everything[:10]
     assert {len(text) for text in texts("han", 50)} == {1}
-
-
-@pytest.mark.parametrize("categories", [1, 20_903])
-def test_impossible_numbers_of_categories_are_refused(categories: int) -> None:
-    with pytest.raises(ImagesError, match=f"categories = {categories}"):
-        texts("latin", categories)
+    for categories in (1, 20_903):
+        with pytest.raises(ImagesError, match=f"categories = {categories}"):
+            texts("latin", categories)

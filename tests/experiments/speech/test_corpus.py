@@ -1,6 +1,5 @@
 """Corpora on disk."""
 
-import errno
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.speech.builder import Tape, explain
+from experiments.cache import CacheError, find_cache, hold_lock, show_progress
+from experiments.speech.builder import Tape
 from experiments.speech.casting import choose_variants
 from experiments.speech.corpus import ensure
-from experiments.speech.errors import CorpusError
-from experiments.speech.lock import hold_lock
-from experiments.speech.progress import show_progress
-from experiments.speech.recipe import Recipe, find_cache
+from experiments.speech.recipe import Recipe
 from experiments.speech.volume import ARRAYS, Volume, open_volume
 from tests.experiments.speech.conftest import BEGINNING, CLEAN, TEST, TRAIN
 
@@ -48,30 +45,25 @@ def test_a_shorter_volume_is_the_beginning_of_a_longer(cache: Path, train_volume
     np.testing.assert_array_equal(beginning.features, train_volume.features[:n_frames])
 
 
-def test_no_voice_is_in_both_parts(train_volume: Volume, test_volume: Volume) -> None:
+def test_the_parts_share_no_voice_and_no_sentence(
+    train_volume: Volume, test_volume: Volume
+) -> None:
     train, test = (set(choose_variants(part)) for part in ("train", "test"))
     assert not train & test
     assert (len(train), len(test)) == (86, 18)
+    assert train_volume.facts["text_sha256"] != test_volume.facts["text_sha256"]
     for volume, variants in ((train_volume, train), (test_volume, test)):
         assert {voice.partition("+")[2] for voice in volume.facts["voices"]} <= variants
-
-
-def test_the_parts_read_different_sentences(train_volume: Volume, test_volume: Volume) -> None:
-    assert train_volume.facts["text_sha256"] != test_volume.facts["text_sha256"]
-    for volume in (train_volume, test_volume):
         n_sentences = volume.facts["sentences_to_choose_from"]
         assert 0 <= volume.sentences.min() <= volume.sentences.max() < n_sentences
 
 
-def test_utterances_cover_the_frames(train_volume: Volume) -> None:
+def test_utterances_cover_the_frames_and_neighbours_agree_inside(train_volume: Volume) -> None:
     boundaries = train_volume.boundaries
     assert boundaries[0] == 0
     assert boundaries[-1] == len(train_volume.features) == len(train_volume.contexts)
     assert np.all(np.diff(boundaries) > 20)
-
-
-def test_neighbours_agree_inside_an_utterance(train_volume: Volume) -> None:
-    left, phone, right, position = train_volume.contexts[: train_volume.boundaries[1]].T
+    left, phone, right, position = train_volume.contexts[: boundaries[1]].T
     changed = np.flatnonzero(np.diff(phone)) + 1
     assert np.all(position[changed] <= position[changed - 1])
     np.testing.assert_array_equal(phone[changed - 1], left[changed])
@@ -106,33 +98,27 @@ def test_a_file_cut_short_is_named_with_its_mend(
     folder = copy_volume(test_volume, tmp_path)
     path = folder / name
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(CorpusError) as caught:
+    with pytest.raises(CacheError) as caught:
         open_volume(folder)
     message = str(caught.value)
     assert message.startswith(f"{path} cannot be used: ")
     assert f"Delete the folder {folder} and start again" in message
 
 
-@pytest.mark.parametrize("name", ["features.npy", "corpus.json"])
-def test_a_missing_file_is_named(name: str, tmp_path: Path, test_volume: Volume) -> None:
-    folder = copy_volume(test_volume, tmp_path)
-    (folder / name).unlink()
-    with pytest.raises(CorpusError, match=rf"{name} cannot be used: no such file"):
-        open_volume(folder)
-
-
-def test_an_array_of_another_shape_is_refused(tmp_path: Path, test_volume: Volume) -> None:
+def test_what_does_not_fit_the_facts_is_refused(tmp_path: Path, test_volume: Volume) -> None:
     folder = copy_volume(test_volume, tmp_path)
     np.save(folder / "features.npy", np.zeros((3, 40), np.float16))
-    with pytest.raises(CorpusError, match=r"its shape is \(3, 40\), corpus.json says"):
+    with pytest.raises(CacheError, match=r"its shape is \(3, 40\), corpus.json says"):
         open_volume(folder)
-
-
-def test_facts_that_lack_a_key_are_refused(tmp_path: Path, test_volume: Volume) -> None:
-    folder = copy_volume(test_volume, tmp_path)
+    (folder / "features.npy").unlink()
+    with pytest.raises(CacheError, match=r"features.npy cannot be used: no such file"):
+        open_volume(folder)
     facts = {key: test_volume.facts[key] for key in ("frames", "utterances", "mean")}
     (folder / "corpus.json").write_text(json.dumps(facts))
-    with pytest.raises(CorpusError, match="it lacks deviation, phones, sha256"):
+    with pytest.raises(CacheError, match="it lacks deviation, phones, sha256"):
+        open_volume(folder)
+    (folder / "corpus.json").unlink()
+    with pytest.raises(CacheError, match=r"corpus.json cannot be used: no such file"):
         open_volume(folder)
 
 
@@ -149,7 +135,7 @@ def test_a_lock_that_is_never_freed_is_not_waited_for_forever(tmp_path: Path) ->
     path = tmp_path / "train.lock"
     with (
         hold_lock(path),
-        pytest.raises(CorpusError, match=r"has been building train for more than 0 s"),
+        pytest.raises(CacheError, match=r"has been building train for more than 0 s"),
         hold_lock(path, wait_seconds=0.0),
     ):
         raise AssertionError("two held one lock")
@@ -157,36 +143,25 @@ def test_a_lock_that_is_never_freed_is_not_waited_for_forever(tmp_path: Path) ->
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(CorpusError, match=r"cannot write .*file.*XDG_CACHE_HOME"):
+    with pytest.raises(CacheError, match=r"cannot write .*file.*XDG_CACHE_HOME"):
         ensure([TEST], cache=tmp_path / "file" / "cache")
 
 
-def test_a_full_disk_says_how_much_is_needed(tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device", "features.npy")
-    recipe = Recipe(part="train", hours=10.0)
-    message = str(explain(full, recipe=recipe, cache=tmp_path))
-    assert message.startswith("cannot write features.npy: No space left on device")
-    assert "needs 348 MB" in message
-
-
-@pytest.mark.parametrize("recipe", [TRAIN, CLEAN, Recipe(part="test", hours=0.1, seed=7)])
-def test_a_recipe_is_read_as_it_is_spelt(recipe: Recipe) -> None:
-    assert Recipe.read(recipe.spell()) == recipe
-
-
-def test_recipes_of_different_corpora_have_different_names() -> None:
+def test_recipes_are_read_as_they_are_spelt_and_have_names_of_their_own() -> None:
     recipes = [TRAIN, TEST, CLEAN, Recipe(part="train", hours=0.03, seed=1)]
+    assert [Recipe.read(recipe.spell()) for recipe in recipes] == recipes
     assert len({recipe.name for recipe in recipes}) == len(recipes)
+    assert round(Recipe(part="train", hours=10.0).n_bytes / 1e6) == 348
 
 
 def test_the_cache_is_where_the_user_keeps_caches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert find_cache(None) == tmp_path / "distbelief" / "speech"
+    assert find_cache("speech", None) == tmp_path / "distbelief" / "speech"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert find_cache(None) == Path.home() / ".cache" / "distbelief" / "speech"
-    assert find_cache("~/here") == Path.home() / "here"
+    assert find_cache("speech", None) == Path.home() / ".cache" / "distbelief" / "speech"
+    assert find_cache("speech", "~/here") == Path.home() / "here"
 
 
 def test_rows_written_bit_by_bit_load_as_one_array(tmp_path: Path) -> None:
@@ -199,12 +174,9 @@ def test_rows_written_bit_by_bit_load_as_one_array(tmp_path: Path) -> None:
             tape.append(row[None])
         assert tape.n_rows == 10
     np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), rows)
-
-
-def test_an_empty_tape_is_an_empty_array(tmp_path: Path) -> None:
-    with Tape(tmp_path / "a.npy", row_shape=(), dtype=np.int64):
+    with Tape(tmp_path / "empty.npy", row_shape=(), dtype=np.int64):
         pass
-    assert np.load(tmp_path / "a.npy").shape == (0,)
+    assert np.load(tmp_path / "empty.npy").shape == (0,)
 
 
 def test_without_a_terminal_the_last_frames_are_a_plain_line(

@@ -24,9 +24,10 @@ def lines(n: int) -> list[Measurement]:
     ]
 
 
-def test_each_value_stands_where_it_was_measured() -> None:
-    assert curves.values_of(lines(3), "loss in training") == [(1.0, 1.0), (2.0, 0.5)]
-    assert curves.values_of(lines(3), "loss held out") == [(0.0, 2.0)]
+def test_both_jobs_train_the_same_net_on_the_same_data() -> None:
+    demo, ours = load_job(FOLDER / "demo.toml"), load_job(FOLDER / "sandblaster.toml")
+    assert (ours.data, ours.cluster, ours.loss) == (demo.data, demo.cluster, demo.loss)
+    assert ours.model.arguments == demo.model.arguments
 
 
 def test_runs_are_drawn_beside_each_other(
@@ -37,6 +38,9 @@ def test_runs_are_drawn_beside_each_other(
         with MetricsFile(tmp_path / name / "metrics.jsonl") as file:
             for line in lines(4):
                 file.append(line)
+    measured = lines(3)
+    assert curves.values_of(measured, "loss in training") == [(1.0, 1.0), (2.0, 0.5)]
+    assert curves.values_of(measured, "loss held out") == [(0.0, 2.0)]
     out = tmp_path / "curves.png"
     runs = [str(tmp_path / name) for name in ("downpour", "sandblaster")]
     monkeypatch.setattr("sys.argv", ["curves", *runs, "--out", str(out)])
@@ -46,12 +50,3 @@ def test_runs_are_drawn_beside_each_other(
     monkeypatch.setattr("sys.argv", ["curves", str(tmp_path / "none")])
     with pytest.raises(SystemExit):
         curves.main()
-
-
-def test_both_jobs_train_the_same_net_on_the_same_data() -> None:
-    demo = load_job(FOLDER / "demo.toml")
-    ours = load_job(FOLDER / "sandblaster.toml")
-    assert ours.data == demo.data
-    assert ours.model.arguments == demo.model.arguments
-    assert ours.cluster == demo.cluster
-    assert ours.loss == demo.loss

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.protocol import (
     BeginEpoch,
     CheckpointRecord,
@@ -30,9 +30,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from sandblaster.chunks import ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
+from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.optimizers.gradient_descent import GradientDescent
 from tests.simulation.sandblasts import Run, Sandblast
 
@@ -60,20 +60,6 @@ def says(
     sender: Address, message: CommandDone | WorkReport | HeartbeatAck, *, incarnation: int = 1
 ) -> Received:
     return Received(sender=sender, incarnation=incarnation, message=message)
-
-
-def test_a_time_is_above_0() -> None:
-    with pytest.raises(ValueError, match="retry_seconds is 0; use more than 0"):
-        replace(CONFIG, retry_seconds=0)
-    with pytest.raises(ValueError, match="starved_seconds_max is -1; use more than"):
-        replace(CONFIG, starved_seconds_max=-1)
-    with pytest.raises(ValueError, match="backup_seconds_min is -1; use 0 or more"):
-        replace(CONFIG, backup_seconds_min=-1)
-
-
-def test_a_window_has_a_chunk() -> None:
-    with pytest.raises(ValueError, match="window_chunks is 0"):
-        CoordinatorConfig(chunk_sizes=ChunkSizes(mini_batch_size=1), window_chunks=0)
 
 
 # --- commands ---
@@ -131,15 +117,6 @@ def test_only_shards_that_have_not_answered_get_the_command_again() -> None:
     assert bench.commands.joined(SHARDS[0], 1) == []
 
 
-def test_a_shard_that_stays_silent_is_named() -> None:
-    bench = Orders()
-    bench.answer(SHARDS[0])
-    for now in (1.0, 3.0, 5.0, 7.0, 9.0):
-        bench.commands.timer(now)
-    with pytest.raises(PeerLostError, match="shard-1 has not answered for 11"):
-        bench.commands.timer(11.0)
-
-
 def test_the_coordinators_own_delay_is_no_silence_of_shards() -> None:
     bench = Orders()
     assert orders_in(bench.commands.timer(500.0))
@@ -162,11 +139,6 @@ def test_a_restarted_shard_ends_the_epoch() -> None:
 def test_a_coordinator_with_an_older_epoch_ends() -> None:
     with pytest.raises(DistBeliefError, match="another coordinator has taken over"):
         Orders().answer(SHARDS[0], epoch=9000)
-
-
-def test_a_shard_that_cannot_is_quoted() -> None:
-    with pytest.raises(DistBeliefError, match=r"cannot execute BeginEpoch, .*: too bad"):
-        Orders().answer(SHARDS[0], error="too bad")
 
 
 # --- the role ---

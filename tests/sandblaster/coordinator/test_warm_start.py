@@ -9,8 +9,11 @@ A, B = Address("replica-0"), Address("replica-1")
 SHARDS = (Address("shard-0"), Address("shard-1"))
 
 
-def warm_start_of(n_replicas: int) -> WarmStart:
-    return WarmStart(n_replicas, shards=SHARDS, retry_seconds=0.5)
+def warm_start_of(n_replicas: int, *joined: Address) -> WarmStart:
+    warm_start = WarmStart(n_replicas, shards=SHARDS, retry_seconds=0.5)
+    for name in joined:
+        warm_start.replica_joined(name, 0.0)
+    return warm_start
 
 
 def said(actions: list[Action]) -> list[tuple[Address, type]]:
@@ -34,9 +37,7 @@ def test_it_is_over_when_all_workers_are_done() -> None:
 
 
 def test_late_workers_are_stopped_and_awaited() -> None:
-    warm_start = warm_start_of(3)
-    warm_start.replica_joined(A, 0.0)
-    warm_start.replica_joined(B, 0.0)
+    warm_start = warm_start_of(3, A, B)
     warm_start.replica_finished(A, 2.0)
     for now in (3.0, 3.5):  # until it has stopped
         actions = warm_start.timer(now)
@@ -49,9 +50,7 @@ def test_late_workers_are_stopped_and_awaited() -> None:
 
 
 def test_a_lost_worker_is_not_awaited() -> None:
-    warm_start = warm_start_of(2)
-    warm_start.replica_joined(A, 0.0)
-    warm_start.replica_joined(B, 0.0)
+    warm_start = warm_start_of(2, A, B)
     warm_start.replica_finished(A, 2.0)
     warm_start.lost(B)
     warm_start.timer(3.0)

@@ -1,7 +1,6 @@
 """Which worker computes which chunk, and whose result counts."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, strategies as st
@@ -9,16 +8,15 @@ from hypothesis import given, strategies as st
 from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
 from sandblaster.chunks import BatchRange, ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.work_queue import (
     N_ASSIGNED_MAX,
     N_VOID_MAX,
-    CommonEnd,
     EpochCounters,
     WorkQueue,
+    end_divided,
     end_undivided,
 )
-from sandblaster.coordinator.workers import WorkerPool, WorkerState
+from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool, WorkerState
 
 
 A, B, C = Address("replica-a"), Address("replica-b"), Address("replica-c")
@@ -388,34 +386,12 @@ SECONDS = st.integers(0, 80).map(lambda n: n / 8)
 BUSY = st.lists(st.tuples(SECONDS, SECONDS.map(lambda s: s + 0.125)), min_size=1, max_size=12)
 
 
-def plain_end(workers: Sequence[tuple[float, float]], n_chunks: float) -> float:
-    """Return when work and summed speeds meet: the workers that are free first take part."""
-    end, work, speed = math.inf, n_chunks, 0.0
-    for left, seconds in sorted(workers):
-        if left >= end:
-            break
-        work, speed = work + left / seconds, speed + 1.0 / seconds
-        end = work / speed
-    return end
-
-
-@given(BUSY, st.integers(9, 60), st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4))))
+@given(BUSY, st.integers(1, 60))
 def test_the_end_is_where_work_and_summed_speeds_meet(
-    workers: list[tuple[float, float]], n_chunks: int, gifts: list[tuple[int, int]]
+    workers: list[tuple[float, float]], n_chunks: int
 ) -> None:
-    common = CommonEnd(n_chunks)
-    for number, (left, seconds) in enumerate(workers):
-        common.put(number, left, seconds)
-    assert common.at() == pytest.approx(plain_end(workers, n_chunks))
-    for index, n_given in gifts:
-        number = index % len(workers)
-        left, seconds = workers[number]
-        if n_given < n_chunks and left < common.at():
-            workers[number] = left + n_given * seconds, seconds
-            n_chunks -= n_given
-            common.given(n_given)
-            common.put(number, *workers[number])
-            assert common.at() == pytest.approx(plain_end(workers, n_chunks))
+    end = end_divided(workers, n_chunks)
+    assert sum(max(0.0, end - left) / s for left, s in workers) == pytest.approx(n_chunks)
 
 
 @given(BUSY, st.integers(1, 40))
@@ -461,16 +437,18 @@ def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
     table = Table(A, B, C, n_chunks=1)
     table.assign()
     assert table.queue._chunk_seconds(table.worker(A)) == 0.0
-    table.worker(B).seconds_per_example = 0.2
+    measured = ChunkResult(attempt=1, n_examples=10, loss=0.0, seconds=2.0, staged=False)
+    table.pool.record(table.worker(B), measured, elapsed=2.0)
     table.assign()
     assert table.queue._chunk_seconds(table.worker(A)) == pytest.approx(2.0)
 
 
 def test_a_pace_that_is_none_is_not_believed() -> None:
-    worker = Table(A).worker(A)
+    table = Table(A)
+    worker = table.worker(A)
     for seconds in (0.0, -1.0, math.nan, math.inf):
         result = ChunkResult(attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False)
-        worker.record(result, elapsed=1.0)
+        table.pool.record(worker, result, elapsed=1.0)
         assert worker.seconds_per_example is None
 
 

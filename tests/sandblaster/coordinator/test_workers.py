@@ -4,10 +4,15 @@ import msgspec
 import pytest
 
 from distbelief.protocol import Assignment, WorkReport
-from distbelief.roles.role import Address, Received, Send
+from distbelief.roles.role import Action, Address, Received, Send
 from sandblaster.chunks import BatchRange, ChunkSizes
-from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.workers import Attempt, Chunk, WorkerPool, WorkerState
+from sandblaster.coordinator.workers import (
+    Attempt,
+    Chunk,
+    CoordinatorConfig,
+    WorkerPool,
+    WorkerState,
+)
 from sandblaster.group_tasks import ChunkAttempts
 
 
@@ -26,83 +31,15 @@ def give(worker: WorkerState, number: int) -> None:
     worker.attempts[number] = Attempt(number=number, chunk=chunk, worker=worker, assigned_at=0.0)
 
 
-class Talk:
-    """A worker pool, and a worker that it talks to."""
+class Bench:
+    """A pool, its worker in evaluation 1 of epoch 1, and what that worker has to do."""
 
     def __init__(self) -> None:
         self.pool = WorkerPool(CONFIG)
         self.attempts = ChunkAttempts(CHUNK_SIZES)
+        self.take_report(report(3, epoch=0))
         batch = BatchRange(first=0, n_examples=40)
         self.pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
-
-    def hears(self, report: WorkReport) -> WorkerState:
-        """Pass a report of the worker to the pool."""
-        self.pool.take_report(received(report), report, 0.0)
-        worker = self.pool.get(A)
-        assert worker is not None
-        return worker
-
-    def tells(self, worker: WorkerState, *, is_dealt: int) -> Assignment:
-        """Return the assignment after the worker was given a chunk."""
-        worker.attempts.clear()
-        give(worker, is_dealt)
-        (send,) = self.pool.send_assignment(worker, 0.0)
-        assert isinstance(send, Send)
-        assert isinstance(send.message, Assignment)
-        return send.message
-
-
-@pytest.mark.parametrize("n_told", [1, 2, 3])
-def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: int) -> None:
-    """Seed 8365: a chunk never came, in a batch without backup tasks.
-
-    The worker had been silent. An old report added it again, with the version of that
-    report; but newer assignments were on their way to it. The next assignment had a
-    version that it knew already.
-    """
-    talk = Talk()
-    talk.attempts.update(talk.tells(talk.hears(talk.attempts.report()), is_dealt=1))
-    before = talk.attempts.report()
-    worker = talk.hears(before)
-    late = [talk.tells(worker, is_dealt=2 + n) for n in range(n_told)]
-    talk.pool.remove(A, is_over=False)
-    again = talk.hears(before)
-    for assignment in late:
-        talk.attempts.update(assignment)
-    assert talk.attempts.update(talk.tells(again, is_dealt=9))
-    assert [one.attempt for one in talk.attempts] == [9]
-    assert talk.hears(talk.attempts.report()).known == again.version
-    assert talk.pool.resend(99.0) == []
-
-
-def test_an_unacknowledged_assignment_is_sent_again() -> None:
-    talk = Talk()
-    worker = talk.hears(talk.attempts.report())
-    talk.tells(worker, is_dealt=1)
-    (again,) = talk.pool.resend(99.0)
-    assert isinstance(again, Send)
-    assert isinstance(again.message, Assignment)
-    assert talk.attempts.update(again.message)
-    talk.hears(talk.attempts.report())
-    assert talk.pool.resend(199.0) == []
-
-
-# --- reports ---
-
-
-def report(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
-    return WorkReport(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
-
-
-class Replicas:
-    """A pool with one worker, in evaluation 1 of epoch 1."""
-
-    def __init__(self) -> None:
-        self.pool = WorkerPool(CONFIG)
-        self.take_report(report(3, epoch=0))
-        self.pool.begin(
-            epoch=1, evaluation=1, versions=(), batch=BatchRange(first=0, n_examples=10)
-        )
 
     def take_report(self, message: WorkReport, *, incarnation: int = 1, now: float = 0.0) -> bool:
         event = received(message, incarnation=incarnation)
@@ -114,20 +51,56 @@ class Replicas:
         assert worker is not None
         return worker
 
-    def told(self, now: float) -> Assignment:
-        """Return the assignment that is sent now."""
-        (told,) = self.pool.send_assignment(self.worker, now)
-        assert isinstance(told, Send)
-        assert isinstance(told.message, Assignment)
-        return told.message
+    def assigned(self, *, now: float = 0.0, attempt: int | None = None) -> Assignment:
+        """Return the assignment that is sent now, of this attempt, if any."""
+        self.worker.attempts.clear()
+        if attempt is not None:
+            give(self.worker, attempt)
+        (sent,) = self.pool.send_assignment(self.worker, now)
+        return assignment_in(sent)
+
+
+def assignment_in(action: Action) -> Assignment:
+    assert isinstance(action, Send)
+    assert isinstance(action.message, Assignment)
+    return action.message
+
+
+@pytest.mark.parametrize("n_told", [1, 2, 3])
+def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: int) -> None:
+    """Seed 8365: a chunk never came, in a batch without backup tasks.
+
+    The worker had been silent. An old report added it again, with the version of that
+    report; but newer assignments were on their way to it. The next assignment had a
+    version that it knew already.
+    """
+    bench = Bench()
+    bench.attempts.update(bench.assigned(attempt=1))
+    before = bench.attempts.report()
+    bench.take_report(before)
+    late = [bench.assigned(attempt=2 + n) for n in range(n_told)]
+    bench.pool.remove(A, is_over=False)
+    bench.take_report(before)
+    for assignment in late:
+        bench.attempts.update(assignment)
+    assert bench.attempts.update(bench.assigned(attempt=9))
+    assert [one.attempt for one in bench.attempts] == [9]
+    bench.take_report(bench.attempts.report())
+    assert bench.worker.known == bench.worker.version
+    assert bench.pool.resend(99.0) == []
+
+
+def report(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
+    return WorkReport(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
 
 
 def test_an_assignment_is_repeated_until_it_is_acknowledged() -> None:
-    bench = Replicas()
+    bench = Bench()
     worker = bench.worker
-    assert bench.told(0.0).version == 4  # beyond what it knew before
+    assert bench.assigned(attempt=1).version == 4  # beyond what it knew before
     assert bench.pool.resend(0.5) == []
-    assert len(bench.pool.resend(1.0)) == 1
+    (again,) = bench.pool.resend(1.0)
+    assert bench.attempts.update(assignment_in(again))
     assert bench.pool.resend(2.0) == []
     assert bench.take_report(report(4), now=2.5)
     assert worker.turnaround == 1.5
@@ -136,7 +109,7 @@ def test_an_assignment_is_repeated_until_it_is_acknowledged() -> None:
 
 
 def test_reports_of_other_evaluations_and_incarnations_change_nothing() -> None:
-    bench = Replicas()
+    bench = Bench()
     assert not bench.take_report(report(3, epoch=9))
     assert not bench.take_report(report(3, evaluation=9))
     assert not bench.take_report(report(3), incarnation=0)
@@ -149,7 +122,7 @@ def test_reports_of_other_evaluations_and_incarnations_change_nothing() -> None:
 
 
 def test_a_model_parallel_replica_has_generations_within_an_incarnation() -> None:
-    bench = Replicas()
+    bench = Bench()
     first, second = report(3), msgspec.structs.replace(report(3), generation=1)
     assert bench.pool.has_restarted(received(second), second)
     assert not bench.take_report(second)  # not before the former is forgotten
@@ -158,15 +131,15 @@ def test_a_model_parallel_replica_has_generations_within_an_incarnation() -> Non
     assert bench.take_report(second)
     assert not bench.pool.has_restarted(received(first), first)
     assert not bench.take_report(first)
-    told = bench.told(0.0)
+    told = bench.assigned()
     assert (told.replica_incarnation, told.replica_generation) == (1, 1)
 
 
 def test_silence_counts_from_the_question() -> None:
-    bench = Replicas()
+    bench = Bench()
     worker = bench.worker
     assert bench.pool.silent(100.0) == []  # it has nothing to do
-    bench.told(100.0)
+    bench.assigned(now=100.0)
     give(worker, 1)
     assert bench.pool.silent(101.0) == []
     bench.pool.resend(104.0)

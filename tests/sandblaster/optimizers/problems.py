@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController  # of scikit-learn
 
 from sandblaster.local import Function, FunctionOfExamples
-from sandblaster.optimizers.base import Examples
+from sandblaster.optimizers.base import Examples, IterationDone
 from sandblaster.optimizers.line_search import Found, Sample, Search
 
 
@@ -62,6 +62,14 @@ class Logistic:
         weights = -labels / (1.0 + np.exp(np.minimum(margins, 500.0)))
         gradient = inputs.T @ weights / len(labels) + self.l2 * w
         return float(loss), gradient, len(labels)
+
+
+class Seen(list[IterationDone]):
+    """A callback that keeps every accepted point."""
+
+    def __call__(self, done: IterationDone) -> bool:
+        self.append(done)
+        return False
 
 
 def bowl(x: Doubles) -> tuple[float, Doubles]:

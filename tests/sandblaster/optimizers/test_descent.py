@@ -5,12 +5,12 @@ import pytest
 from numpy.typing import NDArray
 
 from sandblaster.local import Local, minimize_flat
-from sandblaster.optimizers.base import Combination, IterationDone, Objective
+from sandblaster.optimizers.base import Combination, IterationDone
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
-from sandblaster.optimizers.line_search import Sample, Straight, Trial
+from sandblaster.optimizers.line_search import Sample, Trial
 from sandblaster.optimizers.termination import Reason
-from tests.sandblaster.optimizers.problems import bowl, of_all
+from tests.sandblaster.optimizers.problems import Seen, bowl, of_all
 
 
 Doubles = NDArray[np.float64]
@@ -55,19 +55,13 @@ class Perverse:
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan")])
 def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(scale: float) -> None:
-    losses: list[float] = []
-
-    def watch(cut: IterationDone) -> bool:
-        losses.append(cut.loss)
-        return False
-
-    descent = Perverse(scale, at=4)
-    method = LBFGS()
-    local = Local(np.ones(6), of_all(bowl), n_shards=2, callback=watch)
-    run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
+    seen, descent, method = Seen(), Perverse(scale, at=4), LBFGS()
+    local = Local(np.ones(6), of_all(bowl), n_shards=2, callback=seen)
+    run = DescentRun(method, descent, method.line())
     result = local.run(run.steps(None))
     assert result.reason.converged
     assert descent.n_forgotten == 2  # once at the start
+    losses = [done.loss for done in seen]
     assert losses == sorted(losses, reverse=True)
 
 
@@ -85,7 +79,7 @@ def test_a_search_that_fails_drops_the_history_and_tries_the_gradient() -> None:
 
     method = LBFGS()
     local = Local(np.full(6, 2.0), of_all(function))
-    run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
+    run = DescentRun(method, descent, method.line())
     result = local.run(run.steps(None))
     assert result.reason.converged
     assert descent.n_forgotten == 2
@@ -128,19 +122,14 @@ def test_rounding_ends_a_run_that_asks_for_more_than_there_is() -> None:
 
 @pytest.mark.parametrize("n_history", [1, 3, 10])
 def test_history_is_bounded(n_history: int) -> None:
-    n_vectors: list[int] = []
-
-    def watch(cut: IterationDone) -> bool:
-        n_vectors.append(len(cut.vectors))
-        return False
-
     def rough(x: Doubles) -> tuple[float, Doubles]:
         loss, gradient = bowl(x)
         return loss + float(np.sum(x**4)), gradient + 4.0 * x**3
 
-    local = Local(np.linspace(1.0, 3.0, 30), of_all(rough), callback=watch)
+    seen = Seen()
+    local = Local(np.linspace(1.0, 3.0, 30), of_all(rough), callback=seen)
     local.run(LBFGS(n_history=n_history, gradient_tolerance=1e-9).steps())
-    assert max(n_vectors) == 3 + 2 * n_history
+    assert max(len(done.vectors) for done in seen) == 3 + 2 * n_history
     assert len(local.algebras[0].names()) <= 3 + 2 * (n_history + 1) + 3
 
 

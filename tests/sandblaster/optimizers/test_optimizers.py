@@ -37,7 +37,6 @@ Doubles = NDArray[np.float64]
 METHODS: dict[str, AnyMethod] = {
     "lbfgs": LBFGS(),
     "cg": ConjugateGradient(),
-    "hager_zhang": ConjugateGradient(formula="hager_zhang"),
     "gd": GradientDescent(),
     "owlqn": OWLQN(l1=1e-3),
     "multi_batch": MultiBatchLBFGS(batch_size=60, n_iterations_max=25),

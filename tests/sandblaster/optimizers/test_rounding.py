@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from sandblaster.local import minimize_flat
 from sandblaster.optimizers import AnyMethod
-from sandblaster.optimizers.base import IterationDone
 from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
 from sandblaster.optimizers.gradient_descent import GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
@@ -24,7 +23,7 @@ from sandblaster.optimizers.line_search import Sample, WolfeConditions, more_thu
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
-from tests.sandblaster.optimizers.problems import search_to_end
+from tests.sandblaster.optimizers.problems import Seen, search_to_end
 
 
 Doubles = NDArray[np.float64]
@@ -55,15 +54,10 @@ def basin(x: Doubles) -> tuple[float, Doubles]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_search_within_the_rounding_error_is_short_and_explained(name: str) -> None:
-    seen: list[IterationDone] = []
-
-    def watch(cut: IterationDone) -> bool:
-        seen.append(cut)
-        return False
-
+    seen = Seen()
     asked = {"gradient_tolerance": 0.0, "value_tolerance": 0.0}
     method = msgspec.structs.replace(METHODS[name], **asked)
-    x, result = minimize_flat(basin, np.zeros(9), method, callback=watch)
+    x, result = minimize_flat(basin, np.zeros(9), method, callback=seen)
     assert result.reason in {Reason.CONVERGED_ROUNDING, Reason.CONVERGED_VALUE}
     assert 0.5 * 1e-3 * float(np.arange(1.0, 10.0) @ (x - 1.0) ** 2) < NOISE
     searches = [b.n_evaluations - a.n_evaluations for a, b in pairwise(seen)]

@@ -6,29 +6,19 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import block_bounds
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.shared_vector import HEADER_BYTES
-from distbelief.protocol import (
-    Fetch,
-    FetchAck,
-    HeartbeatAck,
-    Message,
-    OpenSession,
-    ParameterBlock,
-    Push,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
-    SessionOpened,
-    SessionRefused,
-)
+from distbelief.graph.region import Region
+from distbelief.parameter_server.client import buffers
+from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.slices import HEADER_BYTES
+from distbelief.protocol import HeartbeatAck, Message, push_fetch as pf
 from distbelief.roles.role import (
     Action,
     Address,
@@ -52,6 +42,7 @@ from tests.distbelief.parameter_server.pair import (
     TEST,
     full_of,
     layout_of,
+    sent,
     zeros_of,
 )
 
@@ -73,6 +64,7 @@ class Alone:
         config: ClientConfig | None = None,
         welcome: bool = True,
         backups: Sequence[Address] = (),
+        selection: PartialView | None = None,
     ) -> None:
         self.layout = layout
         self.client = ParameterClient(
@@ -81,6 +73,7 @@ class Alone:
             shards=[Address(f"shard-{k}") for k in range(layout.n_shards)],
             memory=memory or PrivateMemory(host=""),
             backups=backups,
+            selection=selection,
         )
         self.now = 0.0
         self.greeting = self.client.start(1, self.now)
@@ -95,6 +88,7 @@ class Alone:
         self,
         *,
         life: int = 1,
+        term: int | None = None,
         clock: int = 0,
         samples: int = 0,
         watermark: int = FIRST - 1,
@@ -103,8 +97,8 @@ class Alone:
         push_buffers_region: str = "",
         sender: Address = SHARD,
     ) -> list[Action]:
-        message = SessionOpened(
-            shard_incarnation=life,
+        message = pf.SessionOpened(
+            shard_incarnation=life if term is None else term,
             clock=clock,
             samples=samples,
             watermark=watermark,
@@ -124,6 +118,9 @@ class Alone:
 
     def complete(self) -> bool:
         return self.client.fetch_complete
+
+    def installable(self) -> bool:
+        return self.client.installable
 
     def unacknowledged(self) -> int:
         return self.client.unacknowledged
@@ -167,7 +164,7 @@ class Alone:
         n = self.layout.shard_size(0)
         bounds = tuple(block_bounds(n, itemsize=8))
         start, stop = bounds[min(index, len(bounds) - 1)]
-        message = ParameterBlock(
+        message = pf.ParameterBlock(
             request=request,
             shard_incarnation=life,
             block_index=index,
@@ -177,18 +174,10 @@ class Alone:
         return self.receive(message, life=life)
 
     def acknowledge(self, sequence: int, *, staleness: int = 0, life: int = 1) -> list[Action]:
-        message = PushApplied(
+        message = pf.PushApplied(
             sequence=sequence, shard_incarnation=life, clock=1, staleness=staleness
         )
         return self.receive(message, life=life)
-
-
-def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
-    return [
-        action.message
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, kind)
-    ]
 
 
 def messages(actions: Sequence[Action]) -> list[str]:
@@ -230,7 +219,7 @@ def test_the_layout_says_how_many_shards_there_are() -> None:
 
 def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
     client = Alone().client
-    refused = SessionRefused(reason="", for_good=False)
+    refused = pf.SessionRefused(reason="", for_good=False)
     owned: list[Event] = [
         Received(sender=SHARD, incarnation=1, message=refused),
         TimerFired(name="client:0"),
@@ -248,7 +237,7 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
     ]
     assert all(client.owns(event) for event in owned)
     assert not any(client.owns(event) for event in others)
-    for event in (*others[:1], *others[2:], TimerFired(name="client:x")):
+    for event in (*others[:1], *others[2:]):
         assert client.handle(event, 0.0) == []
     with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck, which a client"):
         client.handle(others[1], 0.0)
@@ -259,7 +248,7 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
 
 def test_it_repeats_open_session_until_the_session_opens() -> None:
     alone = Alone(welcome=False)
-    (hello,) = sent(alone.greeting, OpenSession)
+    (hello,) = sent(alone.greeting, pf.OpenSession)
     assert hello.layout == LAYOUT.fingerprint
     assert hello.next_sequence == FIRST
     assert timers(alone.greeting) == [0.5]
@@ -295,12 +284,12 @@ def test_it_resumes_where_the_values_of_every_shard_have_it() -> None:
 
 def test_a_shard_that_refuses_for_good_is_named_with_its_reason() -> None:
     with pytest.raises(JobError, match="shard-0 refuses this client: other layout"):
-        Alone().receive(SessionRefused(reason="other layout", for_good=True))
+        Alone().receive(pf.SessionRefused(reason="other layout", for_good=True))
 
 
 def test_a_shard_that_does_not_know_the_client_gets_open_session_again() -> None:
     alone = Alone()
-    refused = SessionRefused(reason="open a session first", for_good=False)
+    refused = pf.SessionRefused(reason="open a session first", for_good=False)
     assert messages(alone.receive(refused)) == ["OpenSession"]
     assert not alone.ready()
     assert alone.receive(refused) == []  # said once is enough
@@ -309,7 +298,7 @@ def test_a_shard_that_does_not_know_the_client_gets_open_session_again() -> None
 def test_messages_of_a_dead_incarnation_are_dropped() -> None:
     alone = Alone()
     alone.welcome(life=3)
-    refused = SessionRefused(reason="", for_good=True)
+    refused = pf.SessionRefused(reason="", for_good=True)
     assert alone.receive(refused, life=2) == []
     lost = PeerLost(peer=SHARD, incarnation=2, reason="killed")
     assert alone.client.handle(lost, 0.0) == []
@@ -337,17 +326,17 @@ def test_pushes_in_flight_when_a_shard_restarts_go_to_its_next_incarnation(told_
             joined = PeerJoined(peer=SHARD, incarnation=2)
             actions = alone.client.handle(joined, 0.0)
         case "SessionRefused":
-            refused = SessionRefused(reason="open a session first", for_good=False)
+            refused = pf.SessionRefused(reason="open a session first", for_good=False)
             actions = alone.receive(refused, life=2)
         case _:  # it answers an OpenSession of before
             actions = alone.welcome(life=2, watermark=FIRST - 1)
-    (hello,) = sent(actions, OpenSession)
+    (hello,) = sent(actions, pf.OpenSession)
     assert hello.next_sequence == FIRST + 1
     assert not alone.ready()
     assert not alone.can_push()
     assert alone.unacknowledged() == 1
     # The snapshot had nothing: only what was acknowledged is lost.
-    (block,) = sent(alone.welcome(life=2, watermark=FIRST), PushBlock)
+    (block,) = sent(alone.welcome(life=2, watermark=FIRST), pf.PushBlock)
     assert (block.sequence, block.shard_incarnation) == (FIRST + 1, 2)
     assert block.values.max() == 5.0
     assert alone.ready()
@@ -390,8 +379,8 @@ def test_a_push_being_staged_when_the_shard_restarts_goes_to_its_next_incarnatio
         assert messages(actions) == []
         assert alone.unacknowledged() == 1
         actions = alone.welcome(life=2)
-    (block,) = sent(actions, PushBlock)
-    (push,) = sent(actions, Push)
+    (block,) = sent(actions, pf.PushBlock)
+    (push,) = sent(actions, pf.Push)
     assert (block.sequence, block.shard_incarnation) == (FIRST, 2)
     assert (push.sequence, push.shard_incarnation) == (FIRST, 2)
     assert block.values.max() == 3.0
@@ -406,22 +395,22 @@ def test_a_push_has_no_clock_beyond_that_of_the_restarted_shard() -> None:
     """Such a push would be refused, for ever."""
     alone = Alone(welcome=False)
     alone.welcome(clock=9)
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     alone.block(0, request=fetch.request, clock=9)
     alone.client.installed(alone.client.install(zeros_of(LAYOUT))(), 0.0)
     old = alone.clocks()
     alone.push()
     work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
-    (again,) = sent(alone.welcome(life=2, clock=4), Push)
+    (again,) = sent(alone.welcome(life=2, clock=4), pf.Push)
     assert again.fetched_clock == 4
     actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
-    (push,) = sent(actions, Push)
+    (push,) = sent(actions, pf.Push)
     assert push.fetched_clock == 4
     alone.acknowledge(FIRST + 1, life=2)
     # Gradients that have accrued since that incarnation.
     work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT), fetched_clocks=old)
     actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
-    (push,) = sent(actions, Push)
+    (push,) = sent(actions, pf.Push)
     assert push.fetched_clock == 4
 
 
@@ -431,7 +420,7 @@ def test_a_shard_that_was_only_thought_gone_keeps_what_is_in_flight() -> None:
     alone.push()
     alone.client.handle(PeerLost(peer=SHARD, incarnation=1, reason="cut off"), 0.0)
     actions = alone.welcome(watermark=FIRST, applied=1)  # its answer was lost
-    assert [b.sequence for b in sent(actions, PushBlock)] == [FIRST + 1]
+    assert [b.sequence for b in sent(actions, pf.PushBlock)] == [FIRST + 1]
     assert alone.unacknowledged() == 1
     assert alone.client.counters()["pushes_lost"] == 0
 
@@ -512,17 +501,17 @@ def test_the_limits_restart_with_each_wait() -> None:
 
 def test_a_fetch_by_blocks_acknowledges_blocks_as_they_come() -> None:
     alone = Alone(layout_of(LARGE))
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     assert fetch.credit == 2
     assert not alone.complete()
     request = fetch.request
-    (credit,) = sent(alone.block(0, request=request, clock=4), FetchAck)
+    (credit,) = sent(alone.block(0, request=request, clock=4), pf.FetchAck)
     assert (credit.received, credit.limit, credit.again) == (1, 3, False)
     assert alone.block(2, request=request, clock=4) == []  # one before it is missing
     assert alone.block(0, request=request, clock=4) == []  # a copy
     assert alone.block(1, request=request - 1, clock=4) == []  # of a former fetch
     alone.block(1, request=request, clock=4, value=1.0)
-    (credit,) = sent(alone.block(2, request=request, clock=4), FetchAck)
+    (credit,) = sent(alone.block(2, request=request, clock=4), pf.FetchAck)
     assert credit.received == 3  # the pin may end
     assert alone.complete()
     tensors = full_of(alone.layout, 9.0)
@@ -536,13 +525,13 @@ def test_a_fetch_by_blocks_acknowledges_blocks_as_they_come() -> None:
 
 def test_missing_blocks_are_requested_again() -> None:
     alone = Alone(layout_of(LARGE))
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
-    (again,) = sent(alone.timer(0.5), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
+    (again,) = sent(alone.timer(0.5), pf.Fetch)
     assert again.request == fetch.request
     alone.now = 0.6
     alone.block(0, request=fetch.request)
     (at,) = timers(alone.timer(1.5))
-    (credit,) = sent(alone.timer(at), FetchAck)
+    (credit,) = sent(alone.timer(at), pf.FetchAck)
     assert (credit.received, credit.again) == (1, True)
 
 
@@ -553,14 +542,14 @@ def test_each_block_is_progress_though_few_are_answered() -> None:
         layout_of((TensorSpec(name="w", shape=(9 * 131072,)),)),
         config=ClientConfig(pushes=False, credit_blocks=16),
     )
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     for index in range(3):
         alone.now = 0.4 * (index + 1)
-        assert sent(alone.block(index, request=fetch.request), FetchAck) == []
+        assert sent(alone.block(index, request=fetch.request), pf.FetchAck) == []
     waiting = alone.timer(1.5)  # 0.3 s after a block
     assert messages(waiting) == []
     (at,) = timers(waiting)
-    (credit,) = sent(alone.timer(at), FetchAck)
+    (credit,) = sent(alone.timer(at), pf.FetchAck)
     assert (credit.received, credit.again) == (3, True)
 
 
@@ -569,9 +558,9 @@ def test_every_quarter_of_a_window_is_acknowledged() -> None:
         layout_of((TensorSpec(name="w", shape=(9 * 131072,)),)),
         config=ClientConfig(pushes=False, credit_blocks=16),
     )
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     credits_of = [
-        [c.received for c in sent(alone.block(i, request=fetch.request), FetchAck)]
+        [c.received for c in sent(alone.block(i, request=fetch.request), pf.FetchAck)]
         for i in range(9)
     ]
     assert credits_of == [[], [], [], [4], [], [], [], [8], [9]]
@@ -588,7 +577,7 @@ def test_every_quarter_of_a_window_is_acknowledged() -> None:
 )
 def test_invalid_blocks_are_refused(changes: Mapping[str, Any], complaint: str) -> None:
     alone = Alone(layout_of(LARGE))
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     alone.block(0, request=fetch.request, clock=4)
     options = {"clock": 4, **changes}
     with pytest.raises(RemoteProtocolError, match=complaint):
@@ -597,10 +586,10 @@ def test_invalid_blocks_are_refused(changes: Mapping[str, Any], complaint: str) 
 
 def test_a_fetch_that_the_shard_has_forgotten_begins_anew() -> None:
     alone = Alone(layout_of(LARGE))
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     alone.block(0, request=fetch.request, value=1.0)
-    alone.receive(SessionRefused(reason="without progress", for_good=False))
-    (again,) = sent(alone.welcome(), Fetch)
+    alone.receive(pf.SessionRefused(reason="without progress", for_good=False))
+    (again,) = sent(alone.welcome(), pf.Fetch)
     assert again.request == fetch.request + 1
     assert alone.block(1, request=fetch.request) == []
     for index in range(3):
@@ -610,11 +599,76 @@ def test_a_fetch_that_the_shard_has_forgotten_begins_anew() -> None:
     assert torch.unique(tensors[0]).tolist() == [2.0]
 
 
+def test_blocks_are_installed_while_others_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 2)
+    alone = Alone(layout_of(LARGE))
+    tensors = full_of(alone.layout, 9.0)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
+    alone.block(0, request=fetch.request, clock=4, value=1.0)
+    assert not alone.installable()  # too little
+    alone.block(1, request=fetch.request, clock=4, value=1.0)
+    assert alone.installable()
+    work = alone.client.install(tensors)
+    alone.block(2, request=fetch.request, clock=4, value=1.0)  # comes meanwhile
+    outcome = work()
+    assert (outcome.torn, outcome.clocks) == ((0,), (-1,))
+    assert alone.client.installed(outcome, 0.0) == []
+    assert tensors[0].unique().tolist() == [1.0, 9.0]
+    tensors[0][:2] = 5.0  # what is installed is not copied again
+    outcome = alone.client.install(tensors)()
+    assert (outcome.torn, outcome.clocks) == ((), (4,))
+    alone.client.installed(outcome, 0.0)
+    assert tensors[0].unique().tolist() == [1.0, 5.0]
+    assert alone.clocks() == (4,)
+    assert alone.client.counters()["torn_reads"] == 0
+
+
+def test_a_fetch_that_begins_anew_installs_everything_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 1)
+    alone = Alone(layout_of(LARGE))
+    tensors = full_of(alone.layout, 9.0)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
+    alone.block(0, request=fetch.request, clock=4, value=1.0)
+    work = alone.client.install(tensors)
+    alone.receive(pf.SessionRefused(reason="without progress", for_good=False))
+    (fetch,) = sent(alone.welcome(), pf.Fetch)
+    alone.block(0, request=fetch.request, clock=5, value=2.0)
+    alone.client.installed(work(), 0.0)
+    alone.client.installed(alone.client.install(tensors)(), 0.0)
+    assert tensors[0][0] == 2.0
+    for index in (1, 2):
+        alone.block(index, request=fetch.request, clock=5, value=2.0)
+    assert alone.client.install(tensors)().torn == ()
+    assert tensors[0].unique().tolist() == [2.0]
+
+
+def test_a_client_that_holds_a_part_installs_it_when_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 1)
+    layout = layout_of(LARGE)
+    selection = PartialView(layout, [("w", Region(((0, 299_968),)))])
+    alone = Alone(layout, selection=selection)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
+    for index in range(2):
+        alone.block(index, request=fetch.request, value=1.0)
+        assert not alone.installable()
+    alone.block(2, request=fetch.request, value=1.0, size=299_968 - 2 * 131_072)
+    assert alone.installable()
+    tensors = [torch.zeros(299_968).double()]
+    assert alone.client.install(tensors)().torn == ()
+    assert tensors[0].unique().tolist() == [1.0]
+
+
 def test_a_fetch_begun_while_a_shard_is_away_starts_when_its_session_opens() -> None:
     alone = Alone(welcome=False)
     assert alone.client.begin_fetch(0.0) == []
     assert not alone.complete()
-    (fetch,) = sent(alone.welcome(), Fetch)
+    (fetch,) = sent(alone.welcome(), pf.Fetch)
     # A block is what it is, even if the install comes too early.
     outcome = alone.client.install(zeros_of(LAYOUT))()
     assert outcome.torn == (0,)
@@ -627,10 +681,10 @@ def test_a_fetch_begun_while_a_shard_is_away_starts_when_its_session_opens() -> 
 def test_a_whole_fetch_survives_the_shard_and_its_clock_does_not() -> None:
     """Staleness is counted within one incarnation of a shard."""
     alone = Alone()
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     alone.block(0, request=fetch.request, clock=9, value=3.0)
     work = alone.client.install(zeros_of(LAYOUT))
-    assert sent(alone.welcome(life=2, clock=4), Fetch) == []
+    assert sent(alone.welcome(life=2, clock=4), pf.Fetch) == []
     outcome = work()
     assert outcome.clocks == (9,)
     alone.client.installed(outcome, 0.0)
@@ -704,7 +758,7 @@ def test_reads_that_stay_torn_give_way_to_blocks() -> None:
     assert torn(0.0) == []
     assert torn(0.9) == []
     assert alone.complete()
-    (fetch,) = sent(torn(1.0), Fetch)
+    (fetch,) = sent(torn(1.0), pf.Fetch)
     assert not alone.complete()
     alone.block(0, request=fetch.request, clock=3, value=6.0)
     assert alone.complete()
@@ -722,7 +776,7 @@ def test_a_shard_that_dies_under_an_install_is_waited_for() -> None:
     header[:2] = 2, 7
     alone.client.begin_fetch(0.0)
     work = alone.client.install(zeros_of(LAYOUT))
-    refused = SessionRefused(reason="open a session first", for_good=False)
+    refused = pf.SessionRefused(reason="open a session first", for_good=False)
     alone.receive(refused, life=2)
     header[0] = -1  # as the poison that the end of the old incarnation leaves
     outcome = work()
@@ -740,7 +794,7 @@ def test_a_shard_that_has_no_more_memory_to_share_sends_blocks() -> None:
     alone, _, header = shared()
     header[:2] = 2, 7
     alone.client.begin_fetch(0.0)
-    (fetch,) = sent(alone.welcome(life=2), Fetch)
+    (fetch,) = sent(alone.welcome(life=2), pf.Fetch)
     alone.block(0, request=fetch.request, clock=1, life=2)
     assert alone.client.install(zeros_of(LAYOUT))().clocks == (1,)
 
@@ -763,7 +817,7 @@ def test_memory_of_a_former_incarnation_is_released_when_no_work_touches_it() ->
 def test_a_gradient_goes_straight_into_the_shards_push_buffer() -> None:
     alone, memory, _ = shared()
     slots = memory.attach("slots").view(np.float64).reshape(2, N)
-    (push,) = sent(alone.push(3.0), Push)
+    (push,) = sent(alone.push(3.0), pf.Push)
     assert push.sequence == FIRST
     assert np.unique(slots[1]).tolist() == [0.0, 3.0]  # padding is zero
     assert not slots[0].any()
@@ -772,27 +826,27 @@ def test_a_gradient_goes_straight_into_the_shards_push_buffer() -> None:
     assert alone.client.counters()["bytes_out"] == 2 * 8 * N
     assert not alone.can_push()
     assert messages(alone.timer(0.5)) == ["Push", "Push"]
-    credit = PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1)
+    credit = pf.PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1)
     assert alone.receive(credit) == []
 
 
 def test_without_attachable_memory_messages_are_used() -> None:
     alone = Alone(memory=PrivateMemory(host="here"), welcome=False)
-    (hello,) = sent(alone.greeting, OpenSession)
+    (hello,) = sent(alone.greeting, pf.OpenSession)
     assert hello.host == "here"
     at = 0.5
     hosts = []
     for _ in range(3):
         assert alone.welcome(parameters_region="gone", push_buffers_region="gone") == []
         actions = alone.timer(at)
-        (hello,) = sent(actions, OpenSession)
+        (hello,) = sent(actions, pf.OpenSession)
         hosts.append(hello.host)
         (at,) = timers(actions)
     assert hosts == ["here", "here", ""]
     alone.welcome()
     assert alone.can_push()
     actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), alone.now)
-    (hello,) = sent(actions, OpenSession)
+    (hello,) = sent(actions, pf.OpenSession)
     assert hello.host == "here"  # the next incarnation's may well be there
 
 
@@ -849,7 +903,7 @@ def test_late_answers_to_a_former_incarnation_are_ignored() -> None:
     alone.push()
     alone.acknowledge(FIRST)
     assert client.unacknowledged == 1
-    assert messages(alone.receive(SessionRefused(reason="", for_good=False))) == ["OpenSession"]
+    assert messages(alone.receive(pf.SessionRefused(reason="", for_good=False))) == ["OpenSession"]
     assert messages(alone.welcome(watermark=FIRST)) == ["OpenSession"]  # a late SessionOpened
     assert not client.ready
 
@@ -860,7 +914,7 @@ def test_blocks_flow_within_a_window_and_the_push_follows_the_last() -> None:
     assert messages(actions) == ["PushBlock", "PushBlock"]
 
     def credited(received: int, sequence: int = FIRST) -> list[str]:
-        message = PushBlockAck(sequence=sequence, shard_incarnation=1, received=received)
+        message = pf.PushBlockAck(sequence=sequence, shard_incarnation=1, received=received)
         return messages(alone.receive(message))
 
     assert credited(1) == ["PushBlock", "Push"]
@@ -876,24 +930,24 @@ def test_blocks_flow_within_a_window_and_the_push_follows_the_last() -> None:
 def test_blocks_that_were_lost_are_sent_again_from_where_the_shard_is() -> None:
     alone = Alone(layout_of(LARGE))
     alone.push()
-    alone.receive(PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1))
+    alone.receive(pf.PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1))
     (at,) = timers(alone.timer(0.4))
     actions = alone.timer(at)
-    assert [b.block_index for b in sent(actions, PushBlock)] == [1, 2]
+    assert [b.block_index for b in sent(actions, pf.PushBlock)] == [1, 2]
     assert messages(actions)[-1] == "Push"
 
 
 def test_the_push_has_the_clock_of_its_parameters() -> None:
     alone = Alone()
-    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
     alone.block(0, request=fetch.request, clock=9)
     outcome = alone.client.install(zeros_of(LAYOUT))()
     alone.client.installed(outcome, 0.0)
-    (push,) = sent(alone.push(), Push)
+    (push,) = sent(alone.push(), pf.Push)
     assert push.fetched_clock == 9
     work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT), fetched_clocks=(4,))
     actions = alone.client.staged(work(), n_gradients=3, samples=12, now=0.0)
-    (push,) = sent(actions, Push)
+    (push,) = sent(actions, pf.Push)
     assert (push.fetched_clock, push.n_gradients, push.samples) == (4, 3, 12)
 
 
@@ -907,7 +961,7 @@ def test_nothing_that_is_not_finite_is_pushed_and_it_is_named() -> None:
     assert isinstance(report, Report)
     assert report.text == "not pushed: NaN or infinity in w"
     assert alone.client.counters()["non_finite"] == 1
-    (push,) = sent(alone.push(), Push)
+    (push,) = sent(alone.push(), pf.Push)
     assert push.sequence == FIRST  # no sequence is wasted
 
 
@@ -929,7 +983,7 @@ def test_gradients_are_pushed_for_parameters_and_values_for_buffers() -> None:
     alone = Alone(layout)
     work = alone.client.stage([None, None], full_of(layout, 7.0))
     actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
-    (block,) = sent(actions, PushBlock)
+    (block,) = sent(actions, pf.PushBlock)
     n_gradient = layout.n_gradient(0)
     assert not block.values[:n_gradient].any()
     assert block.values[n_gradient : n_gradient + 3].tolist() == [7.0] * 3
@@ -954,9 +1008,10 @@ def test_work_is_reported_before_it_is_asked_for_again() -> None:
     alone = Alone()
     staging = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
     assert not alone.can_push()
-    alone.client.staged(staging(), n_gradients=1, samples=1, now=0.0)
+    outcome = staging()
+    alone.client.staged(outcome, n_gradients=1, samples=1, now=0.0)
     with pytest.raises(LocalProtocolError, match="staged without a stage"):
-        alone.client.staged(staging(), n_gradients=1, samples=1, now=0.0)
+        alone.client.staged(outcome, n_gradients=1, samples=1, now=0.0)
     installing = alone.client.install(zeros_of(LAYOUT))
     with pytest.raises(LocalProtocolError, match="install while an install"):
         alone.client.install(zeros_of(LAYOUT))
@@ -965,3 +1020,28 @@ def test_work_is_reported_before_it_is_asked_for_again() -> None:
     alone.client.installed(installing(), 0.0)
     with pytest.raises(LocalProtocolError, match="installed without an install"):
         alone.client.installed(installing(), 0.0)
+
+
+# -------------------------------------------------------------------- lost pushes
+
+
+def test_what_two_shards_lose_is_counted_once_where_it_is_the_same() -> None:
+    first, second = (range(8, 11),), (range(10, 13), range(20, 21))
+    assert n_lost([first, second]) == 6
+    assert n_lost([first, first]) == 3
+    assert n_lost([]) == n_lost([()]) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), max_size=12))
+def test_it_is_what_a_list_of_pushes_would_tell(lives: list[tuple[int, float]]) -> None:
+    values: list[int] = []
+    lost: Lost = ()
+    seen = 0
+    for n_new, share in lives:
+        values += range(seen + 1, seen + n_new + 1)
+        seen += n_new
+        values = values[: int(share * len(values))]  # it restarts from a snapshot
+        lost = lost_after(lost, seen=seen, kept=len(values))
+        gone = {number for part in lost for number in part}
+        assert gone == set(range(1, seen + 1)) - set(values)
+        assert n_lost([lost]) == len(gone)

@@ -1,13 +1,12 @@
 """Small random problems, with ties, forbidden candidates and caps."""
 
+import math
 from itertools import combinations, product
 
 import numpy as np
 from hypothesis import strategies as st
 
-from distbelief.graph.graph import GraphError
-from distbelief.partition.solvers.problem import Array, Choice, Problem, Solution
-from tests.distbelief.partition.brute_force import enumerate_all
+from distbelief.partition.solvers.problem import TOLERANCE, Array, Choice, Problem, Solution
 
 
 @st.composite
@@ -43,11 +42,18 @@ def problems(draw: st.DrawFn, *, caps: bool = True, forbid: bool = True) -> Prob
 
 
 def best(problem: Problem) -> Solution | None:
-    """The result of enumeration; None if everything is forbidden."""
-    try:
-        return enumerate_all(problem)
-    except GraphError:
+    """The best of all choices, looked at one by one; None if everything is forbidden.
+
+    If none fits the caps, the cheapest of those that overrun them least; of equals, the one of
+    lowest indices.
+    """
+    finite = [choice for choice in choices(problem) if math.isfinite(problem.cost(choice))]
+    if not finite:
         return None
+    limit = max(1.0, min(map(problem.overrun, finite))) * (1 + TOLERANCE)
+    allowed = [choice for choice in finite if problem.overrun(choice) <= limit]
+    choice = min(allowed, key=lambda choice: (problem.cost(choice), choice))
+    return problem.solution(choice, bound=problem.cost(choice), solver="enumeration")
 
 
 def choices(problem: Problem) -> list[Choice]:

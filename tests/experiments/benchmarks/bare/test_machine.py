@@ -39,7 +39,7 @@ def order_of(workload: Workload) -> PlanningRequest:
         cluster=CLUSTER,
         batch=batch,
         costs=AnalyticCosts(CLUSTER, batch=batch, single=single),
-        costs_for=lambda n: AnalyticCosts(CLUSTER, batch=n, single=single),
+        micro_batches=True,
         pins={},
     )
 
@@ -103,6 +103,9 @@ def test_every_way_to_split_a_net_leaves_the_gradients_of_torch(net: NetName) ->
     own = {name: float((single[name] - double[name]).abs().max()) for name in single}
     found = ways(order_of(workload))
     assert len(found) >= 8
+    if net == "image":
+        assert len(set(map(repr, found.values()))) == len(found)
+        assert {"one", "rows", "columns", "to and fro", "layers, 4 parts"} <= set(found)
     for name, way in found.items():
         machines = replica(workload, way)
         run(machines, n_steps=2)
@@ -116,18 +119,12 @@ def test_every_way_to_split_a_net_leaves_the_gradients_of_torch(net: NetName) ->
                 torch.testing.assert_close(
                     gradient.view(region.shape).double(),
                     double[tensor][region.slices],
-                    rtol=0.0,
+                    rtol=torch.finfo(torch.float32).eps,  # the unit in the last place
                     atol=3.0 * own[tensor],
                     msg=f"{tensor} of {name}",
                 )
                 covered[tensor] += region.n_elements
         assert covered == {n: g.numel() for n, g in single.items()}, name
-
-
-def test_no_two_ways_are_the_same_and_bad_ones_are_among_them() -> None:
-    found = ways(order_of(Workload(net="image", batch_size=BATCH, small=True)))
-    assert {"one", "rows", "columns", "to and fro", "layers, 4 parts"} <= set(found)
-    assert len(set(map(repr, found.values()))) == len(found)
 
 
 def test_machines_that_know_several_plans_take_steps_by_the_one_that_is_chosen(

@@ -17,12 +17,13 @@ from experiments.benchmarks.measuring.workers import Workers, module, serve_step
 from experiments.benchmarks.measuring.workload import Workload
 
 
-def test_turns_go_back_the_way_they_came() -> None:
+def test_turns_go_back_the_way_they_came_and_figures_are_one_json_object(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert "".join(measurement.turns("ABC", n_rounds=3)) == "ABCCBAABC"
-
-
-def test_a_spread_is_median_lowest_and_highest() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(median=2.0, low=1.0, high=3.0)
+    measurement.conclude("x", {"a": 1.23456})
+    assert json.loads(capsys.readouterr().out) == {"benchmark": "x", "figures": {"a": 1.235}}
 
 
 def test_a_family_has_children_and_their_children() -> None:
@@ -45,18 +46,10 @@ def test_memory_and_processor_time_of_this_process_are_seen() -> None:
     assert measurement.shared_out_bytes([os.getpid()]) > 1 << 20
     assert measurement.cpu_seconds([os.getpid()]) > 0.0
     assert measurement.busy_seconds() > measurement.cpu_seconds([os.getpid()])
-
-
-def test_what_has_ended_has_used_nothing() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     assert measurement.cpu_seconds([ended.pid]) == 0.0
     assert measurement.peak_bytes(ended.pid) == 0
-
-
-def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    measurement.conclude("x", {"a": 1.23456})
-    assert json.loads(capsys.readouterr().out) == {"benchmark": "x", "figures": {"a": 1.235}}
 
 
 BEGUN = "cpu  {user} 0 100 5000 10 0 0 0 900 0\ncpu0 1 1\n"

@@ -36,10 +36,7 @@ def test_of_a_small_problem_it_finds_the_best() -> None:
         problem = chain(5, 4, seed=seed)
         best = search(problem, words(problem), problem.cost, [], tries=2000, seed=0)
         assert best == min(map(problem.cost, choices(problem)))
-
-
-def test_equal_seeds_find_the_same() -> None:
-    problem = chain(12, 6, seed=5)
+    problem = chain(12, 6, seed=5)  # with equal seeds it finds the same
     one, again = (
         search(problem, words(problem), problem.cost, [], tries=100, seed=7) for _ in range(2)
     )

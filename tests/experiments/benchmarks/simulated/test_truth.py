@@ -38,10 +38,7 @@ def test_the_rate_is_that_of_the_steady_part() -> None:
     assert steady_rate(history) == 100.0
     assert steady_rate(course(0, 1000)) is None
     assert steady_rate(()) is None
-
-
-def test_batches_that_come_all_at_once_are_timed_from_one_to_another() -> None:
-    """Reports are more frequent: the first in a batch, and the last, say nothing."""
+    # Batches come all at once, and reports more often: the first in a batch says nothing.
     history = course(*(100 * (second // 3) for second in range(32)))
     assert steady_rate(history) == pytest.approx(100 / 3)
 
@@ -58,17 +55,13 @@ def a_view(*, rate: int, coordinator: bool = False) -> JobView:
     )
 
 
-def test_steps_of_replicas_go_on_side_by_side() -> None:
-    side = side_of(a_view(rate=100), small(), error=None)
-    assert side.samples_per_second == 100.0
-    assert side.step_seconds == 2.0  # two replicas, 100 samples a step
+def test_steps_of_replicas_go_on_side_by_side_and_errors_are_shares_of_what_is_real() -> None:
+    real = side_of(a_view(rate=100), small(), error=None)
+    assert real.samples_per_second == 100.0
+    assert real.step_seconds == 2.0  # two replicas, 100 samples a step
     driven = side_of(a_view(rate=100, coordinator=True), small(), error=None)
     assert driven.step_seconds == 1.0
-
-
-def test_errors_are_shares_of_what_is_real() -> None:
     simulated = side_of(a_view(rate=110), small(), error=None)
-    real = side_of(a_view(rate=100), small(), error=None)
     both = Agreement(job="small", simulated=simulated, real=real)
     assert both.error_of("samples_per_second") == pytest.approx(0.1)
     assert both.error_of("pushed_bytes") == 0.0
@@ -123,19 +116,13 @@ def test_there_are_jobs_of_every_algorithm_that_end_by_themselves() -> None:
 def test_the_worst_of_all_jobs_counts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    sides = {
+        "a": (side(step=1.1, staleness=0.0), side(step=1.0, staleness=0.01)),
+        "b": (side(step=1.0, staleness=0.8), side(step=1.25, staleness=1.0, pushed=9)),
+    }
     both = {
-        "a": Agreement(
-            job="a",
-            simulated=side(step=1.1, staleness=0.0),
-            real=side(step=1.0, staleness=0.01),
-            constants=(("latency", "1 us"),),
-        ),
-        "b": Agreement(
-            job="b",
-            simulated=side(step=1.0, staleness=0.8),
-            real=side(step=1.25, staleness=1.0, pushed=9),
-            constants=(("latency", "1 us"),),
-        ),
+        job: Agreement(job=job, simulated=one, real=other, constants=(("latency", "1 us"),))
+        for job, (one, other) in sides.items()
     }
     cases = {
         name: Case(name=name, overrides=(f"algorithm.batch_size={i}",))
@@ -147,14 +134,8 @@ def test_the_worst_of_all_jobs_counts(
     )
     figures = truth(["a", "b"])
     assert figures.pop("others") >= 0.0  # of this machine, whatever it does
-    assert figures == pytest.approx(
-        {
-            "step_time_error": 0.2,
-            "samples_per_second_error": 0.25,
-            "staleness_error": 0.2,
-            "bytes_differ": 1.0,
-        }
-    )
+    errors = {"step_time_error": 0.2, "samples_per_second_error": 0.25, "staleness_error": 0.2}
+    assert figures == pytest.approx({**errors, "bytes_differ": 1.0})
     told = capsys.readouterr().out
     assert "latency: 1 us" in told
     assert "others " in told

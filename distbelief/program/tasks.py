@@ -1,13 +1,7 @@
-"""The instruction set of a rank's program, the messages between ranks, and tasks.
+"""Tasks and messages of a step.
 
-    Fetch, Read                     from the parameter server; from the data
-    Send, Receive                   one message to, or from, another rank
-    Forward, Partial, Combine       compute a region of a layer
-    Backward                        its gradient, added to those of what it read
-    Reduce, Push                    gradients of the tensors that this rank owns
-
-Sends do not wait; receives do. In a step a rank sends another rank at most one message of each kind
-and name, however many layers read it there (DB-2).
+A task computes a region of a layer on one rank. In a step a rank sends another rank at most one
+message of each kind and name, however many layers read it there (DB-2).
 """
 
 from collections.abc import Iterator
@@ -43,96 +37,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     n_bytes: int  # for the whole batch
 
 
-@final
-class Fetch(msgspec.Struct, frozen=True):
-    """Parameter server -> rank: the regions of a tensor that it owns."""
-
-    tensor: str
-    regions: tuple[Region, ...]
-
-
-@final
-class Read(msgspec.Struct, frozen=True):
-    """Data -> rank: the regions of an input layer that it needs."""
-
-    layer: str
-    regions: tuple[Region, ...]
-
-
-@final
-class Send(msgspec.Struct, frozen=True):
-    """Does not wait."""
-
-    message: Message
-
-
-@final
-class Receive(msgspec.Struct, frozen=True):
-    """Waits. Gradients and partial outputs are added to what the rank has."""
-
-    message: Message
-
-
-@final
-class Forward(msgspec.Struct, frozen=True):
-    """Computes a region of the output."""
-
-    layer: str
-    region: Region
-
-
-@final
-class Partial(msgspec.Struct, frozen=True):
-    """Computes what a part of the first input contributes to the output."""
-
-    layer: str
-    part: Region
-
-
-@final
-class Combine(msgspec.Struct, frozen=True):
-    """Adds up contributions, its own and those received: a region of the output."""
-
-    layer: str
-    region: Region
-
-
-@final
-class Backward(msgspec.Struct, frozen=True):
-    """Add the gradients of what a region, or a part, has read and used."""
-
-    layer: str
-    region: Region  # as in the `Forward` or `Partial` that it belongs to
-    partial: bool = False  # whether it belongs to a `Partial`
-
-
-@final
-class Reduce(msgspec.Struct, frozen=True):
-    """Adds up its own gradient of an owned tensor and those of other ranks."""
-
-    tensor: str
-    regions: tuple[Region, ...]
-
-
-@final
-class Push(msgspec.Struct, frozen=True):
-    """Rank -> parameter server: the gradient of the regions of a tensor that it owns."""
-
-    tensor: str
-    regions: tuple[Region, ...]
-
-
-Instruction = Fetch | Read | Send | Receive | Forward | Partial | Combine | Backward | Reduce | Push
-
-
-@final
-class Program(msgspec.Struct, frozen=True):
-    """The instructions of one rank for one step, in order."""
-
-    machine: int
-    instructions: tuple[Instruction, ...]
-
-
 Phase = Literal["forward", "partial", "combine", "backward", "partial_backward"]
 
 
@@ -144,8 +48,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     machine: int
     phase: Phase
     region: Region  # of the output; of the first input in a partial phase
-    flops: float  # floating point operations, for the whole batch
-    n_bytes: float  # read and written, for the whole batch; tensors count once
+    n_bytes: float = 0.0  # that combining reads and writes, for the whole batch
 
     @property
     def is_partial(self) -> bool:
@@ -163,23 +66,14 @@ class Needed(NamedTuple):
 def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task]:
     """Yield the tasks of a layer's forward pass, `combine` tasks last."""
     partial = placement.combine is not None
-    shape = layer.input_shapes[0] if partial else layer.shape
-    for machine, region in placement.cells(shape):
-        uses = needed(layer, region, partial=partial).uses
-        n_parameters = sum(used.n_elements for _, used in uses)
-        work = work_of(layer, region, partial=partial)
-        yield Task(
-            layer=layer.name,
-            machine=machine,
-            phase="partial" if partial else "forward",
-            region=region,
-            flops=work.forward * batch,
-            n_bytes=4.0 * (work.n_elements * batch + n_parameters),
-        )
+    cells = list(placement.cells(layer.input_shapes[0] if partial else layer.shape))
+    phase: Phase = "partial" if partial else "forward"
+    for machine, region in cells:
+        yield Task(layer=layer.name, machine=machine, phase=phase, region=region)
     if not partial:
         return
     # Each combining task reads all summands of its region, and writes the sum.
-    written = sum(written_by(layer, region).n_elements for _, region in placement.cells(shape))
+    written = sum(written_by(layer, region).n_elements for _, region in cells)
     n_summands = written / max(1, layer.region.n_elements)
     for machine, region in placement.owners(layer):
         yield Task(
@@ -187,20 +81,8 @@ def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task
             machine=machine,
             phase="combine",
             region=region,
-            flops=float(region.n_elements * batch),
             n_bytes=4.0 * (1 + n_summands) * region.n_elements * batch,
         )
-
-
-def backward_of(task: Task, layer: Layer, *, batch: int) -> Task:
-    # The backward task of a forward task.
-    work = work_of(layer, task.region, partial=task.is_partial)
-    return msgspec.structs.replace(
-        task,
-        phase="partial_backward" if task.is_partial else "backward",
-        flops=work.backward * batch,
-        n_bytes=2 * task.n_bytes,  # as much again, for gradients
-    )
 
 
 def rule_of(layer: Layer, *, partial: bool) -> Operator | PartialSums:

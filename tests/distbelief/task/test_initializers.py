@@ -1,0 +1,214 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from distbelief.errors import JobError, StorageError
+from distbelief.parameter_server.initial_values import Initial, draw, shard_values_from
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.task.initializers import initials_of, reader, recorded_initials
+from distbelief.worker.local_executor import FlatModel
+from tests.distbelief.examples import Everything
+
+
+# --------------------------------------------------------- by the type of the layer
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(300, 200),
+        nn.Conv2d(20, 30, 5),
+        nn.Conv2d(20, 40, 5, groups=4),
+        nn.ConvTranspose2d(30, 20, 5),
+        nn.Bilinear(20, 30, 40),
+        nn.Embedding(500, 50),
+        nn.LSTM(40, 60),
+        nn.GRUCell(40, 60),
+        nn.MultiheadAttention(80, 4),
+    ],
+)
+def test_the_distribution_is_that_of_torch(module: nn.Module) -> None:
+    model = FlatModel(module)
+    initials = model.initials()
+    for name, tensor in model.named_tensors().items():
+        n = tensor.numel()
+        drawn = draw(initials[name], seed=1, tensor=name, start=0, stop=n, dtype=np.float64)
+        theirs = tensor.detach().double().numpy().reshape(-1)
+        if n < 1000:  # too few to compare: at least it is of that size
+            assert np.abs(drawn).max() <= 1.5 * max(np.abs(theirs).max(), 0.01), name
+        else:
+            assert drawn.std() == pytest.approx(theirs.std(), rel=0.05), name
+            assert np.abs(drawn).max() == pytest.approx(np.abs(theirs).max(), rel=0.3), name
+
+
+def test_norms_and_counters_start_as_in_the_module() -> None:
+    initials = FlatModel(nn.BatchNorm1d(5)).initials()
+    values = {name: initial.value for name, initial in initials.items()}
+    assert values == {
+        "bias": 0.0,
+        "num_batches_tracked": 0.0,
+        "running_mean": 0.0,
+        "running_var": 1.0,
+        "weight": 1.0,
+    }
+    assert {initial.distribution for initial in initials.values()} == {"constant"}
+
+
+def test_one_number_is_not_taken_for_a_constant_and_none_needs_no_rule() -> None:
+    initial = FlatModel(nn.Linear(4, 1)).initials()["bias"]
+    assert (initial.distribution, initial.high) == ("uniform", 0.5)
+    module = nn.Module()
+    module.register_parameter("w", nn.Parameter(torch.zeros(0)))
+    assert FlatModel(module).initials()["w"].value == 0.0
+
+
+def test_a_users_layer_is_named_with_the_fix() -> None:
+    with pytest.raises(JobError, match=r"Everything draws 'scale': use initial = "):
+        FlatModel(Everything(4, 2)).initials()
+
+
+# ------------------------------------------------------------------------ recorded
+
+
+def recorded(make: Callable[[], nn.Module]) -> dict[str, Initial]:
+    module = make()
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        built.append(make())
+        return built[0]
+
+    found = recorded_initials(build, names)
+    assert all(tensor.is_meta for tensor in built[0].parameters())
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(7, 3),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)),
+        lambda: nn.LSTM(3, 4),
+        lambda: nn.Embedding(5, 4),
+        lambda: nn.MultiheadAttention(8, 2),
+    ],
+)
+def test_recorded_distributions_are_those_of_the_layers(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    known = initials_of(module, names)
+    for name, initial in recorded(make).items():
+        assert initial.distribution == known[name].distribution, name
+        for field in ("low", "high", "mean", "std", "value"):
+            expected = getattr(known[name], field)
+            assert getattr(initial, field) == pytest.approx(expected), (name, field)
+
+
+def test_initial_values_chosen_by_the_user_are_kept() -> None:
+    def make() -> nn.Module:
+        layer = nn.Linear(6, 6)
+        nn.init.xavier_normal_(layer.weight, gain=2.0)
+        nn.init.constant_(layer.bias, -4.5)
+        layer.ones = nn.Parameter(torch.ones(3))
+        layer.full = nn.Parameter(torch.full((2, 2), 0.5))
+        layer.register_buffer("zeros", torch.zeros(3))
+        return layer
+
+    found = recorded(make)
+    assert found["weight"].distribution == "normal"
+    assert found["weight"].std == pytest.approx(2.0 / 6**0.5)
+    values = {name: initial.value for name, initial in found.items() if name != "weight"}
+    assert values == {"bias": -4.5, "ones": 1.0, "full": 0.5, "zeros": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: setattr(m, "weight", nn.Parameter(torch.randn(3, 3) * 0.1)), "cannot repeat"),
+        (lambda m: nn.init.trunc_normal_(m.weight), "cannot repeat"),
+        # Regression: the cast was reported as a fill that shards cannot repeat.
+        (nn.Module.double, r"cast to another type after .*in that type \(dtype=torch\.float64\)"),
+        (lambda m: nn.init.orthogonal_(m.weight), "cannot repeat"),
+        (lambda m: m.weight[0].zero_(), "cannot repeat"),
+        (lambda m: nn.init.constant_(m.weight, float("inf")), "cannot repeat"),
+        (lambda m: m.weight.fill_(torch.tensor(1.0)), "cannot repeat"),
+        (lambda m: setattr(m, "weight", nn.Parameter(torch.empty(3, 3))), "never given any values"),
+    ],
+)
+def test_tensors_that_shards_cannot_draw_are_named(
+    change: Callable[[nn.Linear], object], why: str
+) -> None:
+    def make() -> nn.Module:
+        module = nn.Linear(3, 3)
+        with torch.no_grad():
+            change(module)
+        return module
+
+    with pytest.raises(JobError, match=rf"tensor 'weight' is .*{why}.*'module'"):
+        recorded(make)
+
+
+# --------------------------------------------------------------------- from a file
+
+
+TENSORS = {
+    "matrix": torch.arange(300.0).reshape(20, 15),
+    "half": torch.arange(8.0, dtype=torch.bfloat16),
+    "count": torch.tensor(7),
+    "vector": torch.arange(5.0),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    save_file(TENSORS, tmp_path / "weights.safetensors")
+    return str(tmp_path / "weights.safetensors")
+
+
+def layout_of(tensors: dict[str, torch.Tensor], *, n_shards: int = 2) -> Layout:
+    specs = [TensorSpec(name=name, shape=tuple(t.shape)) for name, t in tensors.items()]
+    return Layout.of(specs, n_shards=n_shards)
+
+
+@pytest.mark.parametrize("bounds", [(0, 300), (7, 8), (14, 31), (0, 15), (299, 300)])
+def test_a_range_of_a_matrix_is_row_major(path: str, bounds: tuple[int, int]) -> None:
+    read = reader(path, layout_of(TENSORS))
+    assert read("matrix", *bounds).tolist() == list(map(float, range(*bounds)))
+
+
+def test_every_type_and_shape_becomes_that_of_the_layout(path: str) -> None:
+    read = reader(path, layout_of(TENSORS))
+    for name, n in (("half", 8), ("count", 1), ("vector", 5)):
+        values = read(name, 0, n)
+        assert values.dtype == np.float32
+        assert values.tolist() == TENSORS[name].float().reshape(-1).tolist()
+
+
+def test_shards_filled_from_a_file_hold_the_file(path: str) -> None:
+    layout = layout_of(TENSORS, n_shards=3)
+    got = [torch.zeros(spec.n_elements) for spec in layout.tensors]
+    for k in range(3):
+        vector = shard_values_from(layout, k, reader(path, layout))
+        layout.scatter(k, vector, got)
+    for spec, values in zip(layout.tensors, got, strict=True):
+        assert torch.equal(values, TENSORS[spec.name].float().reshape(-1))
+
+
+def test_a_file_that_does_not_fit_is_named(path: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    with pytest.raises(StorageError, match=r"cannot read initial values from .*other"):
+        reader(str(other), layout_of(TENSORS))
+    other.write_bytes(b"no weights at all")
+    with pytest.raises(StorageError, match="cannot read initial values"):
+        reader(str(other), layout_of(TENSORS))
+    with pytest.raises(StorageError, match=r"no tensor 'other' \(it has count, half"):
+        reader(path, layout_of({"other": torch.zeros(3)}))
+    read = reader(path, layout_of({"matrix": torch.zeros(3, 3)}))
+    with pytest.raises(StorageError, match=r"has shape \(20, 15\), the model's has \(3"):
+        read("matrix", 0, 9)
