@@ -13,8 +13,8 @@ from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from tests.simulation.sandblasts import Run, Sandblast
 
 
-N_FILES_MAX: Final = 28
-"""Bound on their number, to be lowered: 24 is wanted."""
+N_FILES_MAX: Final = 24
+"""Bound on their number, to be lowered."""
 
 ROOT: Final = Path(distbelief.__file__).parents[1]
 PACKAGES: Final = (f"{ROOT}/distbelief/", f"{ROOT}/sandblaster/")
