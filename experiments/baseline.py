@@ -19,7 +19,7 @@ from torch import nn
 
 from distbelief.config.job import Job
 from distbelief.config.load import load_job
-from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data import Dataset, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.task.task import build_dataset, build_loss, build_metric, build_model, prepare
 from experiments.benchmarks.measuring.measurement import show

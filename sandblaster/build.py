@@ -8,13 +8,14 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.roles.role import Role
-from distbelief.task.task import BuildContext, build_loss, build_model
+from distbelief.task.task import BuildContext, build_model
+from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.build import (
     Split,
     assemble,
@@ -31,18 +32,17 @@ from distbelief.worker.build import (
     zeros_of,
 )
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.gradients import Items
 from distbelief.worker.group import EVALUATORS, GroupRank, member_names
-from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.replica import Replica
+from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeSteps
+from distbelief.worker.replica import RankConfig, Replica
+from distbelief.worker.training import Items
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
-from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
+from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
-from sandblaster.partitioned_worker import ChunkObjective
 from sandblaster.warm_start_worker import WarmStartWorker
-from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
+from sandblaster.worker import ChunkObjective
 
 
 WINDOW_CHUNKS_MIN: Final = 64
@@ -110,27 +110,68 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     model = FlatModel(module)
     n_examples = len(context.train_data())
     client = build_client(context, pushes=True)
-    replica = BatchWorker(
-        BatchWorkerConfig(
-            chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
-        ),
+    chunks = whole_worker(
+        worker_config(config, context),
         client=client,
-        executor=local_executor(
-            model, context, loss=summed(build_loss(task)), seed=(config.seed, 0)
-        ),
+        executor=local_executor(model, context, seed=(config.seed, 0), sums=True),
         samples=Samples(n_examples, seed=config.order_seed),
-        await_begin=context.await_begin,
+        await_begin=context.await_begin and config.warm_start is None,
     )
     if config.warm_start is None:
-        return replica
+        return chunks
     settings = config.warm_start.downpour(
         loss=task.loss, seed=config.seed, n_replicas=context.n_replicas
     )
     first = build_first_part(settings, index=index, client=client, model=model, context=context)
-    return WarmStartWorker(downpour=first, sandblaster=replica, await_begin=context.await_begin)
+    return WarmStartWorker(downpour=first, chunks=chunks, await_begin=context.await_begin)
 
 
-# A warm start's first part shares client and model with the batch worker.
+def worker_config(config: SandblasterSettings, context: BuildContext) -> WorkerConfig:
+    sizes = config.chunk_sizes(n_examples=len(context.train_data()), n_replicas=context.n_replicas)
+    return WorkerConfig(chunk_sizes=sizes)
+
+
+def whole_worker(
+    config: WorkerConfig,
+    *,
+    client: ParameterClient,
+    executor: LocalExecutor,
+    samples: Samples,
+    await_begin: bool = True,
+) -> Replica:
+    """Return a worker whose process holds the whole model.
+
+    Args:
+        config: Its settings.
+        client: Of all shards; it pushes.
+        executor: Takes gradients of sums.
+        samples: The order of the data.
+        await_begin: Wait for `StartTraining` before it asks for work.
+    """
+    model = executor.model
+    trained = (item for item, spec in enumerate(model.specs()) if spec.kind == "parameter")
+    plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
+    objective = ChunkObjective(
+        Items(values=model.values, trained=frozenset(trained)),
+        shards=None,
+        client=client,
+        plan=plan,
+        group_tasks=GroupTasks(config, plan=plan, n_ranks=1, await_begin=await_begin),
+        names=member_names("replica", 1),
+        retry_seconds=config.retry_seconds,
+    )
+    return Replica(
+        RankConfig(group="replica"),
+        client=client,
+        # No step follows an install: the version of the parameters is checked first.
+        executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=False),
+        slices=SlicePrefetch(executor, plan, reuses=True),
+        objective=objective,
+        leader=leader_on_request(n_ranks=1),
+    )
+
+
+# A warm start's first part shares client and model with the second.
 def build_first_part(
     settings: DownpourSettings,
     *,
@@ -181,15 +222,13 @@ def _summing_machine(
     context = with_data(context)
     batch = "portion", config.portion
     parts = replica_parts(place, context=context, split=split, batch=batch)
-    flow, n_examples = parts.flow, len(context.train_data())
-    chunk_sizes = config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
-    samples = Samples(n_examples, seed=config.order_seed)
-    plan = ChunkBatchPlan(samples, mini_batch_size=chunk_sizes.mini_batch_size)
-    worker_config = BatchWorkerConfig(chunk_sizes=chunk_sizes)
+    flow, settings = parts.flow, worker_config(config, context)
+    samples = Samples(len(context.train_data()), seed=config.order_seed)
+    plan = ChunkBatchPlan(samples, mini_batch_size=settings.chunk_sizes.mini_batch_size)
     group_tasks = None
     if place.machine == 0:
         group_tasks = GroupTasks(
-            worker_config, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
+            settings, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
         )
     view = PartialView(layout_of(context), flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
@@ -203,7 +242,7 @@ def _summing_machine(
         plan=plan,
         group_tasks=group_tasks,
         names=member_names(place.group, n_machines),
-        retry_seconds=worker_config.retry_seconds,
+        retry_seconds=settings.retry_seconds,
     )
     return assemble(
         place,

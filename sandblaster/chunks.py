@@ -8,7 +8,6 @@ The division depends on the batch alone, not on the workers: so the sum of a chu
 of the batch, has the same bits on every worker.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -58,9 +57,3 @@ class BatchRange:
             )
         stop = min(start + chunk_sizes.chunk_size, self.n_examples)
         return self.first + start, self.first + stop
-
-    def mini_batches(self, chunk_index: int, chunk_sizes: ChunkSizes) -> Iterator[tuple[int, int]]:
-        """Yield the positions [start, stop) of each mini-batch of a chunk."""
-        start, stop = self.chunk_bounds(chunk_index, chunk_sizes)
-        for begin in range(start, stop, chunk_sizes.mini_batch_size):
-            yield begin, min(begin + chunk_sizes.mini_batch_size, stop)

@@ -5,7 +5,7 @@
       | <- StartTraining - |    the warm start goes on: train
       |   (Downpour)       |
       | -- Finished -----> |    its share is done, and all its pushes are applied
-      | <- Assignment ---- |    from here on a batch worker
+      | <- Assignment ---- |    from here on it computes chunks
 
 Nothing is trained before the coordinator asks for it: a worker that restarts late, or a
 resumed job, must not move a point that is being optimized. Both parts share one client,
@@ -18,7 +18,6 @@ from typing import Final, final
 
 from distbelief.protocol import Assignment, Finished, StartTraining, Stop, WorkReport
 from distbelief.roles.role import (
-    SUPERVISOR,
     Action,
     Compute,
     Computed,
@@ -31,11 +30,10 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
-    message_types,
 )
-from distbelief.worker.replica import Replica, ReplicaMessage
+from distbelief.worker.replica import Replica
 from sandblaster.chunks import COORDINATOR
-from sandblaster.worker import BatchWorker, BatchWorkerMessage
+from sandblaster.worker import ChunkObjective
 
 
 _REPORT_TIMER = "warm:report"
@@ -48,38 +46,36 @@ class _Part(Enum):
     CHUNKS = "computing chunks"
 
 
-WarmStartMessage = BatchWorkerMessage | ReplicaMessage
-
-
 @final
 class WarmStartWorker:
     """The role `replica-INDEX` of a Sandblaster job with a warm start.
 
     Args:
         downpour: The first part; it waits for `StartTraining`, and ends by itself.
-        sandblaster: The second part, with the same client and model.
+        chunks: The second part, with the same client and model; it does not wait.
         await_begin: Wait for `StartTraining` of the supervisor.
         retry_seconds: Seconds after which it reports again that it is ready.
     """
 
-    accepts: Final = message_types(WarmStartMessage)
+    accepts: Final = Replica.accepts | ChunkObjective.accepts
 
     def __init__(
         self,
         *,
         downpour: Replica,
-        sandblaster: BatchWorker,
+        chunks: Replica,
         await_begin: bool = True,
         retry_seconds: Seconds = 0.5,
     ) -> None:
         self._downpour = downpour
-        self._sandblaster = sandblaster
+        self._chunks = chunks
         self._retry_seconds = retry_seconds
         self._begun = not await_begin
         self._part = _Part.WAITING
         self._stopping = False
         self._incarnation = 0
         self._n_under_way = 0  # works of the first part in the executors
+        self._early: list[Event] = []  # for the second part, until it begins
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -103,13 +99,16 @@ class WarmStartWorker:
                 actions += self._forward(event, now)
         # The parts share a model: the second begins when no work of the first is left.
         if self._part is _Part.ENDING and not self._n_under_way:
-            actions += self._take_over(now)
+            self._part = _Part.CHUNKS
+            actions.append(self._finished())
+            for each in (Started(incarnation=self._incarnation), *self._early):
+                actions += self._chunks.handle(each, now)
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         if self._part is _Part.TRAINING:
             return self._downpour.status()
-        state, counters = self._sandblaster.status()
+        state, counters = self._chunks.status()
         is_there = self._part is _Part.CHUNKS
         return state if is_there else self._part.value, counters
 
@@ -120,8 +119,6 @@ class WarmStartWorker:
                 return self._begin(event, now)
             case Assignment() if self._part is _Part.WAITING:
                 self._part = _Part.ENDING  # the warm start is over already
-                self._sandblaster.adopt(self._incarnation)
-                return self._forward(event, now)
             case Assignment() if self._part is _Part.TRAINING:
                 return []  # the coordinator will repeat it
             case Stop() if from_coordinator and self._part is not _Part.TRAINING:
@@ -159,9 +156,14 @@ class WarmStartWorker:
             self._n_under_way -= 1
             if self._part is _Part.ENDING:
                 return []  # a batch that was read ahead
-        if self._part in {_Part.WAITING, _Part.TRAINING}:
-            return self._train(event, now)
-        return [*self._sandblaster.handle(event, now)]
+        match self._part:
+            case _Part.WAITING | _Part.TRAINING:
+                return self._train(event, now)
+            case _Part.ENDING:
+                self._early.append(event)
+                return []
+            case _Part.CHUNKS:
+                return [*self._chunks.handle(event, now)]
 
     def _train(self, event: Event, now: Seconds) -> list[Action]:
         # The end of Downpour is not the end of this role: `Finished` and `Exit` are dropped.
@@ -170,13 +172,7 @@ class WarmStartWorker:
         if self._stopping or not any(isinstance(one, Exit) for one in actions):
             return [*actions]
         self._part = _Part.ENDING
-        self._sandblaster.adopt(self._incarnation)
         return [one for one in actions if not _is_end(one)]
-
-    def _take_over(self, now: Seconds) -> list[Action]:
-        self._part = _Part.CHUNKS
-        begin = Received(sender=SUPERVISOR, incarnation=0, message=StartTraining())
-        return [self._finished(), *self._sandblaster.handle(begin, now)]
 
 
 def _is_end(action: Action) -> bool:

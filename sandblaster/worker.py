@@ -1,48 +1,46 @@
-"""Batch worker: computes gradient sums of chunks for the coordinator, as a state machine.
+"""The chunk objective: a worker, or one rank of it, sums gradients for the coordinator.
 
 Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`:
 
-    Assignment           fetch the parameters of this evaluation, compute mini-batches
-    chunk computed       WorkReport: its loss; the sum is held
-    commit token         push the sum under the token
-    shards acknowledge   WorkReport: staged
+    coordinator -> leader    Assignment     for its group tasks
+    leader -> rank           StartEpoch     with the chunk of the generation
+                             PushChunk      push the sum of an attempt
+    rank -> leader           ChunkStaged    all shards hold this rank's part; repeated
+    leader -> coordinator    WorkReport     computed, or staged by all ranks; repeated
 
-An attempt that an assignment no longer names is dropped, whatever its state. At most
-`N_CHUNKS_HELD` computed sums are held. The last report is repeated on a timer.
+A rank pushes each sum once, under one commit token. At most `N_CHUNKS_HELD` sums are held.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, final
 
 import torch
+from typing_extensions import override
 
-from distbelief.data.sharding import Samples
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ParameterClient, ShardReply
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import PushResult
+from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import (
     Assignment,
-    ChunkResult,
-    Finished,
-    ShardVersion,
+    ChunkStaged,
+    Evaluate,
+    Message,
+    PushChunk,
+    StartEpoch,
     StartTraining,
     Stop,
-    WorkReport,
 )
 from distbelief.roles.role import (
-    SUPERVISOR,
     Action,
     Address,
     Compute,
     Computed,
     Cost,
     Event,
-    Executor,
-    Exit,
     PeerJoined,
     Received,
     Report,
@@ -51,668 +49,485 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
-    message_types,
 )
-from distbelief.task.losses import Loss
-from distbelief.worker.batches import READ, BatchIndices, BatchSlice
-from distbelief.worker.gradients import GradientSum, bad_sample, blame_of
-from distbelief.worker.local_executor import LocalExecutor
-from distbelief.worker.replica import INSTALL, RETRY, TORN_RETRY_SECONDS, failure
-from distbelief.worker.training import PUSH
-from sandblaster.chunks import COORDINATOR, BatchRange, ChunkSizes
+from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.group import GroupLeader, Outgoing
+from distbelief.worker.objective import LocalNorm, Objective
+from distbelief.worker.training import PUSH, GradientSum, Items, bad_sample, blame_of, is_finite
+from sandblaster.chunks import COORDINATOR
+from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks
 
 
-# --- sums of chunks ---
+# --- pushes ---
 
+STAGED_TIMER: Final = "rank:report"
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkSum:
-    """The gradient of a chunk, and the buffers after it; flat, as a client stages them."""
+N_STAGED_REPEATED: Final = 32
+"""Tokens that each `ChunkStaged` repeats: more than can be open at once."""
 
-    gradients: Sequence[torch.Tensor | None]
-    values: Sequence[torch.Tensor]
+Key = tuple[int, int]  # epoch, attempt
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MiniBatchOutcome:
-    """What came of one mini-batch."""
+class KeptChunk:
+    """This rank's part of the sum of one chunk; flat, as a client stages it."""
 
-    loss: float  # sum over its examples; NaN if the loss or the gradient is not finite
-    blame: str | None = None  # which sample causes that, if one is known
-    # Whether only the chunk is known, not the mini-batch, where that happened.
-    is_of_chunk: bool = False
-    total: ChunkSum | None = None  # the sum of the chunk, if this was its last mini-batch
-
-
-@final
-class MiniBatchSums:
-    """Sums gradients of mini-batches to those of chunks; the work of the executors.
-
-    A sum depends on its mini-batches and the parameters alone, so every attempt at a chunk
-    gives the same bits.
-    """
-
-    def __init__(self, executor: LocalExecutor) -> None:
-        self.executor = executor
-        model = executor.model
-        self.values = model.values
-        self._total = GradientSum(len(model.values), shares_memory=False)
-        self._buffers = [index for index, spec in enumerate(model.specs()) if spec.kind == "buffer"]
-        self._fetched: list[torch.Tensor] = []
-
-    @property
-    def n_bytes(self) -> int:
-        return self.executor.model.n_bytes
-
-    def flops(self, n_samples: int) -> float:
-        return self.executor.model.flops(n_samples)
-
-    def install(self, work: Callable[[], FetchResult]) -> FetchResult:
-        installed = work()
-        if not installed.torn:
-            self._fetched = [self.values[index].clone() for index in self._buffers]
-        return installed
-
-    def step(self, batch: BatchSlice, *, is_first: bool, is_last: bool) -> MiniBatchOutcome:
-        """Add the gradient of a mini-batch to that of its chunk.
-
-        Raises:
-            JobError: the user's model, loss or data fails on it.
-        """
-        if is_first:
-            # Each chunk starts from the fetched buffers: what the worker computed before
-            # must not change the sum.
-            self._total.drop()
-            for index, fetched in zip(self._buffers, self._fetched, strict=True):
-                self.values[index].copy_(fetched)
-        loss = self.executor.gradient(batch)
-        if not math.isfinite(loss):
-            return MiniBatchOutcome(loss=math.nan, blame=blame_of(bad_sample(batch)))
-        gradients = enumerate(self.executor.model.gradients)
-        self._total.add({item: each for item, each in gradients if each is not None})
-        if not is_last:
-            return MiniBatchOutcome(loss=loss)
-        # Copies: the next chunk overwrites the model's buffers before this one is pushed.
-        values = list(self.values)
-        for index in self._buffers:
-            values[index] = values[index].clone()
-        # Finite mini-batches may still overflow in their sum.
-        finite = self._total.is_finite
-        total = ChunkSum(tuple(self._total.sums), values)
-        self._total.drop()
-        if not finite:
-            return MiniBatchOutcome(loss=math.nan, is_of_chunk=True)
-        return MiniBatchOutcome(loss=loss, total=total)
-
-
-# --- reading ahead ---
-
-N_MINI_BATCHES_HELD: Final = 2
-
-BatchBounds = tuple[int, int]  # positions [start, stop)
+    gradients: Sequence[torch.Tensor | None]
+    values: Sequence[torch.Tensor]  # buffers as they were after the chunk
+    n_mini_batches: int
+    n_examples: int
 
 
 @final
-class Prefetch:
-    """Reads the samples of the next mini-batches; drops those no longer wanted."""
-
-    def __init__(self, sums: MiniBatchSums, samples: Samples) -> None:
-        self._executor = sums.executor
-        self._samples = samples
-        self._held: dict[BatchBounds, BatchSlice] = {}
-        self._reading: BatchBounds | None = None
-
-    def get(self, mini_batch: BatchBounds) -> BatchSlice | None:
-        return self._held.get(mini_batch)
-
-    def read(self, wanted: Sequence[BatchBounds]) -> Sequence[Action]:
-        wanted = wanted[:N_MINI_BATCHES_HELD]
-        self._held = {p: batch for p, batch in self._held.items() if p in wanted}
-        missing = [mini_batch for mini_batch in wanted if mini_batch not in self._held]
-        if self._reading is not None or not missing:
-            return []
-        start, stop = self._reading = missing[0]
-        position = start % self._samples.n_samples
-        indices = BatchIndices(position=position, indices=self._samples.at(start, stop))
-        return [
-            Compute(
-                name=READ,
-                work=partial(self._executor.read, 0, 0, indices),
-                cost=Cost(n_bytes=self._executor.read_bytes(stop - start)),
-                executor=Executor.DATA,
-            )
-        ]
-
-    def have_read(self, result: object) -> None:
-        assert isinstance(result, BatchSlice), result
-        assert self._reading is not None
-        self._held[self._reading] = result
-        self._reading = None
-
-
-def summed(loss: Loss) -> Loss:
-    """Return the loss times the number of samples: a sum, where users give a mean."""
-
-    # The last mini-batch may be smaller: so sums are added, and the shards divide once.
-    def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss(outputs, targets) * targets.shape[0]
-
-    return total
-
-
-# --- attempts ---
-
-ChunkBounds = tuple[int, int]  # positions [start, stop)
+@dataclass(frozen=True, slots=True, eq=False)
+class _PushInFlight:
+    commit_token: int
+    kept: KeptChunk
 
 
 @final
-@dataclass(slots=True, kw_only=True, eq=False)
-class ChunkAttempt:
-    """One attempt at one chunk: assigned, computed, committing, pushed, staged."""
+class ChunkPushes:
+    """Holds the sums of a rank and pushes those that have a commit token.
 
-    chunk_index: int
-    attempt: int
-    mini_batches: Sequence[ChunkBounds]
-    commit_token: int = 0
-    losses: list[float] = field(default_factory=list)  # of the mini-batches computed
-    seconds: float = 0.0
-    total: ChunkSum | None = None  # once computed, until it is pushed
-    pushed: bool = False
-    staged: bool = False
-    is_finite: bool = True
-
-    @property
-    def is_computed(self) -> bool:
-        return len(self.losses) == len(self.mini_batches) or not self.is_finite
-
-    @property
-    def next_mini_batch(self) -> ChunkBounds:
-        return self.mini_batches[len(self.losses)]
-
-    @property
-    def is_last(self) -> bool:
-        return len(self.losses) == len(self.mini_batches) - 1
-
-    @property
-    def n_examples(self) -> int:
-        return self.mini_batches[-1][1] - self.mini_batches[0][0]
-
-    def computed(self, outcome: MiniBatchOutcome, *, seconds: float) -> None:
-        self.losses.append(outcome.loss)
-        self.seconds += seconds
-        self.total = outcome.total
-        self.is_finite = math.isfinite(outcome.loss)
-
-    @property
-    def result(self) -> ChunkResult:
-        loss = math.fsum(self.losses) if self.is_finite else math.nan
-        return ChunkResult(
-            attempt=self.attempt,
-            n_examples=self.n_examples,
-            loss=loss,
-            seconds=self.seconds,
-            staged=self.staged,
-        )
-
-
-@final
-class ChunkAttempts:
-    """All attempts of one worker at the chunks of one evaluation."""
-
-    def __init__(self, chunk_sizes: ChunkSizes) -> None:
-        self._chunk_sizes = chunk_sizes
-        self._version = 0
-        self._attempts: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
-        self._pushed: deque[ChunkAttempt] = deque()  # not acknowledged, the oldest first
-        self.epoch = 0  # of the coordinator
-        self.evaluation = 0  # its number
-        # Versions of the shards' values at which it is computed.
-        self.versions: tuple[ShardVersion, ...] = ()
-        self.n_computed = 0  # examples computed for this evaluation
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.epoch, self.evaluation
-
-    def __iter__(self) -> Iterator[ChunkAttempt]:
-        return iter(self._attempts.values())
-
-    def __contains__(self, one: ChunkAttempt) -> bool:
-        # Each epoch counts attempts from 1: the same number may be another attempt.
-        return self._attempts.get(one.attempt) is one
-
-    def update(self, message: Assignment) -> bool:
-        """Take an assignment; return whether it is newer than the last one.
-
-        Raises:
-            ValueError: it names a chunk that the batch does not have.
-        """
-        if (message.epoch, message.version) <= (self.epoch, self._version):
-            return False
-        is_new = (message.epoch, message.evaluation) != self.key
-        batch = BatchRange(first=message.first, n_examples=message.n_examples)
-        attempts: dict[int, ChunkAttempt] = {}
-        for task in message.tasks:
-            # An attempt that is already here keeps what it has computed.
-            known = None if is_new else self._attempts.get(task.attempt)
-            if known is None:
-                mini_batches = tuple(batch.mini_batches(task.chunk_index, self._chunk_sizes))
-                known = ChunkAttempt(
-                    chunk_index=task.chunk_index, attempt=task.attempt, mini_batches=mini_batches
-                )
-            known.commit_token = task.commit_token
-            attempts[task.attempt] = known
-        self._attempts = attempts
-        if is_new:
-            self.n_computed = 0
-        self.epoch, self._version = message.epoch, message.version
-        self.evaluation, self.versions = message.evaluation, message.versions
-        return True
-
-    def clear(self) -> None:
-        self._attempts = {}
-        self._pushed.clear()
-        self.n_computed = 0
-
-    @property
-    def to_push(self) -> ChunkAttempt | None:
-        return next((t for t in self if t.commit_token and t.total is not None), None)
-
-    def to_compute(self, *, n_held_max: int) -> Sequence[ChunkAttempt]:
-        if sum(t.total is not None for t in self) >= n_held_max:
-            return ()
-        return [t for t in self if not t.is_computed]
-
-    def pushed(self, one: ChunkAttempt, *, is_finite: bool) -> None:
-        one.total, one.is_finite = None, is_finite
-        if is_finite:
-            one.pushed = True
-            self._pushed.append(one)
-
-    @property
-    def awaits_shards(self) -> bool:
-        return bool(self._pushed)
-
-    def acknowledged(self, *, n_waiting: int) -> bool:
-        """Mark what shards hold, given the pushes still in flight; return whether any is new."""
-        news = False
-        while len(self._pushed) > n_waiting:
-            self._pushed.popleft().staged = news = True
-        return news
-
-    @property
-    def report(self) -> WorkReport:
-        return self.report_of(0)
-
-    def report_of(self, generation: int) -> WorkReport:
-        return WorkReport(
-            generation=generation,
-            epoch=self.epoch,
-            version=self._version,
-            evaluation=self.evaluation,
-            n_computed=self.n_computed,
-            results=tuple(one.result for one in self if one.is_computed),
-        )
-
-
-# --- parameters ---
-
-
-@final
-class Parameters:
-    """Fetches and installs the parameters of one evaluation, for a worker."""
-
-    def __init__(
-        self, client: ParameterClient, sums: MiniBatchSums, *, retry_seconds: Seconds
-    ) -> None:
-        self._client = client
-        self._sums = sums
-        self._retry_seconds = retry_seconds
-        self._due = False  # an evaluation has begun whose parameters are not fetched
-        self._fetching = False
-        self._installing = False
-        self._waits = False  # before it fetches, or installs, again
-        self._evaluation: tuple[int, int] | None = None  # of which they are
-
-    def lacks(self, attempts: ChunkAttempts) -> bool:
-        return self._evaluation != attempts.key
-
-    def invalidate(self) -> None:
-        self._due, self._waits = True, False
-
-    def retry(self) -> None:
-        self._waits = False
-
-    def fetch(self, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
-        wanted = self._due or (self.lacks(attempts) and not self._fetching)
-        if not wanted or self._waits or self._installing:
-            return []
-        if all(one.is_computed for one in attempts):
-            return []
-        self._due, self._fetching = False, True
-        return self._client.begin_fetch(now)
-
-    def install(self) -> Sequence[Action]:
-        if not self._fetching or self._due or self._waits:
-            return []
-        client = self._client
-        if not client.ready or not client.fetch_complete:
-            return []
-        self._installing = True
-        work = client.install(self._sums.values)
-        return [
-            Compute(
-                name=INSTALL,
-                work=partial(self._sums.install, work),
-                cost=Cost(n_bytes=2.0 * self._sums.n_bytes),
-                remaining=lambda: client.readable_share,
-            )
-        ]
-
-    def installed(self, result: object, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, FetchResult), result
-        self._installing = False
-        actions = list(self._client.installed(result, now))
-        # All mini-batches of a batch must be computed at one point: parameters count only
-        # if every shard sent the version that the coordinator published (DB-16).
-        wanted = tuple((one.incarnation, one.clock) for one in attempts.versions)
-        pause = TORN_RETRY_SECONDS
-        if not result.torn:
-            self._fetching = False
-            if not self._due and self._client.versions == wanted:
-                self._evaluation = attempts.key
-                return actions
-            self._evaluation = None
-            if not self._due:  # the coordinator will soon send another evaluation
-                pause = self._retry_seconds
-        self._waits = True
-        return [*actions, SetTimer(name=RETRY, at=now + pause)]
-
-
-N_CHUNKS_HELD: Final = 2
-
-_REPORT_TIMER = "replica:report"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class BatchWorkerConfig:
-    """Settings of a batch worker."""
-
-    chunk_sizes: ChunkSizes  # how batches are divided; the coordinator must have the same
-    retry_seconds: Seconds = 0.5  # seconds after which a busy worker repeats its report
-    retry_seconds_max: Seconds = 4.0  # seconds after which an idle worker does
-
-    def __post_init__(self) -> None:
-        for name in ("retry_seconds", "retry_seconds_max"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
-
-
-BatchWorkerMessage = StartTraining | Stop | Assignment | ShardReply
-
-
-@final
-class BatchWorker:
-    """The role `replica-INDEX` of a Sandblaster job.
+        kept --> token --> staging --> pushed --> staged: all shards hold it
+          |        |
+          +--------+--> no longer named: dropped
 
     Args:
-        config: Its settings.
-        client: Client of all shards, which pushes.
-        executor: Computes; its loss is a sum (`summed`).
-        samples: The order of the data.
-        await_begin: Wait for `StartTraining` before it asks for work.
+        client: Client of the shards that hold this rank's parameters.
+        n_bytes: Bytes of one sum.
+        has_parts: Whether this rank holds any parameters.
     """
 
-    accepts: Final = message_types(BatchWorkerMessage)
+    def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
+        # Tokens whose parts all shards hold, the newest last.
+        self.staged: deque[int] = deque(maxlen=N_STAGED_REPEATED)
+        self._client = client
+        self._n_bytes = n_bytes
+        self._has_parts = has_parts
+        self._sums: dict[Key, KeptChunk] = {}
+        self._to_push: dict[int, Key] = {}  # by token, the oldest first
+        self._pushing: _PushInFlight | None = None  # in the executor
+        self._pushed: deque[int] = deque()  # not acknowledged
+        self.newest = 0  # token of the last push
+        self._has_new_staged = False
+        self._has_work = False
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def keep(self, key: Key, kept: KeptChunk) -> None:
+        self._sums[key] = kept
+
+    def retain(self, keys: Collection[Key]) -> None:
+        self._sums = {key: one for key, one in self._sums.items() if key in keys}
+
+    def request_push(self, message: PushChunk) -> None:
+        # The leader repeats `PushChunk`: a sum is pushed once for each token.
+        key, commit_token = (message.epoch, message.attempt), message.commit_token
+        known = (
+            commit_token in self.staged
+            or commit_token in self._pushed
+            or commit_token in self._to_push
+        )
+        is_under_way = self._pushing is not None and self._pushing.commit_token == commit_token
+        if known or is_under_way or key not in self._sums:
+            return
+        # A rank without parameters has nothing to push: its part counts as staged.
+        if not self._has_parts:
+            del self._sums[key]
+            self.staged.append(commit_token)
+            self._has_new_staged = True
+            return
+        self._to_push[commit_token] = key
+        self._has_work = True
+
+    def stage(self) -> Sequence[Action]:
+        """Start to stage the next sum that has a token, once every shard has a free slot."""
+        client = self._client
+        if not self._to_push or not (client.ready and client.can_push):
+            return []
+        self._to_push = {g: key for g, key in self._to_push.items() if key in self._sums}
+        if not self._to_push:
+            return []
+        commit_token = next(iter(self._to_push))
+        kept = self._sums.pop(self._to_push.pop(commit_token))
+        self._pushing = _PushInFlight(commit_token, kept)
+        stage = client.stage(kept.gradients, kept.values)
+        return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._n_bytes))]
+
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        if event.name != PUSH or self._pushing is None:
+            raise LocalProtocolError(f"unexpected result of {event.name!r}")
+        result = event.result
+        assert isinstance(result, PushResult), result
+        pushing, self._pushing = self._pushing, None
+        if not result.finite:  # it was when it was summed
+            raise JobError(f"a chunk's sum is not finite when it is pushed: {result.culprits}")
+        self.newest = pushing.commit_token
+        self._pushed.append(self.newest)
+        return self._client.staged(
+            result,
+            n_gradients=pushing.kept.n_mini_batches,
+            samples=pushing.kept.n_examples,
+            commit_token=pushing.commit_token,
+            now=now,
+        )
+
+    def has_new_staged(self) -> bool:
+        """Return whether more parts are staged than at the last call."""
+        while self._pushed and len(self._pushed) > self._client.unacknowledged:
+            self.staged.append(self._pushed.popleft())
+            self._has_new_staged = True
+        news, self._has_new_staged = self._has_new_staged, False
+        return news
+
+    def has_work(self) -> bool:
+        """Return whether there is more to push than at the last call."""
+        has_work, self._has_work = self._has_work, False
+        return has_work
+
+
+# --- sums ---
+
+
+@final
+class ChunkObjective(Objective):
+    """Sums gradients of a rank over a chunk; see `distbelief.worker.objective.Objective`.
+
+    The sum depends on the mini-batches and the parameters alone, so every attempt at a chunk
+    gives the same bits.
+
+    Args:
+        items: What the rank holds; items without a gradient are buffers.
+        shards: Those that hold any of the items; None: all.
+        client: Connects to them.
+        plan: The mini-batches of the chunk.
+        group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
+        names: Addresses of all ranks of the replica, the leader first.
+        retry_seconds: Seconds after which the staged tokens are reported again.
+    """
+
+    accepts = frozenset({Assignment, ChunkStaged, PushChunk})
 
     def __init__(
         self,
-        config: BatchWorkerConfig,
+        items: Items,
         *,
+        shards: Sequence[int] | None,
         client: ParameterClient,
-        executor: LocalExecutor,
-        samples: Samples,
-        await_begin: bool = True,
+        plan: ChunkBatchPlan,
+        group_tasks: GroupTasks | None,
+        names: Sequence[Address],
+        retry_seconds: Seconds,
     ) -> None:
-        self._config = config
+        self.values = items.values
+        self._items = items
+        self._buffers = [item for item in range(len(items.values)) if item not in items.trained]
+        self._shards = shards
         self._client = client
-        self._sums = MiniBatchSums(executor)
-        self._prefetch = Prefetch(self._sums, samples)
-        self._attempts = ChunkAttempts(config.chunk_sizes)
-        self._parameters = Parameters(client, self._sums, retry_seconds=config.retry_seconds)
-        self._incarnation = 0
-        self._begun = not await_begin
-        self._stopped_by: Address | None = None
-        self._busy = False  # whether the compute executor has work
-        self._current: ChunkAttempt | None = None  # whose mini-batch or push runs
-        self._accruing: ChunkAttempt | None = None  # whose gradients the model has accrued
-        self._computing_for = (0, 0)  # which evaluation
-        self._n_computed = 0  # examples, in this incarnation
+        self._plan = plan
+        self._group_tasks = group_tasks
+        self._names = names
+        self._is_alone = len(names) == 1
+        self._retry_seconds = retry_seconds
+        self._tells_staged = False
+        # Completed sums on their way to the shards.
+        self.pushes = ChunkPushes(client, n_bytes=items.n_bytes, has_parts=bool(self.values))
+        self._installed: tuple[int, int] | None = None  # evaluation of the parameters
+        self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
+        self._opened = False  # whether this generation's first step has begun
+        self._n_computed = 0
         self._seconds = 0.0
+        # Of the step in progress; the executor uses them.
+        self._total = GradientSum(len(items.values), shares_memory=not self._is_alone)
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._mini_batch = BatchSlice(generation=0, step=0)
+        self._positions = 0, 0  # of the mini-batch
+        self._key: Key = (0, 0)
+        self._is_last = False
+        self._done: tuple[Key, KeptChunk] | None = None
+        self._losses: list[float] = []  # of the mini-batches of the chunk, where they are known
+        self._bad: tuple[int, int] | None = None  # positions of the first that is not finite
+        self._blame: str | None = None
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for.
+    # --- generations ---
 
-        Raises:
-            JobError: model, data or loss make it impossible to go on.
-            PeerLostError: a shard has been silent for too long.
+    @property
+    @override
+    def idle(self) -> str | None:
+        if self._group_tasks is not None:
+            return self._group_tasks.idle
+        return "waiting for work" if self._plan.order is None else None
+
+    @override
+    def begin(self, position: int, now: Seconds) -> None:
+        del position, now
+        self._collect()
+        self._opened = False
+        order = self._plan.order
+        if order is None:
+            return
+        # Nobody can ask for the other sums any more.
+        self.pushes.retain({(order.epoch, attempt) for attempt in order.keeps})
+        if (order.epoch, order.evaluation) != self._installed:
+            self._installed = None
+
+    @override
+    def drop(self) -> None:
+        self._collect()
+        self._gradients = {}
+        self._total.drop()
+
+    def _collect(self) -> None:
+        # The executor leaves a completed sum here; it may already run the next step.
+        done, self._done = self._done, None
+        if done is not None:
+            self.pushes.keep(*done)
+
+    # --- fetches ---
+
+    @override
+    def fetches_at(self, step: int) -> bool:
+        return step == 0 and self._plan.order is not None and self._installed is None
+
+    @override
+    def fetched(self, seconds: Seconds) -> bool:
+        """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
+        order = self._plan.order
+        assert order is not None
+        wanted = tuple(
+            (version.incarnation, version.clock)
+            for index, version in enumerate(order.versions)
+            if self._shards is None or index in self._shards
+        )
+        if self._client.versions != wanted:
+            return False
+        self._installed = order.epoch, order.evaluation
+        self._seconds += seconds
+        self._fetched = [self.values[item].clone() for item in self._buffers]
+        return True
+
+    # --- steps ---
+
+    @override
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
+        """Begin a mini-batch; return the function that takes its gradients."""
+        order = self._plan.order
+        assert order is not None
+        if step == 0:
+            self._opened = True
+            self._key = order.epoch, order.attempt
+            self._total.drop()
+            self._losses.clear()
+            self._bad = None
+            # Running averages of each chunk start from the fetched buffers.
+            for item, fetched in zip(self._buffers, self._fetched, strict=True):
+                self.values[item].copy_(fetched)
+        self._gradients = {}
+        self._mini_batch, self._positions = batch_slice, self._plan.bounds(step)
+        self._is_last = self._plan.is_last(step)
+        return self._gradients.__setitem__
+
+    def step_bytes(self) -> float:
+        """Moved by a step beside its computation."""
+        return self._items.n_bytes
+
+    @override
+    def close(self, found: StepResult) -> LocalNorm | bool:
+        """Add a mini-batch to the sum (in the executor).
+
+        Returns:
+            Whether the sum is finite so far. After the last mini-batch of a group of ranks, the
+            vote of this one.
         """
-        if self._client.owns(event):
-            return self._handle_client(event, now)
-        actions: list[Action] = []
-        match event:
-            case Started():
-                self._incarnation = event.incarnation
-                actions += [*self._client.start(event.incarnation, now)]
-                actions += self._report(now)
-            case Received():
-                actions += self._receive(event, now)
-            case TimerFired(name=name):
-                actions += self._timer(name, now)
-            case Computed():
-                actions += self._computed(event, now)
-            case PeerJoined(peer=peer) if peer == COORDINATOR:
-                actions += self._report(now)
-            case _:
-                pass  # other peers that join or leave change nothing
-        return [*actions, *self._advance(now)]
+        self._total.add(self._gradients)
+        self._gradients = {}
+        self._average(found)
+        self._n_computed += len(self._mini_batch.samples.indices)
+        if found.loss is not None:
+            self._losses.append(found.loss)
+            if not math.isfinite(found.loss):
+                self._note_bad(self._positions)
+        if not self._is_last:
+            return self._bad is None
+        order = self._plan.order
+        assert order is not None
+        buffers = {i: self.values[i] for i in self._buffers}
+        if not (self._total.is_finite and is_finite(buffers)):
+            self._note_bad((order.start, order.stop))
+        if self._bad is None:
+            kept = KeptChunk(
+                gradients=tuple(self._total.sums),
+                values=self._values(),
+                n_mini_batches=self._plan.n_steps(order.start, order.stop),
+                n_examples=order.stop - order.start,
+            )
+            self._done = self._key, kept
+        self._total.drop()
+        if self._is_alone:
+            return self._bad is None
+        square = 0.0 if self._bad is None else math.nan
+        return LocalNorm(square=square, settle=_ignore_vote, cost=Cost())
 
-    def _handle_client(self, event: Event, now: Seconds) -> Sequence[Action]:
-        # Most events of a job come here. A shard's message can only make a push or an
-        # install possible; nothing else needs to be checked.
-        actions = self._client.handle(event, now)
-        attempts = self._attempts
-        if attempts.awaits_shards and attempts.acknowledged(n_waiting=self._client.unacknowledged):
-            actions += self._report(now)
-        if self._busy or not self._begun:
-            return actions
-        return [*actions, *(self._push() or self._install())]
+    def _note_bad(self, positions: tuple[int, int]) -> None:
+        if self._bad is None:
+            self._bad = positions
+            self._blame = blame_of(bad_sample(self._mini_batch))
 
-    def adopt(self, incarnation: int) -> None:
-        """Continue as this incarnation, with a client that another role has started."""
-        self._incarnation, self._begun = incarnation, False
+    def _average(self, found: StepResult) -> None:
+        for item, value in found.averages.items():
+            self.values[item].copy_(value.reshape(-1))
+            if item in self._items.counts:
+                self.values[self._items.counts[item]] += 1
 
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self._state(), {
-            **self._client.counters(),
-            "samples": float(self._n_computed),
-            "seconds_computing": self._seconds,
-            "sets_held": float(sum(one.total is not None for one in self._attempts)),
-        }
+    def _values(self) -> list[torch.Tensor]:
+        values = list(self.values)
+        for item in self._buffers:
+            values[item] = values[item].clone()
+        return values
 
-    def _state(self) -> str:
-        if self._busy:
-            return "computing"
-        waited = self._client.waiting_for
-        if waited is not None and any(True for _ in self._attempts):
-            return f"waiting for {waited}"
-        return "waiting for work" if self._begun else "waiting for begin"
-
-    # --- events ---
-
-    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
-        message = event.message
-        match message:
-            case StartTraining():
-                self._begun = True
-                return self._report(now)
-            case Stop():
-                self._stopped_by = event.sender
-                return []
-            case Assignment():
-                return self._take_assignment(message, now)
-            case _:
-                raise RemoteProtocolError(
-                    f"{event.sender} sent a replica {type(message).__name__}: only "
-                    "shards, the coordinator and the supervisor send it messages"
-                )
-
-    def _take_assignment(self, message: Assignment, now: Seconds) -> Sequence[Action]:
-        attempts = self._attempts
-        if message.replica_incarnation != self._incarnation:
-            return []  # for another incarnation
-        if message.epoch < attempts.epoch:
-            return []  # from an earlier coordinator
-        before = attempts.key
-        try:
-            attempts.update(message)
-        except ValueError as error:
-            raise RemoteProtocolError(f"invalid assignment: {error}") from None
-        if attempts.key != before:
-            self._parameters.invalidate()
-        return self._report(now)
-
-    def _timer(self, name: str, now: Seconds) -> Sequence[Action]:
-        if name == RETRY:
-            self._parameters.retry()
+    @override
+    def closed(
+        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
+    ) -> Sequence[Action]:
+        del result, found, chosen, now
+        self._collect()
+        tasks = self._group_tasks
+        if tasks is not None and self._is_alone:
+            if self._is_last:
+                tasks.computed(self._outcome())
             return []
-        return self._report(now)
+        blame, self._blame = self._blame, None
+        return [] if blame is None else [Report(text=blame, level="warning")]
 
-    def _report(self, now: Seconds) -> Sequence[Action]:
-        if not self._begun:
-            return []
-        idle = not any(True for _ in self._attempts)
-        config = self._config
-        pause = config.retry_seconds_max if idle else config.retry_seconds
-        return [
-            Send(receiver=COORDINATOR, message=self._attempts.report),
-            SetTimer(name=_REPORT_TIMER, at=now + pause),
-        ]
+    def _outcome(self) -> ChunkOutcome:
+        if self._bad is None:
+            # Exactly rounded, as the coordinator's sum over chunks is.
+            return ChunkOutcome(loss=math.fsum(self._losses))
+        return ChunkOutcome(loss=math.nan, bad=self._bad, blame=self._blame)
 
-    def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        if event.error is not None:
-            raise failure(event.error)
-        if event.name == READ:
-            self._prefetch.have_read(event.result)
-            return []
-        self._busy = False
-        self._seconds += event.seconds
-        match event.name:
-            case name if name == INSTALL:
-                return self._parameters.installed(event.result, self._attempts, now)
-            case "replica:mini-batch":
-                return self._finish_mini_batch(event, now)
-            case name if name == PUSH:
-                return self._finish_push(event.result, now)
-            case _:
-                raise LocalProtocolError(f"unexpected result of {event.name!r}")
+    @override
+    def computing(self, seconds: Seconds) -> None:
+        self._seconds += seconds
 
-    # --- what to start next ---
+    # --- pushes ---
 
-    def _advance(self, now: Seconds) -> Sequence[Action]:
-        if self._stopped_by is not None:
-            return [] if self._busy else self._exit()  # the executor finishes its work first
-        if not self._begun:
-            return []
-        to_compute = self._attempts.to_compute(n_held_max=N_CHUNKS_HELD)
-        actions = [*self._parameters.fetch(self._attempts, now), *self._read(to_compute)]
-        if self._busy:
-            return actions
-        # One work at a time in the compute executor; a push frees memory, so it goes first.
-        return [*actions, *(self._push() or self._install() or self._step(to_compute))]
+    def push(self, message: PushChunk) -> None:
+        self._collect()
+        self.pushes.request_push(message)
 
-    def _exit(self) -> Sequence[Action]:
-        receiver, self._stopped_by = self._stopped_by, None
-        self._begun = False
-        _, counters = self.status()
-        finished = Finished(counters=dict(counters))
-        return [Send(receiver=receiver or SUPERVISOR, message=finished), Exit()]
+    @override
+    def work(self, *, final: bool) -> Sequence[Action]:
+        return [] if final else self.pushes.stage()
 
-    def _read(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
-        ahead = [
-            mini_batch
-            for one in to_compute[:N_MINI_BATCHES_HELD]
-            for mini_batch in one.mini_batches[len(one.losses) :][:N_MINI_BATCHES_HELD]
-        ]
-        return self._prefetch.read(ahead)
-
-    def _install(self) -> Sequence[Action]:
-        actions = self._parameters.install()
-        if actions:
-            self._busy, self._current, self._accruing = True, None, None
+    @override
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        actions = self.pushes.computed(event, now)
+        if self._group_tasks is not None and self._is_alone:
+            self._group_tasks.pushed(self.pushes.newest)
         return actions
 
-    def _step(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
-        if not to_compute or self._parameters.lacks(self._attempts):
-            return []
-        one = to_compute[0]
-        if self._accruing in to_compute and self._accruing is not None:
-            # A new assignment put another first; finish this one, or its sum is lost.
-            one = self._accruing
-        batch = self._prefetch.get(one.next_mini_batch)
-        if batch is None:
-            return []
-        is_first = not one.losses
-        self._busy, self._current, self._accruing = True, one, one
-        self._computing_for = self._attempts.key
-        work = partial(self._sums.step, batch, is_first=is_first, is_last=one.is_last)
-        cost = Cost(
-            flops=self._sums.flops(len(batch.samples.indices)), n_bytes=float(self._sums.n_bytes)
-        )
-        return [Compute(name="replica:mini-batch", work=work, cost=cost)]
+    # --- the coordinator's protocol ---
 
-    def _finish_mini_batch(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        one, result = self._current, event.result
-        assert one is not None
-        assert isinstance(result, MiniBatchOutcome), result
-        start, stop = one.next_mini_batch
-        self._current = None
-        self._n_computed += stop - start
-        one.computed(result, seconds=event.seconds)
-        if self._computing_for == self._attempts.key:
-            self._attempts.n_computed += stop - start
-        if one not in self._attempts or not one.is_computed:
-            return []
-        actions: list[Action] = []
-        if not one.is_finite:
-            start = one.mini_batches[0][0] if result.is_of_chunk else start
-            blame = result.blame or "check the model and its loss there"
-            text = f"loss or gradient of positions {start} to {stop - 1} of the data is"
-            actions.append(Report(text=f"{text} not finite: {blame}", level="warning"))
-        return [*actions, *self._report(now)]
+    @override
+    def handle(self, event: Event, rank: int | None, now: Seconds) -> list[Action] | None:
+        tasks = self._group_tasks
+        match event:
+            case Started():
+                if tasks is None:
+                    self._tells_staged = True
+                else:
+                    tasks.start(event.incarnation)
+                return None
+            case Received():
+                if tasks is not None and rank is not None:
+                    tasks.note_alive(rank, now)
+                return [] if self._receive(event.message, rank) else None
+            case TimerFired(name=name) if name == STAGED_TIMER:
+                self._tells_staged = True
+                return []
+            case TimerFired(name=name) if name == GROUP_TIMER and tasks is not None:
+                out = self._take_own(tasks.resend())
+                return [Send(receiver=self._names[to], message=message) for to, message in out]
+            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                if tasks is not None:
+                    tasks.request_report()
+                return []
+            case _:
+                return None
 
-    def _push(self) -> Sequence[Action]:
-        one = self._attempts.to_push
-        if one is None or one.total is None or not self._client.can_push:
-            return []
-        self._busy, self._current = True, one
-        stage = self._client.stage(one.total.gradients, one.total.values)
-        cost = Cost(n_bytes=2.0 * self._sums.n_bytes)
-        return [Compute(name=PUSH, work=stage, cost=cost)]
+    def _receive(self, message: Message, rank: int | None) -> bool:
+        tasks = self._group_tasks
+        match message:
+            case Assignment() if tasks is not None:
+                tasks.take(message)
+            case ChunkStaged() if tasks is not None and rank is not None:
+                tasks.staged(rank, message.commit_tokens)
+            case PushChunk() if rank == 0:
+                self.push(message)
+                self._tells_staged |= message.commit_token in self.pushes.staged
+            case _:
+                return False
+        return True
 
-    def _finish_push(self, result: object, now: Seconds) -> Sequence[Action]:
-        one, self._current = self._current, None
-        assert one is not None
-        assert isinstance(result, PushResult), result
-        actions = self._client.staged(
-            result,
-            n_gradients=len(one.mini_batches),
-            samples=one.n_examples,
-            commit_token=one.commit_token,
-            now=now,
-        )
-        self._attempts.pushed(one, is_finite=result.finite)
-        return actions if result.finite else [*actions, *self._report(now)]
+    def _take_own(self, out: Outgoing) -> Outgoing:
+        for rank, message in out:
+            if isinstance(message, PushChunk) and rank == 0:
+                self.push(message)
+        return [(rank, m) for rank, m in out if not (isinstance(m, PushChunk) and rank == 0)]
+
+    @override
+    def prepare(self, message: StartEpoch) -> None:
+        self._plan.set_order(message.generation, message.order)
+
+    @override
+    def has_news(self) -> bool:
+        has_work, has_staged = self.pushes.has_work(), self.pushes.has_new_staged()
+        if has_staged and self._group_tasks is not None:
+            self._group_tasks.staged(0, tuple(self.pushes.staged))
+            return True
+        self._tells_staged |= has_staged
+        return has_work
+
+    @override
+    def due(self, now: Seconds) -> list[Action]:
+        if self._group_tasks is not None:
+            return [*self._group_tasks.due_report(now)]
+        if not self._tells_staged:
+            return []
+        self._tells_staged = False
+        staged = ChunkStaged(commit_tokens=tuple(self.pushes.staged))
+        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
+        return [Send(receiver=self._names[0], message=staged), timer]
+
+    @override
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
+        assert self._group_tasks is not None
+        return self._group_tasks.command(leader, message, now)
+
+    @override
+    def report(
+        self, leader: GroupLeader, now: Seconds, *, final: bool
+    ) -> tuple[Sequence[Action], Outgoing]:
+        """Begin the next generation, if there is a chunk to compute; `final` ends the reports."""
+        assert self._group_tasks is not None
+        if final:
+            return [], []
+        actions, out = self._group_tasks.report(leader, now, has_opened=self._opened)
+        return actions, self._take_own(out)
+
+    @override
+    def figures(self) -> Mapping[str, float]:
+        return {
+            "samples": float(self._n_computed),
+            "seconds_computing": self._seconds,
+            "sets_held": float(len(self.pushes)),
+        }
+
+
+def _ignore_vote(square: float, sample: int | None) -> None:
+    del square, sample

@@ -24,7 +24,7 @@ import torch
 from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.core import units
-from distbelief.data.dataset import read_batch
+from distbelief.data import read_batch
 from distbelief.errors import JobError
 from distbelief.forecast.calibration import Rates, amount, job_key, load_rates, measure, save_rates
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed

@@ -19,7 +19,7 @@ from distbelief.config.algorithms import Algorithm, check_cluster, find, load, r
 from distbelief.config.job import Job
 from distbelief.core.files import Scratch
 from distbelief.core.memory import Memory
-from distbelief.data.dataset import Dataset
+from distbelief.data import Dataset
 from distbelief.launch.preflight import PreflightRequest, PreflightResult, answer_to
 from distbelief.launch.role_process import import_from
 from distbelief.parameter_server.layout import Layout

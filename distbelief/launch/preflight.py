@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
-from distbelief.data.dataset import Dataset
+from distbelief.data import Dataset
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.role_process import check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial

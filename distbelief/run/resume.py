@@ -31,7 +31,7 @@ from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
 from distbelief.core.vectors import Vector
-from distbelief.data.sharding import start_positions
+from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import Resharding, restore, take
 from distbelief.parameter_server.config import ShardConfig

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.core.memory import Memory
-from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data import Dataset, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from distbelief.data.dataset import Batch, Dataset, read_batch
+from distbelief.data import Batch, Dataset, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run

@@ -5,15 +5,14 @@ batch: a `SliceReader` of the input regions of its partition, or the executor of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Protocol, final
 
 import numpy as np
 import torch
 
-from distbelief.data.dataset import Dataset, read_batch
-from distbelief.data.sharding import BatchCursor, DataShard, Indices
+from distbelief.data import BatchCursor, Dataset, DataShard, Indices, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region
@@ -248,11 +247,13 @@ class SlicePrefetch:
     Args:
         reader: None: steps need nothing but the indices.
         plan: The samples of the steps.
+        reuses: What one generation has read and not taken may serve the next one.
     """
 
-    def __init__(self, reader: Reader | None, plan: BatchPlan) -> None:
+    def __init__(self, reader: Reader | None, plan: BatchPlan, *, reuses: bool = False) -> None:
         self._reader = None if reader is None or reader.reads_nothing else reader
         self._plan = plan
+        self._reuses = reuses
         self._held: dict[int, BatchSlice] = {}
         self._generation = 0
         self._next = 0
@@ -261,7 +262,9 @@ class SlicePrefetch:
     def begin(self, generation: int, position: int) -> None:
         self._plan.start(position)
         self._generation, self._next = generation, 0
-        self._held.clear()
+        held, self._held = self._held, {}
+        for batch_slice in held.values():
+            self._reuse(batch_slice)
 
     def has(self, step: int) -> bool:
         return self._reader is None or step in self._held
@@ -303,6 +306,18 @@ class SlicePrefetch:
     def have_read(self, result: object) -> None:
         assert isinstance(result, BatchSlice), result
         self._reading = False
-        # A slice that was read for an earlier generation is dropped.
         if result.generation == self._generation:
             self._held[result.step] = result
+        else:
+            self._reuse(result)
+
+    def _reuse(self, batch_slice: BatchSlice) -> None:
+        """Keep a slice of an earlier generation if the next step takes the same samples."""
+        if not self._reuses:
+            return
+        here, wanted = batch_slice.samples, self._plan.batch(self._next)
+        if (here.position, here.stop) == (wanted.position, wanted.stop):
+            self._held[self._next] = replace(
+                batch_slice, generation=self._generation, step=self._next
+            )
+            self._next += 1

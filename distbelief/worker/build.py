@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from distbelief.core.vectors import Vector
-from distbelief.data.sharding import DataShard, Indices
+from distbelief.data import DataShard, Indices
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import (
@@ -36,7 +36,7 @@ from distbelief.parameter_server.replication import all_copy_names, copy_names, 
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.role import Address, Cost, Role
+from distbelief.roles.role import Address, Role
 from distbelief.task import dry_run
 from distbelief.task.initializers import reader
 from distbelief.task.losses import Loss, Metric
@@ -59,13 +59,12 @@ from distbelief.worker.batches import (
 )
 from distbelief.worker.config import DownpourConfig, DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
-from distbelief.worker.gradients import Items, Trainer
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalEvaluator, LocalExecutor, WholeSteps
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
-from distbelief.worker.training import TrainingObjective
+from distbelief.worker.training import Items, Trainer, TrainingObjective
 from distbelief.worker.transfers import RankLink
 
 
@@ -161,12 +160,7 @@ def whole_evaluator(
     return Replica(
         RankConfig(group=EVALUATORS),
         client=client,
-        executor=WholeSteps(
-            executor.run,
-            # Forward only: a third of a training step.
-            cost=lambda n_samples: Cost(flops=model.flops(n_samples) / 3.0),
-            follows_install=False,
-        ),
+        executor=WholeSteps(executor, n_bytes=float, follows_install=False),
         slices=SlicePrefetch(None, batch_plan),
         objective=EvaluationObjective(
             client=client, values=model.values, batch_plan=batch_plan, score=score
@@ -205,11 +199,7 @@ def whole_replica(
     return Replica(
         RankConfig(group="replica"),
         client=client,
-        executor=WholeSteps(
-            executor.run,
-            cost=lambda n: Cost(flops=model.flops(n), n_bytes=objective.step_bytes),
-            follows_install=True,
-        ),
+        executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=True),
         slices=SlicePrefetch(executor, batch_plan),
         objective=objective,
         leader=training_leader(config, batch_plan, await_begin=await_begin),
@@ -264,16 +254,17 @@ def local_executor(
     *,
     seed: tuple[int, int],
     clip_norm: float | None = None,
-    loss: Loss | None = None,
+    sums: bool = False,
 ) -> LocalExecutor:
     task = context.task
     return LocalExecutor(
         model,
         context.train_data(),
-        loss=loss or build_loss(task),
+        loss=build_loss(task),
         names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
         clip_norm=clip_norm,
         seed=seed,
+        sums=sums,
     )
 
 
@@ -432,7 +423,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
             training=training,
             seed=seed,
         ),
-        slices=SlicePrefetch(parts.reader, batch_plan),
+        slices=SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
         objective=objective,
         shapes=[region.shape for _, region in flow.items],
         leader=leader if rank.machine == 0 else None,

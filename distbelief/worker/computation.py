@@ -21,7 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.data.sharding import Indices
+from distbelief.data import Indices
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import Put, StepResult
 from distbelief.execution.operations import Dataflow

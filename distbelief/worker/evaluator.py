@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from distbelief.data.sharding import Indices
+from distbelief.data import Indices
 from distbelief.errors import JobError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.client import ParameterClient

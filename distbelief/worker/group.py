@@ -49,10 +49,6 @@ def rank_name(replica: int, rank: int) -> Address:
     return member_name(f"replica-{replica}", rank)
 
 
-def evaluator_name(rank: int) -> Address:
-    return member_name(EVALUATORS, rank)
-
-
 def member_name(group: str, rank: int) -> Address:
     if group == EVALUATORS and rank == 0:
         return Address(EVALUATORS)
@@ -132,7 +128,7 @@ class GroupLeader:
         self.is_stopping = False
         self.n_begun: int | None = None  # steps that have begun, if the leader is the only rank
         self._last_step: int | None = None  # of this generation, after a Stop
-        self._running = False  # all ranks are ready and have their position
+        self.is_running = False  # all ranks are ready and have their position
         self._silence = Silence()  # of the group: since it made progress
         self._incarnations: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
@@ -141,7 +137,7 @@ class GroupLeader:
         self._released: set[int] = set()  # ended ranks that may exit
         self._missing: set[int] = set()
         self._n_reduced = 0  # steps of this generation that all ranks have computed
-        self._square = 0.0  # of the gradient of the last of them
+        self.square = 0.0  # of the gradient of the last of them
         self._sample: int | None = None  # a bad sample, if that is not finite
         self._n_before = 0  # steps of earlier generations
         self._position = 0  # of this generation's first step
@@ -174,8 +170,8 @@ class GroupLeader:
         """
         self._n_before += self.steps
         self.generation += 1
-        self._running = False
-        self._n_reduced, self._square, self._sample = 0, 0.0, None
+        self.is_running = False
+        self._n_reduced, self.square, self._sample = 0, 0.0, None
         self._last_step = 0 if self.is_stopping else None
         self._wanted_position, self._limit, self._order = position, limit, order
         self._silence.start(now)
@@ -189,7 +185,7 @@ class GroupLeader:
         """Allow steps once all ranks are ready, up to a number of samples if one is given."""
         granted = self.granted
         self._is_begun, self._samples_allowed = True, samples
-        if self._running:
+        if self.is_running:
             return self._grant_all() if self.granted > granted else []
         return self._grant_if_ready(now)
 
@@ -200,7 +196,7 @@ class GroupLeader:
             self._last_step = self.granted if self.n_begun is None else self.n_begun
         self.is_stopping = True
         self._silence.start(now)
-        return self._grant_all() if self._running else self._grant_if_ready(now)
+        return self._grant_all() if self.is_running else self._grant_if_ready(now)
 
     # ------------------------------------------------------------------------- events
 
@@ -222,7 +218,7 @@ class GroupLeader:
         if rank in self._released or rank in self._missing:
             return []
         # If the last step was done anyway, nothing is repeated.
-        are_taken = self._running and self.is_last and self.steps >= self.granted
+        are_taken = self.is_running and self.is_last and self.steps >= self.granted
         self._missing.add(rank)
         self.is_stopping = True
         return self._grant_all() if are_taken else self.new_generation(now)
@@ -248,15 +244,15 @@ class GroupLeader:
     def remind(self, now: Seconds) -> Outgoing:
         """Repeat unanswered messages; after a Stop, end without ranks that stay silent."""
         if self.is_stopping and self._silence.stalled(now) > STOP_SECONDS:
-            if self._running and not self.all_ended:
+            if self.is_running and not self.all_ended:
                 return self.new_generation(now)  # one without steps
-            if not self._running:
+            if not self.is_running:
                 self._missing |= self.waiting_for
                 return self._grant_if_ready(now)
-        return [] if self._running else self._start_epoch()
+        return [] if self.is_running else self._start_epoch()
 
     def _on_rank_ready(self, rank: int, message: RankReady, now: Seconds) -> Outgoing:
-        if message.generation == self.generation and self._running:
+        if message.generation == self.generation and self.is_running:
             return [(rank, self._grant_for(rank))]  # the grant was lost
         if message.generation == self.generation:
             self._ready.setdefault(rank, message)
@@ -270,7 +266,7 @@ class GroupLeader:
         self._silence.start(now)
 
     def _on_steps_done(self, rank: int, message: StepsDone, now: Seconds) -> Outgoing:
-        if message.generation != self.generation or not self._running:
+        if message.generation != self.generation or not self.is_running:
             return []
         before, granted = self._done.get(rank), self.granted
         if before is not None and message.steps < before.steps:
@@ -293,7 +289,7 @@ class GroupLeader:
         self._n_reduced = self.steps
         # In the order of ranks, never of arrival: floating-point sums must not vary.
         messages = [self._done[rank] for rank in sorted(self._done)]
-        self._square = sum((message.square for message in messages), start=0.0)
+        self.square = sum((message.square for message in messages), start=0.0)
         seen = (message.sample for message in messages)
         self._sample = next((sample for sample in seen if sample is not None), None)
         return True
@@ -302,7 +298,7 @@ class GroupLeader:
 
     @property
     def steps(self) -> int:
-        if not self._running:
+        if not self.is_running:
             return 0
         if self._n_ranks == 1:
             return self._done[0].steps if self._done else 0
@@ -315,7 +311,7 @@ class GroupLeader:
 
     @property
     def granted(self) -> int:
-        if not (self._running and self._is_begun):
+        if not (self.is_running and self._is_begun):
             return 0
         limits = [self.steps + self._ahead]
         bounds = (
@@ -339,28 +335,24 @@ class GroupLeader:
 
     @property
     def is_held(self) -> bool:
-        pauses = self._samples_allowed is not None and self._running
+        pauses = self._samples_allowed is not None and self.is_running
         return pauses and self.steps >= self.granted
 
     @property
     def is_last(self) -> bool:
         if self._steps_max is not None and self._n_before + self.granted >= self._steps_max:
             return True
-        end = self._steps_to(self._samples_max) if self._running else None
+        end = self._steps_to(self._samples_max) if self.is_running else None
         return self.is_stopping or (end is not None and self.granted >= end)
 
     @property
     def is_complete(self) -> bool:
-        return self._running and self.steps == self._limit
+        return self.is_running and self.steps == self._limit
 
     @property
     def clock(self) -> float:
         clocks = [s.clock for s in self._done.values() if s.clock >= 0]
         return sum(clocks) / len(clocks) if clocks else 0.0
-
-    @property
-    def is_running(self) -> bool:
-        return self._running
 
     @property
     def waiting_for(self) -> frozenset[int]:
@@ -371,7 +363,7 @@ class GroupLeader:
     def slowest(self) -> int | None:
         here = set(range(self._n_ranks)) - self._missing
         taken = {m: self._done[m].steps if m in self._done else 0 for m in here}
-        return min(taken, key=lambda m: (taken[m], m)) if self._running else None
+        return min(taken, key=lambda m: (taken[m], m)) if self.is_running else None
 
     @property
     def all_ended(self) -> bool:
@@ -384,10 +376,6 @@ class GroupLeader:
     @property
     def missing(self) -> frozenset[int]:
         return frozenset(self._missing - self._ended)
-
-    @property
-    def square(self) -> float:
-        return self._square
 
     def generation_done(self) -> GroupProgress:
         """Return what the group did in this generation; the loss may be a step ahead."""
@@ -410,9 +398,9 @@ class GroupLeader:
 
     def _grant_if_ready(self, now: Seconds) -> Outgoing:
         ready = self._is_begun or self.is_stopping
-        if self._running or not ready or self.waiting_for:
+        if self.is_running or not ready or self.waiting_for:
             return []
-        self._running = True
+        self.is_running = True
         self._silence.start(now)
         pushed = [message.samples for message in self._ready.values() if message.pushes]
         # Unpushed work is repeated: begin where the rank that has pushed least left off; ranks that
@@ -442,6 +430,6 @@ class GroupLeader:
             is_last=self.is_last,
             ended=rank in self._released,
             agreed=self._n_reduced,
-            square=self._square,
+            square=self.square,
             sample=self._sample,
         )

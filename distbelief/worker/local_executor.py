@@ -13,7 +13,7 @@ from typing import Final, final
 import torch
 from torch import nn
 
-from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data import Dataset, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.graph.region import Region
@@ -187,6 +187,7 @@ class LocalExecutor:
         names: How messages call model, data and loss.
         clip_norm: Bound of each gradient's 2-norm, if any.
         seed: Of the model's own random numbers, one stream per position.
+        sums: Take the gradient of the loss's sum over the samples, not of its mean.
     """
 
     def __init__(
@@ -198,10 +199,12 @@ class LocalExecutor:
         names: dry_run.Names,
         seed: tuple[int, int],
         clip_norm: float | None = None,
+        sums: bool = False,
     ) -> None:
         self.model = model
         self._dataset = dataset
-        self._loss = loss
+        self._loss = summed(loss) if sums else loss
+        self._sums = sums
         self._names = names
         self._clip_norm = clip_norm
         self._seed = seed
@@ -227,19 +230,23 @@ class LocalExecutor:
 
     # --- steps ---
 
-    def run(self, batch: BatchSlice, put: Put) -> StepResult:
-        loss = self.gradient(batch)
-        for item, gradient in enumerate(self.model.gradients):
-            if gradient is not None:
-                put(item, gradient)
-        return StepResult(loss=len(batch.samples.indices) * loss, averages={}, outputs=())
+    def flops(self, n_samples: int) -> float:
+        return self.model.flops(n_samples)
 
-    def gradient(self, batch: BatchSlice) -> float:
-        """Compute the gradient of a batch; return its loss.
+    def run(self, batch: BatchSlice, put: Put) -> StepResult:
+        """Compute the gradient of a batch.
 
         Raises:
             JobError: the user's model, loss or data fails on this batch.
         """
+        loss = self._gradient(batch)
+        for item, gradient in enumerate(self.model.gradients):
+            if gradient is not None:
+                put(item, gradient)
+        loss = loss if self._sums else len(batch.samples.indices) * loss
+        return StepResult(loss=loss, averages={}, outputs=())
+
+    def _gradient(self, batch: BatchSlice) -> float:
         (inputs,), targets, model = batch.inputs[INPUTS], batch.targets, self.model
         assert targets is not None
         torch.default_generator.manual_seed(step_seed(self._seed, batch.samples.position))
@@ -263,6 +270,16 @@ class LocalExecutor:
                 f"{type(error).__name__}: {error}"
             ) from error
         return loss
+
+
+def summed(loss: Loss) -> Loss:
+    """Return the loss times the number of samples: a sum, where users give a mean."""
+
+    # The last mini-batch may be smaller: so sums are added, and the shards divide once.
+    def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(outputs, targets) * targets.shape[0]
+
+    return total
 
 
 @final
@@ -291,6 +308,9 @@ class LocalEvaluator:
         self._loss = loss
         self._metric = metric
         self._names = names
+
+    def flops(self, n_samples: int) -> float:
+        return self.model.flops(n_samples) / 3.0  # forward only
 
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
         """Compute outputs and, beside them, give the targets."""
@@ -328,24 +348,24 @@ class WholeSteps:
     """The step executor of a replica that holds the whole model.
 
     Args:
-        run: Computes one step.
-        cost: Of a step of so many samples.
+        model: Computes one step.
+        n_bytes: Moved by a step beside its computation.
         follows_install: Queue a step's work behind the install of its parameters.
     """
 
     def __init__(
         self,
-        run: Callable[[BatchSlice, Put], StepResult],
+        model: LocalExecutor | LocalEvaluator,
         *,
-        cost: Callable[[int], Cost],
+        n_bytes: Callable[[], float],
         follows_install: bool,
     ) -> None:
         self.follows_install = follows_install
         self.awaited = None
         self.generation = 0
         self.step = 0
-        self._compute = run
-        self._cost = cost
+        self._model = model
+        self._n_bytes = n_bytes
         self._open: Compute | None = None
         self._is_running = False
 
@@ -366,7 +386,8 @@ class WholeSteps:
     ) -> None:
         del parameters  # the module's own tensors
         work = partial(self._run, self.generation, batch_slice, put, close)
-        cost = self._cost(len(batch_slice.samples.indices))
+        flops = self._model.flops(len(batch_slice.samples.indices))
+        cost = Cost(flops=flops, n_bytes=self._n_bytes())
         self._open = Compute(name=STEP, work=work, cost=cost)
 
     def cancel(self) -> None:
@@ -379,7 +400,7 @@ class WholeSteps:
         return [self._open]
 
     def _run(self, generation: int, batch_slice: BatchSlice, put: Put, close: Close) -> StepOutcome:
-        found = self._compute(batch_slice, put)
+        found = self._model.run(batch_slice, put)
         return StepOutcome(generation=generation, sends=(), found=found, closed=close(found))
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:

@@ -114,28 +114,20 @@ class JobMember:
     def __init__(self, config: JobMemberConfig, *, build: Callable[[], Role]) -> None:
         self._config = config
         self._build = build
-        self._role: Role | None = None
+        self.role: Role | None = None
         self._started: Started | None = None  # kept until the wrapped role gets it
         self._runs = False  # the wrapped role has been started
         self._peers: dict[str, PeerEntry] | None = None
         self._gone: set[str] = set()  # peers that are lost for good
         self._early: deque[Event] = deque(maxlen=N_EARLY_MAX)
         self._silence = Silence()  # of the supervisor
-        self._reported_failure = False
+        self.reported_failure = False
         self._save_by: Seconds | None = None  # once the supervisor is lost
         self._warnings: list[str] = []
 
     def warn(self, text: str) -> None:
         """Send this warning to the supervisor with the Join message."""
         self._warnings.append(text[:_TEXT_MAX])
-
-    @property
-    def role(self) -> Role | None:
-        return self._role
-
-    @property
-    def reported_failure(self) -> bool:
-        return self._reported_failure
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
@@ -153,11 +145,11 @@ class JobMember:
                 return self._forward(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        if self._role is None:
+        if self.role is None:
             return "building", {}
         if not self._runs:
             return "joining", {}
-        return self._role.status()
+        return self.role.status()
 
     # ------------------------------------------------------------------ in touch
 
@@ -266,11 +258,11 @@ class JobMember:
     def _built(self, event: Computed, now: Seconds) -> Sequence[Action]:
         if event.error is not None:
             return self._failed(event.error)
-        self._role = cast("Role", event.result)
+        self.role = cast("Role", event.result)
         return self._run_role(now)
 
     def _run_role(self, now: Seconds) -> Sequence[Action]:
-        if self._runs or self._role is None or self._peers is None:
+        if self._runs or self.role is None or self._peers is None:
             return []
         assert self._started is not None
         self._runs = True
@@ -287,19 +279,19 @@ class JobMember:
         return actions
 
     def _forward(self, event: Event, now: Seconds) -> Sequence[Action]:
-        if not self._runs or self._role is None:
+        if not self._runs or self.role is None:
             self._early.append(event)
             return []
         try:
-            check_accepted(self._role, event, name=self._config.name)
-            return self._role.handle(event, now)
+            check_accepted(self.role, event, name=self._config.name)
+            return self.role.handle(event, now)
         except (RemoteProtocolError, LocalProtocolError):
             raise  # the driver logs the first; the second is a bug
         except DistBeliefError as error:
             return self._failed(error)
 
     def _failed(self, error: BaseException) -> Sequence[Action]:
-        self._reported_failure = True
+        self.reported_failure = True
         text = str(error)
         if not isinstance(error, JobError):
             text = f"{type(error).__name__}: {text}"

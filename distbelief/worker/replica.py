@@ -218,34 +218,36 @@ class Replica:
         """
         if self._is_gone:
             return []
-        own = self._give_objective(event, now) if self.objective.accepts else None
-        if own is not None:
-            actions: Sequence[Action] = own
-        elif self._client.owns(event):
-            actions = self._client.handle(event, now)
+        of_shard, phase = self._client.owns(event), self._epoch.phase
+        if of_shard:
+            actions: Sequence[Action] = self._client.handle(event, now)
         else:
-            actions = self._on_event(event, now)
+            own = None
+            if self.objective.accepts:
+                rank = self._rank_of.get(event.sender) if isinstance(event, Received) else None
+                own = self.objective.handle(event, rank, now)
+            actions = self._on_event(event, now) if own is None else own
         # Every event may have removed the last obstacle to the next piece of work.
         begun = self._advance(now)
+        # Most messages of shards are no news to a leader without other ranks.
+        is_same = self._is_single and not begun and phase is self._epoch.phase
+        if of_shard and is_same and not self._has_news():
+            return actions
         # Work of a partition does not depend on these messages: it starts before they are sent.
         is_chain = not self._is_single and self._lane == [STEP]
         both = (begun, actions) if is_chain else (actions, begun)
         done = [*both[0], *both[1], *self._lead(now)]
-        if not self.objective.accepts:
-            return done
         while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
-        return [*done, *self._due(now)]
+        return [*done, *self.objective.due(now)] if self._speaks else done
 
-    def _give_objective(self, event: Event, now: Seconds) -> list[Action] | None:
-        rank = self._rank_of.get(event.sender) if isinstance(event, Received) else None
-        return self.objective.handle(event, rank, now)
+    @property
+    def _speaks(self) -> bool:
+        """Whether the objective has messages of its own, and the role goes on."""
+        return bool(self.objective.accepts) and not self._is_gone
 
     def _has_news(self) -> bool:
-        return not self._is_gone and self.objective.has_news()
-
-    def _due(self, now: Seconds) -> list[Action]:
-        return [] if self._is_gone else self.objective.due(now)
+        return self._speaks and self.objective.has_news()
 
     def _on_event(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
@@ -711,10 +713,10 @@ class Replica:
             return result
 
         cost = Cost(n_bytes=float(objective.install_copies * self._n_bytes))
-        return [Compute(name=INSTALL, work=work, cost=cost, remaining=self._readable_share)]
-
-    def _readable_share(self) -> float:
-        return self._client.readable_share
+        client = self._client
+        return [
+            Compute(name=INSTALL, work=work, cost=cost, remaining=lambda: client.readable_share)
+        ]
 
     def _installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         result = event.result

@@ -6,10 +6,12 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn import functional
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import JobError
+from distbelief.protocol import ChunkOrder
+from distbelief.worker.local_executor import summed
 from sandblaster.chunks import BatchRange, ChunkSizes
-from sandblaster.worker import summed
+from sandblaster.group_tasks import ChunkBatchPlan
 
 
 cuttings = st.builds(
@@ -25,8 +27,13 @@ def test_every_position_is_in_one_mini_batch_of_one_chunk(
     positions: list[int] = []
     for chunk_index in range(chunk_sizes.n_chunks(n_examples)):
         start, stop = batch.chunk_bounds(chunk_index, chunk_sizes)
-        mini_batches = list(batch.mini_batches(chunk_index, chunk_sizes))
-        assert (mini_batches[0][0], mini_batches[-1][1]) == (start, stop)
+        order = ChunkOrder(
+            epoch=1, evaluation=1, versions=(), attempt=1, start=start, stop=stop, keeps=()
+        )
+        plan = ChunkBatchPlan(Samples(60), mini_batch_size=chunk_sizes.mini_batch_size)
+        plan.set_order(1, order)
+        plan.start(start)
+        mini_batches = [plan.bounds(step) for step in range(plan.n_steps(start, stop))]
         assert len(mini_batches) <= chunk_sizes.mini_batches_per_chunk
         for begin, end in mini_batches:
             assert 0 < end - begin <= chunk_sizes.mini_batch_size

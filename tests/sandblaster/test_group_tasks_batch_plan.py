@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import ChunkOrder
 from sandblaster.group_tasks import ChunkBatchPlan
@@ -21,7 +21,7 @@ def attempt_of(course: ChunkBatchPlan) -> int | None:
 
 def test_a_chunk_is_computed_by_mini_batches() -> None:
     course = ChunkBatchPlan(Samples(10), mini_batch_size=3)
-    assert course.n_steps(order(7, 15)) == 3
+    assert course.n_steps(7, 15) == 3
     course.set_order(1, order(7, 15))
     assert not len(course.batch(0).indices)  # the generation has not begun
     course.start(7)

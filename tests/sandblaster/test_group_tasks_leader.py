@@ -6,26 +6,22 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from distbelief.data.sharding import Samples
-from distbelief.errors import RemoteProtocolError
+from distbelief.data import Samples
 from distbelief.protocol import (
     Assignment,
     ChunkTask,
-    Evaluate,
     PushChunk,
     RankReady,
     ShardVersion,
     StartEpoch,
-    StartTraining,
     StepsDone,
     Stop,
     WorkReport,
 )
-from distbelief.roles.role import Action, Report, Send, SetTimer
+from distbelief.roles.role import Action, Report, Send
 from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
-from sandblaster.worker import BatchWorkerConfig
+from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 
 
 CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
@@ -33,7 +29,7 @@ VERSIONS = (ShardVersion(incarnation=1, clock=7),)
 
 
 def assignment(
-    version: int, *tasks: tuple[int, int, int], generation: int = 1, **keys: int
+    version: int, *tasks: tuple[int, int, int], generation: int = 0, **keys: int
 ) -> Assignment:
     """Return an assignment of these (chunk, attempt, token)."""
     return Assignment(
@@ -58,7 +54,7 @@ class Bench:
     def __init__(self, *, await_begin: bool = False) -> None:
         plan = ChunkBatchPlan(Samples(11), mini_batch_size=CHUNK_SIZES.mini_batch_size)
         self.group_tasks = GroupTasks(
-            BatchWorkerConfig(chunk_sizes=CHUNK_SIZES, retry_seconds=1.0, retry_seconds_max=9.0),
+            WorkerConfig(chunk_sizes=CHUNK_SIZES, retry_seconds=1.0, retry_seconds_max=9.0),
             plan=plan,
             n_ranks=2,
             await_begin=await_begin,
@@ -124,7 +120,7 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     bench = Bench()
     first = bench.work_report()
     assert first is not None
-    assert (first.generation, first.results, first.n_computed) == (1, (), 0)
+    assert (first.generation, first.results, first.n_computed) == (0, (), 0)
     assert bench.work_report() is None  # reported once
     bench.group_tasks.take(assignment(1, (1, 5, 0), (2, 6, 0)))
     (gather,) = gathers(bench.report())
@@ -158,20 +154,6 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     said = bench.work_report()
     assert said is not None
     assert said.results[0].staged
-
-
-def test_no_more_than_two_sums_are_held() -> None:
-    bench = Bench()
-    bench.group_tasks.take(assignment(1, (0, 1, 0), (1, 2, 0), (2, 3, 0)))
-    assert gathers(bench.report())
-    bench.gather()
-    assert gathers(bench.step(2))
-    bench.gather()
-    assert not gathers(bench.step(2))
-    bench.group_tasks.take(assignment(2, (1, 2, 0), (2, 3, 0)))  # the first was dropped
-    (gather,) = gathers(bench.report())
-    assert gather.order is not None
-    assert (gather.order.attempt, gather.order.keeps) == (3, (2,))
 
 
 def test_a_chunk_that_is_no_longer_assigned_is_dropped_at_once() -> None:
@@ -238,8 +220,8 @@ def test_a_restarted_rank_makes_it_another_replica() -> None:
     bench.gather(incarnations=(1, 2))
     said = bench.work_report()
     assert said is not None
-    assert (said.generation, said.results, said.n_computed) == (2, (), 0)
-    bench.group_tasks.take(assignment(3, (0, 9, 0), generation=2))
+    assert (said.generation, said.results, said.n_computed) == (1, (), 0)
+    bench.group_tasks.take(assignment(3, (0, 9, 0), generation=1))
     (gather,) = gathers(bench.report())
     assert gather.order is not None
     assert gather.order.attempt == 9
@@ -266,15 +248,6 @@ def test_a_loss_or_part_that_is_not_finite_is_reported(
     assert report.text.startswith("loss or gradient of positions 0 to 3 of the data is")
 
 
-def test_it_asks_for_work_after_start_training() -> None:
-    bench = Bench(await_begin=True)
-    assert bench.work_report() is None
-    assert bench.group_tasks.command(bench.leader, StartTraining(), 0.0) == []
-    assert bench.work_report() is not None
-    evaluate = Evaluate(request=1, whole=True)
-    assert bench.group_tasks.command(bench.leader, evaluate, 0.0) == []
-
-
 def test_after_stop_it_begins_no_generation_and_is_silent() -> None:
     bench = Bench()
     assert bench.group_tasks.command(bench.leader, Stop(reason="over"), 0.0)
@@ -293,19 +266,10 @@ def test_while_a_rank_is_silent_so_is_the_leader() -> None:
     assert bench.work_report(4.3) is not None
 
 
-def test_reports_repeat_soon_with_work_and_late_without() -> None:
-    bench = Bench()
-    timers = [a.at for a in bench.group_tasks.due_report(2.0) if isinstance(a, SetTimer)]
-    assert timers == [11.0]
-    bench.group_tasks.take(assignment(1, (0, 1, 0)))
-    timers = [a.at for a in bench.group_tasks.due_report(2.0) if isinstance(a, SetTimer)]
-    assert timers == [3.0]
-
-
 @pytest.mark.parametrize(
     "message",
     [
-        assignment(1, (0, 1, 0), generation=2),
+        assignment(1, (0, 1, 0), generation=1),
         msgspec.structs.replace(assignment(1, (0, 1, 0)), replica_incarnation=2),
     ],
 )
@@ -313,16 +277,3 @@ def test_messages_for_another_incarnation_are_ignored(message: Assignment) -> No
     bench = Bench()
     bench.group_tasks.take(message)
     assert bench.report() == []
-
-
-def test_messages_of_an_earlier_coordinator_are_ignored() -> None:
-    bench = Bench()
-    bench.group_tasks.take(assignment(1, epoch=3))
-    bench.group_tasks.take(assignment(2, (0, 1, 0), epoch=2))
-    assert bench.report() == []
-
-
-def test_a_chunk_that_the_batch_does_not_have_is_rejected() -> None:
-    bench = Bench()
-    with pytest.raises(RemoteProtocolError, match="invalid assignment: chunk 9 of"):
-        bench.group_tasks.take(assignment(1, (9, 1, 0)))

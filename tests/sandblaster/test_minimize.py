@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import sandblaster
 from distbelief.core import files
-from distbelief.data.dataset import read_batch
+from distbelief.data import read_batch
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory
 from distbelief.supervisor.view import JobView

@@ -407,7 +407,7 @@ KILLS = tuple(Kill(at=0.03, role=role) for role in SMALL.replicas)
             for examples in (Examples(3, 3), Examples(0, 31), Examples(-2, 3))
         ),
         (
-            {"faults": (Kill(at=0.05, role=SHARDS[1]),), "silence_seconds_max": 2.0},
+            {"faults": (Kill(at=0.06, role=SHARDS[1]),), "silence_seconds_max": 2.0},
             "^PeerLostError: shard-1 has not answered",
         ),
         ({"faults": KILLS, "starved_seconds_max": 3.0}, "no replica has reported"),

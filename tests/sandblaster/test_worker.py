@@ -1,4 +1,4 @@
-"""The batch worker: assignments in, mini-batches computed, sums pushed."""
+"""A worker that holds the whole model: assignments in, mini-batches computed, sums pushed."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.data.sharding import Samples
+from distbelief.data import Samples
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.protocol import (
     Assignment,
@@ -34,8 +34,9 @@ from distbelief.roles.role import (
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from sandblaster.build import whole_worker
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.worker import N_CHUNKS_HELD, BatchWorker, BatchWorkerConfig, summed
+from sandblaster.group_tasks import N_CHUNKS_HELD, TIMER, WorkerConfig
 from tests.distbelief.worker.bench import SHARD, RoleBench
 
 
@@ -69,18 +70,25 @@ class Net(nn.Module):
 
 
 class Bench(RoleBench):
-    """A batch worker; the test is its coordinator."""
+    """A worker; the test is its coordinator."""
 
-    def __init__(self, *, loss: Loss = functional.mse_loss, begun: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        loss: Loss = functional.mse_loss,
+        begun: bool = True,
+        chunk_sizes: ChunkSizes = CHUNK_SIZES,
+    ) -> None:
         model = FlatModel(Net())
         super().__init__(model)
-        self.role = self.replica = BatchWorker(
-            BatchWorkerConfig(chunk_sizes=CHUNK_SIZES),
+        self.role = self.replica = whole_worker(
+            WorkerConfig(chunk_sizes=chunk_sizes),
             client=self.client,
             executor=LocalExecutor(
                 model,
                 Lines(),
-                loss=summed(loss),
+                loss=loss,
+                sums=True,
                 names=dry_run.Names(model="Net", loss="mse", data="data.train"),
                 seed=(0, 0),
             ),
@@ -150,7 +158,7 @@ def test_a_chunk_is_computed_reported_pushed_and_reported_again() -> None:
     bench = Bench()
     bench.assign(1, (1, 7, 0))
     names = bench.run_while_it_can()
-    assert names.count("replica:mini-batch") == 2
+    assert names.count("replica:step") == 2
     assert names.count("replica:install") == 1
     xs = (4.0, 5.0, 6.0, 7.0)
     assert bench.attempts == {7: (sum(4.0 * x * x for x in xs), False)}
@@ -181,13 +189,13 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
     bench.assign(1, (0, 1, 0), clock=4)  # the shard is at 0
     for _ in range(3):
         bench.run_while_it_can()
-        assert "replica:mini-batch" not in bench.pending
+        assert "replica:step" not in bench.pending
         bench.happen(TimerFired(name="replica:retry"))
     bench.shard.pushed = [(push_of(4), bench.shard.values)] * 4  # its clock is 4
     bench.run_while_it_can()
     bench.happen(TimerFired(name="replica:retry"))
     names = bench.run_while_it_can()
-    assert names.count("replica:mini-batch") == 2
+    assert names.count("replica:step") == 2
     bench.assign(2, (0, 1, 0), (1, 2, 0), clock=4)
     assert "replica:install" not in bench.run_while_it_can()
 
@@ -199,21 +207,23 @@ def push_of(sequence: int) -> Push:
 def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0), (1, 2, 0))
-    while bench.work() != "replica:mini-batch":
+    while bench.work() != "replica:step":
         pass
     bench.assign(2, (1, 2, 0))
     bench.run_while_it_can()
     bench.assign(3, (1, 2, 9))
     bench.run_while_it_can()
     ((_, values),) = bench.shard.pushed
-    assert values[0] == gradient_of(4.0, 5.0, 6.0, 7.0)
+    xs = (4.0, 5.0, 6.0, 7.0)
+    assert values[0] == gradient_of(*xs)
+    assert bench.attempts[2][0] == sum(4.0 * x * x for x in xs)
     assert 6 <= bench.accounts[-1].n_computed <= 8  # what was in vain is counted too
 
 
 def test_a_mini_batch_of_another_evaluation_does_not_count() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:mini-batch" not in bench.pending:
+    while "replica:step" not in bench.pending:
         bench.work()
     bench.assign(2, (1, 2, 0), evaluation=2)
     bench.run_while_it_can()
@@ -253,18 +263,22 @@ def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> N
 
 
 def test_other_messages_are_rejected() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent a replica HeartbeatAck"):
+    with pytest.raises(RemoteProtocolError, match="HeartbeatAck, which is not for it"):
         Bench().hear(HeartbeatAck(), sender=Address("stranger"))
+
+
+def test_it_asks_for_work_once_all_shards_are_there() -> None:
+    assert len(Bench().accounts) == 1
 
 
 def test_it_asks_for_work_again_and_again() -> None:
     bench = Bench(begun=False)
     assert bench.accounts == []
     assert bench.replica.status()[0] == "waiting for begin"
-    bench.happen(TimerFired(name="replica:report"))
+    bench.happen(TimerFired(name=TIMER))
     assert bench.accounts == []
     bench.hear(StartTraining(), sender=SUPERVISOR)
-    bench.happen(TimerFired(name="replica:report"))
+    bench.happen(TimerFired(name=TIMER))
     bench.happen(PeerJoined(peer=COORDINATOR, incarnation=1))
     bench.happen(PeerJoined(peer=Address("evaluator"), incarnation=1))
     assert len(bench.accounts) == 3
@@ -284,7 +298,7 @@ def test_status_names_the_shard_it_waits_for() -> None:
 def test_it_stops_once_its_work_is_done() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:mini-batch" not in bench.pending:
+    while "replica:step" not in bench.pending:
         bench.work()
     assert bench.replica.status()[0] == "computing"
     bench.hear(Stop(reason="enough"), sender=SUPERVISOR)
@@ -330,13 +344,57 @@ def test_user_errors_end_with_a_message() -> None:
     with pytest.raises(JobError, match="loss"):
         bench.run_while_it_can()
     other = Bench()
-    with pytest.raises(JobError, match="a step failed: KeyError"):
-        other.happen(Computed(name="replica:mini-batch", error=KeyError("x")))
-    with pytest.raises(LocalProtocolError, match="unexpected result of 'x'"):
+    with pytest.raises(JobError, match="step 0 failed: KeyError"):
+        other.happen(Computed(name="replica:step", error=KeyError("x")))
+    with pytest.raises(LocalProtocolError, match="unexpected result of work 'x'"):
         other.happen(Computed(name="x"))
 
 
 @pytest.mark.parametrize("name", ["retry_seconds", "retry_seconds_max"])
 def test_a_time_is_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use more than 0"):
-        BatchWorkerConfig(chunk_sizes=CHUNK_SIZES, **{name: 0})
+        WorkerConfig(chunk_sizes=CHUNK_SIZES, **{name: 0})
+
+
+def test_the_next_chunk_is_read_while_this_one_is_computed() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0), (2, 2, 0))
+    names = bench.run_while_it_can()
+    second_step = [at for at, name in enumerate(names) if name == "replica:step"][1]
+    assert names[:second_step].count("replica:read") == 3
+    assert names.count("replica:read") == names.count("replica:step") == 4  # each read once
+
+
+def test_a_pushed_sum_leaves_room_for_another() -> None:
+    bench = Bench()
+    bench.shard.acknowledges = False
+    bench.assign(1, (0, 1, 9), (1, 2, 0), (2, 3, 0))
+    bench.run_while_it_can()
+    assert len(bench.attempts) == 3
+
+
+def test_a_report_without_news_is_repeated_ever_more_slowly() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0))
+    pauses = []
+    for _ in range(5):
+        pauses.append(bench.timers[TIMER] - bench.now)
+        bench.now = bench.timers[TIMER]
+        bench.happen(TimerFired(name=TIMER))
+    assert pauses == [0.5, 1.0, 2.0, 2.0, 2.0]
+    bench.run_while_it_can()  # news
+    assert bench.timers[TIMER] == bench.now + 0.5
+    bench.assign(2)  # idle
+    assert bench.timers[TIMER] == bench.now + 4.0
+
+
+def test_the_loss_of_a_chunk_is_exactly_rounded() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 0.0 * outputs.sum() + (5e15 if targets.max() < 3.0 else 0.5)
+
+    bench = Bench(loss=loss, chunk_sizes=ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=3))
+    bench.assign(1, (0, 1, 0))
+    bench.run_while_it_can()
+    large = 2.0 * float(torch.tensor(5e15))
+    assert large + 1.0 + 1.0 == large  # as a plain sum is
+    assert bench.attempts == {1: (large + 2.0, False)}

@@ -10,17 +10,21 @@ from typing import Final
 
 import msgspec
 
+from distbelief.execution.executor import Put
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import Savepoints
 from distbelief.protocol import CommandDone, Savepoint, ShardCommand
 from distbelief.roles.role import Action, Received, Seconds
+from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.training import GradientSum
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.work_queue import WorkQueue
 from sandblaster.coordinator.workers import Attempt, Chunk
 from sandblaster.optimizers.base import IterationDone
-from sandblaster.worker import ChunkAttempts, MiniBatchSums, Parameters
+from sandblaster.worker import ChunkObjective, ChunkPushes
+from tests.simulation.split_variants import parameters_are_kept
 from tests.simulation.variants import Patch, Variant
 
 
@@ -92,12 +96,15 @@ def one_grant_for_all(patch: Patch) -> None:
 
 def staged_somewhere(patch: Patch) -> None:
     """A worker reports that all shards hold a chunk before they do."""
-    whole = ChunkAttempts.acknowledged
+    whole = ChunkPushes.has_new_staged
 
-    def acknowledged(self: ChunkAttempts, *, n_waiting: int) -> bool:
-        return whole(self, n_waiting=max(n_waiting - 1, 0))
+    def has_new_staged(self: ChunkPushes) -> bool:
+        while len(self._pushed) > max(self._client.unacknowledged - 1, 0):
+            self.staged.append(self._pushed.popleft())
+            self._has_new_staged = True
+        return whole(self)
 
-    patch.setattr(ChunkAttempts, "acknowledged", acknowledged)
+    patch.setattr(ChunkPushes, "has_new_staged", has_new_staged)
 
 
 def in_order_of_arrival(patch: Patch) -> None:
@@ -134,25 +141,21 @@ def counted_twice(patch: Patch) -> None:
 # --- workers ---
 
 
-def any_version(patch: Patch) -> None:
-    """A replica computes with whatever parameters it has fetched last."""
-
-    def lacks(self: Parameters, attempts: ChunkAttempts) -> bool:
-        del attempts
-        return not self._evaluation
-
-    patch.setattr(Parameters, "lacks", lacks)
-
-
 def sums_go_on(patch: Patch) -> None:
     """A chunk that is dropped half-way leaves its sum to the next."""
-    whole = MiniBatchSums.step
+    whole = ChunkObjective.open
 
-    def step(self: MiniBatchSums, batch: object, *, is_first: bool, is_last: bool) -> object:
-        del is_first
-        return whole(self, batch, is_first=False, is_last=is_last)  # type: ignore[arg-type]
+    def drop(self: ChunkObjective) -> None:
+        self._collect()
 
-    patch.setattr(MiniBatchSums, "step", step)
+    def opened(self: ChunkObjective, step: int, batch: BatchIndices, of: BatchSlice) -> Put:
+        total, self._total = self._total, GradientSum(0)
+        put = whole(self, step, batch, of)
+        self._total = total
+        return put
+
+    patch.setattr(ChunkObjective, "drop", drop)
+    patch.setattr(ChunkObjective, "open", opened)
 
 
 # --- savepoints ---
@@ -225,7 +228,7 @@ VARIANTS: Final[dict[str, Variant]] = {
     "staged somewhere": staged_somewhere,
     "in order of arrival": in_order_of_arrival,
     "counted twice": counted_twice,
-    "any version": any_version,
+    "any version": parameters_are_kept,
     "sums go on": sums_go_on,
     "changed in place": changed_in_place,
     "settled before durable": settled_before_durable,

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.data.sharding import DataShard, Samples
+from distbelief.data import DataShard, Samples
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
@@ -65,15 +65,16 @@ from distbelief.task.losses import Loss
 from distbelief.worker.build import whole_replica
 from distbelief.worker.config import DownpourConfig
 from distbelief.worker.group import group_rank_of
-from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from distbelief.worker.local_executor import FlatModel, LocalExecutor, summed
 from distbelief.worker.replica import Replica
+from sandblaster.build import whole_worker
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
+from sandblaster.group_tasks import WorkerConfig
 from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
-from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 from tests.simulation.test_seeds import VARIABLE
 from tests.simulation.variants import Variant, broken
 
@@ -544,13 +545,14 @@ class Run:
         executor = LocalExecutor(
             model,
             points(scene.n_samples, scene.n_inputs),
-            loss=summed(scene.loss),
+            loss=scene.loss,
+            sums=True,
             names=dry_run.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
             seed=(3, 0),
         )
-        replica = BatchWorker(
-            BatchWorkerConfig(
+        replica = whole_worker(
+            WorkerConfig(
                 chunk_sizes=scene.chunk_sizes,
                 retry_seconds=0.03 * scene.leisure,
                 retry_seconds_max=0.1 * scene.leisure,
@@ -558,13 +560,13 @@ class Run:
             client=client,
             executor=executor,
             samples=Samples(scene.n_samples, seed=ORDER_SEED),
-            await_begin=scene.await_begin,
+            await_begin=scene.await_begin and not scene.warm_steps,
         )
         if not scene.warm_steps:
             return replica
         return WarmStartWorker(
             downpour=self._first_part(index, client=client, model=model),
-            sandblaster=replica,
+            chunks=replica,
             await_begin=scene.await_begin,
             retry_seconds=0.02,
         )

@@ -17,7 +17,7 @@ from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import Outgoing
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.group_tasks import GroupTasks
-from sandblaster.partitioned_worker import ChunkObjective, ChunkPushes
+from sandblaster.worker import ChunkObjective, ChunkPushes
 from tests.simulation.variants import Patch, Variant
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.core.memory import Memory
-from distbelief.data.sharding import BatchCursor, DataShard
+from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule

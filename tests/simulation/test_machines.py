@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.data.dataset import read_batch
-from distbelief.data.sharding import DataShard
+from distbelief.data import DataShard, read_batch
 from distbelief.graph.capture import InputSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.protocol import Finished, Stop

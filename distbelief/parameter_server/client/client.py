@@ -452,6 +452,7 @@ class ParameterClient:
         self._specs = view.tensors
         self._is_parameter = [spec.kind == "parameter" for spec in view.tensors]
         self._pushes_allowed = config.pushes
+        self._incarnation: int | None = None  # once started
         self._staleness = Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[Address, ShardLink] = {}
@@ -475,7 +476,10 @@ class ParameterClient:
     # ---------------------------------------------------------------------- events
 
     def start(self, incarnation: int, now: Seconds) -> list[Action]:
-        """Open a session with every shard. `incarnation` is that of the role."""
+        """Open a session with every shard, once. `incarnation` is that of the role."""
+        if self._incarnation == incarnation:
+            return []  # another role that shares this client has started it
+        self._incarnation = incarnation
         actions: list[Action] = []
         for link in self._links.values():
             link.fetching.start(incarnation << _INCARNATION_BITS)

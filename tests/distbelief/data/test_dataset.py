@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data import Dataset, read_batch
 from distbelief.errors import JobError
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.data.sharding import BatchCursor, DataShard, start_positions
+from distbelief.data import BatchCursor, DataShard, start_positions
 from distbelief.errors import JobError
 
 

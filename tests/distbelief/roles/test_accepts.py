@@ -16,22 +16,12 @@ from distbelief.supervisor.supervisor import Supervisor
 from distbelief.worker.loop_worker import LoopWorker
 from distbelief.worker.replica import Replica
 from sandblaster.coordinator.coordinator import Coordinator
-from sandblaster.partitioned_worker import ChunkObjective
 from sandblaster.warm_start_worker import WarmStartWorker
-from sandblaster.worker import BatchWorker
+from sandblaster.worker import ChunkObjective
 from tests.distbelief.simulation.toys import STEADY, TESTER, A
 
 
-ROLES = (
-    BatchWorker,
-    Coordinator,
-    HostAgent,
-    LoopWorker,
-    Replica,
-    Shard,
-    Supervisor,
-    WarmStartWorker,
-)
+ROLES = (Coordinator, HostAgent, LoopWorker, Replica, Shard, Supervisor, WarmStartWorker)
 
 
 class OnlyStop:
@@ -60,7 +50,7 @@ def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None
 
 
 def test_a_wrapped_role_accepts_what_the_role_within_accepts() -> None:
-    assert WarmStartWorker.accepts == Replica.accepts | BatchWorker.accepts
+    assert WarmStartWorker.accepts == Replica.accepts | ChunkObjective.accepts
 
 
 def test_a_message_that_a_role_does_not_accept_is_refused_by_name() -> None:

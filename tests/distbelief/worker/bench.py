@@ -9,8 +9,7 @@ from torch import nn
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.data.dataset import Dataset
-from distbelief.data.sharding import DataShard
+from distbelief.data import Dataset, DataShard
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (

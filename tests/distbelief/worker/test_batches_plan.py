@@ -2,7 +2,7 @@
 
 import pytest
 
-from distbelief.data.sharding import DataShard
+from distbelief.data import DataShard
 from distbelief.worker.batches import TrainingPlan
 
 

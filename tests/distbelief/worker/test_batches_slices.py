@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.data.dataset import Dataset
+from distbelief.data import Dataset
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss

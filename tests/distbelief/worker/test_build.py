@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.data.sharding import DataShard
+from distbelief.data import DataShard
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.parameter_server.client.client import ParameterClient

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from distbelief.parameter_server.optimizers import InverseTime
-from distbelief.worker.config import DownpourConfig
-from distbelief.worker.policy import Async
+from distbelief.worker.config import Async, DownpourConfig
 
 
 def test_fetches_and_pushes_begin_at_step_0() -> None:

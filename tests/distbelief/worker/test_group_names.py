@@ -2,20 +2,13 @@
 
 import pytest
 
-from distbelief.worker.group import (
-    GroupRank,
-    evaluator_name,
-    group_rank_of,
-    member_names,
-    rank_name,
-)
+from distbelief.worker.group import GroupRank, group_rank_of, member_names, rank_name
 
 
 def test_a_name_gives_group_and_rank() -> None:
     assert rank_name(3, 0) == "replica-3.0"
     assert group_rank_of("replica-3.12") == GroupRank("replica-3", 12)
     assert GroupRank("replica-3", 12).replica == 3
-    assert evaluator_name(0) == "evaluator"
     assert group_rank_of("evaluator") == GroupRank("evaluator", 0)
     assert group_rank_of("evaluator.2") == GroupRank("evaluator", 2)
     assert GroupRank("evaluator", 2).replica is None

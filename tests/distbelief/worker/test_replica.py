@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distbelief.data.sharding import BatchCursor
+from distbelief.data import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.protocol import (
@@ -21,9 +21,8 @@ from distbelief.protocol import (
     Stop,
 )
 from distbelief.roles.role import Executor, Started
-from distbelief.worker.config import DownpourConfig
-from distbelief.worker.gradients import Items, Trainer
-from distbelief.worker.policy import Async
+from distbelief.worker.config import Async, DownpourConfig
+from distbelief.worker.training import Items, Trainer
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.data.sharding import DataShard
+from distbelief.data import DataShard
 from distbelief.errors import RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import PartitionExecutor

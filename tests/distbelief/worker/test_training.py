@@ -3,19 +3,13 @@
 from typing import cast
 
 import numpy as np
-import pytest
 import torch
 
-from distbelief.errors import RemoteProtocolError
 from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import Evaluate
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourConfig
-from distbelief.worker.gradients import Items, Trainer
-from distbelief.worker.group import GroupLeader
-from distbelief.worker.policy import Async
-from distbelief.worker.training import TrainingObjective
+from distbelief.worker.config import Async, DownpourConfig
+from distbelief.worker.training import Items, Trainer, TrainingObjective
 
 
 class Client:
@@ -51,8 +45,3 @@ def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
     objective.drop()
     assert [*due, objective.is_due] == [True, False]
     assert objective.pushed == 8
-
-
-def test_requests_of_evaluations_are_rejected() -> None:
-    with pytest.raises(RemoteProtocolError, match="Evaluate is not for a role that is computing"):
-        rank().command(GroupLeader(1), Evaluate(request=1, whole=True), 0.0)

@@ -13,7 +13,7 @@ from sandblaster.coordinator.workers import (
     WorkerPool,
     WorkerState,
 )
-from sandblaster.worker import ChunkAttempts
+from sandblaster.group_tasks import ChunkAttempts
 
 
 A = Address("replica-a")
@@ -76,7 +76,7 @@ def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: in
     """
     bench = Bench()
     bench.attempts.update(bench.assigned(attempt=1))
-    before = bench.attempts.report
+    before = bench.attempts.report()
     bench.take_report(before)
     late = [bench.assigned(attempt=2 + n) for n in range(n_told)]
     bench.pool.remove(A, is_over=False)
@@ -85,7 +85,7 @@ def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: in
         bench.attempts.update(assignment)
     assert bench.attempts.update(bench.assigned(attempt=9))
     assert [one.attempt for one in bench.attempts] == [9]
-    bench.take_report(bench.attempts.report)
+    bench.take_report(bench.attempts.report())
     assert bench.worker.known == bench.worker.version
     assert bench.pool.resend(99.0) == []
 

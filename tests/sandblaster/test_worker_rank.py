@@ -35,7 +35,7 @@ from distbelief.worker.replica import Replica
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
-from sandblaster.partitioned_worker import STAGED_TIMER, ChunkObjective
+from sandblaster.worker import STAGED_TIMER, ChunkObjective
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 

@@ -1,1 +1,0 @@
-"""Data sets, and which samples each replica trains in which order."""
