@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.vector_commands import Batch, targets
-from sandblaster.local import Local, minimize_flat
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -29,6 +28,7 @@ from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
+from tests.sandblaster.local import Local, minimize_flat
 from tests.sandblaster.optimizers.problems import Logistic, bowl
 
 
