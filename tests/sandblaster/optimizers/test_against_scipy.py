@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sandblaster.optimizers.base import Runnable
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from tests.sandblaster.local import minimize_flat
 from tests.sandblaster.optimizers.more_garbow_hillstrom import PROBLEMS, Problem

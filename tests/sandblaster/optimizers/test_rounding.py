@@ -15,8 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sandblaster.optimizers import AnyMethod
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.line_search import Sample, WolfeConditions, more_thuente
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
