@@ -21,8 +21,7 @@ from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.worker.config import DownpourSettings
 from sandblaster.chunks import ChunkSizes
 from sandblaster.optimizers import AnyMethod
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN

@@ -104,34 +104,18 @@ class ReliableStream(Generic[Item, Sent]):
         send: Makes what is sent of a number and an item. It is called again for a repetition.
         backoff: Pauses between repetitions.
         window: Items under way; the rest wait.
-        first: The number of the first item.
     """
 
     def __init__(
-        self,
-        send: Callable[[int, Item], Sent],
-        *,
-        backoff: Backoff,
-        window: int = WINDOW,
-        first: int = 0,
+        self, send: Callable[[int, Item], Sent], *, backoff: Backoff, window: int = WINDOW
     ) -> None:
         self._send = send
         self._backoff = backoff
         self._window = window
         self._waiting: deque[Item] = deque()
         self._under_way: deque[tuple[int, Item]] = deque()
-        self.next = first  # number of the next item
+        self.next = 0  # number of the next item
         self.n_again = 0  # items that were sent again
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the peer has everything."""
-        return not self._under_way and not self._waiting
-
-    @property
-    def due(self) -> float | None:
-        """When `again` has something to send; None if nothing is under way."""
-        return self._backoff.due if self._under_way else None
 
     def put(self, items: Iterable[Item], now: float) -> list[Sent]:
         """Send these as far as the window allows; the rest later."""
@@ -153,9 +137,9 @@ class ReliableStream(Generic[Item, Sent]):
             self._backoff.start(now)
         return self._fill(now)
 
-    def again(self, now: float, *, at_once: bool = False) -> list[Sent]:
-        """Send again what has been under way for too long, or all of it `at_once`."""
-        if not self._under_way or (now < self._backoff.due and not at_once):
+    def again(self, now: float) -> list[Sent]:
+        """Send again what has been under way for too long."""
+        if not self._under_way or now < self._backoff.due:
             return []
         self._backoff.repeat(now)
         self.n_again += len(self._under_way)

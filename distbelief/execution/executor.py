@@ -105,7 +105,6 @@ class _Taped:
 @dataclass(slots=True)
 class _State:
     step_inputs: StepInputs
-    schedule: MicroBatchSchedule
     steps: list[Step]
     slots: Activations
     tape: dict[int, _Taped] = field(default_factory=dict)
@@ -155,10 +154,7 @@ class PartitionExecutor:
         slots = Activations(
             self.flow.once, schedule.n_readers, sizes=step_inputs.sizes, like=self._like
         )
-        self._state = _State(step_inputs, schedule, steps, slots)
-
-    def drop(self) -> None:
-        self._state = None
+        self._state = _State(step_inputs, steps, slots)
 
     def run(
         self, chain: Sequence[int], arrived: Mapping[int, Vector], put: Put

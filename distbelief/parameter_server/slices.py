@@ -237,7 +237,6 @@ class RangeCopier:
     """
 
     def __init__(self, ranges: IndexRanges) -> None:
-        self.n_elements = ranges.n_elements
         words = ranges.stripes().reshape(-1, _WORDS)
         sizes = words[:, 1] * words[:, 3]
         offsets = np.cumsum(sizes) - sizes

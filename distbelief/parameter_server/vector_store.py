@@ -99,10 +99,7 @@ class VectorStore:
                     f"vector {missing[0]!r}, and this shard has {sorted(held)}: fill "
                     "it first, or return to a savepoint that has it"
                 )
-            if isinstance(command, vc.Drop):
-                held.difference_update(command.names)
-            else:
-                held.update(vc.writes(command))
+            held.update(vc.writes(command))
             self._check_count(len(held))
         n_scalars = vc.n_scalars(batch)
         if n_scalars > vc.SCALARS_MAX:
@@ -129,8 +126,7 @@ class VectorStore:
     def _check_count(self, n_vectors: int) -> None:
         if n_vectors > self._n_vectors_max:
             raise RemoteProtocolError(
-                f"{n_vectors} vectors; the most is {self._n_vectors_max}: drop some, or keep "
-                "a shorter history"
+                f"{n_vectors} vectors; the most is {self._n_vectors_max}: keep a shorter history"
             )
 
     def _perform(self, command: Command) -> Sequence[float]:
@@ -140,19 +136,12 @@ class VectorStore:
                 np.copyto(self.vector(target), self._real(x))
             case vc.Fill(target=target, a=a):
                 self._fill(self.vector(target), a)
-            case vc.Multiply(target=target, x=x):
-                self.vector(target)[:] *= self._real(x)
-            case vc.Scale(target=target, a=a):
-                self._combine(target, (Term(a, target),))
             case vc.Axpy(target=target, a=a, x=x):
                 self._combine(target, (Term(1.0, target), Term(a, x)))
             case vc.LinearCombination(target=target, terms=terms):
                 self._combine(target, terms)
             case vc.Pointwise():
                 self._pointwise(command)
-            case vc.Drop(names=names):
-                for name in names:
-                    self._vectors.pop(name, None)
             case vc.Dot() | vc.Gram() | vc.Norm():
                 return self._measure(command)
             case _:
@@ -191,7 +180,7 @@ class VectorStore:
     def _pointwise(self, command: vc.Pointwise) -> None:
         function = _FUNCTIONS[command.function]
         x = self._real(command.x)
-        y = x if command.y is None else self._real(command.y)
+        y = self._real(command.y)
         out = self.vector(command.target)
         for piece in _pieces(self._n):
             pair = x[piece].astype(np.float64), y[piece].astype(np.float64)
@@ -277,12 +266,6 @@ def _pieces(n_elements: int, size: int = _PIECE) -> Iterator["slice[int, int, No
         yield slice(start, min(start + size, n_elements))
 
 
-def _soft_threshold(x: Doubles, a: float) -> Doubles:
-    # Moves x towards 0 by a, but not beyond.
-    shrunk: Doubles = np.sign(x) * np.maximum(np.abs(x) - a, 0.0)
-    return shrunk
-
-
 def _align(x: Doubles, y: Doubles) -> Doubles:
     # Signs, because the product x y may underflow.
     return np.where(np.sign(x) * np.sign(y) > 0.0, x, 0.0)
@@ -299,14 +282,11 @@ def _pseudo_gradient(w: Doubles, g: Doubles, a: float) -> Doubles:
     Andrew & Gao 2007, equation 4: at w = 0 it is the one-sided derivative that is negative in
     its direction, or 0 if neither is.
     """
-    return np.where(w != 0.0, g + a * np.sign(w), _soft_threshold(g, a))
+    shrunk = np.sign(g) * np.maximum(np.abs(g) - a, 0.0)
+    return np.where(w != 0.0, g + a * np.sign(w), shrunk)
 
 
 _FUNCTIONS: Mapping[vc.Function, Callable[[Doubles, Doubles, float], Doubles]] = {
-    "sign": lambda x, _y, _a: np.sign(x),
-    "absolute": lambda x, _y, _a: np.abs(x),
-    "clip": lambda x, _y, a: np.clip(x, -a, a),
-    "soft_threshold": lambda x, _y, a: _soft_threshold(x, a),
     "align": lambda x, y, _a: _align(x, y),
     "oppose": lambda x, y, _a: _align(x, -y),
     "orthant": lambda x, y, _a: _orthant(x, y),

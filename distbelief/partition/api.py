@@ -36,9 +36,9 @@ from distbelief.partition import report
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.planner import Planned, Request, plan as make_plans, planning_request
 from distbelief.partition.search import Notify, PlanningRequest
-from distbelief.program.chrome_trace import chrome_trace
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import Plan, Prediction, load, plan_for
+from distbelief.program.step_cost import chrome_trace
 
 
 # --- arguments of `distbelief.plan` ---

@@ -9,12 +9,9 @@ another command of its batch measures, because no single shard has the complete 
     command              target becomes                          measures
     Copy                 x
     Fill                 a everywhere
-    Scale                a target
     Axpy                 target + a x
-    Multiply             target x, element by element
     LinearCombination    sum of a x over its terms
     Pointwise            function(x, y, a), element by element
-    Drop                 nothing: the vectors are deleted
     Dot                                                          x.y
     Gram                                                         r.c, row by row
     Norm                                                         |x|_1, |x|_2, |x|_inf
@@ -38,18 +35,12 @@ Scalars = Annotated[tuple[float, ...], msgspec.Meta(max_length=16384)]
 Order = Literal["1", "2", "inf"]
 
 Function = Literal[
-    "sign",  # of x: -1, 0 or 1
-    "absolute",  # |x|
-    "clip",  # x, but not below -a nor above a
-    "soft_threshold",  # x moved towards 0 by a, but not beyond it
     "align",  # x where x y > 0, else 0
     "oppose",  # x where x y < 0, else 0
     "orthant",  # sign of x; where that is 0, sign of -y
     "pseudo_gradient",  # of f + a |w|_1 at w = x, where y is the gradient of f
 ]
 """The functions of `Pointwise`; each maps x = y = 0 to 0, so that padding stays 0."""
-
-_OF_TWO = frozenset({"align", "oppose", "orthant", "pseudo_gradient"})
 
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -70,25 +61,11 @@ class Fill(_Command, frozen=True):
     a: float
 
 
-class Scale(_Command, frozen=True):
-    """Target <- a target."""
-
-    target: VectorName
-    a: float
-
-
 class Axpy(_Command, frozen=True):
     """Target <- target + a x."""
 
     target: VectorName
     a: float
-    x: VectorName
-
-
-class Multiply(_Command, frozen=True):
-    """Target <- target x, element by element."""
-
-    target: VectorName
     x: VectorName
 
 
@@ -108,10 +85,6 @@ class LinearCombination(_Command, frozen=True):
     target: VectorName
     terms: Terms
 
-    @property
-    def xs(self) -> tuple[VectorName, ...]:
-        return tuple(term.x for term in self.terms)
-
 
 class Pointwise(_Command, frozen=True):
     """Target <- function(x, y, a), element by element; the target may be x or y."""
@@ -119,22 +92,8 @@ class Pointwise(_Command, frozen=True):
     target: VectorName
     function: Function
     x: VectorName
-    y: VectorName | None = None
+    y: VectorName
     a: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.y is None and self.function in _OF_TWO:
-            raise ValueError(f"{self.function!r} of {self.x!r} needs a second vector: give y")
-
-    @property
-    def xs(self) -> tuple[VectorName, ...]:
-        return (self.x,) if self.y is None else (self.x, self.y)
-
-
-class Drop(_Command, frozen=True):
-    """Delete these vectors; missing ones are no error."""
-
-    names: Names
 
 
 class Dot(_Command, frozen=True):
@@ -158,9 +117,7 @@ class Norm(_Command, frozen=True):
     order: Order
 
 
-Command = (
-    Copy | Fill | Scale | Axpy | Multiply | LinearCombination | Pointwise | Drop | Dot | Gram | Norm
-)
+Command = Copy | Fill | Axpy | LinearCombination | Pointwise | Dot | Gram | Norm
 Batch = Annotated[tuple[Command, ...], msgspec.Meta(max_length=1024)]
 
 SCALARS_MAX = 16384
@@ -173,17 +130,15 @@ def reads(command: Command) -> tuple[VectorName, ...]:
     match command:
         case Copy() | Norm():
             names = (command.x,)
-        case Scale():
-            names = (command.target,)
-        case Axpy() | Multiply():
+        case Axpy():
             names = (command.target, command.x)
-        case LinearCombination() | Pointwise():
-            names = command.xs
-        case Dot():
+        case LinearCombination():
+            names = tuple(term.x for term in command.terms)
+        case Pointwise() | Dot():
             names = (command.x, command.y)
         case Gram():
             names = (*command.rows, *command.columns)
-        case Fill() | Drop():
+        case Fill():
             names = ()
         case _:
             assert_never(command)
@@ -191,20 +146,18 @@ def reads(command: Command) -> tuple[VectorName, ...]:
 
 
 def writes(command: Command) -> tuple[VectorName, ...]:
-    """Return the vectors that `command` creates, changes or deletes."""
+    """Return the vectors that `command` creates or changes."""
     match command:
-        case Drop():
-            return command.names
         case Dot() | Gram() | Norm():
             return ()
-        case Copy() | Fill() | Scale() | Axpy() | Multiply() | LinearCombination() | Pointwise():
+        case Copy() | Fill() | Axpy() | LinearCombination() | Pointwise():
             return (command.target,)
         case _:
             assert_never(command)
 
 
 def targets(batch: Sequence[Command]) -> frozenset[VectorName]:
-    """Return every vector that the batch creates, changes or deletes."""
+    """Return every vector that the batch creates or changes."""
     return frozenset(name for command in batch for name in writes(command))
 
 

@@ -227,10 +227,10 @@ class SimulatedCluster:
         driver = self._driver
         driver.event_queue.at(self.now, driver.deliver, self._process(name), event)
 
-    def kill(self, name: Address, *, tears: bool = False) -> None:
+    def kill(self, name: Address) -> None:
         """Kill `name` between two events; its files stay."""
         process = self._process(name)
-        process.tears, process.restart_after = tears, None
+        process.tears, process.restart_after = False, None
         self._driver.end(process, "killed")
 
     def restart(self, name: Address) -> None:

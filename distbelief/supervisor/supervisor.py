@@ -52,8 +52,9 @@ from distbelief.supervisor.scheduler import (
     PlacementPolicy,
     ReplicasAnywhere,
     Scheduler,
+    Shutdown,
+    ShutdownStage,
 )
-from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
 from distbelief.supervisor.view import JobView, Phase
 
 

@@ -1,7 +1,6 @@
 """Optimizers: L-BFGS, conjugate gradients, gradient descent, OWL-QN, multi-batch L-BFGS."""
 
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN

@@ -1,4 +1,4 @@
-"""Descent runs: what the methods for smooth losses share.
+"""Descent runs: what the methods for smooth losses share, and the two smallest of them.
 
     until converged:
         search along d for a step t                        evaluations: mostly one
@@ -19,7 +19,14 @@ import msgspec
 from msgspec.structs import replace
 from typing_extensions import override
 
-from distbelief.protocol.vector_commands import Command, LinearCombination, Term, VectorName
+from distbelief.protocol.vector_commands import (
+    Command,
+    Dot,
+    Gram,
+    LinearCombination,
+    Term,
+    VectorName,
+)
 from sandblaster.optimizers.base import (
     Combination,
     IterationDone,
@@ -31,6 +38,7 @@ from sandblaster.optimizers.base import (
 )
 from sandblaster.optimizers.line_search import (
     DIRECTION,
+    GRADIENT,
     Line,
     Sample,
     Searched,
@@ -296,3 +304,151 @@ class SmoothMethod(DescentMethod, frozen=True, kw_only=True):
             sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
         )
         return Straight(Objective(l2=self.l2), wolfe)
+
+
+# --- gradient descent ---
+
+_DIFFERENCE = "gradient_difference"
+
+
+@final
+class GradientDescent(SmoothMethod, frozen=True, kw_only=True, tag="gradient_descent"):
+    """Settings of gradient descent: the plainest method, for comparison.
+
+    The first step to try is Barzilai & Borwein's (1988), s.y / y.y of the step before: with
+    the line search that is the global method of Raydan (1997).
+    """
+
+    @override
+    def descent(self, memory: str | None) -> "Steepest":
+        return Steepest(memory=memory or "0.0")
+
+
+@final
+class Steepest:
+    """Directions -g."""
+
+    remembers = False
+    vectors: Sequence[VectorName] = ()
+
+    def __init__(self, *, memory: str = "0.0") -> None:
+        self._step = float(memory)
+
+    @property
+    def memory(self) -> str:
+        return repr(self._step)
+
+    def measure(self, gradient: VectorName) -> tuple[Command, ...]:
+        """Measure y.y, y = g_trial - g."""
+        terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
+        return (
+            LinearCombination(target=_DIFFERENCE, terms=terms),
+            Dot(x=_DIFFERENCE, y=_DIFFERENCE),
+        )
+
+    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
+        # s = step d, so s.y = step (g_trial - g).d
+        (square,) = trial.scalars
+        curvature = trial.sample.step * (trial.sample.slope - slope_at_start)
+        step = curvature / square if square else 0.0
+        self._step = step if math.isfinite(step) and step > 0.0 else trial.sample.step
+
+    def direction(self) -> Combination:
+        return {GRADIENT: -1.0}
+
+    def first_step(self, present: Present) -> float:
+        """Return Barzilai & Borwein's step; at first one of length 1."""
+        return self._step or 1.0 / math.sqrt(present.gradient_square)
+
+    def forget(self, *, gradient_square: float) -> None:
+        del gradient_square
+        self._step = 0.0
+
+
+# --- conjugate gradients ---
+
+
+@final
+class ConjugateGradient(SmoothMethod, frozen=True, kw_only=True, tag="conjugate_gradient"):
+    """Settings of nonlinear conjugate gradients: directions that remember one vector.
+
+    It needs four vectors besides the parameters and two for trials, where L-BFGS needs 2 m
+    more; but mostly more evaluations.
+    """
+
+    value_tolerance: float = 0.0
+    sufficient_decrease: float = 1e-4  # c1 of the line search
+    curvature: float = 0.4  # c2 of the line search; directions stay conjugate only if it is small
+
+    @override
+    def descent(self, memory: str | None) -> "Conjugate":
+        return Conjugate(memory)
+
+
+class _Memory(msgspec.Struct, frozen=True, kw_only=True):
+    # Scalars of the last step; the state encodes them.
+    beta: float = 0.0
+    gradient_square: float = 0.0  # at the present point
+    along: float = 0.0  # present gradient . direction that led here
+    slope: float = 0.0  # where that direction began
+    step: float = 0.0  # along it
+
+
+@final
+class Conjugate:
+    """Directions -g + beta d.
+
+    d_k+1 = -g_k+1 + beta_k d_k,    y_k = g_k+1 - g_k
+    beta_k = max(0, y_k.g_k+1 / g_k.g_k)        Polak & Ribiere, as Gilbert & Nocedal 1992
+    """
+
+    vectors: Sequence[VectorName] = ()
+
+    def __init__(self, memory: str | None = None) -> None:
+        self._last = _Memory()
+        if memory is not None:
+            self._last = msgspec.json.decode(memory, type=_Memory)
+
+    @property
+    def remembers(self) -> bool:
+        return self._last.beta != 0.0
+
+    @property
+    def memory(self) -> str:
+        return msgspec.json.encode(self._last).decode()
+
+    def measure(self, gradient: VectorName) -> tuple[Command, ...]:
+        terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
+        return (
+            LinearCombination(target=_DIFFERENCE, terms=terms),
+            Gram(rows=(_DIFFERENCE,), columns=(gradient,)),
+        )
+
+    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
+        (change,) = trial.scalars  # y.g
+        square = self._last.gradient_square
+        beta = max(0.0, change / square) if square else 0.0
+        self._last = _Memory(
+            beta=beta if math.isfinite(beta) else 0.0,
+            gradient_square=trial.gradient_square,
+            along=trial.sample.slope,
+            slope=slope_at_start,
+            step=trial.sample.step,
+        )
+
+    def direction(self) -> Combination:
+        if not self.remembers:
+            return {GRADIENT: -1.0}
+        return {GRADIENT: -1.0, DIRECTION: self._last.beta}
+
+    def first_step(self, present: Present) -> float:
+        """Return a step that promises the improvement of the last one."""
+        last = self._last
+        slope = -last.gradient_square + last.beta * last.along
+        if last.step == 0.0 or not slope < 0.0:
+            return 1.0 / math.sqrt(present.gradient_square)
+        step = 2.02 * present.improvement / -slope
+        return step if 0.0 < step < math.inf else last.step
+
+    def forget(self, *, gradient_square: float) -> None:
+        self._last = _Memory(gradient_square=gradient_square)

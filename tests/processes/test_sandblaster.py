@@ -18,10 +18,10 @@ import sandblaster
 from distbelief.errors import JobError
 from distbelief.program.plan import load
 from sandblaster.api import MinimizeResult
-from sandblaster.local import minimize_flat
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.termination import Reason
 from tests.processes.commands import BATCH_JOB, Command, poll, sets, train, write_job
+from tests.sandblaster.local import minimize_flat
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -17,8 +17,7 @@ from distbelief.worker.replica import Replica
 from sandblaster.algorithm import SANDBLASTER, reason_of
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN

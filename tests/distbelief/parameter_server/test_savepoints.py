@@ -9,7 +9,7 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import Savepoint
-from distbelief.protocol.vector_commands import Axpy, Command, Copy, Drop, Fill, targets
+from distbelief.protocol.vector_commands import Axpy, Command, Copy, Fill, targets
 from distbelief.roles.role import Snapshot
 
 
@@ -60,7 +60,7 @@ def test_a_savepoint_keeps_its_vectors_as_they_were_and_no_others() -> None:
     shard.do(Fill(target="s0", a=3.0))
     shard.add(5, PARAMETERS, "s0")
     shard.do(Axpy(target=PARAMETERS, a=2.0, x="s0"), Fill(target="s0", a=9.0))
-    shard.do(Fill(target="trial", a=4.0), Drop(names=("s0",)))
+    shard.do(Fill(target="trial", a=4.0))
     shard.return_to(5, whole=True)
     assert shard.algebra.names() == (PARAMETERS, "s0")
     assert (shard.at(PARAMETERS), shard.at("s0")) == (1.0, 3.0)

@@ -13,8 +13,7 @@ from distbelief.graph.region import Region, tile
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, lower_bound, machine_orders, plan
-from distbelief.partition.problem import build
-from distbelief.partition.search import PlanningRequest
+from distbelief.partition.search import PlanningRequest, build
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Passes

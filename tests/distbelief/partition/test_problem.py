@@ -12,7 +12,7 @@ from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.cost_model import AnalyticCosts
 from distbelief.partition.cost_tables import Floats
-from distbelief.partition.problem import Decoder, build
+from distbelief.partition.search import Decoder, build
 from distbelief.partition.solvers.problem import Problem
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan

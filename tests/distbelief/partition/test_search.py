@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.partition.problem import build
-from distbelief.partition.search import improve
+from distbelief.partition.search import build, improve
 from distbelief.partition.solvers.local_search import independent
 from distbelief.partition.solvers.problem import Choice, Problem
 from tests.distbelief.partition.plans import equal, zoo

@@ -12,11 +12,10 @@ import pytest
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.region import Region
-from distbelief.program.chrome_trace import chrome_trace, events
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement, grid
-from distbelief.program.step_cost import Passes, StepCost, step_cost
+from distbelief.program.step_cost import Passes, StepCost, chrome_trace, events, step_cost
 from tests.distbelief.program.plans import captured, chain, random_plan
 
 

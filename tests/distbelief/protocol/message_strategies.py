@@ -11,7 +11,6 @@ from msgspec import inspect
 
 from distbelief import protocol as wire
 from distbelief.core.vectors import ELEMENT_TYPES, Vector
-from distbelief.protocol.vector_commands import Pointwise
 
 
 counts = st.integers(0, 2**63 - 1)
@@ -62,8 +61,6 @@ def _structs_of(kind: inspect.StructType) -> st.SearchStrategy[object]:
     for field in kind.fields:
         if not field.required and field.default is field.default_factory:  # neither: may be unset
             fields[field.name] |= st.just(msgspec.UNSET)
-    if kind.cls is Pointwise:  # some of its functions need both vectors
-        fields["y"] = fields["x"]
     return st.builds(kind.cls, **fields)
 
 

@@ -33,7 +33,7 @@ from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.workers import CoordinatorConfig
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import GradientDescent
 from tests.simulation.sandblasts import Run, Sandblast
 
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController  # of scikit-learn
 
-from sandblaster.local import Function, FunctionOfExamples
 from sandblaster.optimizers.base import Examples, IterationDone
 from sandblaster.optimizers.line_search import Found, Sample, Search
+from tests.sandblaster.local import Function, FunctionOfExamples
 
 
 Doubles = NDArray[np.float64]
@@ -52,7 +52,7 @@ class Logistic:
         return self.of(w, None)[:2]
 
     def of(self, w: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-        """As `sandblaster.local.FunctionOfExamples`."""
+        """As `tests.sandblaster.local.FunctionOfExamples`."""
         inputs, labels = self.inputs, self.labels
         if examples is not None:
             rows = np.arange(examples.start, examples.stop) % len(labels)

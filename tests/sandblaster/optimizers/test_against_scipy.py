@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sandblaster.local import minimize_flat
 from sandblaster.optimizers.base import Runnable
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
+from tests.sandblaster.local import minimize_flat
 from tests.sandblaster.optimizers.more_garbow_hillstrom import PROBLEMS, Problem
 from tests.sandblaster.optimizers.problems import Logistic, ScipyMethod, minimize_by_scipy
 

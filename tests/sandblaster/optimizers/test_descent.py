@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sandblaster.local import Local, minimize_flat
 from sandblaster.optimizers.base import Combination, IterationDone
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
 from sandblaster.optimizers.line_search import Sample, Trial
 from sandblaster.optimizers.termination import Reason
+from tests.sandblaster.local import Local, minimize_flat
 from tests.sandblaster.optimizers.problems import Seen, bowl, of_all
 
 

@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from distbelief.protocol.vector_commands import (
-    Axpy,
-    Copy,
-    Dot,
-    Gram,
-    LinearCombination,
-    Scale,
-    Term,
-    VectorName,
-)
-from sandblaster.local import Local
+from distbelief.protocol.vector_commands import Axpy, Dot, Gram, LinearCombination, Term, VectorName
 from sandblaster.optimizers.base import Examples, GramMatrix, Reply, Steps, perform
 from sandblaster.optimizers.lbfgs import Correction, direction
+from tests.sandblaster.local import Local
 
 
 Doubles = NDArray[np.float64]
@@ -82,7 +73,7 @@ def two_loop(
 
     Algorithm 7.4 of Nocedal and Wright 2006 to the letter, as Dean et al. 2012 run it.
     """
-    yield from perform(Copy(target=target, x=gradient), Scale(target=target, a=-1.0))
+    yield from perform(LinearCombination(target=target, terms=(Term(-1.0, gradient),)))
     if not history:
         return
 
@@ -97,7 +88,8 @@ def two_loop(
 
     newest = history[-1][1]
     (square,) = yield from perform(Dot(x=newest, y=newest))
-    yield from perform(Scale(target=target, a=curvatures[0] / square))
+    scale = Term(curvatures[0] / square, target)
+    yield from perform(LinearCombination(target=target, terms=(scale,)))
 
     steps = zip(history, reversed(alphas), reversed(curvatures), strict=True)
     for (s, y), alpha, curvature in steps:

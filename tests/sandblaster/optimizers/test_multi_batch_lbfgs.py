@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sandblaster.local import Local, minimize_flat
 from sandblaster.optimizers.base import Examples
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import Batch, MultiBatchLBFGS, mean_loss
 from sandblaster.optimizers.termination import Reason
+from tests.sandblaster.local import Local, minimize_flat
 from tests.sandblaster.optimizers.problems import Logistic
 
 

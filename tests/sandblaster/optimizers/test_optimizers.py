@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.vector_commands import Batch, targets
-from sandblaster.local import Local, minimize_flat
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -23,12 +22,12 @@ from sandblaster.optimizers.base import (
     Request,
     VectorOps,
 )
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
+from tests.sandblaster.local import Local, minimize_flat
 from tests.sandblaster.optimizers.problems import Logistic, bowl
 
 

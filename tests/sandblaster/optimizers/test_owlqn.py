@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController  # of scikit-learn
 
-from sandblaster.local import minimize_flat
 from sandblaster.optimizers.owlqn import OWLQN
+from tests.sandblaster.local import minimize_flat
 from tests.sandblaster.optimizers.problems import Logistic
 
 

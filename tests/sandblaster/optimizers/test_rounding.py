@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sandblaster.local import minimize_flat
 from sandblaster.optimizers import AnyMethod
-from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
-from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.line_search import Sample, WolfeConditions, more_thuente
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
+from tests.sandblaster.local import minimize_flat
 from tests.sandblaster.optimizers.problems import Seen, search_to_end
 
 

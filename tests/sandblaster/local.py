@@ -1,7 +1,7 @@
 """Runs an optimizer in this process, for a function of one flat vector.
 
 The shards are in this process too, each with its own range of the vector, so the results
-are those of a cluster. The optimizers are tested this way, and it minimizes plain functions:
+are those of a cluster:
 
     def bowl(x):
         return float(x @ x), 2.0 * x
