@@ -1,0 +1,200 @@
+"""Makes a call of a module one operation of the exported graph.
+
+Modules with a split rule of their own, and opaque ones, are such leaves: while torch.export runs,
+their forwards are replaced by a custom operation that gets the tensors of the call and the key of
+everything else.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils import _pytree as pytree
+
+from distbelief.graph.graph import GraphError
+
+
+LEAF: Final = "distbelief::leaf"
+_LIBRARY: Final = torch.library.Library("distbelief", "DEF")
+_LIBRARY.define("leaf(Tensor[] inputs, int key) -> Tensor[]")
+N_TRIED: Final = 3  # samples of noise for a module that needs values
+N_WITHOUT_MEMORY: Final = 1009  # a prime that no model uses
+
+
+@final
+class LeafCall:
+    """One call of a leaf module.
+
+    Args:
+        module: The module.
+        path: Its path in the model.
+        arguments: Positional and keyword arguments.
+    """
+
+    def __init__(self, module: nn.Module, path: str, arguments: object) -> None:
+        self.module = module
+        self.path = path
+        # for each tensor of the result, its key path there
+        self.places: list[tuple[object, ...]] = []
+        self.shapes_found: list[Sequence[object]] = []
+        self.floats_found: list[bool] = []
+        flat, self._spec = pytree.tree_flatten(arguments)
+        self.tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        self._others = [None if isinstance(value, torch.Tensor) else (value,) for value in flat]
+
+    def arguments(self, tensors: Sequence[object]) -> tuple[list[Any], dict[str, Any]]:
+        """Return positional and keyword arguments with these tensors in their places."""
+        given = iter(tensors)
+        flat = [next(given) if other is None else other[0] for other in self._others]
+        arguments, keywords = pytree.tree_unflatten(flat, self._spec)
+        return list(arguments), dict(keywords)
+
+    def result(self, tensors: Sequence[object]) -> object:
+        return _nested(list(zip(self.places, tensors, strict=True)))
+
+    def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors like the result's, for fake inputs."""
+        batch = next((x.shape[0] for x in inputs if x.dim() and not isinstance(x.shape[0], int)), 1)
+        with disable_proxy_modes_tracing(), unset_fake_temporarily():
+            try:
+                result = self._run(inputs, N_WITHOUT_MEMORY, torch.device("meta"))
+                n_samples = N_WITHOUT_MEMORY
+            except Exception:  # noqa: BLE001 -- a forward that needs values may raise anything
+                result = self._run(inputs, N_TRIED, torch.device("cpu"))
+                n_samples = N_TRIED
+            named, _ = pytree.tree_flatten_with_path(result)
+            found = [(_keys(path), x) for path, x in named if isinstance(x, torch.Tensor)]
+        self.places = [place for place, _ in found]
+        self.floats_found = [x.is_floating_point() for _, x in found]
+        self.shapes_found = [
+            tuple(batch * (n // n_samples) if n and not n % n_samples and i == _first(x, n_samples) else n for i, n in enumerate(x.shape))
+            for _, x in found
+        ]
+        floats = next((x.dtype for x in inputs if x.is_floating_point()), torch.float32)
+        return [
+            torch.empty(shape, dtype=floats if is_float else x.dtype, device=inputs[0].device)
+            for shape, is_float, (_, x) in zip(
+                self.shapes_found, self.floats_found, found, strict=True
+            )
+        ]
+
+    def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
+        # On zeros in place of the module's tensors; without memory, or for real on a few samples.
+        def like(x: torch.Tensor) -> torch.Tensor:
+            shape = [n if isinstance(n, int) else n_samples for n in x.shape]
+            if x.is_floating_point() and device.type != "meta":
+                return torch.rand(shape)
+            dtype = torch.float32 if x.is_floating_point() else x.dtype
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def zeros(x: torch.Tensor) -> torch.Tensor:
+            dtype = torch.float32 if x.is_floating_point() else x.dtype
+            return torch.zeros(tuple(map(int, x.shape)), dtype=dtype, device=device)
+
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            state = {
+                name: zeros(x)
+                for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
+            }
+            arguments, keywords = self.arguments([like(x) for x in inputs])
+            result: object = functional_call(self.module, state, tuple(arguments), keywords)
+            return result
+
+
+def _first(x: torch.Tensor, n_samples: int) -> int:
+    # The dimension that holds the samples.
+    return next((i for i, n in enumerate(x.shape) if n and not n % n_samples), -1)
+
+
+_CALLS: Final[dict[int, LeafCall]] = {}  # of running exports: the operation only gets a key
+_KEYS: Final = count()
+_INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
+
+
+@torch.library.register_fake(LEAF, lib=_LIBRARY)  # type: ignore[untyped-decorator] # torch has no types here
+def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
+    call = _CALLS[key]
+    forward = call.module.__dict__.pop("forward", None)
+    _INSIDE.append(call.module)
+    try:
+        return call.shapes(inputs)
+    finally:
+        _INSIDE.pop()
+        if forward is not None:
+            call.module.__dict__["forward"] = forward
+
+
+def is_outside(value: object) -> bool:
+    """Return whether this is a tensor of the exported forward, not of a leaf's."""
+    return isinstance(value, torch.Tensor) and not _INSIDE
+
+
+@contextmanager
+def leaves(
+    module: nn.Module, calls: dict[int, LeafCall], is_leaf: Callable[[str, nn.Module], bool]
+) -> Iterator[None]:
+    """Make each call of a leaf one operation while the context lasts.
+
+    Args:
+        module: The module that is exported.
+        calls: Gets the calls, by the key in the operation.
+        is_leaf: Whether the module at a path is one.
+    """
+    changed: list[tuple[nn.Module, object]] = []
+    above: list[str] = []
+    for path, part in module.named_modules():
+        if not path or any(path.startswith(f"{other}.") for other in above):
+            continue
+        if is_leaf(path, part):
+            above.append(path)
+            changed.append((part, part.__dict__.get("forward")))
+            part.__dict__["forward"] = _forward(part, path, calls)
+    try:
+        yield
+    finally:
+        for part, before in changed:
+            if before is None:
+                del part.__dict__["forward"]
+            else:
+                part.__dict__["forward"] = before
+        for key in calls:
+            _CALLS.pop(key, None)
+
+
+def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
+    def forward(*arguments: object, **keywords: object) -> object:
+        call = LeafCall(part, path, (arguments, keywords))
+        if not call.tensors:
+            raise GraphError(f"{path} is called without a tensor")
+        key = next(_KEYS)
+        calls[key] = _CALLS[key] = call
+        tensors: list[object] = torch.ops.distbelief.leaf(call.tensors, key)
+        return call.result(tensors)
+
+    return forward
+
+
+def _keys(path: Sequence[object]) -> tuple[object, ...]:
+    return tuple(
+        entry.idx if isinstance(entry, pytree.SequenceKey) else getattr(entry, "key", 0)
+        for entry in path
+    )
+
+
+def _nested(found: Sequence[tuple[tuple[object, ...], object]]) -> object:
+    if len(found) == 1 and not found[0][0]:
+        return found[0][1]
+    groups: dict[object, list[tuple[tuple[object, ...], object]]] = {}
+    for (first, *rest), value in found:
+        groups.setdefault(first, []).append((tuple(rest), value))
+    if all(isinstance(key, int) for key in groups):
+        size = max(int(str(key)) for key in groups) + 1
+        return tuple(_nested(groups[index]) if index in groups else None for index in range(size))
+    return {key: _nested(group) for key, group in groups.items()}
