@@ -42,6 +42,8 @@ class LeafCall:
         self.path = path
         # for each tensor of the result, its key path there
         self.places: list[tuple[object, ...]] = []
+        self._result_spec: pytree.TreeSpec | None = None
+        self._result_others: list[tuple[object] | None] = []
         self.shapes_found: list[Sequence[object]] = []
         self.floats_found: list[bool] = []
         flat, self._spec = pytree.tree_flatten(arguments)
@@ -56,7 +58,10 @@ class LeafCall:
         return list(arguments), dict(keywords)
 
     def result(self, tensors: Sequence[object]) -> object:
-        return _nested(list(zip(self.places, tensors, strict=True)))
+        given = iter(tensors)
+        flat = [next(given) if other is None else other[0] for other in self._result_others]
+        assert self._result_spec is not None
+        return pytree.tree_unflatten(flat, self._result_spec)
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors like the result's, for fake inputs."""
@@ -68,7 +73,8 @@ class LeafCall:
             except Exception:  # noqa: BLE001 -- a forward that needs values may raise anything
                 result = self._run(inputs, N_TRIED, torch.device("cpu"))
                 n_samples = N_TRIED
-            named, _ = pytree.tree_flatten_with_path(result)
+            named, self._result_spec = pytree.tree_flatten_with_path(result)
+            self._result_others = [None if isinstance(x, torch.Tensor) else (x,) for _, x in named]
             found = [(_keys(path), x) for path, x in named if isinstance(x, torch.Tensor)]
         self.places = [place for place, _ in found]
         self.floats_found = [x.is_floating_point() for _, x in found]
@@ -186,15 +192,3 @@ def _keys(path: Sequence[object]) -> tuple[object, ...]:
         entry.idx if isinstance(entry, pytree.SequenceKey) else getattr(entry, "key", 0)
         for entry in path
     )
-
-
-def _nested(found: Sequence[tuple[tuple[object, ...], object]]) -> object:
-    if len(found) == 1 and not found[0][0]:
-        return found[0][1]
-    groups: dict[object, list[tuple[tuple[object, ...], object]]] = {}
-    for (first, *rest), value in found:
-        groups.setdefault(first, []).append((tuple(rest), value))
-    if all(isinstance(key, int) for key in groups):
-        size = max(int(str(key)) for key in groups) + 1
-        return tuple(_nested(groups[index]) if index in groups else None for index in range(size))
-    return {key: _nested(group) for key, group in groups.items()}

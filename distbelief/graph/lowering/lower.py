@@ -355,7 +355,7 @@ class Lowerer:
         if str(target) == f"{LEAF.replace('::', '.')}.default":
             return self._leaf(args)
         arguments = _by_name(target, args, keywords)
-        if not any(_depends(value) for value in arguments.values()):
+        if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
@@ -524,8 +524,17 @@ def _depends(value: object) -> bool:
 
 
 _PLACES: Final = frozenset({"device", "layout", "pin_memory"})
-_FILLED: Final = {"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0}
+_FILLED: Final = {
+    **{"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0},
+    **{"new_zeros": 0.0, "new_ones": 1.0, "empty": 0.0, "empty_like": 0.0, "new_empty": 0.0},
+}
 _N_ELEMENTS_MAX: Final = 1 << 24
+
+
+def _is_filling(target: Any) -> bool:  # noqa: ANN401 -- an operation
+    # Its result depends on the shape of its input only.
+    packet = _plain_name(target).partition(".")[0]
+    return packet in {*_FILLED, "full_like", "new_zeros", "new_ones", "new_full", "empty_like"}
 
 
 def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: object) -> object:  # noqa: ANN401
@@ -535,15 +544,17 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
     packet = _plain_name(target).partition(".")[0]
     if any(factor(extent) for extent in result.shape):
         number = _FILLED.get(packet)
-        if packet in {"full", "new_full"}:
+        if packet in {"full", "new_full", "full_like"}:
             number = float(args[-1])
         if number is None:
             raise NotSplitError("it depends on the batch size")
         return Filled(number, tuple(result.shape), result.dtype)
     if math.prod(result.shape) > _N_ELEMENTS_MAX:
         return None
-    if packet.startswith(("empty", "new_empty")):
-        return torch.zeros(result.shape, dtype=result.dtype)
+    if packet in _FILLED:
+        return torch.full(result.shape, _FILLED[packet], dtype=result.dtype)
+    if packet in {"full_like", "new_full"}:
+        return torch.full(result.shape, args[-1], dtype=result.dtype)
     args = [value.clone() if isinstance(value, torch.Tensor) else value for value in args]
     said = {word: value for word, value in keywords.items() if word not in _PLACES}
     found = target(*args, **said)
