@@ -12,10 +12,12 @@ not: they are frozen. `evaluation_difference` tells whether evaluation computes 
 import inspect
 import logging
 import math
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -47,8 +49,8 @@ from distbelief.graph.unsupported import (
     Watch,
     attributes_kept,
     has_gradient_hooks,
-    is_replaced,
     lost_change,
+    opaque_reason,
     refuse_bounded_tables,
     refuse_parameter_hooks,
 )
@@ -222,15 +224,9 @@ def _exported(
     examples = tuple(_example(spec, module) for spec in inputs)
     dim = Dim("batch", min=2)
     watch = Watch(module)
-    innermost: list[str] = []
-    handles = [
-        part.register_forward_pre_hook(_noting(innermost, path))
-        for path, part in module.named_modules()
-    ]
-
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
-        return own in whole or (type(part) in MODULES and not is_replaced(part))
+        return own in whole or (type(part) in MODULES and opaque_reason(part) is None)
 
     try:
         with (
@@ -253,23 +249,24 @@ def _exported(
     except (GraphError, OpaqueError):
         raise
     except Exception as error:  # a forward may do anything with fake tensors
-        path = innermost[-1] if innermost else ""
+        path = _innermost(error, module)
         while path and any(path.startswith(f"{other}.") or path == other for other in whole):
             path = path.rpartition(".")[0]
         raise OpaqueError(path, _reason(error)) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
     return _Exported(program=program, calls=calls)
 
 
-def _noting(innermost: list[str], path: str) -> Any:  # noqa: ANN401 -- a hook
-    def note(_module: nn.Module, _inputs: object) -> None:
-        innermost.append(path)
-
-    return note
+def _innermost(error: BaseException | None, module: nn.Module) -> str:
+    # The path of the innermost module whose forward was running.
+    paths = {id(part): path for path, part in module.named_modules()}
+    found = ""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            found = paths.get(id(frame.f_locals.get("self")), found)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _reason(error: Exception) -> str:
@@ -293,11 +290,12 @@ def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    # torch logs what export cannot do; the error reports it in one line.
+    # torch logs and prints what export cannot do; the error reports it in one line.
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+            yield
     finally:
         logging.disable(before)
 

@@ -5,6 +5,7 @@ their forwards are replaced by a custom operation that gets the tensors of the c
 everything else.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -67,12 +68,15 @@ class LeafCall:
         """Return tensors like the result's, for fake inputs."""
         batch = next((x.shape[0] for x in inputs if x.dim() and not isinstance(x.shape[0], int)), 1)
         with disable_proxy_modes_tracing(), unset_fake_temporarily():
+            n_samples = N_WITHOUT_MEMORY
             try:
-                result = self._run(inputs, N_WITHOUT_MEMORY, torch.device("meta"))
-                n_samples = N_WITHOUT_MEMORY
+                result = self._run(inputs, n_samples, torch.device("meta"))
             except Exception:  # noqa: BLE001 -- a forward that needs values may raise anything
-                result = self._run(inputs, N_TRIED, torch.device("cpu"))
                 n_samples = N_TRIED
+                try:
+                    result = self._run(inputs, n_samples, torch.device("cpu"))
+                except Exception as error:
+                    raise GraphError(self._refusal(inputs, error)) from error
             named, self._result_spec = pytree.tree_flatten_with_path(result)
             self._result_others = [None if isinstance(x, torch.Tensor) else (x,) for _, x in named]
             found = [(_keys(path), x) for path, x in named if isinstance(x, torch.Tensor)]
@@ -89,6 +93,26 @@ class LeafCall:
                 self.shapes_found, self.floats_found, found, strict=True
             )
         ]
+
+    def _refusal(self, inputs: Sequence[torch.Tensor], error: Exception) -> str:
+        kind = type(self.module).__name__
+        path = self.path.removeprefix("inner").removeprefix(".")
+        shapes = ", ".join(
+            "x".join(str(n) if isinstance(n, int) else "batch" for n in x.shape) for x in inputs
+        )
+        wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
+        if wants_words and any(x.is_floating_point() for x in inputs):
+            hint = (
+                "It needs integers but gets floats: give the number of values (--input "
+                "128:30000), or an example with integers"
+            )
+        elif not wants_words and any(not x.is_floating_point() for x in inputs):
+            hint = "It gets integers: embed them first, or give the input as floats"
+        else:
+            hint = "Is the shape of the input right?"
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        what = f"{path} ({kind})" if path else kind
+        return f"{what} cannot be run on {shapes}: {why}. {hint}"
 
     def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
         # On zeros in place of the module's tensors; without memory, or for real on a few samples.
@@ -110,8 +134,20 @@ class LeafCall:
                 for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
             }
             arguments, keywords = self.arguments([like(x) for x in inputs])
-            result: object = functional_call(self.module, state, tuple(arguments), keywords)
+            with _plain_calls():
+                result: object = functional_call(self.module, state, tuple(arguments), keywords)
             return result
+
+
+@contextmanager
+def _plain_calls() -> Iterator[None]:
+    # torch.export counts calls of modules; this one is only for shapes.
+    before = nn.Module.__call__
+    nn.Module.__call__ = nn.Module._call_impl  # type: ignore[method-assign] # noqa: SLF001
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = before  # type: ignore[method-assign]
 
 
 def _first(x: torch.Tensor, n_samples: int) -> int:
@@ -154,6 +190,7 @@ def leaves(
         is_leaf: Whether the module at a path is one.
     """
     changed: list[tuple[nn.Module, object]] = []
+    hooks: list[tuple[nn.Module, object, object]] = []
     above: list[str] = []
     for path, part in module.named_modules():
         if not path or any(path.startswith(f"{other}.") for other in above):
@@ -162,6 +199,9 @@ def leaves(
             above.append(path)
             changed.append((part, part.__dict__.get("forward")))
             part.__dict__["forward"] = _forward(part, path, calls)
+            # An opaque module runs its hooks itself.
+            hooks.append((part, part._forward_hooks, part._forward_pre_hooks))  # noqa: SLF001
+            part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()  # noqa: SLF001
     try:
         yield
     finally:
@@ -170,6 +210,8 @@ def leaves(
                 del part.__dict__["forward"]
             else:
                 part.__dict__["forward"] = before
+        for part, after, first in hooks:
+            part.__dict__.update(_forward_hooks=after, _forward_pre_hooks=first)
         for key in calls:
             _CALLS.pop(key, None)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from distbelief.graph.graph import Layer, TensorUse, uses
+from distbelief.graph.graph import GraphError, Layer, TensorUse, uses
 from distbelief.graph.leaves import LeafCall
 from distbelief.graph.lowering.lower import (
     Held,
@@ -33,6 +33,7 @@ def _connected(
 ) -> Value:
     # value @ weight^T, or value @ weight if `turned`.
     value.dim(-1)  # not the batch
+    refuse_integers(op, value)
     n_outputs = weight.use.shape[1 if turned else 0]
     tensors = {"weight": weight.use} | ({} if bias is None else {"bias": bias})
     return op.add(
@@ -42,6 +43,15 @@ def _connected(
         options={"transposed": True} if turned else {},
         tensors=tensors,
     )
+
+
+def refuse_integers(op: Operation, value: Value) -> None:
+    """Raise `GraphError` for integers where torch would raise in a real forward."""
+    if value.layer.is_integer:
+        raise GraphError(
+            f"{op.name} cannot be run on {value.layer.name!r}. It gets integers: embed them "
+            "first, or give the input as floats"
+        )
 
 
 @lowers("linear")

@@ -58,12 +58,6 @@ def convolution(op: Operation) -> object:
     return op.add("convolution", [value], _shape(op), options=options, tensors=tensors)
 
 
-@lowers("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def transposed(op: Operation) -> object:
-    name = f"ConvTranspose{op.result.dim() - 2}d"
-    raise NotSplitError(f"{name} has no split rule")
-
-
 @lowers("max_pool1d", "max_pool2d", "max_pool3d")
 def max_pool(op: Operation) -> object:
     n = op.result.dim() - 2

@@ -85,6 +85,8 @@ def evaluated(
 ) -> object:
     """Return the result of an operation for these tensors."""
 
+    device = next((t.device for t in (*inputs, *tensors.values())), torch.device("cpu"))
+
     def decoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 -- whatever JSON holds
         if isinstance(value, list):
             return [decoded(item) for item in value]
@@ -99,9 +101,12 @@ def evaluated(
             case {"samples": int(factor)}:
                 return factor * n_samples
             case {"constant": numbers, "dtype": str(dtype), "shape": shape}:
-                return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
+                numbers = torch.tensor(numbers, dtype=getattr(torch, dtype), device=device)
+                return numbers.reshape(shape)
             case {"filled": number, "dtype": str(dtype), "shape": shape}:
-                return torch.full(decoded(shape), number, dtype=getattr(torch, dtype))
+                return torch.full(
+                    decoded(shape), number, dtype=getattr(torch, dtype), device=device
+                )
             case {"dtype": str(dtype)}:
                 return getattr(torch, dtype)
             case _:

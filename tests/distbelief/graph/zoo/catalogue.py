@@ -86,7 +86,7 @@ ZOO: Final[Mapping[str, Case]] = {
     "unet, transposed": Case(
         make=lambda: UNet(transposed=True),
         shape=(1, 9, 11),
-        whole=dict.fromkeys(["raised.0", "raised.1"], "ConvTranspose2d has no split"),
+        whole=dict.fromkeys(["raised.0", "raised.1"], "conv_transpose2d has no split"),
     ),
     "lstm": Case(
         make=LstmTagger,
