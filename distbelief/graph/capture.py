@@ -18,20 +18,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 from torch.nn.modules import transformer
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distbelief.graph import lowering, ops
 from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
 from distbelief.graph.leaves import LeafCall, is_outside, leaves
-from distbelief.graph.lowering.fallback import call_whole
+from distbelief.graph.lowering.fallback import call_whole, constant_layer
 from distbelief.graph.lowering.lower import (
     MODULES,
     Held,
@@ -39,7 +38,6 @@ from distbelief.graph.lowering.lower import (
     NeedsFunctionalError,
     NotSplitError,
     OpaqueError,
-    Results,
     Value,
     place_of,
 )
@@ -117,8 +115,7 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
     names = _names(module, inputs)
     whole: dict[str, str] = {}
     with attributes_kept(module), _in_mode(module, training=True):
-        graph = _captured(module, names, inputs, whole)
-    return graph
+        return _captured(module, names, inputs, whole)
 
 
 def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str | None:
@@ -164,7 +161,7 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
     for node in program.graph.nodes:
         packet = str(node.target).removeprefix("aten.").partition(".")[0]
         if packet in _DROPOUTS:
-            numbers[node] = numbers[node.args[0]]  # type: ignore[index] # its input
+            numbers[node] = numbers[node.all_input_nodes[0]]
             continue
         if packet == "add_" and "num_batches_tracked" in str(node.args[0]):
             continue
@@ -224,6 +221,7 @@ def _exported(
     examples = tuple(_example(spec, module) for spec in inputs)
     dim = Dim("batch", min=2)
     watch = Watch(module)
+
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
         return own in whole or (type(part) in MODULES and opaque_reason(part) is None)
@@ -341,7 +339,7 @@ def _no_custom_functions() -> Iterator[None]:
 def _given_masks() -> Iterator[None]:
     # torch's encoder looks at the values of its mask; the attention layer's rule does too.
     original = transformer._detect_is_causal_mask  # noqa: SLF001
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)  # type: ignore[assignment] # noqa: SLF001, ARG005, E501
+    transformer._detect_is_causal_mask = lambda _, hint=None, __=None: bool(hint)  # noqa: SLF001
     try:
         yield
     finally:
@@ -359,7 +357,14 @@ def _lowered(
     whole: Mapping[str, str],
 ) -> LayerGraph:
     builder = Builder(aliases=_aliases(module))
-    lowerer = Lowerer(module, builder, calls=exported.calls, whole=whole, fallback=call_whole)
+    lowerer = Lowerer(
+        builder,
+        calls=exported.calls,
+        whole=whole,
+        fallback=call_whole,
+        constant=constant_layer,
+        opaque=whole_module,
+    )
     program = exported.program
     signature = program.graph_signature
     tensors = {
@@ -378,9 +383,14 @@ def _lowered(
             use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
             known = Held(use, not tensor.is_floating_point())
         elif node.name in signature.inputs_to_lifted_tensor_constants:
-            known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
-            if known.requires_grad:
-                raise OpaqueError("", "it uses parameters outside of its attributes, for example in a list")
+            constant = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+            known = constant
+            if constant.requires_grad:
+                raise OpaqueError(
+                    "",
+                    "it uses parameters outside of its attributes, for example in a list: use "
+                    "nn.ParameterList",
+                )
         else:
             name, spec = next(given)
             builder.input(name, spec.shape, is_integer=spec.n_values is not None)
@@ -390,7 +400,7 @@ def _lowered(
     assert isinstance(results, list)
     _check_changes(program)
     changed = len(signature.buffers_to_mutate)
-    return builder.finish(_outputs(results[changed:], lowerer))
+    return builder.finish(_outputs(results[changed:]))
 
 
 def _check_changes(program: "ExportedProgram") -> None:
@@ -400,7 +410,7 @@ def _check_changes(program: "ExportedProgram") -> None:
             raise GraphError(lost_change(path.removeprefix(f"{_INNER}.")))
 
 
-def _outputs(results: object, lowerer: Lowerer) -> list[str]:
+def _outputs(results: object) -> list[str]:
     names: list[str] = []
     for value in pytree.tree_leaves(results):
         if isinstance(value, Value) and value.batch is not None:
@@ -478,6 +488,3 @@ def _aliases(module: nn.Module) -> dict[str, str]:
         if known != name:
             aliases[name] = known
     return aliases
-
-
-_ = _DropoutNd, Results, whole_module

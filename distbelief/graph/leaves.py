@@ -45,7 +45,7 @@ class LeafCall:
         self.places: list[tuple[object, ...]] = []
         self._result_spec: pytree.TreeSpec | None = None
         self._result_others: list[tuple[object] | None] = []
-        self.shapes_found: list[Sequence[object]] = []
+        self.shapes_found: list[tuple[int, ...]] = []  # extents of the batch are symbols
         self.floats_found: list[bool] = []
         flat, self._spec = pytree.tree_flatten(arguments)
         self.tensors = [value for value in flat if isinstance(value, torch.Tensor)]
@@ -66,7 +66,7 @@ class LeafCall:
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors like the result's, for fake inputs."""
-        batch = next((x.shape[0] for x in inputs if x.dim() and not isinstance(x.shape[0], int)), 1)
+        batch = next((x.shape[0] for x in inputs if x.dim() and type(x.shape[0]) is not int), 1)
         with disable_proxy_modes_tracing(), unset_fake_temporarily():
             n_samples = N_WITHOUT_MEMORY
             try:
@@ -83,7 +83,10 @@ class LeafCall:
         self.places = [place for place, _ in found]
         self.floats_found = [x.is_floating_point() for _, x in found]
         self.shapes_found = [
-            tuple(batch * (n // n_samples) if n and not n % n_samples and i == _first(x, n_samples) else n for i, n in enumerate(x.shape))
+            tuple(
+                batch * (n // n_samples) if i == _first(x, n_samples) else n
+                for i, n in enumerate(x.shape)
+            )
             for _, x in found
         ]
         floats = next((x.dtype for x in inputs if x.is_floating_point()), torch.float32)
@@ -98,7 +101,7 @@ class LeafCall:
         kind = type(self.module).__name__
         path = self.path.removeprefix("inner").removeprefix(".")
         shapes = ", ".join(
-            "x".join(str(n) if isinstance(n, int) else "batch" for n in x.shape) for x in inputs
+            "x".join(str(n) if type(n) is int else "batch" for n in x.shape) for x in inputs
         )
         wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
         if wants_words and any(x.is_floating_point() for x in inputs):
@@ -117,7 +120,7 @@ class LeafCall:
     def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
         # On zeros in place of the module's tensors; without memory, or for real on a few samples.
         def like(x: torch.Tensor) -> torch.Tensor:
-            shape = [n if isinstance(n, int) else n_samples for n in x.shape]
+            shape = [n if type(n) is int else n_samples for n in x.shape]
             if x.is_floating_point() and device.type != "meta":
                 return torch.rand(shape)
             dtype = torch.float32 if x.is_floating_point() else x.dtype

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from distbelief.graph.graph import GraphError, TensorUse
+from distbelief.graph.graph import GraphError, Option, TensorUse
 from distbelief.graph.lowering.lower import (
     Filled,
     Held,
@@ -58,17 +58,19 @@ def call_whole(operation: Operation, reason: str) -> object:
         if batch is None and batched:
             raise GraphError(f"{operation.name} joins samples: a layer must keep them separate")
         shape = _layer_shape(one, batch)
-        options = {
-            "operation": _name(operation.target),
+        options: dict[str, Option] = {
+            "operation": str(operation.target),
             "arguments": text,
             "batch": -1 if batch is None else batch,
         }
+        if index is not None:
+            options["output"] = index
         name = operation.builder.add(
             operation.name,
             "call",
             [value.layer.name for value in encoder.inputs],
             shape,
-            options=options | ({} if index is None else {"output": index}),
+            options=options,
             tensors=encoder.tensors,
             is_integer=not one.is_floating_point(),
             whole=reason,
@@ -79,7 +81,7 @@ def call_whole(operation: Operation, reason: str) -> object:
     return Results(make) if several else make(None)
 
 
-def constant(lowerer: Lowerer, tensor: torch.Tensor) -> Value:
+def constant_layer(lowerer: Lowerer, tensor: torch.Tensor) -> Value:
     """Return a layer for a tensor that the forward makes of numbers."""
     encoder = _Encoder(lowerer)
     text = json.dumps({"arguments": [encoder.encoded(tensor)], "keywords": {}})
@@ -92,10 +94,6 @@ def constant(lowerer: Lowerer, tensor: torch.Tensor) -> Value:
         is_integer=not tensor.is_floating_point(),
     )
     return Value(lowerer.builder[name], batch=None)
-
-
-def _name(target: object) -> str:
-    return str(target)
 
 
 def _layer_shape(result: torch.Tensor, batch: int | None) -> tuple[int, ...]:
@@ -138,7 +136,11 @@ class _Encoder:
                         "buffer of its module"
                     )
                 dtype = str(value.dtype).removeprefix("torch.")
-                return {"constant": value.flatten().tolist(), "dtype": dtype, "shape": list(value.shape)}
+                return {
+                    "constant": value.flatten().tolist(),
+                    "dtype": dtype,
+                    "shape": list(value.shape),
+                }
             case Filled():
                 dtype = str(value.dtype).removeprefix("torch.")
                 shape = [self.encoded(extent) for extent in value.shape]
@@ -156,7 +158,7 @@ class _Encoder:
 def _check_samples(operation: Operation, encoder: _Encoder, text: str) -> None:
     # Each sample of noise alone must give what it gives among others.
     target = operation.target
-    inputs = [value for value in encoder.inputs]
+    inputs = encoder.inputs
     batched = [value.batch is not None for value in inputs]
     if not any(batched) or torch.Tag.nondeterministic_seeded in target.tags:
         return
@@ -179,7 +181,7 @@ def _check_samples(operation: Operation, encoder: _Encoder, text: str) -> None:
 
     def run(some: list[torch.Tensor], n: int) -> list[torch.Tensor]:
         with torch.no_grad():
-            found = evaluated(_name(target), text, inputs=some, tensors=tensors, n_samples=n)
+            found = evaluated(str(target), text, inputs=some, tensors=tensors, n_samples=n)
         several = found if isinstance(found, tuple | list) else [found]
         return [one for one in several if isinstance(one, torch.Tensor)]
 

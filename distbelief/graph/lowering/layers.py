@@ -20,7 +20,6 @@ from distbelief.graph.lowering.lower import (
     lowers,
     lowers_module,
 )
-from distbelief.graph.lowering.pointwise import pointwise
 from distbelief.graph.lowering.views import permuted
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
@@ -74,7 +73,7 @@ def addmm(op: Operation) -> object:
 @lowers("matmul", "mm", "bmm", "mv")
 def product(op: Operation) -> object:
     left, right = op["self"], op.arguments.get("other", op.arguments.get("mat2"))
-    if isinstance(right, Held) and len(right.use.shape) == 2:  # noqa: PLR2004
+    if isinstance(right, Held) and len(right.use.shape) == 2:
         value = op.value("self")
         if value.batch is not None:
             return _connected(op, value, right, None, turned=not right.turned)
@@ -83,7 +82,9 @@ def product(op: Operation) -> object:
     if replace(one, layer=other.layer) != other or one.n_dims != other.n_dims:
         raise NotSplitError("its tensors are arranged in different ways")
     one, other = (_lead(op, x, y) for x, y in ((one, other), (other, one)))
-    return one.to(op.builder[op.builder.add_layer(product_layer(op.free_name, one.layer, other.layer))])
+    return one.to(
+        op.builder[op.builder.add_layer(product_layer(op.free_name, one.layer, other.layer))]
+    )
 
 
 def _lead(op: Operation, value: Value, other: Value) -> Value:
@@ -111,7 +112,7 @@ def einsum(op: Operation) -> object:
     left, right = op["tensors"]
     if any(len(set(word)) < len(word) for word in (one, other, result)):
         raise NotSplitError("a letter stands twice")
-    if isinstance(right, Held) and len(other) == 2:  # noqa: PLR2004
+    if isinstance(right, Held) and len(other) == 2:
         if one[:-1] != result[:-1] or set(other) != {one[-1], result[-1]}:
             raise NotSplitError("it sums over something else than the last dimension")
         value = op.lowerer.as_value(left)
@@ -126,9 +127,7 @@ def einsum(op: Operation) -> object:
 
 
 def _by_letters(op: Operation, values: list[Value], one: str, other: str, result: str) -> Value:
-    extents = dict(
-        zip(one + other, (*values[0].layer.shape, *values[1].layer.shape), strict=True)
-    )
+    extents = dict(zip(one + other, (*values[0].layer.shape, *values[1].layer.shape), strict=True))
 
     def shape(letters: str) -> Shape:
         return tuple(extents[letter] for letter in letters)
@@ -238,7 +237,7 @@ def masked(
         return True, None
     is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
     value = lowerer.as_value(mask)
-    is_mask = is_mask or value.layer.kind in {"comparison", "where"} and value.layer.kind == "comparison"
+    is_mask = is_mask or value.layer.kind == "comparison"
     layer = value.layer
     if value.batch is None and value.n_dims == n_dims:
         if layer.shape[0] != 1:
@@ -256,7 +255,7 @@ def masked(
 
 def _is_causal(mask: torch.Tensor, *, true_hides: bool) -> bool:
     # A mask made by the forward that hides all later keys and nothing else.
-    if mask.dim() < 2 or mask.shape[:-2].numel() != 1:  # noqa: PLR2004
+    if mask.dim() < 2 or mask.shape[:-2].numel() != 1:
         return False
     rows = mask.reshape(mask.shape[-2:])
     later = torch.ones(rows.shape, dtype=torch.bool).triu(1)
@@ -299,9 +298,7 @@ def multi_head_attention(
     return [Value(lowerer.builder[name]), None]
 
 
-def _with_padding(
-    lowerer: Lowerer, name: str, mask: Layer | None, padding: object
-) -> Layer | None:
+def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: object) -> Layer | None:
     # What is added to the scores so that padding keys are hidden, and `mask`.
     if padding is None:
         return mask
@@ -326,6 +323,3 @@ def _with_padding(
         options={"function": "add"},
     )
     return builder[both]
-
-
-_ = pointwise

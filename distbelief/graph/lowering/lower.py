@@ -11,6 +11,7 @@ So a view that only moves the batch is no layer. What has no rule is computed wh
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
@@ -280,27 +281,30 @@ class Lowerer:
     """Makes layers of an exported program's operations.
 
     Args:
-        module: The module that was exported.
         builder: Builder with its inputs.
         calls: Calls of leaf modules, by key.
         whole: Opaque modules, and why.
-        fallback: Adds what has no rule.
+        fallback: Adds what has no rule, for the reason.
+        constant: Adds a tensor that the forward makes.
+        opaque: Adds a call of an opaque module.
     """
 
     def __init__(
         self,
-        module: nn.Module,
         builder: Builder,
         *,
         calls: Mapping[int, LeafCall],
         whole: Mapping[str, str],
         fallback: Callable[[Operation, str], object],
+        constant: Callable[["Lowerer", torch.Tensor], Value],
+        opaque: Callable[["Lowerer", LeafCall, Sequence[object]], object],
     ) -> None:
-        self.module = module
         self.builder = builder
         self.calls = calls
         self.whole = whole
         self._fallback = fallback
+        self._constant = constant
+        self._opaque = opaque
         self.known: dict[fx.Node, Any] = {}
         self._parameters: dict[str, Value] = {}
         self._named: set[str] = set()
@@ -348,7 +352,7 @@ class Lowerer:
             return result
         name = getattr(target, "__name__", str(target))
         if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001
-            return self._nested(node, name, args)
+            return self._nested(name, args)
         if "assert" in name or name.startswith("sym_"):
             return None
         keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
@@ -379,7 +383,7 @@ class Lowerer:
         except NotSplitError as error:
             return self._fallback(operation, f"{packet} has no split rule here: {error}")
 
-    def _nested(self, node: fx.Node, name: str, args: list[Any]) -> object:
+    def _nested(self, name: str, args: list[Any]) -> object:
         if name != "wrap_with_set_grad_enabled":
             raise NotSplitError(f"{name} has no split rule")
         enabled, inner, *given = args
@@ -411,9 +415,7 @@ class Lowerer:
         rule = MODULES.get(type(call.module))
         if call.path not in self.whole and rule is not None:
             return rule(self, call.module, call, inputs)
-        from distbelief.graph.lowering.whole import whole_module  # noqa: PLC0415 -- circular
-
-        return whole_module(self, call, inputs, reason=self.whole[call.path])
+        return self._opaque(self, call, inputs)
 
     # --- values ---
 
@@ -428,9 +430,7 @@ class Lowerer:
         if isinstance(given, Held):
             return self._parameter(given)
         if isinstance(given, torch.Tensor):
-            from distbelief.graph.lowering.fallback import constant  # noqa: PLC0415 -- circular
-
-            return constant(self, given)
+            return self._constant(self, given)
         raise NotSplitError(f"{type(given).__name__} is not the output of a layer")
 
     def _parameter(self, held: Held) -> Value:
@@ -450,7 +450,11 @@ class Lowerer:
             return value
         layer = value.layer
         name = self.builder.add(
-            f"{use.name}.turned", "permute", [layer.name], layer.shape[::-1], options={"dims": (1, 0)}
+            f"{use.name}.turned",
+            "permute",
+            [layer.name],
+            layer.shape[::-1],
+            options={"dims": (1, 0)},
         )
         return value.to(self.builder[name])
 
@@ -525,8 +529,15 @@ def _depends(value: object) -> bool:
 
 _PLACES: Final = frozenset({"device", "layout", "pin_memory"})
 _FILLED: Final = {
-    **{"zeros": 0.0, "ones": 1.0, "zeros_like": 0.0, "ones_like": 1.0},
-    **{"new_zeros": 0.0, "new_ones": 1.0, "empty": 0.0, "empty_like": 0.0, "new_empty": 0.0},
+    "zeros": 0.0,
+    "ones": 1.0,
+    "zeros_like": 0.0,
+    "ones_like": 1.0,
+    "new_zeros": 0.0,
+    "new_ones": 1.0,
+    "empty": 0.0,
+    "empty_like": 0.0,
+    "new_empty": 0.0,
 }
 _N_ELEMENTS_MAX: Final = 1 << 24
 
@@ -586,7 +597,5 @@ def _inside(node: fx.Node) -> str:
 
 def place_of(node: fx.Node) -> str:
     """Return the user's source line of an operation, in brackets."""
-    import re  # noqa: PLC0415
-
     lines = re.findall(r'File "(.+?)", line (\d+)', str(node.meta.get("stack_trace", "")))
     return f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""

@@ -7,7 +7,7 @@ import torch
 
 from distbelief.graph.graph import Option
 from distbelief.graph.lowering.lower import Filled, NotSplitError, Operation, Value, lowers
-from distbelief.graph.lowering.views import lined_up, same
+from distbelief.graph.lowering.views import lined_up
 
 
 def pointwise(
@@ -151,9 +151,13 @@ def _several(function: str) -> Callable[[Operation], object]:
         if None not in numbers:
             raise NotSplitError("both are numbers")
         if numbers[1] is not None:
-            return pointwise(op, [op.value("self")], *_with_number(function, numbers[1], right=True))
+            return pointwise(
+                op, [op.value("self")], *_with_number(function, numbers[1], right=True)
+            )
         if numbers[0] is not None:
-            return pointwise(op, [op.value("other")], *_with_number(function, numbers[0], right=False))
+            return pointwise(
+                op, [op.value("other")], *_with_number(function, numbers[0], right=False)
+            )
         return pointwise(op, [op.value("self"), op.value("other")], function)
 
     return rule
@@ -294,7 +298,7 @@ lowers("_assert_tensor_metadata")(lambda _: None)
 @lowers("dropout", "feature_dropout", "native_dropout")
 def dropout(op: Operation) -> object:
     word = "self" if "self" in op.arguments else "input"
-    probability = op[word and "p"]
+    probability = op["p"]
     value = op.value(word)
     several = isinstance(op.result, tuple | list)
     if not op["train"] or not probability:
@@ -306,6 +310,3 @@ def dropout(op: Operation) -> object:
     options: dict[str, Option] = {"probability": float(probability), "n_shared": n_shared}
     found = op.add("dropout", [value], value.layer.shape, options=options)
     return [found, None] if several else found
-
-
-_ = same

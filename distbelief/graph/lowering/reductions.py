@@ -1,6 +1,6 @@
 """Lowering rules for reductions, softmax and normalisation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import nn
 
-from distbelief.graph.graph import Layer
+from distbelief.graph.graph import Option
 from distbelief.graph.leaves import LeafCall
 from distbelief.graph.lowering.lower import (
     Lowerer,
@@ -27,10 +27,17 @@ from distbelief.graph.ops.norms import (
     rms_norm_layers,
 )
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
+from distbelief.graph.region import Shape
 
 
 def _reduced(
-    op: Operation, value: Value, function: str, dims: Sequence[int], *, keep: bool, **options: Any  # noqa: ANN401
+    op: Operation,
+    value: Value,
+    function: str,
+    dims: Sequence[int],
+    *,
+    keep: bool,
+    **options: Any,  # noqa: ANN401
 ) -> Value:
     """Add a reduction over torch's dimensions."""
     if value.layer.is_integer:
@@ -136,11 +143,7 @@ def rms_norm(op: Operation) -> object:
     if epsilon is None:  # torch: what its numbers are precise to
         epsilon = torch.finfo(op.result.dtype).eps
     layers = rms_norm_layers(
-        op.free_name,
-        value.layer,
-        n_dims=n_dims,
-        tensors=op.uses("weight"),
-        epsilon=float(epsilon),
+        op.free_name, value.layer, n_dims=n_dims, tensors=op.uses("weight"), epsilon=float(epsilon)
     )
     return op.extend(value, layers)
 
@@ -203,12 +206,14 @@ def local_response(
 
 
 def _added(
-    lowerer: Lowerer, call: LeafCall, kind: str, value: Value, shape: Any, options: Any  # noqa: ANN401
+    lowerer: Lowerer,
+    call: LeafCall,
+    kind: str,
+    value: Value,
+    shape: Shape,
+    options: Mapping[str, Option],
 ) -> Value:
     if not value.is_plain:
         raise NotSplitError("the batch is not its first dimension")
     name = lowerer.builder.add(call.path, kind, [value.layer.name], shape, options=options)
     return Value(lowerer.builder[name])
-
-
-_ = Layer

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
+import msgspec
+from torch import fx
 
-from distbelief.graph.graph import Layer
+from distbelief.graph.graph import Layer, Option
 from distbelief.graph.lowering.lower import (
-    Filled,
     Held,
     NotSplitError,
     Operation,
@@ -120,7 +120,7 @@ def transpose(op: Operation) -> object:
 @lowers("t", "numpy_T", "mT", "adjoint")
 def turned(op: Operation) -> object:
     dims = list(range(op.result.dim()))
-    return _turned(op, dims[::-1] if len(dims) == 2 else [*dims[:-2], dims[-1], dims[-2]])  # noqa: PLR2004
+    return _turned(op, dims[::-1] if len(dims) == 2 else [*dims[:-2], dims[-1], dims[-2]])
 
 
 def _turned(op: Operation, dims: list[int]) -> object:
@@ -169,18 +169,15 @@ def slice_(op: Operation) -> object:
     value = op.value("self")
     dim = op["dim"] % value.n_dims
     if dim == value.batch:
-        if str(op.result.shape[dim]) != _extent(op, value, dim) or op["step"] != 1:
+        source = op.node.args[0]
+        assert isinstance(source, fx.Node)
+        if str(op.result.shape[dim]) != str(source.meta["val"].shape[dim]) or op["step"] != 1:
             raise NotSplitError("it takes some of the samples")
         return value
     dim = value.dim(dim)
     extent = value.layer.shape[dim]
     start, stop, step = slice(op["start"], op["end"], op["step"]).indices(extent)
     return sliced(op, value, dim, start, stop, step)
-
-
-def _extent(op: Operation, value: Value, dim: int) -> str:
-    del value
-    return str(op.node.args[0].meta["val"].shape[dim])  # type: ignore[union-attr] # a tensor
 
 
 @lowers("select")
@@ -289,7 +286,11 @@ def pad(op: Operation) -> object:
         raise NotSplitError("it cuts")
     shape = tuple(b + e + a for b, e, a in zip(before, value.layer.shape, after, strict=True))
     number = op["value"] or 0.0
-    options = {"before": tuple(before), "after": tuple(after), "value": float(number)}
+    options: dict[str, Option] = {
+        "before": tuple(before),
+        "after": tuple(after),
+        "value": float(number),
+    }
     return op.add("pad", [value], shape, options=options)
 
 
@@ -322,9 +323,11 @@ def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value
             alike = value.n_dims - value.batch == last
             if not alike or (value.before, value.after) != (first.before, first.after):
                 raise NotSplitError("its tensors are arranged in different ways")
-        elif value.n_dims >= last:
-            value = _without_batch(op, value, value.n_dims - last, folded)
-        layers.append(value.layer)
+            layers.append(value.layer)
+        elif value.n_dims < last:
+            layers.append(value.layer)
+        else:
+            layers.append(_without_batch(op, value, value.n_dims - last, folded).layer)
     return layers, replace(first, batch=n - last)
 
 
@@ -336,13 +339,8 @@ def _without_batch(op: Operation, value: Value, at: int, folded: int) -> Value:
     ones = (1,) * folded if at else ()
     shape = (*layer.shape[:at], *ones, *layer.shape[at + 1 :])
     if layer.kind == "parameter" and not at and layer.tensors["value"].shape == layer.shape:
-        import msgspec  # noqa: PLC0415
-
         name = op.builder.free_name(f"{layer.name}.row")
         row = msgspec.structs.replace(layer, name=name, shape=shape)
         return value.to(op.builder[op.builder.add_layer(row)])
     reshaped = reshape_layer(op.builder.free_name(f"{layer.name}.row"), layer, shape=shape)
     return value.to(op.builder[op.builder.add_layer(reshaped)])
-
-
-_ = Filled, torch

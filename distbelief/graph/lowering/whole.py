@@ -1,7 +1,6 @@
 """Opaque modules: one rank computes them by calling them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +12,14 @@ from distbelief.graph.lowering.lower import Lowerer, OpaqueError, Results, Value
 from distbelief.graph.unsupported import is_replaced
 
 
-def whole_module(
-    lowerer: Lowerer, call: LeafCall, inputs: Sequence[object], *, reason: str, results: Any = None  # noqa: ANN401
-) -> object:
+def whole_module(lowerer: Lowerer, call: LeafCall, inputs: Sequence[object]) -> object:
     """Add a layer for each used result of an opaque module.
 
     Raises:
         OpaqueError: Its caller must be opaque: it is called with anything but outputs of layers.
         GraphError: It keeps statistics, or its forward was replaced.
     """
+    reason = lowerer.whole[call.path]
     refuse_state(call.module, call.path, reason)
     arguments, keywords = call.arguments(inputs)
     caller = call.path.rpartition(".")[0]
@@ -48,8 +46,7 @@ def whole_module(
         if place:
             options["output"] = tuple(int(str(key)) for key in place)
         shape = call.shapes_found[index]
-        batch = batch_of(shape)
-        if batch != 0:
+        if batch_of(shape) != 0:
             raise GraphError(f"{call.path} is opaque ({reason}) and its result has no batch first")
         name = lowerer.builder.add(
             call.path or type(call.module).__name__.lower(),

@@ -84,7 +84,6 @@ def evaluated(
     n_samples: int,
 ) -> object:
     """Return the result of an operation for these tensors."""
-
     device = next((t.device for t in (*inputs, *tensors.values())), torch.device("cpu"))
 
     def decoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 -- whatever JSON holds
