@@ -1,124 +1,70 @@
-"""Captures an `nn.Module` as a layer graph, without its values.
+"""Captures any module as a layer graph, by torch.export.
 
-The module is traced (`tracing`) on tensors without memory, so that models larger than this host
-can be captured. Lowering rules (`lowering`) turn each operation into layers. Where tracing or
-lowering fails, torch.export is tried (`inlining`); what fails there too becomes an opaque layer,
-with both reasons. Every operation must keep the batch as its first dimension.
+torch.export runs the forward once on tensors without memory, with the batch size as a symbol, and
+records ATen operations; `lowering` turns each into layers. An operation without a rule is computed
+whole. A module that torch.export refuses, because it branches on its data for example, becomes an
+opaque layer with the reason.
 
 A model is captured in training mode, except for modules in evaluation mode while the model is
 not: they are frozen. `evaluation_difference` tells whether evaluation computes something else.
 """
 
 import inspect
+import logging
 import math
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Final, final
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
-from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distbelief.graph import lowering, ops
-from distbelief.graph.graph import Builder, GraphError, LayerGraph
-from distbelief.graph.inlining import Exports
-from distbelief.graph.lowering.lower import Lowerer, UnsplitError, live_nodes
+from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
+from distbelief.graph.leaves import LeafCall, is_outside, leaves
+from distbelief.graph.lowering.fallback import call_whole, constant_layer
+from distbelief.graph.lowering.lower import (
+    MODULES,
+    Held,
+    Lowerer,
+    NeedsFunctionalError,
+    NotSplitError,
+    OpaqueError,
+    Value,
+    place_of,
+)
+from distbelief.graph.lowering.whole import whole_module
 from distbelief.graph.region import Shape
-from distbelief.graph.tracing import ONLY, Traced, UntracedRootError, is_leaf, trace
 from distbelief.graph.unsupported import (
+    Watch,
     attributes_kept,
-    is_altered,
+    has_gradient_hooks,
+    lost_change,
+    opaque_reason,
     refuse_bounded_tables,
     refuse_parameter_hooks,
 )
 
 
-# --- training against evaluation ---
-
-_DROPOUT_FUNCTIONS: Final = (
-    functional.dropout,
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-)
-
-# Index of dropout_p among the arguments of scaled_dot_product_attention.
-_DROPOUT_P_INDEX: Final = 4
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Call:
-    # An operation, described so that it compares equal between two graphs.
-
-    text: str
-    constant: torch.Tensor | None
-
-
-def first_difference(training: Traced, evaluating: Traced, *, root: nn.Module) -> str | None:
-    """Return where two traces of `root` differ, dropout ignored; None if they do not.
-
-    Layers know what dropout and statistics do in evaluation. A forward that branches on
-    `self.training` itself does something that no layer knows.
-    """
-    one, other = (_calls(t.graph, root) for t in (training, evaluating))
-    for (node, here), (late, there) in zip(one, other, strict=False):
-        if not _same(here, there):
-            node_shown = late if node.op == "output" else node
-            return f"{node_shown.name}{node_shown.meta.get('place', '')}"
-    return None  # both end with their output node
-
-
-def _same(one: _Call, other: _Call) -> bool:
-    if one.constant is None or other.constant is None:
-        return one == other
-    same_shape = one.constant.shape == other.constant.shape
-    return one.text == other.text and same_shape and one.constant.equal(other.constant)
-
-
-def _calls(graph: fx.Graph, root: nn.Module) -> list[tuple[fx.Node, _Call]]:
-    # The operations without their names; dropout is left out.
-    numbers: dict[fx.Node, int] = {}
-    found: list[tuple[fx.Node, _Call]] = []
-    live = live_nodes(list(graph.nodes))
-    for node in graph.nodes:
-        if node.op != "placeholder" and node not in live:
-            continue
-        if _is_dropout(node, root) and node.all_input_nodes:
-            numbers[node] = numbers[node.all_input_nodes[0]]
-            continue
-        args, kwargs = node.args, dict(node.kwargs)
-        if node.target is functional.scaled_dot_product_attention:
-            kwargs.pop("dropout_p", None)
-            args = args[:_DROPOUT_P_INDEX] + args[_DROPOUT_P_INDEX + 1 :]
-        arguments = map_arg((args, kwargs), lambda n: f"%{numbers[n]}")
-        target = getattr(node.target, "__qualname__", node.target)
-        text = f"{node.op} {target} {arguments}"
-        numbers[node] = len(found)
-        found.append((node, _Call(text, node.meta.get("constant"))))
-    return found
-
-
-def _is_dropout(node: fx.Node, root: nn.Module) -> bool:
-    if node.op == "call_module":
-        return isinstance(root.get_submodule(str(node.target)), _DropoutNd)
-    return node.target in _DROPOUT_FUNCTIONS
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 assert ops.OPERATORS  # importing these two packages registers operators and lowering rules
 assert lowering.__all__
 
-# --- capture ---
-
-# Primes that no model uses: the batch dimension is recognized by its extent. Two captures with
-# different primes show whether the batch size got into the graph.
-BATCHES: Final = (1009, 1013)
 # Of one sample of an input: layers are larger, and torch counts elements in 64 bits.
 N_ELEMENTS_MAX: Final = 10**12
+_N_SAMPLES: Final = 3  # of the example; the result is for any number
+_INNER: Final = "inner"
 
 
 @final
@@ -131,6 +77,28 @@ class InputSpec:
     n_values: int | None = None
 
 
+@final
+class _Model(nn.Module):
+    # The model under a name, so that it can be a leaf itself.
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.training = inner.training
+
+    @override
+    def forward(self, *inputs: torch.Tensor) -> object:
+        result: object = self.inner(*inputs)
+        return result
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exported:
+    program: "ExportedProgram"
+    calls: Mapping[int, LeafCall]
+
+
 def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
     """Return the layer graph of `module`.
 
@@ -139,26 +107,15 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
         inputs: The inputs of its forward, in order; further parameters keep their defaults.
 
     Raises:
-        GraphError: It cannot be traced, takes other inputs, or loses the batch.
+        GraphError: It takes other inputs, or mixes or loses the samples of a batch.
     """
     _check_sizes(inputs)
     refuse_parameter_hooks(module)
     refuse_bounded_tables(module)
     names = _names(module, inputs)
-    specs = dict(zip(names, inputs, strict=True))
-    exports = Exports()
+    whole: dict[str, str] = {}
     with attributes_kept(module), _in_mode(module, training=True):
-        attempts = [_captured(module, specs, batch=batch, exports=exports)[:2] for batch in BATCHES]
-    if any(_drops(traced) for _, traced in attempts):
-        _refuse_dropping_in_evaluation(module, specs)
-    first, second = (graph for graph, _ in attempts)
-    for layer, other in zip(first.layers, second.layers, strict=False):
-        if layer != other:
-            raise GraphError(
-                f"layer {layer.name!r} depends on the batch size or on random numbers: "
-                "divide by the batch size in the loss, and use torch.nn.Dropout"
-            )
-    return first
+        return _captured(module, names, inputs, whole)
 
 
 def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str | None:
@@ -173,164 +130,311 @@ def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str
     Raises:
         GraphError: It cannot be captured.
     """
-    specs = dict(zip(_names(module, inputs), inputs, strict=True))
-    batch = BATCHES[0]
+    whole: dict[str, str] = {}
     with attributes_kept(module):
         with _in_mode(module, training=True):
-            _, training, attempt = _captured(module, specs, batch=batch, exports=Exports())
-        exports = Exports()
-        for path in training.whole.keys() - training.exported:
-            exports.refuse(path, training.whole[path])
+            _captured(module, _names(module, inputs), inputs, whole)
+            training = None if "" in whole else _exported(module, inputs, whole)
+        if training is None:
+            return None
         try:
             with _in_mode(module, training=False):
-                _, evaluating, _ = _captured(
-                    module,
-                    specs,
-                    batch=batch,
-                    exports=exports,
-                    attempt=replace(attempt, whole=training.whole),
-                )
-        except GraphError as error:
+                evaluating = _exported(module, inputs, whole)
+        except OpaqueError as error:
             return str(error)
-    if evaluating.whole.keys() != training.whole.keys():
-        return "in its opaque modules"
-    return first_difference(training, evaluating, root=attempt.root)
+    one, other = (_calls(each.program) for each in (training, evaluating))
+    for (node, here), (late, there) in zip(one, other, strict=False):
+        if here != there:
+            shown = late if node.op == "output" else node
+            return f"{shown.name}{place_of(shown)}"
+    return None
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    # One way to capture a model.
-    # root: what is traced; prefix: the path of the model in it; whole: opaque modules and why.
+_DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_MODES: Final = {"batch_norm": 5, "instance_norm": 5, "scaled_dot_product_attention": 4}
 
-    root: nn.Module
-    prefix: str = ""
-    whole: Mapping[str, str] = field(default_factory=dict)
+
+def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
+    # The operations without their names; dropout and what only training counts are left out.
+    numbers: dict[fx.Node, str] = {}
+    found: list[tuple[fx.Node, str]] = []
+    for node in program.graph.nodes:
+        packet = str(node.target).removeprefix("aten.").partition(".")[0]
+        if packet in _DROPOUTS:
+            numbers[node] = numbers[node.all_input_nodes[0]]
+            continue
+        if packet == "add_" and "num_batches_tracked" in str(node.args[0]):
+            continue
+        args = list(node.args)
+        if packet in _MODES and len(args) > _MODES[packet]:
+            args[_MODES[packet]] = None
+        if packet == "leaf":
+            args = args[:1]
+        numbers[node] = f"%{len(found)}"
+        arguments = map_arg((args, dict(node.kwargs)), lambda n: numbers[n])
+        if node.op == "placeholder":
+            if "num_batches_tracked" not in str(node.name):
+                found.append((node, f"placeholder {node.name}"))
+            continue
+        found.append((node, f"{node.op} {node.target} {arguments}"))
+    return found
+
+
+# --- export ---
 
 
 def _captured(
+    module: nn.Module, names: Sequence[str], inputs: Sequence[InputSpec], whole: dict[str, str]
+) -> LayerGraph:
+    for path, part in module.named_modules():
+        if has_gradient_hooks(part):
+            whole[path] = "it has hooks on its gradients, so it cannot be split"
+    while True:  # ends: every round makes one more module opaque
+        try:
+            exported = _exported(module, inputs, whole)
+            try:
+                return _lowered(module, exported, names, inputs, whole)
+            except NeedsFunctionalError:
+                functional = exported.program.run_decompositions({})
+                again = _Exported(program=functional, calls=exported.calls)
+                return _lowered(module, again, names, inputs, whole)
+        except (OpaqueError, NotSplitError, NeedsFunctionalError) as error:
+            path = error.path if isinstance(error, OpaqueError) else ""
+            if path in whole:
+                raise GraphError(f"the model cannot be captured: {error}") from error
+            whole[path] = str(error)
+
+
+def _exported(
+    module: nn.Module, inputs: Sequence[InputSpec], whole: Mapping[str, str]
+) -> _Exported:
+    """Export a module.
+
+    Raises:
+        OpaqueError: A module in it cannot be exported.
+        GraphError: Even an opaque module could not do it.
+    """
+    from torch.export import Dim, export  # noqa: PLC0415 -- takes a second
+
+    calls: dict[int, LeafCall] = {}
+    model = _Model(module)
+    examples = tuple(_example(spec, module) for spec in inputs)
+    dim = Dim("batch", min=2)
+    watch = Watch(module)
+
+    def is_leaf(path: str, part: nn.Module) -> bool:
+        own = path.removeprefix(_INNER).removeprefix(".")
+        return own in whole or (type(part) in MODULES and opaque_reason(part) is None)
+
+    try:
+        with (
+            _quietly(),
+            _no_custom_functions(),
+            _no_inference_mode(),
+            _given_masks(),
+            leaves(model, calls, is_leaf),
+            torch.enable_grad(),  # so that a no_grad in the forward shows
+            warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
+            torch.random.fork_rng(devices=[]),
+        ):
+            program = export(
+                model,
+                examples,
+                dynamic_shapes={"inputs": tuple({0: dim} for _ in examples)},
+                strict=False,
+            )
+        watch.check_seeds(str)
+    except (GraphError, OpaqueError):
+        raise
+    except Exception as error:  # a forward may do anything with fake tensors
+        path = _innermost(error, module)
+        while path and any(path.startswith(f"{other}.") or path == other for other in whole):
+            path = path.rpartition(".")[0]
+        raise OpaqueError(path, _reason(error)) from error
+    for call in calls.values():
+        call.path = call.path.removeprefix(_INNER).removeprefix(".")
+    return _Exported(program=program, calls=calls)
+
+
+def _innermost(error: BaseException | None, module: nn.Module) -> str:
+    # The path of the innermost module whose forward was running.
+    paths = {id(part): path for path, part in module.named_modules()}
+    found = ""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            found = paths.get(id(frame.f_locals.get("self")), found)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _reason(error: Exception) -> str:
+    words = f"{type(error).__name__}: {error}"
+    if "data-dependent" in words or "DataDependent" in words:
+        return "its forward depends on the values of its data (an `if`, a loop)"
+    if "specialized" in words or "Constraints violated" in words:
+        return "its forward needs the number of samples"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
+    own = next((p for p in module.parameters() if p.is_floating_point()), None)
+    dtype = torch.int64
+    if spec.n_values is None:
+        dtype = torch.get_default_dtype() if own is None else own.dtype
+    device = torch.device("cpu") if own is None else own.device
+    return torch.empty(_N_SAMPLES, *spec.shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    # torch logs and prints what export cannot do; the error reports it in one line.
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    # torch.export does not see inference mode.
+    original = torch.inference_mode.__enter__
+
+    def refuse(mode: torch.inference_mode) -> None:
+        if mode.mode:
+            raise RuntimeError("it computes under torch.inference_mode")
+        original(mode)
+
+    torch.inference_mode.__enter__ = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_custom_functions() -> Iterator[None]:
+    # The backward of a torch.autograd.Function would be lost.
+    original = torch.autograd.Function.__dict__.get("apply")
+    assert isinstance(original, classmethod)
+
+    def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
+        if any(is_outside(value) for value in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
+            )
+        return original.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def _given_masks() -> Iterator[None]:
+    # torch's encoder looks at the values of its mask; the attention layer's rule does too.
+    original = transformer._detect_is_causal_mask  # noqa: SLF001
+
+    def told(
+        mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None
+    ) -> bool:
+        del mask, size
+        return bool(is_causal)
+
+    transformer._detect_is_causal_mask = told  # noqa: SLF001
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original  # noqa: SLF001
+
+
+# --- lowering ---
+
+
+def _lowered(
     module: nn.Module,
-    specs: Mapping[str, InputSpec],
-    *,
-    batch: int,
-    exports: Exports,
-    attempt: _Attempt | None = None,
-) -> tuple[LayerGraph, Traced, _Attempt]:
-    if attempt is None:
-        attempt = _Attempt(root=module)
-        if is_leaf(module) or is_altered(module):  # traced as one call inside a wrapper
-            attempt = _Attempt(root=_Wrapper(module), prefix=ONLY)
-    reason = ""
-    tried: set[object] = set()
-    while True:  # ends: every round makes one more module opaque, or refuses its export
-        _check_progress(attempt, exports, tried, reason)
-        builder = Builder(aliases=_aliases(module))
-        for name, spec in specs.items():
-            builder.input(name, spec.shape, is_integer=spec.n_values is not None)
-        try:
-            traced = _traced(attempt, specs, batch=batch, exports=exports)
-        except UntracedRootError as error:
-            reason = f"{type(module).__name__}.forward cannot be traced: {error}"
-            attempt = _from_outside(module, reason, attempt.whole)
-            continue
-        except UnsplitError as error:
-            reason = str(error)
-            whole = {**attempt.whole, error.path: reason}
-            attempt = replace(attempt, whole=whole)
-            continue
-        lowerer = Lowerer(attempt.root, builder, batch=batch, traced=traced, prefix=attempt.prefix)
-        try:
-            return builder.finish(lowerer.outputs()), traced, attempt
-        except UnsplitError as error:
-            reason = str(error)
-            attempt = _next(attempt, error, traced, exports)
-
-
-def _check_progress(attempt: _Attempt, exports: Exports, tried: set[object], reason: str) -> None:
-    # The same attempt twice would repeat for ever.
-    now = attempt.prefix, frozenset(attempt.whole), frozenset(exports.refused)
-    if now in tried:
-        raise GraphError(f"the model cannot be captured: {reason}")
-    tried.add(now)
-
-
-def _from_outside(module: nn.Module, reason: str, known: Mapping[str, str]) -> _Attempt:
-    # The root itself is exported, or opaque; modules known to be opaque stay so.
-    below = {f"{ONLY}.{path}": why for path, why in known.items()}
-    return _Attempt(root=_Wrapper(module), prefix=ONLY, whole={ONLY: reason, **below})
-
-
-def _next(attempt: _Attempt, error: UnsplitError, traced: Traced, exports: Exports) -> _Attempt:
-    reason = str(error)
-    if error.path in traced.exported:
-        exports.refuse(error.path, reason)
-        return attempt
-    if error.path:
-        return replace(attempt, whole={**traced.whole, error.path: reason})
-    if attempt.prefix:  # wrapped already
-        raise GraphError(reason) from error
-    return _from_outside(attempt.root, reason, traced.whole)
-
-
-def _traced(
-    attempt: _Attempt, specs: Mapping[str, InputSpec], *, batch: int, exports: Exports
-) -> Traced:
-    examples = {
-        name: torch.empty(
-            batch,
-            *spec.shape,
-            dtype=torch.float32 if spec.n_values is None else torch.int64,
-            device="meta",
-        )
-        for name, spec in specs.items()
+    exported: _Exported,
+    names: Sequence[str],
+    inputs: Sequence[InputSpec],
+    whole: Mapping[str, str],
+) -> LayerGraph:
+    builder = Builder(aliases=_aliases(module))
+    lowerer = Lowerer(
+        builder,
+        calls=exported.calls,
+        whole=whole,
+        fallback=call_whole,
+        constant=constant_layer,
+        opaque=whole_module,
+    )
+    program = exported.program
+    signature = program.graph_signature
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
     }
-    complete = None
-    while complete is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            traced = trace(attempt.root, examples, whole=attempt.whole)
-        complete = exports.put_into(traced, attempt.root, batch=batch)
-    return complete
-
-
-def _refuse_dropping_in_evaluation(module: nn.Module, specs: Mapping[str, InputSpec]) -> None:
-    with _in_mode(module, training=False):
-        _, traced, _ = _captured(module, specs, batch=BATCHES[0], exports=Exports())
-    names = _drops(traced)
-    if names:
-        raise GraphError(
-            f"{names[0]} drops elements in evaluation mode too: give it "
-            "training=self.training (or dropout_p=0.0 when not self.training)"
-        )
-
-
-def _drops(traced: Traced) -> list[str]:
-    names = []
-    for node in traced.graph.nodes:
-        if node.target is functional.scaled_dot_product_attention:
-            drops = node.kwargs.get("dropout_p") or any(node.args[4:5])
-        elif node.target in _DROPOUT_FUNCTIONS:
-            drops = node.kwargs.get("training", True) and node.kwargs.get("p", 0.5)
+    own = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    given = iter(zip(names, inputs, strict=True))
+    for node in program.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        known: object
+        if node.name in own:
+            path = own[node.name].removeprefix(f"{_INNER}.")
+            tensor = tensors[path]
+            use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
+            known = Held(use, not tensor.is_floating_point())
+        elif node.name in signature.inputs_to_lifted_tensor_constants:
+            constant = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+            known = constant
+            if constant.requires_grad:
+                raise OpaqueError(
+                    "",
+                    "it uses parameters outside of its attributes, for example in a list: use "
+                    "nn.ParameterList",
+                )
         else:
-            drops = False
-        if drops:
-            names.append(str(node.name))
+            name, spec = next(given)
+            builder.input(name, spec.shape, is_integer=spec.n_values is not None)
+            known = Value(builder[name])
+        lowerer.known[node] = known
+    results = lowerer.run(program.graph, program.graph_module)
+    assert isinstance(results, list)
+    _check_changes(program)
+    changed = len(signature.buffers_to_mutate)
+    return builder.finish(_outputs(results[changed:]))
+
+
+def _check_changes(program: "ExportedProgram") -> None:
+    for path in program.graph_signature.buffers_to_mutate.values():
+        word = path.rpartition(".")[2]
+        if word not in {"running_mean", "running_var", "num_batches_tracked"}:
+            raise GraphError(lost_change(path.removeprefix(f"{_INNER}.")))
+
+
+def _outputs(results: object) -> list[str]:
+    names: list[str] = []
+    for value in pytree.tree_leaves(results):
+        if isinstance(value, Value) and value.batch is not None:
+            if not value.is_plain:
+                raise GraphError(
+                    "a model's output must have the batch as its first dimension: use "
+                    "batch_first=True, or reshape with the batch in front"
+                )
+            names.append(value.layer.name)
+        elif isinstance(value, torch.Tensor | Held | Value):
+            raise GraphError(
+                "the model's outputs must be tensors with a batch: one of them does not "
+                "depend on its inputs"
+            )
+    if not names:
+        raise GraphError("the model returns no tensors")
     return names
-
-
-@final
-class _Wrapper(nn.Module):
-    # Calls a module, so that the module itself can be traced as one layer.
-
-    def __init__(self, only: nn.Module) -> None:
-        super().__init__()
-        self.only = only
-        self.training = only.training
-
-    @override
-    def forward(self, *inputs: torch.Tensor) -> object:
-        result: object = self.only(*inputs)
-        return result
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Lowering rules from torch operations to layers; importing this package registers them."""
+"""Lowering rules from operations of torch to layers; importing this package registers them."""
 
-from distbelief.graph.lowering import attention, layers, pointwise, reductions, views, windows
+from distbelief.graph.lowering import layers, pointwise, reductions, views, windows
 
 
-__all__ = ["attention", "layers", "pointwise", "reductions", "views", "windows"]
+__all__ = ["layers", "pointwise", "reductions", "views", "windows"]

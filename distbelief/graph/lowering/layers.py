@@ -1,216 +1,100 @@
-"""Lowering rules for layers with weights, matrix products and recurrent networks.
-
-Recurrent networks are opaque. The last hidden state of the last layer, `h[-1]`, is the last output;
-other hidden states have the batch as their second dimension and no rule.
-"""
+"""Lowering rules for layers with weights, matrix products and attention."""
 
 import math
-import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd
 
-from distbelief.graph.graph import Builder, GraphError, Layer, TensorUse, uses
-from distbelief.graph.lowering.registry import lowers, lowers_function
-from distbelief.graph.opaque import opaque_module
-from distbelief.graph.operation import Lowered, Operand, Operation, Several
+from distbelief.graph.graph import GraphError, Layer, TensorUse, uses
+from distbelief.graph.leaves import LeafCall
+from distbelief.graph.lowering.lower import (
+    Held,
+    Lowerer,
+    NotSplitError,
+    Operation,
+    Value,
+    lowers,
+    lowers_module,
+)
+from distbelief.graph.lowering.views import permuted
+from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 
 
-@lowers(nn.Linear)
-def linear(builder: Builder, module: nn.Linear, operation: Operation) -> Lowered:
-    return builder.add(
-        operation.name,
+def _connected(
+    op: Operation, value: Value, weight: Held, bias: TensorUse | None, *, turned: bool
+) -> Value:
+    # value @ weight^T, or value @ weight if `turned`.
+    value.dim(-1)  # not the batch
+    refuse_integers(op, value)
+    n_outputs = weight.use.shape[1 if turned else 0]
+    tensors = {"weight": weight.use} | ({} if bias is None else {"bias": bias})
+    return op.add(
         "linear",
-        operation.inputs,
-        operation.output,
-        tensors=uses(module, operation.target),
-    )
-
-
-@lowers_function(functional.linear)
-def linear_function(builder: Builder, operation: Operation) -> Lowered:
-    return builder.add(
-        operation.name,
-        "linear",
-        operation.inputs[:1],
-        operation.output,
-        tensors=_weights(builder, operation),
-    )
-
-
-@lowers(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(builder: Builder, module: _ConvNd, operation: Operation) -> Lowered:
-    # A convolution that pads with anything but zeros is opaque.
-    if module.padding_mode != "zeros":
-        reason = f"padding_mode {module.padding_mode!r} has no split rule"
-        return opaque_module(builder, module, operation, reason=reason)
-    return _convolution(
-        builder,
-        operation,
-        uses(module, operation.target),
-        stride=tuple(module.stride),
-        padding=module.padding,
-        dilation=tuple(module.dilation),
-        groups=module.groups,
-    )
-
-
-@lowers_function(functional.conv1d, functional.conv2d, functional.conv3d)
-def convolution_function(builder: Builder, operation: Operation) -> Lowered:
-    argument = operation.argument
-    tensors = _weights(builder, operation)
-    n_dims = len(operation.output) - 1
-
-    def several(position: int, word: str, default: int) -> Shape:
-        sizes = argument(position, word, default)
-        if isinstance(sizes, int):
-            return (sizes,) * n_dims
-        return tuple(cast("Shape", sizes))
-
-    padding = argument(4, "padding", 0)
-    return _convolution(
-        builder,
-        operation,
-        tensors,
-        stride=several(3, "stride", 1),
-        padding=padding if isinstance(padding, str) else several(4, "padding", 0),
-        dilation=several(5, "dilation", 1),
-        groups=cast("int", argument(6, "groups", 1)),
-    )
-
-
-def _convolution(
-    builder: Builder,
-    operation: Operation,
-    tensors: Mapping[str, TensorUse],
-    *,
-    stride: Shape,
-    padding: str | Shape,
-    dilation: Shape,
-    groups: int,
-) -> str:
-    sizes = tensors["weight"].shape[2:]
-    around, extra = (0,) * len(sizes), (0,) * len(sizes)
-    if padding == "same":
-        totals = [(n - 1) * d for n, d in zip(sizes, dilation, strict=True)]
-        around = tuple(total // 2 for total in totals)
-        extra = tuple(total % 2 for total in totals)
-    elif not isinstance(padding, str):
-        around = tuple(int(size) for size in padding)
-    return builder.add(
-        operation.name,
-        "convolution",
-        operation.inputs[:1],
-        operation.output,
-        options={
-            "stride": stride,
-            "padding": around,
-            "extra": extra,
-            "dilation": dilation,
-            "groups": groups,
-        },
+        [value],
+        (*value.layer.shape[:-1], n_outputs),
+        options={"transposed": True} if turned else {},
         tensors=tensors,
     )
 
 
-@lowers(nn.Embedding)
-def embedding(builder: Builder, module: nn.Embedding, operation: Operation) -> Lowered:
-    # Words that the forward counts itself (arange) are a part of the table.
-    if module.scale_grad_by_freq:
-        reason = "an embedding with scale_grad_by_freq has no split rule"
-        return opaque_module(builder, module, operation, reason=reason)
-    use = uses(module, operation.target)["weight"]
-    return _embedded(builder, operation, use, 0, padding=module.padding_idx)
-
-
-@lowers_function(functional.embedding)
-def embedding_function(builder: Builder, operation: Operation) -> Lowered:
-    operation.only("input", "weight", "padding_idx", "norm_type")
-    use = owned(builder, operation, operation.operand(1, "weight"))
-    padding = cast("int | None", operation.argument(2, "padding_idx"))
-    return _embedded(builder, operation, use, 0, padding=padding)
-
-
-def _embedded(
-    builder: Builder, operation: Operation, use: TensorUse, position: int, *, padding: int | None
-) -> str:
-    words = operation.argument(position, "input")
-    if isinstance(words, torch.Tensor):
-        return _rows(builder, operation, use, words)
-    source = operation.operand(position, "input")
-    return builder.add(
-        operation.name,
-        "embedding",
-        [source.name],
-        operation.output,
-        options={"padding": padding},
-        tensors={"weight": use},
-    )
-
-
-def _rows(builder: Builder, operation: Operation, use: TensorUse, words: torch.Tensor) -> str:
-    # Rows of a table that do not depend on the sample: arange(first, last).
-    listed: list[int] = words.flatten().tolist()
-    first = listed[0] if listed else 0
-    if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
+def refuse_integers(op: Operation, value: Value) -> None:
+    """Raise `GraphError` for integers where torch would raise in a real forward."""
+    if value.layer.is_integer:
         raise GraphError(
-            f"{operation.name}: words that the forward makes must be consecutive, "
-            "as of torch.arange; give others as an input"
+            f"{op.name} cannot be run on {value.layer.name!r}. It gets integers: embed them "
+            "first, or give the input as floats"
         )
-    table = builder.add(
-        f"{operation.name}.table", "parameter", [], use.shape, tensors={"value": use}
+
+
+@lowers("linear")
+def linear(op: Operation) -> object:
+    weight = op["weight"]
+    if not isinstance(weight, Held):
+        raise NotSplitError("its weight is computed")
+    return _connected(op, op.value("input"), weight, op.use("bias"), turned=weight.turned)
+
+
+@lowers("addmm")
+def addmm(op: Operation) -> object:
+    weight = op["mat2"]
+    if not isinstance(weight, Held) or (op["beta"], op["alpha"]) != (1, 1):
+        raise NotSplitError("its weight is computed")
+    value = op.value("mat1")
+    return _connected(op, value, weight, op.use("self"), turned=not weight.turned)
+
+
+@lowers("matmul", "mm", "bmm", "mv")
+def product(op: Operation) -> object:
+    left, right = op["self"], op.arguments.get("other", op.arguments.get("mat2"))
+    if isinstance(right, Held) and len(right.use.shape) == 2:
+        value = op.value("self")
+        if value.batch is not None:
+            return _connected(op, value, right, None, turned=not right.turned)
+    one, other = op.lowerer.as_value(left), op.lowerer.as_value(right)
+    one.dim(-1), one.dim(-2), other.dim(-1), other.dim(-2)  # not the batch
+    if replace(one, layer=other.layer) != other or one.n_dims != other.n_dims:
+        raise NotSplitError("its tensors are arranged in different ways")
+    one, other = (_lead(op, x, y) for x, y in ((one, other), (other, one)))
+    return one.to(
+        op.builder[op.builder.add_layer(product_layer(op.free_name, one.layer, other.layer))]
     )
-    shape = (*words.shape, use.shape[1])
-    part = builder.add(
-        f"{operation.name}.rows" if words.dim() > 1 else operation.name,
-        "slice",
-        [table],
-        shape[-2:],
-        options={"starts": (first, 0), "steps": (1, 1)},
-    )
-    if words.dim() == 1:
-        return part
-    return builder.add(operation.name, "reshape", [part], shape)
 
 
-_WORDS: Final = ("weight", "bias")
+def _lead(op: Operation, value: Value, other: Value) -> Value:
+    # Repeats a factor where the other has more than one matrix.
+    shape = value.layer.shape
+    lead = tuple(torch.broadcast_shapes(shape[:-2], other.layer.shape[:-2]))
+    return value if lead == shape[:-2] else op.add("expand", [value], (*lead, *shape[-2:]))
 
 
-def _weights(builder: Builder, operation: Operation) -> dict[str, TensorUse]:
-    # Functions take weight and bias after their input.
-    if not isinstance(operation.argument(0, "input"), Operand):
-        operation.operand(0, "input")
-    return {
-        word: owned(builder, operation, operation.operand(position, word))
-        for position, word in enumerate(_WORDS, start=1)
-        if operation.argument(position, word) is not None
-    }
-
-
-def owned(builder: Builder, operation: Operation, operand: Operand) -> TensorUse:
-    layer: Layer = builder[operand.name]
-    use = layer.tensors.get("value")
-    if layer.kind != "parameter" or use is None or use.shape != operand.shape:
-        raise GraphError(
-            f"{operation.name} with a weight that is computed ({operand.name!r}) has "
-            "no split rule: put it into a module of its own"
-        )
-    return use
-
-
-# --- products of two matrices ---
-#
-# `x @ w` and `x @ w.T` are linear layers if w is a parameter or a buffer. An `einsum` of two
-# operands is a product after a permutation:
+# --- einsum: a product, and permutations before and after it ---
 #
 #     bqhd, bkhd -> bhqk      of both and of the result    h       before the last two
 #                             of one and of the result     q, k    rows, columns
@@ -219,182 +103,223 @@ def owned(builder: Builder, operation: Operation, operand: Operand) -> TensorUse
 _EQUATION: Final = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
 
 
-@lowers_function(torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", "__matmul__")
-def product(builder: Builder, operation: Operation) -> Lowered:
-    operands = operation.operands
-    own = _own_matrix(builder, operation)
-    if own is not None:
-        return _connected(builder, operation, *own)
-    alike = (
-        len(operands) == 2
-        and all(operand.batched and len(operand.shape) >= 2 for operand in operands)
-        and operands[0].shape[:-2] == operands[1].shape[:-2]
-    )
-    if not alike:
-        shapes = " and ".join(str(list(operand.shape)) for operand in operands)
-        raise GraphError(
-            f"{operation.name} multiplies {shapes}, the batch not counted: expand one, "
-            "so that all but the last two dimensions are equal, or use the model's own matrix"
-        )
-    one, other = (builder[operand.name] for operand in operands)
-    name = builder.free_name(operation.name)
-    return builder.add_layer(product_layer(name, one, other))
+@lowers("einsum")
+def einsum(op: Operation) -> object:
+    match = _EQUATION.fullmatch(op["equation"].replace(" ", ""))
+    if match is None:
+        raise NotSplitError(f"{op['equation']!r} is no product of two tensors")
+    one, other, result = match.groups()
+    left, right = op["tensors"]
+    if any(len(set(word)) < len(word) for word in (one, other, result)):
+        raise NotSplitError("a letter stands twice")
+    if isinstance(right, Held) and len(other) == 2:
+        if one[:-1] != result[:-1] or set(other) != {one[-1], result[-1]}:
+            raise NotSplitError("it sums over something else than the last dimension")
+        value = op.lowerer.as_value(left)
+        turned = (other[0] == one[-1]) != right.turned
+        return _connected(op, value, right, None, turned=turned)
+    values = [op.lowerer.as_value(given) for given in (left, right)]
+    alone = set(one) ^ set(other)
+    alike = one[0] == other[0] == result[0] and alone <= set(result)
+    if not (alike and all(value.is_plain and value.batch == 0 for value in values)):
+        raise NotSplitError("it is no product of two outputs of layers, each with the batch first")
+    return _by_letters(op, values, one[1:], other[1:], result[1:])
 
 
-def _connected(
-    builder: Builder,
-    operation: Operation,
-    use: TensorUse,
-    transposed: bool,  # noqa: FBT001 -- whether it is (inputs, outputs)
-) -> str:
-    return builder.add(
-        operation.name,
-        "linear",
-        operation.inputs[:1],
-        operation.output,
-        options={"transposed": True} if transposed else {},
-        tensors={"weight": use},
-    )
-
-
-def _own_matrix(builder: Builder, operation: Operation) -> tuple[TensorUse, bool] | None:
-    # The second factor, if it is a tensor of the model, and whether it is (inputs, outputs).
-    if [operand.batched for operand in operation.operands] != [True, False]:
-        return None
-    layer = builder[operation.operands[1].name]
-    turned = layer.kind == "permute" and layer.options["dims"] == (1, 0)
-    if turned:
-        layer = builder[layer.inputs[0]]
-    use = layer.tensors.get("value")
-    if layer.kind != "parameter" or use is None or len(use.shape) != 2:
-        return None
-    return use, not turned
-
-
-@lowers_function(torch.einsum)
-def einsum(builder: Builder, operation: Operation) -> Lowered:
-    # A product, and permutations before and after it.
-    own = _own_matrix(builder, operation)
-    if own is not None:
-        return _connected(builder, operation, own[0], own[1] == _is_plain(operation))
-    one, other, result = _letters(operation)
-    layers = [builder[operand.name] for operand in operation.operands]
-    extents = dict(zip(one + other, (*layers[0].shape, *layers[1].shape), strict=True))
+def _by_letters(op: Operation, values: list[Value], one: str, other: str, result: str) -> Value:
+    extents = dict(zip(one + other, (*values[0].layer.shape, *values[1].layer.shape), strict=True))
 
     def shape(letters: str) -> Shape:
         return tuple(extents[letter] for letter in letters)
+
+    def ordered(value: Value, before: str, after: str) -> Value:
+        return permuted(op, value, [0, *(before.index(letter) + 1 for letter in after)])
 
     lead = "".join(letter for letter in one if letter in other and letter in result)
     rows = "".join(letter for letter in one if letter not in other)
     columns = "".join(letter for letter in other if letter not in one)
     summed = "".join(letter for letter in one if letter in other and letter not in result)
-    n_rows, n_columns, n_summed = (math.prod(shape(letters)) for letters in (rows, columns, summed))
-    left = _permuted(builder, operation, layers[0], one, lead + rows + summed)
-    left = _shaped(builder, operation, left, (*shape(lead), n_rows, n_summed))
-    right = _permuted(builder, operation, layers[1], other, lead + summed + columns)
-    right = _shaped(builder, operation, right, (*shape(lead), n_summed, n_columns))
-    name = builder.free_name(operation.name)
-    found = builder[builder.add_layer(product_layer(name, left, right))]
-    found = _shaped(builder, operation, found, shape(lead + rows + columns))
-    return _permuted(builder, operation, found, lead + rows + columns, result).name
+    n_rows, n_columns, n_summed = (math.prod(shape(word)) for word in (rows, columns, summed))
+    left = ordered(values[0], one, lead + rows + summed)
+    left = left.to(op.reshaped(left, (*shape(lead), n_rows, n_summed)))
+    right = ordered(values[1], other, lead + summed + columns)
+    right = right.to(op.reshaped(right, (*shape(lead), n_summed, n_columns)))
+    layer = product_layer(op.free_name, left.layer, right.layer)
+    found = left.to(op.builder[op.builder.add_layer(layer)])
+    found = found.to(op.reshaped(found, shape(lead + rows + columns)))
+    return ordered(found, lead + rows + columns, result)
 
 
-def _is_plain(operation: Operation) -> bool:
-    # Whether the model's own matrix has the inputs first in the equation.
-    equation = str(operation.argument(0, "equation")).replace(" ", "")
-    match = _EQUATION.fullmatch(equation)
-    one, other, result = match.groups() if match else ("", "", "")
-    distinct = all(len(set(word)) == len(word) for word in (one, other, result))
-    pairs = {one[-1:] + result[-1:]: True, result[-1:] + one[-1:]: False}
-    if one[:-1] != result[:-1] or other not in pairs or not distinct:
-        raise _no_product(operation, equation)
-    return pairs[other]
+# --- embeddings ---
 
 
-def _letters(operation: Operation) -> tuple[str, str, str]:
-    # The equation's letters for the dimensions after the batch.
-    equation = str(operation.argument(0, "equation")).replace(" ", "")
-    match = _EQUATION.fullmatch(equation)
-    batched = [operand.batched for operand in operation.operands] == [True, True]
-    if match is None or not batched:
-        raise _no_product(operation, equation)
-    one, other, result = match.groups()
-    alike = one[0] == other[0] == result[0]
-    distinct = all(len(set(word)) == len(word) for word in (one, other, result))
-    alone = set(one) ^ set(other)
-    if not (alike and distinct and alone <= set(result)):
-        raise _no_product(operation, equation)
-    return one[1:], other[1:], result[1:]
-
-
-def _no_product(operation: Operation, equation: str) -> GraphError:
-    return GraphError(
-        f"{operation.name} of {equation!r} is no product of two outputs of layers, "
-        "each with the batch first, that sums over dimensions of both: use "
-        "torch.nn.Linear for a matrix of the model's own, or `sum` for other sums"
+@lowers("embedding")
+def embedding(op: Operation) -> object:
+    use = op.use("weight")
+    assert use is not None
+    if op["scale_grad_by_freq"]:
+        raise NotSplitError("it scales gradients by frequency")
+    words = op["indices"]
+    if isinstance(words, torch.Tensor):
+        return _rows(op, use, words)
+    value = op.value("indices")
+    padding = op["padding_idx"]
+    return op.add(
+        "embedding",
+        [value],
+        (*value.layer.shape, use.shape[1]),
+        options={"padding": None if padding < 0 else padding},
+        tensors={"weight": use},
     )
 
 
-def _permuted(
-    builder: Builder, operation: Operation, source: Layer, before: str, after: str
-) -> Layer:
-    if before == after:
-        return source
-    dims = tuple(before.index(letter) for letter in after)
-    shape = tuple(source.shape[dim] for dim in dims)
-    name = f"{operation.name}.order"
-    options = {"dims": dims}
-    return builder[builder.add(name, "permute", [source.name], shape, options=options)]
-
-
-def _shaped(builder: Builder, operation: Operation, source: Layer, shape: Shape) -> Layer:
-    if source.shape == shape:
-        return source
-    name = builder.free_name(f"{operation.name}.shape")
-    return builder[builder.add_layer(reshape_layer(name, source, shape=shape))]
-
-
-@lowers(nn.RNN, nn.LSTM, nn.GRU)
-def recurrent(builder: Builder, module: nn.RNNBase, operation: Operation) -> Lowered:
-    # An opaque layer for the outputs, and the part of it that is the last state.
-    if not module.batch_first:
-        raise GraphError(
-            f"{operation.name} takes the batch as its second dimension: give it batch_first=True"
-        )
-    reason = f"{type(module).__name__} has no split rule: a step needs the one before"
-    whole = opaque_module(builder, module, operation, reason=reason)
-    assert isinstance(whole, Several), operation
-    outputs = whole
-    last = module.num_layers - 1
-    of_hidden = (1, 0) if isinstance(module, nn.LSTM) else (1,)
-
-    def add(place: tuple[int, ...], result: torch.Tensor) -> str | Several:
-        if place == of_hidden:
-            states = tuple(result.unbind(0))
-            return Several(results=states, add=add, place=place)
-        if place[:-1] == of_hidden and place[-1] == last and not module.bidirectional:
-            name = outputs.take(0)
-            assert isinstance(name, str), operation
-            return _last(builder, name, f"{operation.name}.last")
-        if place == (0,):
-            return outputs.take(0)
-        raise GraphError(
-            f"{operation.name}: state {place} has the batch as its second dimension; "
-            "only outputs, and h[-1] of a network in one direction, can be used"
-        )
-
-    return replace(whole, add=add)
-
-
-def _last(builder: Builder, source: str, name: str) -> str:
-    # The last position of (positions, features).
-    n_positions, n_features = builder[source].shape
-    part = builder.add(
-        f"{name}.slice",
+def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value:
+    # Rows of a table that do not depend on the sample: arange(first, last).
+    listed: list[int] = words.flatten().tolist()
+    first = listed[0] if listed else 0
+    if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
+        raise NotSplitError("words that the forward makes do not follow each other")
+    table = op.lowerer.as_value(Held(use))
+    part = op.add(
         "slice",
-        [source],
-        (1, n_features),
-        options={"starts": (n_positions - 1, 0), "steps": (1, 1)},
+        [table],
+        (len(listed), use.shape[1]),
+        options={"starts": (first, 0), "steps": (1, 1)},
     )
-    layer = reshape_layer(builder.free_name(name), builder[part], shape=(n_features,))
-    return builder.add_layer(layer)
+    return part.to(op.reshaped(part, (*words.shape, use.shape[1])))
+
+
+# --- attention ---
+
+
+@lowers("scaled_dot_product_attention")
+def attention(op: Operation) -> object:
+    query, key, value = (op.plain(word) for word in ("query", "key", "value"))
+    if op.arguments.get("enable_gqa"):
+        key, value = (_repeated_heads(op, x, query) for x in (key, value))
+    causal, mask = masked(op.lowerer, op.name, op["attn_mask"], query.n_dims, true_hides=False)
+    if any(x.layer.shape[:-2] != query.layer.shape[:-2] for x in (key, value)):
+        raise NotSplitError("its heads differ")
+    layer = attention_layer(
+        op.free_name,
+        [query.layer, key.layer, value.layer, *([] if mask is None else [mask])],
+        causal=causal or bool(op["is_causal"]),
+        scale=op["scale"],
+        dropout=float(op["dropout_p"]),
+    )
+    return query.to(op.builder[op.builder.add_layer(layer)])
+
+
+def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
+    # Each key-value head serves a group of query heads.
+    heads, *rest = value.layer.shape
+    group = query.layer.shape[0] // heads
+    apart = value.to(op.reshaped(value, (heads, 1, *rest)))
+    repeated = op.add("expand", [apart], (heads, group, *rest))
+    return repeated.to(op.reshaped(repeated, (heads * group, *rest)))
+
+
+def masked(
+    lowerer: Lowerer, name: str, mask: object, n_dims: int, *, true_hides: bool
+) -> tuple[bool, Layer | None]:
+    """Return whether a mask is causal, or the layer that is added to the scores.
+
+    Args:
+        lowerer: What adds layers.
+        name: Name of the attention.
+        mask: None, a tensor that the forward makes, or a value.
+        n_dims: torch's dimensions of the scores.
+        true_hides: Whether True in a mask hides (torch's modules) or shows (its function).
+    """
+    if mask is None:
+        return False, None
+    if isinstance(mask, torch.Tensor) and _is_causal(mask, true_hides=true_hides):
+        return True, None
+    is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+    value = lowerer.as_value(mask)
+    is_mask = is_mask or value.layer.kind == "comparison"
+    layer = value.layer
+    if value.batch is None and value.n_dims == n_dims:
+        if layer.shape[0] != 1:
+            raise NotSplitError("its mask has as many samples as the batch")
+        row = reshape_layer(lowerer.builder.free_name(f"{name}.mask"), layer, shape=layer.shape[1:])
+        layer = lowerer.builder[lowerer.builder.add_layer(row)]
+    elif value.batch is not None and not value.is_plain:
+        raise NotSplitError("its mask has the batch elsewhere")
+    if not is_mask and not layer.is_integer:
+        return False, layer
+    hidden = {"yes": -math.inf, "no": 0.0} if true_hides else {"yes": 0.0, "no": -math.inf}
+    added = lowerer.builder.add(f"{name}.mask", "where", [layer.name], layer.shape, options=hidden)
+    return False, lowerer.builder[added]
+
+
+def _is_causal(mask: torch.Tensor, *, true_hides: bool) -> bool:
+    # A mask made by the forward that hides all later keys and nothing else.
+    if mask.dim() < 2 or mask.shape[:-2].numel() != 1:
+        return False
+    rows = mask.reshape(mask.shape[-2:])
+    later = torch.ones(rows.shape, dtype=torch.bool).triu(1)
+    if rows.dtype == torch.bool:
+        return torch.equal(rows, later if true_hides else ~later)
+    hidden = torch.zeros(rows.shape, dtype=rows.dtype).masked_fill(later, -math.inf)
+    return torch.equal(rows, hidden)
+
+
+@lowers_module(nn.MultiheadAttention)
+def multi_head_attention(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    # The attention weights, the second result, are not kept.
+    assert isinstance(module, nn.MultiheadAttention)
+    arguments, keywords = call.arguments(inputs)
+    words = (
+        *("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask"),
+        *("average_attn_weights", "is_causal"),
+    )
+    given: dict[str, Any] = {**dict(zip(words, arguments, strict=False)), **keywords}
+    sources = [lowerer.as_value(given[word]) for word in words[:3]]
+    if not module.batch_first or not all(value.is_plain for value in sources):
+        raise NotSplitError("it takes the batch as its second dimension: give it batch_first=True")
+    if module.add_zero_attn or module.bias_k is not None:
+        raise NotSplitError("attention with add_zero_attn or add_bias_kv has no split rule")
+    hint = bool(given.get("is_causal"))
+    causal, mask = masked(lowerer, call.path, given.get("attn_mask"), 4, true_hides=True)
+    mask = _with_padding(lowerer, call.path, None if hint else mask, given.get("key_padding_mask"))
+    layers = multi_head_attention_layers(
+        lowerer.builder.free_name(call.path),
+        (sources[0].layer, sources[1].layer, sources[2].layer),
+        n_heads=module.num_heads,
+        tensors=uses(module, call.path),
+        causal=causal or hint,
+        mask=mask,
+        dropout=module.dropout if module.training else 0.0,
+    )
+    name = lowerer.builder.extend(layers)
+    return [Value(lowerer.builder[name]), None]
+
+
+def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: object) -> Layer | None:
+    # What is added to the scores so that padding keys are hidden, and `mask`.
+    if padding is None:
+        return mask
+    value = lowerer.as_value(padding)
+    if not value.is_plain:
+        raise NotSplitError("its padding mask does not depend on the sample")
+    builder, added = lowerer.builder, value.layer
+    if added.kind == "comparison":
+        hidden = {"yes": -math.inf, "no": 0.0}
+        added = builder[
+            builder.add(f"{name}.padding", "where", [added.name], added.shape, options=hidden)
+        ]
+    keys = reshape_layer(builder.free_name(f"{name}.keys"), added, shape=(1, 1, *added.shape))
+    builder.add_layer(keys)
+    if mask is None:
+        return keys
+    both = builder.add(
+        f"{name}.mask",
+        "pointwise",
+        [mask.name, keys.name],
+        tuple(torch.broadcast_shapes(mask.shape, keys.shape)),
+        options={"function": "add"},
+    )
+    return builder[both]

@@ -1,102 +1,47 @@
-"""Lowers a traced module to layers, operation by operation."""
+"""Lowers the operations that torch.export found to layers, one by one.
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Final, final
+A value is the output of a layer. Layers count no batch; a forward may have it anywhere:
+
+    x                    (s, 4, 16)      batch 0
+    x.transpose(0, 1)    (4, s, 16)      batch 1
+    x.view(-1, 16)       (4 s, 16)       batch 0, with one more layer dimension inside (`after`)
+
+So a view that only moves the batch is no layer. What has no rule is computed whole (`fallback`).
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
 
-from distbelief.graph.graph import Builder, GraphError, TensorUse
-from distbelief.graph.lowering.registry import knows_function, lower_function, lower_module
-from distbelief.graph.opaque import CallError
-from distbelief.graph.operation import Lowered, Operand, Operation, Several, is_integer
-from distbelief.graph.tracing import Traced
+from distbelief.graph.graph import Builder, GraphError, Layer, Option, TensorUse
+from distbelief.graph.leaves import LEAF, LeafCall
+from distbelief.graph.ops.views import reshape_layer
+from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import lost_change
 
 
-# --- changes in place ---
-#
-# Layers have no memory to change: after `y = x.relu_()` every later use of x reads the new layer.
-# A later use with another shape (a view of x) is an error.
-
-_DETACHING: Final = ("detach", "detach_", torch.detach)
-
-
-def renamed(node: fx.Node, later: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the nodes whose value is the result of `node` from now on.
-
-    Args:
-        node: Its `meta` says which arguments it changed in place.
-        later: Nodes before it whose results are used after it.
-
-    Raises:
-        GraphError: It changes a tensor of the model, or one that is used later in another way.
-    """
-    later = list(later)
-    for changed in node.meta.get("changed", ()):
-        if changed.op == "get_attr":
-            raise GraphError(lost_change(str(changed.target)))
-        _refuse_detached(node, changed)
-        for other in later:
-            if not _share(other.meta.get("value"), changed.meta["value"]):
-                continue
-            if not _same_place(other.meta["value"], node.meta["value"]):
-                raise GraphError(
-                    f"{node.target} changes a tensor in place that is used later by "
-                    "another name or shape: use the function that returns a new one"
-                )
-            yield other
-
-
-def _refuse_detached(node: fx.Node, changed: fx.Node) -> None:
-    # A detached alias would have another gradient than the changed tensor.
-    for other in node.graph.nodes:
-        detached = other.meta.get("detached") or other.target in _DETACHING
-        if detached and _share(other.meta.get("value"), changed.meta["value"]):
-            raise GraphError(
-                f"{node.target} changes a tensor in place of which a part is detached, "
-                "or under no_grad: use the function that returns a new one"
-            )
-
-
-def refuse_change(node: fx.Node) -> None:
-    """Raise `GraphError` if the node changes its input in place."""
-    if node.meta.get("changed"):
-        raise GraphError(
-            f"{node.target} changes its input in place and is opaque: use inplace=False"
-        )
-
-
-def _share(one: object, other: object) -> bool:
-    # Tensors without memory have no addresses, but storages all the same.
-    return (
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)  # noqa: SLF001
-    )
-
-
-def _same_place(one: torch.Tensor, other: object) -> bool:
-    return (
-        isinstance(other, torch.Tensor)
-        and _share(one, other)
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
-    )
-
-
-Known = Operand | Several | torch.Tensor | tuple[object, ...]
+class NotSplitError(Exception):
+    """An operation has no split rule for these arguments."""
 
 
 @final
-class UnsplitError(Exception):
-    """A module does something without a lowering rule.
+class NeedsFunctionalError(Exception):
+    """A change in place is seen under another name: the graph must be made functional."""
+
+
+@final
+class OpaqueError(Exception):
+    """A module must be computed whole.
 
     Args:
         path: Path of the module; "" for the model itself.
-        reason: What has no rule.
+        reason: Why.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -105,249 +50,552 @@ class UnsplitError(Exception):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: the output of a layer, with the batch at torch's dimension `batch`."""
+
+    layer: Layer
+    batch: int | None = 0  # None: one for all samples
+    before: int = 0  # layer dimensions in torch's dimension `batch`, outside of the samples
+    after: int = 0  # the same, inside of the samples
+
+    @property
+    def n_dims(self) -> int:
+        """Number of torch's dimensions."""
+        return len(self.layer.shape) - self.before - self.after + (self.batch is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the batch is first, and alone in its dimension."""
+        return self.batch == 0 and not self.before and not self.after
+
+    def dim(self, given: int) -> int:
+        """Return the layer's dimension for one of torch's.
+
+        Raises:
+            NotSplitError: It is the batch.
+        """
+        dim = given % max(1, self.n_dims)
+        if dim == self.batch:
+            raise NotSplitError("it works along the batch")
+        if self.batch is None or dim < self.batch:
+            return dim
+        return dim - 1 + self.before + self.after
+
+    def to(self, layer: Layer) -> "Value":
+        """Return another layer in the same arrangement."""
+        return replace(self, layer=layer)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of the model, before a layer reads it."""
+
+    use: TensorUse
+    is_integer: bool = False
+    turned: bool = False  # transposed; of two dimensions
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A tensor of one number, with the batch among its dimensions."""
+
+    number: float
+    shape: tuple[object, ...]
+    dtype: torch.dtype
+
+
+@final
+@dataclass(slots=True)
+class Results:
+    """Several results, each of which becomes a layer when it is used."""
+
+    make: Callable[[int], object]
+    made: dict[int, object] = field(default_factory=dict)
+
+    def __getitem__(self, index: int) -> object:
+        if index not in self.made:
+            self.made[index] = self.make(index)
+        return self.made[index]
+
+
+Rule = Callable[["Operation"], object]
+RULES: Final[dict[str, Rule]] = {}  # by the operation's name, with or without its overload
+ModuleRule = Callable[["Lowerer", nn.Module, LeafCall, Sequence[object]], object]
+MODULES: Final[dict[type[nn.Module], ModuleRule]] = {}
+
+
+def lowers(*names: str) -> Callable[[Rule], Rule]:
+    """Register the rule of ATen operations: "cumsum", or "view.dtype" for one overload."""
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return register
+
+
+def lowers_module(*kinds: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
+    """Register the rule of modules of exactly these types, which become one operation."""
+
+    def register(rule: ModuleRule) -> ModuleRule:
+        MODULES.update(dict.fromkeys(kinds, rule))
+        return rule
+
+    return register
+
+
+def factor(extent: object) -> int:
+    """Return n of an extent of n samples; 0 if it does not depend on the batch.
+
+    Raises:
+        NotSplitError: It is something else, such as the batch size plus one.
+    """
+    if isinstance(extent, int):
+        return 0
+    expression = extent.node.expr  # type: ignore[attr-defined] # a SymInt
+    symbols = expression.free_symbols
+    if not symbols:
+        return 0
+    ratio = expression / next(iter(symbols))
+    if len(symbols) > 1 or not ratio.is_Integer:
+        raise NotSplitError(f"an extent is {expression}, no multiple of the batch size")
+    return int(ratio)
+
+
+def batch_of(shape: Sequence[object]) -> int | None:
+    """Return the dimension that is the batch, or holds it."""
+    found = [dim for dim, extent in enumerate(shape) if factor(extent)]
+    if len(found) > 1:
+        raise NotSplitError("its result has the batch twice")
+    return found[0] if found else None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of torch."""
+
+    name: str  # for its layer
+    target: Any  # the operation of torch
+    arguments: Mapping[str, Any]  # by the schema's names, defaults included
+    result: Any  # fake tensors
+    lowerer: "Lowerer"
+    node: fx.Node
+
+    @property
+    def builder(self) -> Builder:
+        return self.lowerer.builder
+
+    def __getitem__(self, word: str) -> Any:  # noqa: ANN401 -- of any type
+        return self.arguments[word]
+
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.result, torch.Tensor) and not self.result.is_floating_point()
+
+    def value(self, word: str) -> Value:
+        """Return an argument as a value: a layer is added for a tensor of the model."""
+        return self.lowerer.as_value(self.arguments[word])
+
+    def use(self, word: str) -> TensorUse | None:
+        """Return a tensor of the model, None if there is none.
+
+        Raises:
+            NotSplitError: It is computed.
+        """
+        given = self.arguments[word]
+        if given is None:
+            return None
+        if not isinstance(given, Held) or given.turned:
+            raise NotSplitError(f"its {word} is computed")
+        return given.use
+
+    def uses(self, *words: str) -> dict[str, TensorUse]:
+        found = {word: self.use(word) for word in words}
+        return {word: use for word, use in found.items() if use is not None}
+
+    def add(
+        self,
+        kind: str,
+        sources: Sequence[Value],
+        shape: Shape,
+        *,
+        name: str = "",
+        options: Mapping[str, Option] | None = None,
+        tensors: Mapping[str, TensorUse] | None = None,
+        is_integer: bool = False,
+    ) -> Value:
+        """Add a layer; its value is arranged like the first source."""
+        added = self.builder.add(
+            name or self.name,
+            kind,
+            [source.layer.name for source in sources],
+            shape,
+            options=options,
+            tensors=tensors,
+            is_integer=is_integer,
+        )
+        return sources[0].to(self.builder[added])
+
+    def extend(self, like: Value, layers: Sequence[Layer]) -> Value:
+        return like.to(self.builder[self.builder.extend(layers)])
+
+    @property
+    def free_name(self) -> str:
+        return self.builder.free_name(self.name)
+
+    def plain(self, word: str) -> Value:
+        """Return a value whose batch is first and alone.
+
+        Raises:
+            NotSplitError: It is arranged in another way.
+        """
+        value = self.value(word)
+        if not value.is_plain:
+            raise NotSplitError("the batch is not its first dimension")
+        return value
+
+    def reshaped(self, value: Value, shape: Shape) -> Layer:
+        """Return the value's layer with another shape, the batch not counted."""
+        if value.layer.shape == shape:
+            return value.layer
+        layer = reshape_layer(self.free_name, value.layer, shape=shape)
+        return self.builder[self.builder.add_layer(layer)]
+
+    def number(self, word: str) -> float:
+        given = self.arguments[word]
+        if isinstance(given, torch.Tensor) and given.numel() == 1:
+            given = given.item()
+        if isinstance(given, Filled):
+            given = given.number
+        if not isinstance(given, int | float):
+            raise NotSplitError(f"its {word} is no number")
+        return float(given)
+
+
+@final
 class Lowerer:
-    """Makes layers of a traced module's operations.
+    """Makes layers of an exported program's operations.
 
     Args:
-        module: The module that was traced.
-        builder: Builder with its inputs, by the names of placeholders.
-        batch: Extent of the batch during tracing.
-        traced: The operations.
-        prefix: Prefix of all paths of modules and tensors that layers omit.
+        builder: Builder with its inputs.
+        calls: Calls of leaf modules, by key.
+        whole: Opaque modules, and why.
+        fallback: Adds what has no rule, for the reason.
+        constant: Adds a tensor that the forward makes.
+        opaque: Adds a call of an opaque module.
     """
 
     def __init__(
-        self, module: nn.Module, builder: Builder, *, batch: int, traced: Traced, prefix: str = ""
+        self,
+        builder: Builder,
+        *,
+        calls: Mapping[int, LeafCall],
+        whole: Mapping[str, str],
+        fallback: Callable[[Operation, str], object],
+        constant: Callable[["Lowerer", torch.Tensor], Value],
+        opaque: Callable[["Lowerer", LeafCall, Sequence[object]], object],
     ) -> None:
-        self._module = module
-        self._builder = builder
-        self._batch = batch
-        self._nodes = list(traced.graph.nodes)
-        self._whole = traced.whole
-        self._prefix = prefix
-        self._known: dict[fx.Node, Known] = {}
-        self._last_use = {
-            source: index
-            for index, node in enumerate(self._nodes)
-            for source in node.all_input_nodes
-        }
+        self.builder = builder
+        self.calls = calls
+        self.whole = whole
+        self._fallback = fallback
+        self._constant = constant
+        self._opaque = opaque
+        self.known: dict[fx.Node, Any] = {}
+        self._parameters: dict[str, Value] = {}
+        self._named: set[str] = set()
 
-    def outputs(self) -> list[str]:
-        """Lower everything; return the layers that are the model's outputs.
+    # --- graphs ---
 
-        Raises:
-            GraphError: An operation cannot be lowered; the message says where it stands.
-            UnsplitError: The same, but in a module that can be opaque, or for an unknown function.
-        """
-        names: list[str] = []
-        live = live_nodes(self._nodes)
-        for index, node in enumerate(self._nodes):
+    def run(self, graph: fx.Graph, owner: nn.Module) -> object:
+        """Lower all operations of a graph whose inputs are known; return its outputs."""
+        nodes = list(graph.nodes)
+        last = {source: i for i, node in enumerate(nodes) for source in node.all_input_nodes}
+        live = _live(nodes)
+        for index, node in enumerate(nodes):
             if node not in live:
                 continue
-            try:
-                if node.op == "output":
-                    names = self._outputs(node)
-                else:
-                    self._lower(node)
-                    self._change_in_place(node, index)
-            except GraphError as error:
-                reason = f"{error}{node.meta.get('place', '')}"
-                calls = isinstance(error, CallError)  # then the caller may be whole
-                path = _caller(node) if calls else _inside(node)
-                if path or calls or _is_unknown(node):
-                    raise UnsplitError(path, reason) from error
-                raise GraphError(reason) from error
-        return names
+            if node.op == "output":
+                return self.argument(node.args[0])
+            if node.op == "get_attr":
+                self.known[node] = getattr(owner, str(node.target))
+            elif node.op == "call_function":
+                try:
+                    self.known[node] = self._called(node)
+                    self._change_in_place(node, nodes[:index], last, index)
+                except NotSplitError as error:
+                    raise OpaqueError(_inside(node), f"{error}{place_of(node)}") from error
+                except GraphError as error:
+                    raise GraphError(f"{error}{place_of(node)}") from error
+        raise AssertionError("a graph without outputs")
 
-    def _lower(self, node: fx.Node) -> None:
-        if node.op == "placeholder":
-            name = str(node.target)
-            layer = self._builder[name]
-            self._known[node] = Operand(name=name, shape=layer.shape, is_integer=layer.is_integer)
-        elif node.op == "get_attr":
-            constant = node.meta.get("constant")
-            tensor = node.meta["value"]
-            self._known[node] = self._parameter(node, tensor) if constant is None else constant
-        else:
-            operation = self._operation(node)
-            if operation is not None:
-                known = self._as_operands(self._lowered(node, operation), node.meta["value"])
-                detached = node.meta.get("detached")
-                self._known[node] = self._detached(known) if detached else known
+    def argument(self, given: object) -> Any:  # noqa: ANN401 -- of any type
+        if isinstance(given, fx.Node):
+            return self.known[given]
+        if isinstance(given, list | tuple):
+            return [self.argument(item) for item in given]
+        if isinstance(given, dict):
+            return {key: self.argument(item) for key, item in given.items()}
+        return given
 
-    def _detached(self, known: Known) -> Known:
-        # Computed under no_grad: a layer without a gradient.
-        if isinstance(known, tuple):
-            return tuple(self._detached(one) for one in known)  # type: ignore[arg-type] # results
-        if isinstance(known, Several):
-            raise GraphError(
-                "it returns several tensors under no_grad, which has no split rule: "
-                "use requires_grad_(False) on its parameters"
-            )
-        if not isinstance(known, Operand) or known.is_integer:
-            return known
-        layer = self._builder[known.name]
-        name = self._builder.add(
-            f"{known.name}.detach",
+    def _called(self, node: fx.Node) -> object:  # noqa: PLR0911 -- one for each kind of call
+        target: Any = node.target
+        result = node.meta.get("val")
+        args = [self.argument(value) for value in node.args]
+        if target is operator.getitem:
+            return args[0][args[1]]
+        if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool):
+            return result
+        name = getattr(target, "__name__", str(target))
+        if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001
+            return self._nested(name, args)
+        if "assert" in name or name.startswith("sym_"):
+            return None
+        keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
+        if str(target) == f"{LEAF.replace('::', '.')}.default":
+            return self._leaf(args)
+        arguments = _by_name(target, args, keywords)
+        if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
+            folded = _folded(target, args, keywords, result)
+            if folded is not None:
+                return folded
+        operation = Operation(
+            name=self._name(node),
+            target=target,
+            arguments=arguments,
+            result=result,
+            lowerer=self,
+            node=node,
+        )
+        return self._lowered(operation)
+
+    def _lowered(self, operation: Operation) -> object:
+        packet, _, overload = _plain_name(operation.target).partition(".")
+        rule = RULES.get(f"{packet}.{overload}", RULES.get(packet))
+        if rule is None:
+            return self._fallback(operation, f"{packet} has no split rule")
+        try:
+            return rule(operation)
+        except NotSplitError as error:
+            return self._fallback(operation, f"{packet} has no split rule here: {error}")
+
+    def _nested(self, name: str, args: list[Any]) -> object:
+        if name != "wrap_with_set_grad_enabled":
+            raise NotSplitError(f"{name} has no split rule")
+        enabled, inner, *given = args
+        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        self.known.update(zip(placeholders, given, strict=True))
+        results = self.run(inner.graph, inner)
+        assert isinstance(results, list)
+        return results if enabled else [self.detached(value) for value in results]
+
+    def detached(self, value: object) -> object:
+        """Return a value without a gradient."""
+        if isinstance(value, Held):
+            value = self.as_value(value)
+        if not isinstance(value, Value) or value.layer.is_integer:
+            return value
+        layer = value.layer
+        name = self.builder.add(
+            f"{layer.name}.detach",
             "pointwise",
-            [known.name],
+            [layer.name],
             layer.shape,
             options={"function": "detach"},
         )
-        return replace(known, name=name)
+        return value.to(self.builder[name])
 
-    def _operation(self, node: fx.Node) -> Operation | None:
-        # None for sizes and other numbers.
-        arguments = tuple(self._argument(argument) for argument in node.args)
-        keywords = {word: self._argument(value) for word, value in node.kwargs.items()}
-        path = ""
-        trains = True
-        if node.op == "call_module":
-            called = self._module.get_submodule(str(node.target))
-            path = self._path(str(node.target))
-            trains = called.training
-            name = path or type(called).__name__.lower()
-        else:
-            word = getattr(node.target, "__name__", str(node.target)).strip("_")
-            around = list(node.meta.get("nn_module_stack", {}).values())
-            module = self._path(around[-1][0]) if around else ""
-            name = f"{module}.{word}" if module else word
-        operation = Operation(
-            name=name,
-            target=path if node.op == "call_module" else word_of(node),
-            arguments=arguments,
-            keywords=keywords,
-            result=node.meta["value"],
-            batch=self._batch,
-            trains=trains,
-        )
-        several = any(isinstance(item, Several) for item in arguments)
-        if operation.operands or several or node.op == "call_module":
-            return operation
-        return None
+    def _leaf(self, args: list[Any]) -> object:
+        inputs, key = args
+        call = self.calls[key]
+        rule = MODULES.get(type(call.module))
+        if call.path not in self.whole and rule is not None:
+            return rule(self, call.module, call, inputs)
+        return self._opaque(self, call, inputs)
 
-    def _lowered(self, node: fx.Node, operation: Operation) -> Lowered:
-        if node.op == "call_module":
-            path = str(node.target)
-            module = self._module.get_submodule(path)
-            reason = self._whole.get(path)
-            return lower_module(self._builder, module, operation, whole=reason)
-        return lower_function(self._builder, node.target, operation)
+    # --- values ---
 
-    def _parameter(self, node: fx.Node, tensor: torch.Tensor) -> Operand:
-        # A tensor of the model is an operand without a batch.
-        path = str(node.target)
-        module, _, word = path.rpartition(".")
-        owned = getattr(self._module.get_submodule(module), word)
-        assert isinstance(owned, torch.Tensor), path
-        name = self._builder.add(
-            path,
-            "parameter",
-            [],
-            tuple(tensor.shape),
-            tensors={
-                "value": TensorUse(
-                    name=self._path(path), shape=tuple(tensor.shape), trains=owned.requires_grad
-                )
-            },
-            is_integer=is_integer(tensor),
-        )
-        return Operand(
-            name=name, shape=tuple(tensor.shape), batched=False, is_integer=is_integer(tensor)
-        )
+    def as_value(self, given: object) -> Value:
+        """Return a value for anything that is a tensor.
 
-    def _path(self, target: str) -> str:
-        return target.removeprefix(self._prefix).removeprefix(".")
+        Raises:
+            NotSplitError: It is none.
+        """
+        if isinstance(given, Value):
+            return given
+        if isinstance(given, Held):
+            return self._parameter(given)
+        if isinstance(given, torch.Tensor):
+            return self._constant(self, given)
+        raise NotSplitError(f"{type(given).__name__} is not the output of a layer")
 
-    def _argument(self, argument: object) -> object:
-        if isinstance(argument, fx.Node):
-            return self._known.get(argument, argument.meta["value"])
-        if isinstance(argument, list | tuple):
-            return tuple(self._argument(item) for item in argument)
-        return argument
-
-    def _as_operands(self, lowered: object, result: object) -> Known:
-        if isinstance(lowered, Several):
-            return lowered
-        if isinstance(lowered, tuple):
-            assert isinstance(result, tuple | list), lowered
-            return tuple(
-                self._as_operands(name, one) for name, one in zip(lowered, result, strict=False)
+    def _parameter(self, held: Held) -> Value:
+        use = held.use
+        if use.name not in self._parameters:
+            name = self.builder.add(
+                use.name,
+                "parameter",
+                [],
+                use.shape,
+                tensors={"value": use},
+                is_integer=held.is_integer,
             )
-        assert isinstance(lowered, str), lowered
-        assert isinstance(result, torch.Tensor), lowered
-        layer = self._builder[lowered]
-        batched = tuple(result.shape) == (self._batch, *layer.shape)
-        if not batched and tuple(result.shape) != layer.shape:
-            raise GraphError(
-                f"the lowering rule of {lowered!r} gives {list(layer.shape)}, but the "
-                f"operation gives {list(result.shape[1:])}: correct the rule"
-            )
-        return Operand(
-            name=lowered, shape=layer.shape, batched=batched, is_integer=is_integer(result)
+            self._parameters[use.name] = Value(self.builder[name], batch=None)
+        value = self._parameters[use.name]
+        if not held.turned:
+            return value
+        layer = value.layer
+        name = self.builder.add(
+            f"{use.name}.turned",
+            "permute",
+            [layer.name],
+            layer.shape[::-1],
+            options={"dims": (1, 0)},
         )
+        return value.to(self.builder[name])
 
-    def _change_in_place(self, node: fx.Node, index: int) -> None:
+    # --- changes in place ---
+
+    def _change_in_place(
+        self, node: fx.Node, before: list[fx.Node], last: Mapping[fx.Node, int], index: int
+    ) -> None:
         # Later uses of a tensor that was changed in place read the change.
-        known = self._known.get(node)
-        if isinstance(known, Operand) and self._builder[known.name].whole:
-            refuse_change(node)
-        later = [other for other in self._nodes[:index] if self._last_use.get(other, -1) > index]
-        for other in renamed(node, later):
-            self._known[other] = self._known[node]
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or not node.args:
+            return
+        changed = node.args[0]
+        assert isinstance(changed, fx.Node), node
+        if isinstance(self.known[changed], Held):
+            name = self.known[changed].use.name
+            if not name.endswith("num_batches_tracked"):
+                raise GraphError(lost_change(name))
+            return
+        for other in before:
+            if last.get(other, -1) <= index or not _share(other, changed):
+                continue
+            if not _same_place(other, node):
+                raise NeedsFunctionalError
+            self.known[other] = self.known[node]
 
-    def _outputs(self, node: fx.Node) -> list[str]:
-        known: list[object] = []
-        fx.map_arg(node.args, lambda source: known.append(self._known.get(source, source)))
-        names = [name for item in known for name in self._names(item)]
-        if not names:
-            raise GraphError("the model returns no tensors")
-        return names
-
-    def _names(self, known: object) -> list[str]:
-        if isinstance(known, Operand) and known.batched:
-            return [known.name]
-        if isinstance(known, Several):
-            taken = [known.take(index) for index in range(len(known.results))]
-            return [
-                name
-                for item in taken
-                for name in ([item] if isinstance(item, str) else self._names(item))
-            ]
-        if isinstance(known, tuple):
-            return [name for item in known for name in self._names(item)]
-        raise GraphError(
-            "the model's outputs must be tensors with a batch: one of them does not "
-            "depend on its inputs"
-        )
+    def _name(self, node: fx.Node) -> str:
+        # A layer of a module of torch is called like it; others add the operation's name.
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path, kind = stack[-1] if stack else ("", "")
+        path = path.removeprefix("inner").removeprefix(".")
+        word = _plain_name(node.target).partition(".")[0].strip("_")
+        simple = str(getattr(kind, "__module__", kind)).startswith("torch.nn.modules")
+        if path and simple and path not in self._named:
+            self._named.add(path)
+            return path
+        return f"{path}.{word}" if path else word
 
 
-def live_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes with an effect: outputs, modules, changes in place, and all they read."""
+def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    # Outputs, changes in place, and all they read.
     live: set[fx.Node] = set()
     for node in reversed(nodes):
-        effect = node.op in {"output", "call_module"} or node.meta.get("changed")
-        if effect or not live.isdisjoint(node.users):
+        schema = getattr(node.target, "_schema", None)
+        changes = schema is not None and schema.is_mutable
+        if node.op == "output" or changes or not live.isdisjoint(node.users):
             live.add(node)
     return live
 
 
+def _plain_name(target: Any) -> str:  # noqa: ANN401 -- an operation
+    # aten.relu_.default -> relu.default: the rule of the operation that changes nothing.
+    packet, _, overload = str(target).removeprefix("aten.").partition(".")
+    if packet.endswith("_") and not packet.startswith("_"):
+        packet = packet[:-1]
+    return f"{packet}.{overload}"
+
+
+def _by_name(target: Any, args: list[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+    schema = target._schema.arguments  # noqa: SLF001 -- torch's own name
+    found = {a.name: a.default_value for a in schema}
+    found.update(zip((a.name for a in schema), args, strict=False))
+    found.update(keywords)
+    return found
+
+
+def _depends(value: object) -> bool:
+    if isinstance(value, list):
+        return any(_depends(item) for item in value)
+    return isinstance(value, Value | Held | Results | Filled)
+
+
+_PLACES: Final = frozenset({"device", "layout", "pin_memory"})
+_FILLED: Final = {
+    "zeros": 0.0,
+    "ones": 1.0,
+    "zeros_like": 0.0,
+    "ones_like": 1.0,
+    "new_zeros": 0.0,
+    "new_ones": 1.0,
+    "empty": 0.0,
+    "empty_like": 0.0,
+    "new_empty": 0.0,
+}
+_N_ELEMENTS_MAX: Final = 1 << 24
+
+
+def _is_filling(target: Any) -> bool:  # noqa: ANN401 -- an operation
+    # Its result depends on the shape of its input only.
+    packet = _plain_name(target).partition(".")[0]
+    return packet in {*_FILLED, "full_like", "new_zeros", "new_ones", "new_full", "empty_like"}
+
+
+def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: object) -> object:  # noqa: ANN401
+    # The value of what depends on no input: arange, masks.
+    if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(result, torch.Tensor):
+        return None
+    packet = _plain_name(target).partition(".")[0]
+    if any(factor(extent) for extent in result.shape):
+        number = _FILLED.get(packet)
+        if packet in {"full", "new_full", "full_like"}:
+            number = float(args[-1])
+        if number is None:
+            raise NotSplitError("it depends on the batch size")
+        return Filled(number, tuple(result.shape), result.dtype)
+    if math.prod(result.shape) > _N_ELEMENTS_MAX:
+        return None
+    if packet in _FILLED:
+        return torch.full(result.shape, _FILLED[packet], dtype=result.dtype)
+    if packet in {"full_like", "new_full"}:
+        return torch.full(result.shape, args[-1], dtype=result.dtype)
+    args = [value.clone() if isinstance(value, torch.Tensor) else value for value in args]
+    said = {word: value for word, value in keywords.items() if word not in _PLACES}
+    found = target(*args, **said)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _share(one: fx.Node, other: fx.Node) -> bool:
+    first, second = one.meta.get("val"), other.meta.get("val")
+    return (
+        isinstance(first, torch.Tensor)
+        and isinstance(second, torch.Tensor)
+        and bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)  # noqa: SLF001
+    )
+
+
+def _same_place(one: fx.Node, other: fx.Node) -> bool:
+    first, second = one.meta["val"], other.meta["val"]
+    return (
+        tuple(map(str, first.shape)) == tuple(map(str, second.shape))
+        and tuple(map(str, first.stride())) == tuple(map(str, second.stride()))
+        and str(first.storage_offset()) == str(second.storage_offset())
+    )
+
+
 def _inside(node: fx.Node) -> str:
-    around = list(node.meta.get("nn_module_stack", {}).values())
-    if node.op == "call_module" or not around:
-        return ""
-    return str(around[-1][0])
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).removeprefix("inner").removeprefix(".") if stack else ""
 
 
-def _caller(node: fx.Node) -> str:
-    around = list(node.meta.get("nn_module_stack", {}).values())[:-1]  # itself apart
-    return str(around[-1][0]) if around else ""
-
-
-def _is_unknown(node: fx.Node) -> bool:
-    calls = node.op in {"call_function", "call_method"}
-    return calls and not knows_function(node.target)
-
-
-def word_of(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
+def place_of(node: fx.Node) -> str:
+    """Return the user's source line of an operation, in brackets."""
+    lines = re.findall(r'File "(.+?)", line (\d+)', str(node.meta.get("stack_trace", "")))
+    return f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""

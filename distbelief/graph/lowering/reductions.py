@@ -1,20 +1,24 @@
-"""Lowering rules for reductions, softmax and normalization."""
+"""Lowering rules for reductions, softmax and normalisation."""
 
-from collections.abc import Mapping
-from typing import Final, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from distbelief.graph.graph import Builder, GraphError, Layer, Option, uses
-from distbelief.graph.lowering.layers import owned
-from distbelief.graph.lowering.registry import FunctionLowering, lowers, lowers_function, source_of
-from distbelief.graph.opaque import opaque_module
-from distbelief.graph.operation import Lowered, Operation
+from distbelief.graph.graph import Option
+from distbelief.graph.leaves import LeafCall
+from distbelief.graph.lowering.lower import (
+    Lowerer,
+    NotSplitError,
+    Operation,
+    Value,
+    lowers,
+    lowers_module,
+)
+from distbelief.graph.lowering.pointwise import pointwise
 from distbelief.graph.ops.norms import (
     batch_norm_layers,
     group_norm_layers,
@@ -23,237 +27,193 @@ from distbelief.graph.ops.norms import (
     rms_norm_layers,
 )
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
+from distbelief.graph.region import Shape
 
 
-# --- normalization ---
-
-
-# like_input: running one of these without memory takes torch milliseconds.
-@lowers(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, like_input=True)
-def batch_norm(builder: Builder, module: _BatchNorm, operation: Operation) -> Lowered:
-    # A frozen one, in evaluation mode while the model trains, uses its running statistics.
-    name, source, _ = source_of(builder, operation)
-    if source.shape[0] != module.num_features:
-        raise GraphError(
-            f"{operation.name} is for {module.num_features} features, but "
-            f"{source.name!r} has {source.shape[0]}"
-        )
-    tensors = uses(module, operation.target)
-    tensors.pop("num_batches_tracked", None)
-    layers = batch_norm_layers(
-        name,
-        source,
-        tensors=tensors,
-        epsilon=module.eps,
-        momentum=module.momentum,
-        before={word: builder.replacing(use.name) for word, use in tensors.items()},
-        frozen="running_mean" in tensors and not operation.trains,
-    )
-    return builder.extend(layers)
-
-
-@lowers(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(builder: Builder, module: _InstanceNorm, operation: Operation) -> Lowered:
-    if module.track_running_stats:
-        reason = "InstanceNorm with running statistics has no split rule"
-        return opaque_module(builder, module, operation, reason=reason)
-    name, source, _ = source_of(builder, operation)
-    tensors = uses(module, operation.target)
-    layers = instance_norm_layers(name, source, tensors=tensors, epsilon=module.eps)
-    return builder.extend(layers)
-
-
-@lowers(nn.GroupNorm)
-def group_norm(builder: Builder, module: nn.GroupNorm, operation: Operation) -> Lowered:
-    name, source, _ = source_of(builder, operation)
-    layers = group_norm_layers(
-        name,
-        source,
-        n_groups=module.num_groups,
-        tensors=uses(module, operation.target),
-        epsilon=module.eps,
-    )
-    return builder.extend(layers)
-
-
-@lowers(nn.LayerNorm)
-def layer_norm(builder: Builder, module: nn.LayerNorm, operation: Operation) -> Lowered:
-    name, source, _ = source_of(builder, operation)
-    layers = layer_norm_layers(
-        name,
-        source,
-        n_dims=len(module.normalized_shape),
-        tensors=uses(module, operation.target),
-        epsilon=module.eps,
-    )
-    return builder.extend(layers)
-
-
-@lowers_function(functional.layer_norm)
-def layer_norm_function(builder: Builder, operation: Operation) -> Lowered:
-    name, source, _ = source_of(builder, operation)
-    shape = operation.argument(1, "normalized_shape")
-    assert isinstance(shape, tuple), shape
-    tensors = {
-        word: owned(builder, operation, operation.operand(position, word))
-        for position, word in ((2, "weight"), (3, "bias"))
-        if operation.argument(position, word) is not None
-    }
-    epsilon = operation.argument(4, "eps", 1e-5)
-    assert isinstance(epsilon, float), epsilon
-    layers = layer_norm_layers(name, source, n_dims=len(shape), tensors=tensors, epsilon=epsilon)
-    return builder.extend(layers)
-
-
-@lowers(nn.RMSNorm)
-def rms_norm(builder: Builder, module: nn.RMSNorm, operation: Operation) -> Lowered:
-    name, source, _ = source_of(builder, operation)
-    epsilon = module.eps
-    if epsilon is None:  # torch: what its numbers are precise to
-        weight = cast("torch.Tensor | None", module.weight)
-        dtype = torch.get_default_dtype() if weight is None else weight.dtype
-        epsilon = torch.finfo(dtype).eps
-    layers = rms_norm_layers(
-        name,
-        source,
-        n_dims=len(module.normalized_shape),
-        tensors=uses(module, operation.target),
-        epsilon=epsilon,
-    )
-    return builder.extend(layers)
-
-
-@lowers(nn.LocalResponseNorm)
-def local_response(builder: Builder, module: nn.LocalResponseNorm, operation: Operation) -> Lowered:
-    return _local_response(
-        builder,
-        operation,
-        size=module.size,
-        alpha=float(module.alpha),
-        beta=float(module.beta),
-        k=float(module.k),
-    )
-
-
-@lowers_function(functional.local_response_norm)
-def local_response_function(builder: Builder, operation: Operation) -> Lowered:
-    words = {"alpha": 1e-4, "beta": 0.75, "k": 1.0}
-    numbers = {}
-    for position, (word, usual) in enumerate(words.items(), start=2):
-        value = operation.argument(position, word, usual)
-        assert isinstance(value, int | float), (word, value)
-        numbers[word] = float(value)
-    size = operation.argument(1, "size")
-    assert isinstance(size, int), size
-    return _local_response(builder, operation, size=size, **numbers)
-
-
-def _local_response(builder: Builder, operation: Operation, **options: Option) -> str:
-    return builder.add(
-        operation.name, "local_response", operation.inputs[:1], operation.output, options=options
-    )
-
-
-_REDUCTIONS: Final[Mapping[str, tuple[object, ...]]] = {
-    "mean": (torch.mean, "mean"),
-    "sum": (torch.sum, "sum"),
-    "maximum": (torch.amax, "amax"),
-}
-
-
-def _reduction(function: str) -> FunctionLowering:
-    def lower(builder: Builder, operation: Operation) -> Lowered:
-        operation.only("input", "dim", "keepdim")
-        return builder.add_layer(_reduced(builder, operation, function))
-
-    return lower
-
-
-def _reduced(builder: Builder, operation: Operation, function: str) -> Layer:
-    source = builder[operation.operand(0, "input").name]
-    given = operation.argument(1, "dim", ())
-    several = given if isinstance(given, tuple) else (given,)
-    dims = [operation.dim(dim, source.shape) for dim in several]
-    if not dims:
-        raise GraphError(
-            f"{operation.name} over all dimensions joins the batch: say dim=; a "
-            "loss is added by distbelief.graph.losses.append_loss"
-        )
+def _reduced(
+    op: Operation,
+    value: Value,
+    function: str,
+    dims: Sequence[int],
+    *,
+    keep: bool,
+    **options: Any,  # noqa: ANN401
+) -> Value:
+    """Add a reduction over torch's dimensions."""
+    if value.layer.is_integer:
+        raise NotSplitError("its input is integers")
+    torchs = [dim % value.n_dims for dim in dims] or list(range(value.n_dims))
+    own = sorted(value.dim(dim) for dim in torchs)
     layer = reduction_layer(
-        builder.free_name(operation.name),
-        [source],
-        function=function,
-        dims=sorted(dims),
-        keep=bool(operation.argument(2, "keepdim", default=False)),
+        op.free_name, [value.layer], function=function, dims=own, keep=keep, **options
     )
-    if function != "maximum":
-        return layer
-    return msgspec.structs.replace(layer, options={**layer.options, "gradient": True})
+    if function == "maximum":
+        layer = msgspec.structs.replace(layer, options={**layer.options, "gradient": True})
+    layer = op.builder[op.builder.add_layer(layer)]
+    batch = value.batch
+    if batch is not None and not keep:
+        batch -= sum(dim < batch for dim in torchs)
+    return replace(value, layer=layer, batch=batch)
 
 
-for _function, _targets in _REDUCTIONS.items():
-    lowers_function(*_targets)(_reduction(_function))
+@lowers("mean", "sum")
+def mean_or_sum(op: Operation) -> object:
+    function = str(op.target).split(".")[1]
+    value = op.value("self")
+    dims = op.arguments.get("dim") or []
+    return _reduced(op, value, function, dims, keep=bool(op.arguments.get("keepdim")))
 
 
-@lowers(nn.Softmax)
-def softmax(builder: Builder, module: nn.Softmax, operation: Operation) -> Lowered:
-    return _softmax(builder, operation, module.dim)
+@lowers("amax")
+def maximum(op: Operation) -> object:
+    return _reduced(op, op.value("self"), "maximum", op["dim"], keep=bool(op["keepdim"]))
 
 
-@lowers(nn.LogSoftmax)
-def log_softmax(builder: Builder, module: nn.LogSoftmax, operation: Operation) -> Lowered:
-    return _softmax(builder, operation, module.dim, log=True)
-
-
-@lowers(nn.Softmax2d)
-def softmax_2d(builder: Builder, module: nn.Softmax2d, operation: Operation) -> Lowered:
-    del module
-    return _softmax(builder, operation, -3)
-
-
-@lowers_function(functional.softmax, torch.softmax, "softmax")
-def softmax_function(builder: Builder, operation: Operation) -> Lowered:
-    operation.only("input", "dim", "_stacklevel")
-    return _softmax(builder, operation, operation.argument(1, "dim"))
-
-
-@lowers_function(functional.log_softmax, torch.log_softmax, "log_softmax")
-def log_softmax_function(builder: Builder, operation: Operation) -> Lowered:
-    operation.only("input", "dim", "_stacklevel")
-    return _softmax(builder, operation, operation.argument(1, "dim"), log=True)
-
-
-def _softmax(builder: Builder, operation: Operation, dim: object, *, log: bool = False) -> str:
-    name, source, shape = source_of(builder, operation)
-    layers = softmax_layers(name, source, dim=operation.dim(dim, shape), log=log)
-    return builder.extend(layers)
-
-
-@lowers_function(torch.var, "var", torch.std, "std")
-def variance(builder: Builder, operation: Operation) -> Lowered:
-    operation.only("input", "dim", "keepdim", "correction", "unbiased")
-    source = builder[operation.operand(0, "input").name]
-    given = operation.argument(1, "dim")
-    several = given if isinstance(given, tuple) else (given,)
-    dims = sorted(operation.dim(dim, source.shape) for dim in several)
-    unbiased = operation.keywords.get("unbiased", True)
-    correction = operation.keywords.get("correction", int(bool(unbiased)))
-    positional = operation.arguments[2:]
-    if positional or not isinstance(correction, int):
-        raise GraphError(f"{operation.name}: give correction= and keepdim= by name")
-    name = builder.free_name(operation.name)
-    mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=dims)
-    root = operation.target == "std"
-    spread = reduction_layer(
-        f"{name}.variance" if root else name,
-        [source, mean],
+@lowers("var", "std", "var_mean")
+def variance(op: Operation) -> object:
+    value = op.value("self")
+    correction = op.arguments.get("correction")
+    if "unbiased" in op.arguments:
+        correction = int(bool(op["unbiased"]))
+    correction = 1 if correction is None else int(correction)
+    dims = op.arguments.get("dim") or []
+    keep = bool(op.arguments.get("keepdim"))
+    mean = _reduced(op, value, "mean", dims, keep=True)
+    own = mean.layer.options["dims"]
+    assert isinstance(own, tuple)
+    torchs = [dim % value.n_dims for dim in dims] or list(range(value.n_dims))
+    layer = reduction_layer(
+        op.free_name,
+        [value.layer, mean.layer],
         function="variance",
-        dims=dims,
-        keep=bool(operation.keywords.get("keepdim", False)),
+        dims=own,
+        keep=keep,
         correction=correction,
     )
-    last = builder.extend([mean, spread])
-    if not root:
-        return last
-    options = {"function": "sqrt"}
-    return builder.add(name, "pointwise", [last], spread.shape, options=options)
+    batch = value.batch
+    if batch is not None and not keep:
+        batch -= sum(dim < batch for dim in torchs)
+    spread = replace(value, layer=op.builder[op.builder.add_layer(layer)], batch=batch)
+    if ".std" in str(op.target):
+        return pointwise(op, [spread], "sqrt")
+    if "var_mean" in str(op.target):
+        return [spread, mean if keep else _reduced(op, value, "mean", dims, keep=False)]
+    return spread
+
+
+@lowers("softmax", "_softmax", "log_softmax", "_log_softmax")
+def softmax(op: Operation) -> object:
+    value = op.value("self")
+    layers = softmax_layers(
+        op.free_name, value.layer, dim=value.dim(op["dim"]), log="log" in str(op.target)
+    )
+    return op.extend(value, layers)
+
+
+# --- normalisation ---
+
+
+def _last_dims(value: Value, n_dims: int) -> None:
+    if value.batch is not None and value.n_dims - value.batch <= n_dims:
+        raise NotSplitError("it works along the batch")
+
+
+@lowers("layer_norm", "native_layer_norm")
+def layer_norm(op: Operation) -> object:
+    value = op.value("input")
+    n_dims = len(op["normalized_shape"])
+    _last_dims(value, n_dims)
+    layers = layer_norm_layers(
+        op.free_name,
+        value.layer,
+        n_dims=n_dims,
+        tensors=op.uses("weight", "bias"),
+        epsilon=float(op["eps"]),
+    )
+    found = op.extend(value, layers)
+    return [found, None, None] if isinstance(op.result, tuple | list) else found
+
+
+@lowers("rms_norm")
+def rms_norm(op: Operation) -> object:
+    value = op.value("input")
+    n_dims = len(op["normalized_shape"])
+    _last_dims(value, n_dims)
+    epsilon = op["eps"]
+    if epsilon is None:  # torch: what its numbers are precise to
+        epsilon = torch.finfo(op.result.dtype).eps
+    layers = rms_norm_layers(
+        op.free_name, value.layer, n_dims=n_dims, tensors=op.uses("weight"), epsilon=float(epsilon)
+    )
+    return op.extend(value, layers)
+
+
+@lowers("group_norm")
+def group_norm(op: Operation) -> object:
+    value = op.plain("input")
+    layers = group_norm_layers(
+        op.free_name,
+        value.layer,
+        n_groups=op["num_groups"],
+        tensors=op.uses("weight", "bias"),
+        epsilon=float(op["eps"]),
+    )
+    return op.extend(value, layers)
+
+
+@lowers("instance_norm")
+def instance_norm(op: Operation) -> object:
+    if op["running_mean"] is not None or not op["use_input_stats"]:
+        raise NotSplitError("it has running statistics")
+    value = op.plain("input")
+    layers = instance_norm_layers(
+        op.free_name, value.layer, tensors=op.uses("weight", "bias"), epsilon=float(op["eps"])
+    )
+    return op.extend(value, layers)
+
+
+@lowers("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
+def batch_norm(op: Operation) -> object:
+    value = op.plain("input")
+    tensors = op.uses("weight", "bias", "running_mean", "running_var")
+    trains = bool(op.arguments.get("training", False))
+    layers = batch_norm_layers(
+        op.free_name,
+        value.layer,
+        tensors=tensors,
+        epsilon=float(op["eps"]),
+        momentum=float(op["momentum"]),
+        before={word: op.builder.replacing(use.name) for word, use in tensors.items()},
+        frozen="running_mean" in tensors and not trains,
+    )
+    found = op.extend(value, layers)
+    return [found, *[None] * 4] if isinstance(op.result, tuple | list) else found
+
+
+@lowers_module(nn.LocalResponseNorm)
+def local_response(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    assert isinstance(module, nn.LocalResponseNorm)
+    value = lowerer.as_value(inputs[0])
+    options = {
+        "size": module.size,
+        "alpha": float(module.alpha),
+        "beta": float(module.beta),
+        "k": float(module.k),
+    }
+    return [_added(lowerer, call, "local_response", value, value.layer.shape, options)]
+
+
+def _added(
+    lowerer: Lowerer,
+    call: LeafCall,
+    kind: str,
+    value: Value,
+    shape: Shape,
+    options: Mapping[str, Option],
+) -> Value:
+    if not value.is_plain:
+        raise NotSplitError("the batch is not its first dimension")
+    name = lowerer.builder.add(call.path, kind, [value.layer.name], shape, options=options)
+    return Value(lowerer.builder[name])

@@ -1,334 +1,346 @@
-"""Lowering rules for views, concatenation, slices and padding."""
+"""Lowering rules for views, slices, concatenation and padding."""
 
-import operator
+import math
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import replace
+from typing import Any
 
 import msgspec
-import torch
-from torch import nn
-from torch.nn import functional
+from torch import fx
 
-from distbelief.graph.graph import Builder, GraphError, Layer
-from distbelief.graph.lowering.registry import lowers, lowers_function
-from distbelief.graph.operation import Lowered, Operand, Operation, Several
-from distbelief.graph.ops.views import cat_layer, reshape_layer, stack_layers
+from distbelief.graph.graph import Layer, Option
+from distbelief.graph.lowering.lower import (
+    Held,
+    NotSplitError,
+    Operation,
+    Value,
+    batch_of,
+    factor,
+    lowers,
+)
+from distbelief.graph.ops.views import cat_layer, reshape_layer
 from distbelief.graph.region import Shape
 
 
-# --- operands without a batch ---
+def viewed(op: Operation, value: Value, shape: Sequence[Any]) -> Value:
+    """Return a value in another shape of torch's, whose extents may count samples."""
+    if value.batch is None:
+        if batch_of(shape) is not None:
+            raise NotSplitError("a tensor without samples gets some")
+        return value.to(op.reshaped(value, tuple(int(n) for n in shape)))
+    batch = batch_of(shape)
+    if batch is None:
+        raise NotSplitError("the batch gets lost")
+    own = value.layer.shape
+    outside = own[: value.batch + value.before]
+    left, right = shape[:batch], shape[batch + 1 :]
+    before, rest = divmod(math.prod(outside), max(1, math.prod(left)))
+    after, more = divmod(factor(shape[batch]), max(1, before))
+    inside = math.prod(own[len(outside) :])
+    if rest or more or inside != after * math.prod(right):
+        raise NotSplitError("it moves elements between samples")
+    folded = (*([before] if before > 1 else []), *([after] if after > 1 else []))
+    target = (*map(int, left), *folded, *map(int, right))
+    layer = op.reshaped(value, target)
+    return Value(layer, batch, before=int(before > 1), after=int(after > 1))
 
 
-def lined_up(
-    builder: Builder, operation: Operation, operands: Sequence[Operand] | None = None
-) -> list[str]:
-    """Return the layers of the operands (by default all), aligned at their last dimensions."""
-    operands = operation.operands if operands is None else operands
-    n_dims = len(operation.output) + 1 if operation.batched else 0
-    return [with_batch(builder, operand, n_dims).name for operand in operands]
+def permuted(op: Operation, value: Value, dims: Sequence[int]) -> Value:
+    """Return a value with torch's dimensions in another order."""
+    n = value.n_dims
+    dims = [dim % n for dim in dims]
+    order: list[int] = []
+    for dim in dims:
+        if dim == value.batch:
+            order += range(dim, dim + value.before + value.after)
+        else:
+            order.append(value.dim(dim))
+    layer = value.layer
+    if order != sorted(order):
+        shape = tuple(layer.shape[dim] for dim in order)
+        options = {"dims": tuple(order)}
+        layer = op.add(
+            "permute", [value], shape, options=options, is_integer=layer.is_integer
+        ).layer
+    batch = None if value.batch is None else dims.index(value.batch)
+    return replace(value, layer=layer, batch=batch)
 
 
-def with_batch(builder: Builder, operand: Operand, n_dims: int) -> Layer:
-    """Return the operand's layer, for an operation on tensors of `n_dims` dimensions.
-
-    A tensor of the model with as many dimensions as batched operands has a batch of one itself,
-    which its layer's shape does not count.
-    """
-    layer = builder[operand.name]
-    if operand.batched or len(operand.shape) < n_dims or not n_dims:
-        return layer
-    assert operand.shape[0] == 1, operand
-    name = builder.free_name(f"{operand.name}.row")
-    if layer.kind == "parameter" and len(layer.tensors["value"].shape) == n_dims:
-        layer = msgspec.structs.replace(layer, name=name, shape=layer.shape[1:])
-    else:
-        layer = reshape_layer(name, layer, shape=layer.shape[1:])
-    return builder[builder.add_layer(layer)]
-
-
-# --- moves of elements ---
-
-
-@lowers_function(
-    torch.flatten,
-    "flatten",
-    "view",
-    "reshape",
-    torch.reshape,
-    "unflatten",
-    torch.unflatten,
-    "unsqueeze",
-    torch.unsqueeze,
-    "squeeze",
-    torch.squeeze,
-)
-def reshape(builder: Builder, operation: Operation) -> Lowered:
-    # The shapes are known, so they are all that is needed.
-    source = builder[operation.operands[0].name]
-    if source.shape == operation.output:
-        return source.name
-    name = builder.free_name(operation.name)
-    return builder.add_layer(reshape_layer(name, source, shape=operation.output))
-
-
-@lowers(nn.Flatten, nn.Unflatten)
-def reshape_module(builder: Builder, module: nn.Module, operation: Operation) -> Lowered:
-    del module
-    return reshape(builder, operation)
-
-
-@lowers_function("view_as", "reshape_as", "expand_as")
-def like_another(builder: Builder, operation: Operation) -> Lowered:
-    if operation.target == "expand_as":
-        return expand(builder, operation)
-    return reshape(builder, operation)
-
-
-@lowers_function("expand", torch.broadcast_to, "broadcast_to")
-def expand(builder: Builder, operation: Operation) -> Lowered:
-    # A batch of one needs no expansion: it broadcasts.
-    source = builder[operation.operands[0].name]
-    assert isinstance(operation.result, torch.Tensor), operation
-    shape = tuple(operation.result.shape)
-    if operation.batched or shape[0] == operation.batch:
-        shape = shape[1:]
-        if not operation.operands[0].batched and len(source.shape) > len(shape):
-            source = shaped(builder, operation, source, source.shape[1:])
-    if len(source.shape) < len(shape):
-        ones = (1,) * (len(shape) - len(source.shape))
-        source = shaped(builder, operation, source, (*ones, *source.shape))
-    if source.shape == shape:
-        return source.name
-    return builder.add(operation.name, "expand", [source.name], shape, is_integer=source.is_integer)
-
-
-def shaped(builder: Builder, operation: Operation, source: Layer, shape: Shape) -> Layer:
-    name = builder.free_name(operation.name)
-    return builder[builder.add_layer(reshape_layer(name, source, shape=shape))]
-
-
-@lowers_function(torch.permute, "permute")
-def permute(builder: Builder, operation: Operation) -> Lowered:
-    # The batch must stay first.
-    given = operation.arguments[1:]
-    if len(given) == 1 and isinstance(given[0], tuple):
-        given = given[0]
-    if not given:
-        given = cast("tuple[object, ...]", operation.keywords["dims"])
-    if operation.batched and given[0] == 0:
-        given = given[1:]
-    shape = operation.operands[0].shape
-    return _permuted(builder, operation, [operation.dim(dim, shape) for dim in given])
-
-
-@lowers_function(torch.transpose, "transpose", torch.swapaxes, "swapaxes")
-def transpose(builder: Builder, operation: Operation) -> Lowered:
-    shape = operation.operands[0].shape
-    one = operation.dim(operation.argument(1, "dim0"), shape)
-    other = operation.dim(operation.argument(2, "dim1"), shape)
-    dims = list(range(len(shape)))
-    dims[one], dims[other] = other, one
-    return _permuted(builder, operation, dims)
-
-
-def _permuted(builder: Builder, operation: Operation, dims: list[int]) -> str:
-    return builder.add(
-        operation.name,
-        "permute",
-        operation.inputs[:1],
-        operation.output,
-        options={"dims": tuple(dims)},
-        is_integer=builder[operation.inputs[0]].is_integer,
-    )
-
-
-@lowers_function(torch.cat, torch.concat)
-def cat(builder: Builder, operation: Operation) -> Lowered:
-    dim = operation.dim(operation.argument(1, "dim", 0), operation.output)
-    sources = _all_operands(builder, operation)
-    name = builder.free_name(operation.name)
-    return builder.add_layer(cat_layer(name, sources, dim=dim))
-
-
-@lowers_function(torch.stack)
-def stack(builder: Builder, operation: Operation) -> Lowered:
-    dim = operation.dim(operation.argument(1, "dim", 0), operation.output)
-    sources = _all_operands(builder, operation)
-    name = builder.free_name(operation.name)
-    return builder.extend(stack_layers(name, sources, dim=dim))
-
-
-def _all_operands(builder: Builder, operation: Operation) -> list[Layer]:
-    given = cast("tuple[object, ...]", operation.argument(0, "tensors"))
-    if len(operation.operands) != len(given):
-        raise GraphError(
-            f"{operation.name} with a tensor that the forward made: register it as a "
-            "buffer of its module"
-        )
-    return [builder[name] for name in lined_up(builder, operation)]
-
-
-@lowers_function(torch.chunk, "chunk", torch.split, "split")
-def chunk(builder: Builder, operation: Operation) -> Lowered:
-    source = operation.operands[0]
-    dim = operation.dim(operation.argument(2, "dim", 0), source.shape)
-    names, start = [], 0
-    for shape in operation.outputs:
-        starts = [0] * len(shape)
-        starts[dim] = start
-        start += shape[dim]
-        names.append(_slice(builder, operation.name, source, starts, shape))
-    return tuple(names)
-
-
-@lowers_function(torch.unbind, "unbind")
-def unbind(builder: Builder, operation: Operation) -> Lowered:
-    source = operation.operands[0]
-    dim = operation.dim(operation.argument(1, "dim", 0), source.shape)
-    return tuple(_one(builder, operation, source, dim, index) for index in range(source.shape[dim]))
-
-
-@lowers_function(torch.select, "select")
-def select(builder: Builder, operation: Operation) -> Lowered:
-    source = operation.operands[0]
-    dim = operation.dim(operation.argument(1, "dim"), source.shape)
-    index = operation.argument(2, "index")
-    assert isinstance(index, int), operation
-    return _one(builder, operation, source, dim, index % source.shape[dim])
-
-
-@lowers_function(torch.narrow, "narrow")
-def narrow(builder: Builder, operation: Operation) -> Lowered:
-    source = operation.operands[0]
-    dim = operation.dim(operation.argument(1, "dim"), source.shape)
-    start = operation.argument(2, "start")
-    assert isinstance(start, int), operation
-    starts = [0] * len(source.shape)
-    starts[dim] = start % source.shape[dim]
-    return _slice(builder, operation.name, source, starts, operation.output)
-
-
-def _one(builder: Builder, operation: Operation, source: Operand, dim: int, index: int) -> str:
-    starts = [0] * len(source.shape)
-    starts[dim] = index
-    thin = (*source.shape[:dim], 1, *source.shape[dim + 1 :])
-    layer = builder[_slice(builder, operation.name, source, starts, thin)]
-    return shaped(builder, operation, layer, (*source.shape[:dim], *source.shape[dim + 1 :])).name
-
-
-@lowers_function(operator.getitem)
-def getitem(builder: Builder, operation: Operation) -> Lowered:
-    # Takes one of several results, or slices a tensor by constants.
-    source, index = operation.arguments
-    if isinstance(source, Several) and isinstance(index, int):
-        return source.take(index)
-    if isinstance(source, tuple) and isinstance(index, slice):
-        return tuple(one.name for one in source[index] if isinstance(one, Operand))
-    if isinstance(source, tuple) and isinstance(index, int):
-        if not -len(source) <= index < len(source):
-            raise GraphError(
-                f"result {index} is used, and has no split rule (weights of attention, "
-                "say): put what needs it into a module of its own"
-            )
-        chosen = source[index]
-        assert isinstance(chosen, Operand), operation
-        return chosen.name
-    if not isinstance(source, Operand):
-        raise GraphError(f"{operation.name}: {source!r}[{index!r}]")
-    starts, steps, kept = _places(index, source, operation)
-    if kept == source.shape and set(steps) <= {1}:
-        name = source.name
-    else:
-        name = _slice(builder, operation.name, source, starts, kept, steps=steps)
-    if kept == operation.output:
-        return name
-    return shaped(builder, operation, builder[name], operation.output).name
-
-
-def _places(
-    index: object, source: Operand, operation: Operation
-) -> tuple[list[int], list[int], Shape]:
-    # Start and step in each dimension, and the resulting shape.
-    places: list[object] = list(index) if isinstance(index, tuple) else [index]
-    n_dims = len(source.shape) + source.batched
-    n_new = sum(place is None for place in places)
-    if any(place is Ellipsis for place in places):
-        at = next(i for i, place in enumerate(places) if place is Ellipsis)
-        places[at : at + 1] = [slice(None)] * (n_dims - (len(places) - 1 - n_new))
-    places += [slice(None)] * (n_dims - (len(places) - n_new))
-    if source.batched and (not _is_all(places[0]) or len(places) != n_dims + n_new):
-        raise GraphError(
-            f"index {index!r}: only constant slices after the batch dimension can be "
-            "split: put it into a module of its own"
-        )
-    ranges = [
-        _range(place, extent, operation)
-        for place, extent in zip(
-            [place for place in places if place is not None][source.batched :],
-            source.shape,
-            strict=True,
-        )
-    ]
-    starts, steps = [r.start for r in ranges], [r.step for r in ranges]
-    return starts, steps, tuple(len(r) for r in ranges)
-
-
-def _is_all(place: object) -> bool:
-    return isinstance(place, slice) and place == slice(None)
-
-
-def _range(place: object, extent: int, operation: Operation) -> range:
-    match place:
-        case int() if not isinstance(place, bool):
-            return range(place % extent, place % extent + 1)
-        case slice():
-            return range(*place.indices(extent))
-        case _:
-            raise GraphError(
-                f"{operation.name}: index {place!r} is no constant slice: put it "
-                "into a module of its own"
-            )
-
-
-def _slice(
-    builder: Builder,
-    name: str,
-    source: Operand,
-    starts: Sequence[int],
-    shape: Shape,
-    *,
-    steps: Sequence[int] | None = None,
-) -> str:
-    return builder.add(
-        name,
+def sliced(op: Operation, value: Value, dim: int, start: int, stop: int, step: int = 1) -> Value:
+    """Return a part of a value along a layer's dimension."""
+    shape = list(value.layer.shape)
+    shape[dim] = len(range(start, stop, step))
+    if shape[dim] == value.layer.shape[dim] and step == 1:
+        return value
+    starts, steps = [0] * len(shape), [1] * len(shape)
+    starts[dim], steps[dim] = start, step
+    return op.add(
         "slice",
-        [source.name],
-        shape,
-        options={"starts": tuple(starts), "steps": tuple(steps or [1] * len(shape))},
-        is_integer=source.is_integer,
+        [value],
+        tuple(shape),
+        options={"starts": tuple(starts), "steps": tuple(steps)},
+        is_integer=value.layer.is_integer,
     )
 
 
-@lowers_function(functional.pad)
-def pad(builder: Builder, operation: Operation) -> Lowered:
-    mode = operation.argument(2, "mode", "constant")
-    value = operation.argument(3, "value", 0.0) or 0.0
-    widths = cast("tuple[int, ...]", operation.argument(1, "pad"))
-    source = operation.operands[0]
-    if mode != "constant" or min(widths) < 0 or len(widths) > 2 * len(source.shape):
-        raise GraphError(
-            f"{operation.name}: pad of {widths} with mode {mode!r}; only borders of "
-            "a number can be split: put it into a module of its own"
-        )
-    assert isinstance(value, int | float)
-    n_dims = len(source.shape)
-    before, after = [0] * n_dims, [0] * n_dims
+def same(op: Operation) -> Value:
+    """Return the value itself: the operation concerns memory only."""
+    given: Value = op["self"]
+    return given
+
+
+lowers("contiguous", "alias", "lift_fresh_copy", "clone")(same)
+
+
+@lowers("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as")
+def view(op: Operation) -> object:
+    return viewed(op, op.value("self"), op.result.shape)
+
+
+@lowers("unsqueeze", "squeeze")
+def view_of_ones(op: Operation) -> object:
+    return viewed(op, op.value("self"), op.result.shape)
+
+
+@lowers("permute")
+def permute(op: Operation) -> object:
+    return _turned(op, [int(dim) for dim in op["dims"]])
+
+
+@lowers("transpose", "swapaxes")
+def transpose(op: Operation) -> object:
+    n = op.result.dim()
+    dims = list(range(n))
+    words = ("dim0", "dim1") if "dim0" in op.arguments else ("axis0", "axis1")
+    one, other = (op[word] % n for word in words)
+    dims[one], dims[other] = other, one
+    return _turned(op, dims)
+
+
+@lowers("t", "numpy_T", "mT", "adjoint")
+def turned(op: Operation) -> object:
+    dims = list(range(op.result.dim()))
+    return _turned(op, dims[::-1] if len(dims) == 2 else [*dims[:-2], dims[-1], dims[-2]])
+
+
+def _turned(op: Operation, dims: list[int]) -> object:
+    given = op["self"]
+    if isinstance(given, Held) and dims == [1, 0]:
+        return replace(given, turned=not given.turned)
+    return permuted(op, op.value("self"), dims)
+
+
+@lowers("expand", "expand_as", "broadcast_to")
+def expand(op: Operation) -> object:
+    value, shape = op.value("self"), list(op.result.shape)
+    batch = batch_of(shape)
+    if value.batch is None:
+        if batch is None:
+            return _expanded(op, value, tuple(map(int, shape)))
+        # A tensor without samples broadcasts over them.
+        at = batch - (len(shape) - value.n_dims)
+        own = value.layer.shape
+        layer = value.layer
+        if at >= 0:
+            if own[at] != 1 or factor(shape[batch]) > 1:
+                raise NotSplitError("it repeats samples")
+            layer = op.reshaped(value, (*own[:at], *own[at + 1 :]))
+        rest = tuple(int(n) for dim, n in enumerate(shape) if dim != batch)
+        return _expanded(op, Value(layer, batch), rest)
+    assert batch is not None
+    folded = value.layer.shape[value.batch : value.batch + value.before + value.after]
+    target = (*map(int, shape[:batch]), *folded, *map(int, shape[batch + 1 :]))
+    if factor(shape[batch]) != max(1, math.prod(folded)):
+        raise NotSplitError("it repeats samples")
+    return _expanded(op, replace(value, batch=batch), target)
+
+
+def _expanded(op: Operation, value: Value, shape: Shape) -> Value:
+    missing = len(shape) - len(value.layer.shape)
+    if missing:
+        value = value.to(op.reshaped(value, (*(1,) * missing, *value.layer.shape)))
+    if value.layer.shape == shape:
+        return value
+    return op.add("expand", [value], shape, is_integer=value.layer.is_integer)
+
+
+@lowers("slice")
+def slice_(op: Operation) -> object:
+    value = op.value("self")
+    dim = op["dim"] % value.n_dims
+    if dim == value.batch:
+        source = op.node.args[0]
+        assert isinstance(source, fx.Node)
+        if str(op.result.shape[dim]) != str(source.meta["val"].shape[dim]) or op["step"] != 1:
+            raise NotSplitError("it takes some of the samples")
+        return value
+    dim = value.dim(dim)
+    extent = value.layer.shape[dim]
+    start, stop, step = slice(op["start"], op["end"], op["step"]).indices(extent)
+    return sliced(op, value, dim, start, stop, step)
+
+
+@lowers("select")
+def select(op: Operation) -> object:
+    value = op.value("self")
+    return _one(op, value, op["dim"] % value.n_dims, op["index"])
+
+
+def _one(op: Operation, value: Value, dim: int, index: int) -> Value:
+    own = value.dim(dim)
+    index %= value.layer.shape[own]
+    part = sliced(op, value, own, index, index + 1)
+    shape = part.layer.shape
+    batch = value.batch
+    if batch is not None and dim < batch:
+        batch -= 1
+    return replace(part, layer=op.reshaped(part, (*shape[:own], *shape[own + 1 :])), batch=batch)
+
+
+@lowers("narrow")
+def narrow(op: Operation) -> object:
+    value = op.value("self")
+    dim = value.dim(op["dim"])
+    start = op["start"] % value.layer.shape[dim]
+    return sliced(op, value, dim, start, start + op["length"])
+
+
+@lowers("split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "tensor_split")
+def split(op: Operation) -> object:
+    value = op.value("self")
+    torchs = op["dim"] % value.n_dims
+    dim = value.dim(torchs)
+    parts, start = [], 0
+    for result in op.result:
+        stop = start + int(result.shape[torchs])
+        parts.append(sliced(op, value, dim, start, stop))
+        start = stop
+    return parts
+
+
+@lowers("unbind")
+def unbind(op: Operation) -> object:
+    value = op.value("self")
+    dim = op["dim"] % value.n_dims
+    return [_one(op, value, dim, index) for index in range(len(op.result))]
+
+
+@lowers("cat", "concat")
+def cat(op: Operation) -> object:
+    return _joined(op, [op.lowerer.as_value(one) for one in op["tensors"]], op["dim"])
+
+
+def _joined(op: Operation, values: list[Value], dim: int) -> Value:
+    values = [value for value in values if 0 not in value.layer.shape]
+    first = next((value for value in values if value.batch is not None), values[0])
+    own = first.dim(dim % op.result.dim())
+    if any(replace(value, layer=first.layer) != first for value in values):
+        raise NotSplitError("its tensors are arranged in different ways")
+    layers = [value.layer for value in values]
+    layer = cat_layer(op.free_name, layers, dim=own)
+    if any(source.is_integer for source in layers):
+        raise NotSplitError("it joins integers")
+    return first.to(op.builder[op.builder.add_layer(layer)])
+
+
+@lowers("stack")
+def stack(op: Operation) -> object:
+    n = op.result.dim()
+    dim = op["dim"] % n
+    shape = [1 if i == dim else extent for i, extent in enumerate(op.result.shape)]
+    values = [viewed(op, op.lowerer.as_value(one), shape) for one in op["tensors"]]
+    return _joined(op, values, dim)
+
+
+@lowers("roll")
+def roll(op: Operation) -> object:
+    value = op.value("self")
+    if not op["dims"]:
+        raise NotSplitError("it rolls all elements")
+    for shift, dim in zip(op["shifts"], op["dims"], strict=True):
+        own = value.dim(dim)
+        extent = value.layer.shape[own]
+        cut = -shift % extent
+        if cut:
+            tail = sliced(op, value, own, cut, extent)
+            head = sliced(op, value, own, 0, cut)
+            layer = cat_layer(op.free_name, [tail.layer, head.layer], dim=own)
+            value = value.to(op.builder[op.builder.add_layer(layer)])
+    return value
+
+
+@lowers("pad", "constant_pad_nd")
+def pad(op: Operation) -> object:
+    value = op.value("self")
+    if op.arguments.get("mode", "constant") != "constant":
+        raise NotSplitError(f"its mode is {op['mode']!r}")
+    n = len(value.layer.shape)
+    before, after = [0] * n, [0] * n
+    widths = [int(width) for width in op["pad"]]
     for i in range(len(widths) // 2):  # torch: the last dimension comes first
-        before[n_dims - 1 - i], after[n_dims - 1 - i] = widths[2 * i : 2 * i + 2]
-    return builder.add(
-        operation.name,
-        "pad",
-        [source.name],
-        operation.output,
-        options={"before": tuple(before), "after": tuple(after), "value": float(value)},
-    )
+        low, high = widths[2 * i : 2 * i + 2]
+        if low or high:
+            dim = value.dim(value.n_dims - 1 - i)
+            before[dim], after[dim] = low, high
+    if min([0, *before, *after]) < 0:
+        raise NotSplitError("it cuts")
+    shape = tuple(b + e + a for b, e, a in zip(before, value.layer.shape, after, strict=True))
+    number = op["value"] or 0.0
+    options: dict[str, Option] = {
+        "before": tuple(before),
+        "after": tuple(after),
+        "value": float(number),
+    }
+    return op.add("pad", [value], shape, options=options)
+
+
+@lowers("repeat")
+def repeat(op: Operation) -> object:
+    value = op.value("self")
+    times = list(op["repeats"])
+    if len(times) != value.n_dims or value.batch is None or times[value.batch] != 1:
+        raise NotSplitError("it repeats samples")
+    for dim, n in enumerate(times):
+        if dim != value.batch and n != 1:
+            own = value.dim(dim)
+            layer = cat_layer(op.free_name, [value.layer] * n, dim=own)
+            value = value.to(op.builder[op.builder.add_layer(layer)])
+    return value
+
+
+def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value]:
+    """Return the layers of values that broadcast, and a value arranged like the result."""
+    n = op.result.dim()
+    first = next((value for value in values if value.batch is not None), None)
+    if first is None:
+        return [value.layer for value in values], values[0]
+    assert first.batch is not None
+    last = first.n_dims - first.batch  # the batch's dimension, from the end
+    folded = first.before + first.after
+    layers = []
+    for value in values:
+        if value.batch is not None:
+            alike = value.n_dims - value.batch == last
+            if not alike or (value.before, value.after) != (first.before, first.after):
+                raise NotSplitError("its tensors are arranged in different ways")
+            layers.append(value.layer)
+        elif value.n_dims < last:
+            layers.append(value.layer)
+        else:
+            layers.append(_without_batch(op, value, value.n_dims - last, folded).layer)
+    return layers, replace(first, batch=n - last)
+
+
+def _without_batch(op: Operation, value: Value, at: int, folded: int) -> Value:
+    # A tensor without samples has a dimension of extent 1 where the others have the batch.
+    layer = value.layer
+    if layer.shape[at] != 1:
+        raise NotSplitError("a tensor without samples has as many as the batch")
+    ones = (1,) * folded if at else ()
+    shape = (*layer.shape[:at], *ones, *layer.shape[at + 1 :])
+    if layer.kind == "parameter" and not at and layer.tensors["value"].shape == layer.shape:
+        name = op.builder.free_name(f"{layer.name}.row")
+        row = msgspec.structs.replace(layer, name=name, shape=shape)
+        return value.to(op.builder[op.builder.add_layer(row)])
+    reshaped = reshape_layer(op.builder.free_name(f"{layer.name}.row"), layer, shape=shape)
+    return value.to(op.builder[op.builder.add_layer(reshaped)])

@@ -1,224 +1,185 @@
-"""Lowering rules for pooling, upsampling and this library's locally connected modules."""
+"""Lowering rules for convolution, pooling and this library's locally connected modules."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
-import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
-from distbelief.graph.graph import Builder, GraphError, Option, uses
-from distbelief.graph.lowering.registry import lowers, lowers_function, source_of
-from distbelief.graph.opaque import opaque_module
-from distbelief.graph.operation import Lowered, Operation
+from distbelief.graph.graph import Option, uses
+from distbelief.graph.leaves import LeafCall
+from distbelief.graph.lowering.lower import (
+    Lowerer,
+    NotSplitError,
+    Operation,
+    Value,
+    lowers,
+    lowers_module,
+)
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
-from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.ops.windows import L2Pool2d, adaptive_pool_layers
+from distbelief.graph.region import Shape
 
 
-@lowers(LocallyConnected2d)
-def locally_connected(
-    builder: Builder, module: LocallyConnected2d, operation: Operation
-) -> Lowered:
-    return builder.add(
-        operation.name,
-        "locally_connected",
-        operation.inputs,
-        operation.output,
-        options={"size": module.kernel_size, "stride": module.stride, "padding": module.padding},
-        tensors=uses(module, operation.target),
-    )
+def _shape(op: Operation) -> Shape:
+    return tuple(int(extent) for extent in op.result.shape[1:])
 
 
-@lowers(L2Pool2d)
-def l2_pool(builder: Builder, module: L2Pool2d, operation: Operation) -> Lowered:
-    return builder.add(
-        operation.name,
-        "l2_pool",
-        operation.inputs,
-        operation.output,
-        options={
-            "size": module.kernel_size,
-            "stride": module.stride,
-            "padding": module.padding,
-            "epsilon": module.epsilon,
-            "gaussian": module.gaussian,
-        },
-    )
+def _several(sizes: Any, n: int) -> Shape:  # noqa: ANN401 -- as torch takes them
+    if isinstance(sizes, int):
+        return (sizes,) * n
+    found = tuple(int(size) for size in sizes)
+    return found if len(found) == n else found * n
 
 
-@lowers(LocalContrastNorm2d, like_input=True)
-def local_contrast(builder: Builder, module: LocalContrastNorm2d, operation: Operation) -> Lowered:
-    return builder.add(
-        operation.name,
-        "local_contrast",
-        operation.inputs,
-        operation.output,
-        options={"size": module.size, "epsilon": module.epsilon},
-    )
+@lowers("conv1d", "conv2d", "conv3d", "convolution")
+def convolution(op: Operation) -> object:
+    value = op.plain("input")
+    if op.arguments.get("transposed"):
+        raise NotSplitError("it is transposed")
+    tensors = op.uses("weight", "bias")
+    sizes = tensors["weight"].shape[2:]
+    n = len(sizes)
+    dilation = _several(op["dilation"], n)
+    around, extra = (0,) * n, (0,) * n
+    if op["padding"] == "same":
+        totals = [(size - 1) * d for size, d in zip(sizes, dilation, strict=True)]
+        around = tuple(total // 2 for total in totals)
+        extra = tuple(total % 2 for total in totals)
+    elif op["padding"] != "valid":
+        around = _several(op["padding"], n)
+    options: dict[str, Option] = {
+        "stride": _several(op["stride"], n),
+        "padding": around,
+        "extra": extra,
+        "dilation": dilation,
+        "groups": op["groups"],
+    }
+    return op.add("convolution", [value], _shape(op), options=options, tensors=tensors)
 
 
-@lowers(nn.Upsample, nn.UpsamplingNearest2d)
-def upsample(builder: Builder, module: nn.Upsample, operation: Operation) -> Lowered:
-    # Modes other than nearest are opaque.
-    name = _repeated(builder, operation, module.mode)
-    if name is not None:
-        return name
-    reason = f"enlarging with mode {module.mode!r} to this size has no split rule"
-    return opaque_module(builder, module, operation, reason=reason)
+@lowers("max_pool1d", "max_pool2d", "max_pool3d")
+def max_pool(op: Operation) -> object:
+    n = op.result.dim() - 2
+    options = _pool_options(op, n) | {
+        "dilation": _several(op["dilation"], n),
+        "ceil": bool(op["ceil_mode"]),
+    }
+    return op.add("max_pool", [op.plain("self")], _shape(op), options=options)
 
 
-@lowers_function(functional.interpolate)
-def interpolate(builder: Builder, operation: Operation) -> Lowered:
-    mode = cast("str", operation.argument(3, "mode", "nearest"))
-    name = _repeated(builder, operation, mode)
-    if name is None:
-        raise GraphError(
-            f"{operation.name} with mode {mode!r} to {list(operation.output)} has no "
-            "split rule: use nn.Upsample, which is then opaque"
-        )
-    return name
+@lowers("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def average_pool(op: Operation) -> object:
+    n = op.result.dim() - 2
+    options = _pool_options(op, n) | {
+        "ceil": bool(op["ceil_mode"]),
+        "count_include_pad": bool(op["count_include_pad"]),
+        "divisor": op.arguments.get("divisor_override"),
+    }
+    return op.add("average_pool", [op.plain("self")], _shape(op), options=options)
 
 
-def _repeated(builder: Builder, operation: Operation, mode: str) -> str | None:
+def _pool_options(op: Operation, n: int) -> dict[str, Option]:
+    size = _several(op["kernel_size"], n)
+    return {
+        "size": size,
+        "stride": _several(op["stride"], n) if op["stride"] else size,
+        "padding": _several(op["padding"], n),
+    }
+
+
+@lowers(*(f"adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)))
+def adaptive_pool(op: Operation) -> object:
+    several = isinstance(op.result, tuple | list)
+    result = op.result[0] if several else op.result
+    value = op.plain("self")
+    sizes = tuple(int(extent) for extent in result.shape[2:])
+    maximum = "max" in str(op.target)
+    layers = adaptive_pool_layers(op.free_name, value.layer, sizes=sizes, maximum=maximum)
+    found = op.extend(value, layers)
+    return [found, None] if several else found
+
+
+@lowers("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def enlarged(op: Operation) -> object:
     # (c, h, w) -> (c, h, 1, w, 1) -> (c, h, a, w, b) -> (c, h a, w b).
-    name, source, (n_channels, *sizes) = source_of(builder, operation)
-    extents = source.shape[1:]
-    if mode not in {"nearest", "nearest-exact"} or any(
-        size % extent for size, extent in zip(sizes, extents, strict=True)
-    ):
-        return None
+    word = "self" if "self" in op.arguments else "input"
+    value = op.plain(word)
+    n_channels, *sizes = _shape(op)
+    extents = value.layer.shape[1:]
+    if any(size % extent for size, extent in zip(sizes, extents, strict=True)):
+        raise NotSplitError("the sizes are no multiples of the former")
     thin, wide = [n_channels], [n_channels]
     for size, extent in zip(sizes, extents, strict=True):
         thin += [extent, 1]
         wide += [extent, size // extent]
-    apart = builder.add_layer(reshape_layer(f"{name}.apart", source, shape=tuple(thin)))
-    repeated = builder.add(f"{name}.repeated", "expand", [apart], tuple(wide))
-    last = reshape_layer(name, builder[repeated], shape=(n_channels, *sizes))
-    return builder.add_layer(last)
+    apart = value.to(op.reshaped(value, tuple(thin)))
+    repeated = op.add("expand", [apart], tuple(wide))
+    return repeated.to(op.reshaped(repeated, (n_channels, *sizes)))
 
 
-Sizes = int | tuple[int, ...] | None
+# --- modules of this library ---
 
 
-@lowers(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-def max_pool(builder: Builder, module: _MaxPoolNd, operation: Operation) -> Lowered:
-    if module.return_indices:
-        reason = "return_indices has no split rule"
-        return opaque_module(builder, module, operation, reason=reason)
-    return _pool(
-        builder,
-        operation,
-        "max_pool",
-        [module.kernel_size, module.stride, module.padding],
-        {"dilation": module.dilation, "ceil": module.ceil_mode},
-    )
+def _result(call: LeafCall) -> Shape:
+    return tuple(int(str(extent)) for extent in call.shapes_found[0][1:])
 
 
-@lowers(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-def average_pool(builder: Builder, module: _AvgPoolNd, operation: Operation) -> Lowered:
-    divisor = cast("int | None", getattr(module, "divisor_override", None))
-    return _pool(
-        builder,
-        operation,
-        "average_pool",
-        [getattr(module, word) for word in ("kernel_size", "stride", "padding")],
-        {
-            "ceil": bool(module.ceil_mode),
-            "count_include_pad": bool(module.count_include_pad),
-            "divisor": divisor,
-        },
-    )
-
-
-@lowers_function(
-    *(functional.max_pool1d, functional.max_pool2d, functional.max_pool3d),
-    *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
-)
-def max_pool_function(builder: Builder, operation: Operation) -> Lowered:
-    argument = operation.argument
-    return _pool(
-        builder,
-        operation,
-        "max_pool",
-        [argument(1, "kernel_size"), argument(2, "stride"), argument(3, "padding", 0)],
-        {
-            "dilation": cast("Option", argument(4, "dilation", 1)),
-            "ceil": bool(argument(5, "ceil_mode", default=False)),
-        },
-    )
-
-
-@lowers_function(functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
-def average_pool_function(builder: Builder, operation: Operation) -> Lowered:
-    argument = operation.argument
-    return _pool(
-        builder,
-        operation,
-        "average_pool",
-        [argument(1, "kernel_size"), argument(2, "stride"), argument(3, "padding", 0)],
-        {
-            "ceil": bool(argument(4, "ceil_mode", default=False)),
-            "count_include_pad": bool(argument(5, "count_include_pad", default=True)),
-            "divisor": cast("Option", argument(6, "divisor_override")),
-        },
-    )
-
-
-def _pool(
-    builder: Builder,
-    operation: Operation,
+def _layer(
+    lowerer: Lowerer,
+    call: LeafCall,
+    inputs: Sequence[object],
     kind: str,
-    sizes: Sequence[object],
     options: dict[str, Option],
-) -> str:
-    n_dims = len(operation.output) - 1
-    size, stride, padding = (cast("Sizes", given) for given in sizes)
-    options = {
-        "size": _several(size, n_dims),
-        "stride": _several(stride or size, n_dims),  # torch: () and None are the size
-        "padding": _several(padding, n_dims),
-        **options,
-    }
-    if "dilation" in options:
-        options["dilation"] = _several(cast("Sizes", options["dilation"]), n_dims)
-    return builder.add(
-        operation.name, kind, operation.inputs[:1], operation.output, options=options
+    *,
+    with_tensors: bool = False,
+) -> list[Value]:
+    value = lowerer.as_value(inputs[0])
+    if not value.is_plain:
+        raise NotSplitError("the batch is not its first dimension")
+    name = lowerer.builder.add(
+        call.path,
+        kind,
+        [value.layer.name],
+        _result(call),
+        options=options,
+        tensors=uses(call.module, call.path) if with_tensors else {},
     )
+    return [Value(lowerer.builder[name])]
 
 
-def _several(sizes: Sizes, n_dims: int) -> tuple[int, ...]:
-    if sizes is None:
-        return (0,) * n_dims
-    if isinstance(sizes, int):
-        return (sizes,) * n_dims
-    return tuple(sizes) if len(sizes) == n_dims else tuple(sizes) * n_dims
+@lowers_module(LocallyConnected2d)
+def locally_connected(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    assert isinstance(module, LocallyConnected2d)
+    options: dict[str, Option] = {
+        "size": module.kernel_size,
+        "stride": module.stride,
+        "padding": module.padding,
+    }
+    return _layer(lowerer, call, inputs, "locally_connected", options, with_tensors=True)
 
 
-@lowers(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-def adaptive_average(builder: Builder, module: nn.Module, operation: Operation) -> Lowered:
-    del module
-    return _adaptive(builder, operation, maximum=False)
+@lowers_module(L2Pool2d)
+def l2_pool(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    assert isinstance(module, L2Pool2d)
+    options: dict[str, Option] = {
+        "size": module.kernel_size,
+        "stride": module.stride,
+        "padding": module.padding,
+        "epsilon": module.epsilon,
+        "gaussian": module.gaussian,
+    }
+    return _layer(lowerer, call, inputs, "l2_pool", options)
 
 
-@lowers(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-def adaptive_maximum(builder: Builder, module: nn.Module, operation: Operation) -> Lowered:
-    del module
-    return _adaptive(builder, operation, maximum=True)
-
-
-@lowers_function(
-    functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d
-)
-def adaptive_average_function(builder: Builder, operation: Operation) -> Lowered:
-    return _adaptive(builder, operation, maximum=False)
-
-
-def _adaptive(builder: Builder, operation: Operation, *, maximum: bool) -> str:
-    source = builder[operation.operands[0].name]
-    name = builder.free_name(operation.name)
-    sizes = operation.output[1:]
-    layers = adaptive_pool_layers(name, source, sizes=sizes, maximum=maximum)
-    return builder.extend(layers)
+@lowers_module(LocalContrastNorm2d)
+def local_contrast(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    assert isinstance(module, LocalContrastNorm2d)
+    options: dict[str, Option] = {"size": module.size, "epsilon": module.epsilon}
+    return _layer(lowerer, call, inputs, "local_contrast", options)

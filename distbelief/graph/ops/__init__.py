@@ -2,6 +2,7 @@
 
 from distbelief.graph.operator import Operator, register
 from distbelief.graph.ops.attention import Attention
+from distbelief.graph.ops.call import TorchCall
 from distbelief.graph.ops.dropout import Dropout
 from distbelief.graph.ops.linear import Embedding, Linear, Product
 from distbelief.graph.ops.local_norms import LocalContrast, LocalResponse
@@ -61,6 +62,7 @@ OPERATORS: tuple[Operator, ...] = (
     ClassSums(),
     CrossEntropy(),
     Opaque(),
+    TorchCall(),
 )
 
 for _kind in OPERATORS:

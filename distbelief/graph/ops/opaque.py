@@ -70,12 +70,12 @@ class Opaque(Operator):
         arguments = tuple(value.expand(n_samples, *value.shape[1:]) for value in call.inputs)
         devices = {value.device for value in call.inputs if value.is_cuda}
         with torch.random.fork_rng(devices=sorted(devices, key=str)):
-            torch.manual_seed(_seed(layer, call.step))
+            torch.manual_seed(seed_of(layer, call.step))
             result: object = functional_call(module, state, arguments)
         return _chosen(layer, result)
 
 
-def _seed(layer: Layer, step: Step) -> int:
+def seed_of(layer: Layer, step: Step) -> int:
     name = f"{step.seed}:{step.first_sample}:{layer.name}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
 

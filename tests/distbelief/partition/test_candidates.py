@@ -141,7 +141,7 @@ def test_an_impossible_grid_names_the_limits_and_a_whole_layer_its_reason() -> N
     assert pinned(conv, equal(8), "grid:2x4").label == "grid 2x4"
     assert pinned(conv, equal(8), "grid:1x1").label == "whole"
     raised = zoo("unet, transposed")["raised.0"]
-    with pytest.raises(GraphError, match="ConvTranspose2d has no split"):
+    with pytest.raises(GraphError, match="conv_transpose2d has no split"):
         pinned(raised, equal(2), "units:2")
 
 

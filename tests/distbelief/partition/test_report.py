@@ -81,7 +81,7 @@ def said(*rows: Planned, memory: float | None = None) -> list[str]:
 def test_the_costs_are_the_last_remark_and_whole_layers_are_named() -> None:
     assert said(*ROWS)[-1] == "Costs: assumed figures of cluster 'equal', no measured layer."
     (text, _) = remarks([], make_request(zoo("unet, transposed"), equal(2)))[-2:]
-    assert "is computed whole on one machine: ConvTranspose2d has no split" in text
+    assert "is computed whole on one machine: conv_transpose2d has no split" in text
 
 
 def test_idle_machines_are_reported() -> None:

@@ -1,0 +1,239 @@
+"""Makes a call of a module one operation of the exported graph.
+
+Modules with a split rule of their own, and opaque ones, are such leaves: while torch.export runs,
+their forwards are replaced by a custom operation that gets the tensors of the call and the key of
+everything else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils import _pytree as pytree
+
+from distbelief.graph.graph import GraphError
+
+
+LEAF: Final = "distbelief::leaf"
+_LIBRARY: Final = torch.library.Library("distbelief", "DEF")
+_LIBRARY.define("leaf(Tensor[] inputs, int key) -> Tensor[]")
+N_TRIED: Final = 3  # samples of noise for a module that needs values
+N_WITHOUT_MEMORY: Final = 1009  # a prime that no model uses
+
+
+@final
+class LeafCall:
+    """One call of a leaf module.
+
+    Args:
+        module: The module.
+        path: Its path in the model.
+        arguments: Positional and keyword arguments.
+    """
+
+    def __init__(self, module: nn.Module, path: str, arguments: object) -> None:
+        self.module = module
+        self.path = path
+        # for each tensor of the result, its key path there
+        self.places: list[tuple[object, ...]] = []
+        self._result_spec: pytree.TreeSpec | None = None
+        self._result_others: list[tuple[object] | None] = []
+        self.shapes_found: list[tuple[int, ...]] = []  # extents of the batch are symbols
+        self.floats_found: list[bool] = []
+        flat, self._spec = pytree.tree_flatten(arguments)
+        self.tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        self._others = [None if isinstance(value, torch.Tensor) else (value,) for value in flat]
+
+    def arguments(self, tensors: Sequence[object]) -> tuple[list[Any], dict[str, Any]]:
+        """Return positional and keyword arguments with these tensors in their places."""
+        given = iter(tensors)
+        flat = [next(given) if other is None else other[0] for other in self._others]
+        arguments, keywords = pytree.tree_unflatten(flat, self._spec)
+        return list(arguments), dict(keywords)
+
+    def result(self, tensors: Sequence[object]) -> object:
+        given = iter(tensors)
+        flat = [next(given) if other is None else other[0] for other in self._result_others]
+        assert self._result_spec is not None
+        return pytree.tree_unflatten(flat, self._result_spec)
+
+    def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors like the result's, for fake inputs."""
+        batch = next((x.shape[0] for x in inputs if x.dim() and type(x.shape[0]) is not int), 1)
+        with disable_proxy_modes_tracing(), unset_fake_temporarily():
+            n_samples = N_WITHOUT_MEMORY
+            try:
+                result = self._run(inputs, n_samples, torch.device("meta"))
+            except Exception:  # noqa: BLE001 -- a forward that needs values may raise anything
+                n_samples = N_TRIED
+                try:
+                    result = self._run(inputs, n_samples, torch.device("cpu"))
+                except Exception as error:
+                    raise GraphError(self._refusal(inputs, error)) from error
+            named, self._result_spec = pytree.tree_flatten_with_path(result)
+            self._result_others = [None if isinstance(x, torch.Tensor) else (x,) for _, x in named]
+            found = [(_keys(path), x) for path, x in named if isinstance(x, torch.Tensor)]
+        self.places = [place for place, _ in found]
+        self.floats_found = [x.is_floating_point() for _, x in found]
+        self.shapes_found = [
+            tuple(
+                batch * (n // n_samples) if i == _first(x, n_samples) else n
+                for i, n in enumerate(x.shape)
+            )
+            for _, x in found
+        ]
+        floats = next((x.dtype for x in inputs if x.is_floating_point()), torch.float32)
+        return [
+            torch.empty(shape, dtype=floats if is_float else x.dtype, device=inputs[0].device)
+            for shape, is_float, (_, x) in zip(
+                self.shapes_found, self.floats_found, found, strict=True
+            )
+        ]
+
+    def _refusal(self, inputs: Sequence[torch.Tensor], error: Exception) -> str:
+        kind = type(self.module).__name__
+        path = self.path.removeprefix("inner").removeprefix(".")
+        shapes = ", ".join(
+            "x".join(str(n) if type(n) is int else "batch" for n in x.shape) for x in inputs
+        )
+        wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
+        if wants_words and any(x.is_floating_point() for x in inputs):
+            hint = (
+                "It needs integers but gets floats: give the number of values (--input "
+                "128:30000), or an example with integers"
+            )
+        elif not wants_words and any(not x.is_floating_point() for x in inputs):
+            hint = "It gets integers: embed them first, or give the input as floats"
+        else:
+            hint = "Is the shape of the input right?"
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        what = f"{path} ({kind})" if path else kind
+        return f"{what} cannot be run on {shapes}: {why}. {hint}"
+
+    def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
+        # On zeros in place of the module's tensors; without memory, or for real on a few samples.
+        def like(x: torch.Tensor) -> torch.Tensor:
+            shape = [n if type(n) is int else n_samples for n in x.shape]
+            if x.is_floating_point() and device.type != "meta":
+                return torch.rand(shape)
+            dtype = torch.float32 if x.is_floating_point() else x.dtype
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def zeros(x: torch.Tensor) -> torch.Tensor:
+            dtype = torch.float32 if x.is_floating_point() else x.dtype
+            return torch.zeros(tuple(map(int, x.shape)), dtype=dtype, device=device)
+
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            state = {
+                name: zeros(x)
+                for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
+            }
+            arguments, keywords = self.arguments([like(x) for x in inputs])
+            with _plain_calls():
+                result: object = functional_call(self.module, state, tuple(arguments), keywords)
+            return result
+
+
+@contextmanager
+def _plain_calls() -> Iterator[None]:
+    # torch.export counts calls of modules; this one is only for shapes.
+    before = nn.Module.__call__
+    nn.Module.__call__ = nn.Module._call_impl  # type: ignore[method-assign] # noqa: SLF001
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = before  # type: ignore[method-assign]
+
+
+def _first(x: torch.Tensor, n_samples: int) -> int:
+    # The dimension that holds the samples.
+    return next((i for i, n in enumerate(x.shape) if n and not n % n_samples), -1)
+
+
+_CALLS: Final[dict[int, LeafCall]] = {}  # of running exports: the operation only gets a key
+_KEYS: Final = count()
+_INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
+
+
+@torch.library.register_fake(LEAF, lib=_LIBRARY)  # type: ignore[untyped-decorator] # torch has no types here
+def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
+    call = _CALLS[key]
+    forward = call.module.__dict__.pop("forward", None)
+    _INSIDE.append(call.module)
+    try:
+        return call.shapes(inputs)
+    finally:
+        _INSIDE.pop()
+        if forward is not None:
+            call.module.__dict__["forward"] = forward
+
+
+def is_outside(value: object) -> bool:
+    """Return whether this is a tensor of the exported forward, not of a leaf's."""
+    return isinstance(value, torch.Tensor) and not _INSIDE
+
+
+@contextmanager
+def leaves(
+    module: nn.Module, calls: dict[int, LeafCall], is_leaf: Callable[[str, nn.Module], bool]
+) -> Iterator[None]:
+    """Make each call of a leaf one operation while the context lasts.
+
+    Args:
+        module: The module that is exported.
+        calls: Gets the calls, by the key in the operation.
+        is_leaf: Whether the module at a path is one.
+    """
+    changed: list[tuple[nn.Module, object]] = []
+    hooks: list[tuple[nn.Module, object, object]] = []
+    above: list[str] = []
+    for path, part in module.named_modules():
+        if not path or any(path.startswith(f"{other}.") for other in above):
+            continue
+        if is_leaf(path, part):
+            above.append(path)
+            changed.append((part, part.__dict__.get("forward")))
+            part.__dict__["forward"] = _forward(part, path, calls)
+            # An opaque module runs its hooks itself.
+            hooks.append((part, part._forward_hooks, part._forward_pre_hooks))  # noqa: SLF001
+            part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for part, before in changed:
+            if before is None:
+                del part.__dict__["forward"]
+            else:
+                part.__dict__["forward"] = before
+        for part, after, first in hooks:
+            part.__dict__.update(_forward_hooks=after, _forward_pre_hooks=first)
+        for key in calls:
+            _CALLS.pop(key, None)
+
+
+def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
+    def forward(*arguments: object, **keywords: object) -> object:
+        call = LeafCall(part, path, (arguments, keywords))
+        if not call.tensors:
+            raise GraphError(f"{path} is called without a tensor")
+        key = next(_KEYS)
+        calls[key] = _CALLS[key] = call
+        tensors: list[object] = torch.ops.distbelief.leaf(call.tensors, key)
+        return call.result(tensors)
+
+    return forward
+
+
+def _keys(path: Sequence[object]) -> tuple[object, ...]:
+    return tuple(
+        entry.idx if isinstance(entry, pytree.SequenceKey) else getattr(entry, "key", 0)
+        for entry in path
+    )
