@@ -339,13 +339,7 @@ def _no_custom_functions() -> Iterator[None]:
 def _given_masks() -> Iterator[None]:
     # torch's encoder looks at the values of its mask; the attention layer's rule does too.
     original = transformer._detect_is_causal_mask  # noqa: SLF001
-
-    def told(
-        mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None
-    ) -> bool:
-        del mask, size
-        return bool(is_causal)
-
+    told = lambda mask, is_causal=None, size=None: bool(is_causal)  # noqa: ARG005, E731
     transformer._detect_is_causal_mask = told  # noqa: SLF001
     try:
         yield

@@ -12,7 +12,7 @@ All are found by comparing the state before and after. Hooks, replaced forwards 
 import random  # noqa: TID251 -- to see whether a forward has used it
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, final
+from typing import final
 
 import numpy as np
 import torch
@@ -44,11 +44,6 @@ def has_hooks(module: nn.Module) -> bool:
 def is_replaced(module: nn.Module) -> bool:
     """Return whether the instance's forward differs from its class's."""
     return "forward" in vars(module)
-
-
-def is_altered(module: nn.Module) -> bool:
-    """Return whether calling this module does anything else than its class's forward."""
-    return has_hooks(module) or is_replaced(module)
 
 
 def opaque_reason(module: nn.Module) -> str | None:
@@ -84,19 +79,7 @@ def refuse_bounded_tables(module: nn.Module) -> None:
             )
 
 
-_DEVICES: Final = ("cpu", "cuda")
-
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
-
-
-@final
-class UnsupportedError(Exception):
-    """A forward does what tracing cannot see; its module can be opaque."""
-
-
-@final
-class LostChangeError(Exception):
-    """A leaf module changes its tensors, which would be lost."""
 
 
 @final
@@ -115,29 +98,6 @@ class Watch:
             if isinstance(value, Generator)
         ]
         self._seeds = self._drawn()
-        self._torch = torch.get_rng_state()
-        self._modes = _modes()
-
-    def check(self, place: Callable[[], str]) -> None:
-        """Check that nothing has happened that is not traced.
-
-        Args:
-            place: Returns where the forward is now, for messages.
-
-        Raises:
-            UnsupportedError: Something has; an opaque module could do it.
-            GraphError: Something has; even an opaque module could not do it.
-        """
-        self.check_seeds(place)
-        if not torch.equal(torch.get_rng_state(), self._torch):
-            raise UnsupportedError(
-                "it draws random numbers, or seeds them, at or before"
-                f"{place() or ' its end'}: use torch.nn.Dropout"
-            )
-        for mode, (before, now) in enumerate(zip(self._modes, _modes(), strict=True)):
-            if before != now:
-                word = "torch.autocast" if mode else "torch.inference_mode"
-                raise UnsupportedError(f"it computes under {word}, which is not split{place()}")
 
     def check_seeds(self, place: Callable[[], str]) -> None:
         """Raise `GraphError` if numbers were drawn from any generator but torch's own."""
@@ -156,13 +116,6 @@ class Watch:
             ("numpy.random", _plain(np.random.get_state())),  # noqa: NPY002 -- the user's
             *((f"its {name!r}", _state(value)) for name, value in self._own),
         ]
-
-
-def _modes() -> tuple[bool, ...]:
-    return (
-        torch.is_inference_mode_enabled(),
-        *(torch.is_autocast_enabled(device) for device in _DEVICES),
-    )
 
 
 def _state(generator: Generator) -> object:
@@ -191,34 +144,6 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             vars(part).clear()
             vars(part).update(attributes)
             _put_back(part, tensors)
-
-
-@contextmanager
-def tensors_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the model's own tensors if a forward assigns others.
-
-    Raises:
-        GraphError: It has assigned some; the step's change would be lost.
-    """
-    before = [(path, p, _tensors(p)) for path, p in module.named_modules()]
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as found:  # noqa: BLE001 -- the assigned tensor may have caused it
-        error = found
-    lost: list[str] = []
-    for path, part, tensors in before:
-        lost += [
-            f"{path}.{word}".lstrip(".")
-            for own, now in zip(tensors, _tensors(part), strict=True)
-            for word in now.keys() | own.keys()
-            if own.get(word) is not now.get(word)
-        ]
-        _put_back(part, tensors)
-    if lost:
-        raise GraphError(lost_change(min(lost))) from error
-    if error is not None:
-        raise error
 
 
 def lost_change(name: str) -> str:
