@@ -1,12 +1,9 @@
-"""Detects effects of a forward that a graph of its operations does not show.
+"""Refuses what a graph of operations would lose, and restores what a forward writes.
 
-    random numbers   of Python, NumPy or torch: the trace would keep those that it drew
-    modes of torch   autocast, inference_mode (`no_grad` becomes `detached` nodes)
-    tensors          assigned or changed: `self.mean = 0.9 * self.mean + ...`
-    attributes       that the forward writes; they are restored
-
-All are found by comparing the state before and after. Hooks, replaced forwards and tables with
-`max_norm` are found by looking at the modules.
+    random numbers   of Python or NumPy: the graph would keep those that were drawn once
+    attributes       that the forward writes: restored
+    hooks            on parameters: they would never run
+    tables           with `max_norm`: they rewrite rows behind the parameter server's back
 """
 
 import random  # noqa: TID251 -- to see whether a forward has used it
