@@ -14,7 +14,7 @@ import logging
 import math
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -22,14 +22,17 @@ from typing import TYPE_CHECKING, Final, final
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distbelief.graph import lowering, ops
 from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
-from distbelief.graph.leaves import LeafCall, is_outside, leaves
+from distbelief.graph.leaves import LeafCall, is_inside, is_outside, leaves
 from distbelief.graph.lowering.fallback import call_whole, constant_layer
 from distbelief.graph.lowering.lower import (
     MODULES,
@@ -112,6 +115,7 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
     _check_sizes(inputs)
     refuse_parameter_hooks(module)
     refuse_bounded_tables(module)
+    _refuse_plain_averages(module)
     names = _names(module, inputs)
     whole: dict[str, str] = {}
     with attributes_kept(module), _in_mode(module, training=True):
@@ -142,6 +146,12 @@ def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str
                 evaluating = _exported(module, inputs, whole)
         except OpaqueError as error:
             return str(error)
+    dropping = _dropping(evaluating.program)
+    if dropping is not None:
+        return (
+            f"{dropping} drops elements in evaluation mode too: give it "
+            "training=self.training (or dropout_p=0.0 when not self.training)"
+        )
     one, other = (_calls(each.program) for each in (training, evaluating))
     for (node, here), (late, there) in zip(one, other, strict=False):
         if here != there:
@@ -152,6 +162,17 @@ def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str
 
 _DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _MODES: Final = {"batch_norm": 5, "instance_norm": 5, "scaled_dot_product_attention": 4}
+
+
+def _dropping(program: "ExportedProgram") -> str | None:
+    # An operation that drops elements whatever the mode.
+    for node in program.graph.nodes:
+        packet = str(node.target).removeprefix("aten.").partition(".")[0]
+        if packet in _DROPOUTS and node.args[1] and node.args[2]:
+            return str(node.name)
+        if packet == "scaled_dot_product_attention" and any(node.args[4:5]):
+            return str(node.name)
+    return None
 
 
 def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
@@ -168,13 +189,16 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
         args = list(node.args)
         if packet in _MODES and len(args) > _MODES[packet]:
             args[_MODES[packet]] = None
-        if packet == "leaf":
-            args = args[:1]
+        if packet == "distbelief":
+            args = args[:1]  # the key of a call is new each time
         numbers[node] = f"%{len(found)}"
         arguments = map_arg((args, dict(node.kwargs)), lambda n: numbers[n])
         if node.op == "placeholder":
+            constants = program.graph_signature.inputs_to_lifted_tensor_constants
+            held = program.constants.get(constants.get(str(node.name), ""))
+            numbers_held = held.tolist() if isinstance(held, torch.Tensor) else ""
             if "num_batches_tracked" not in str(node.name):
-                found.append((node, f"placeholder {node.name}"))
+                found.append((node, f"placeholder {node.name} {numbers_held}"))
             continue
         found.append((node, f"{node.op} {node.target} {arguments}"))
     return found
@@ -195,7 +219,8 @@ def _captured(
             try:
                 return _lowered(module, exported, names, inputs, whole)
             except NeedsFunctionalError:
-                functional = exported.program.run_decompositions({})
+                with _quietly(), warnings.catch_warnings(action="ignore"):
+                    functional = exported.program.run_decompositions({})
                 again = _Exported(program=functional, calls=exported.calls)
                 return _lowered(module, again, names, inputs, whole)
         except (OpaqueError, NotSplitError, NeedsFunctionalError) as error:
@@ -224,7 +249,11 @@ def _exported(
 
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
-        return own in whole or (type(part) in MODULES and opaque_reason(part) is None)
+        if own in whole:
+            return True
+        if type(part) not in MODULES or opaque_reason(part) is not None:
+            return False
+        return not isinstance(part, nn.MultiheadAttention) or _has_rule(part)
 
     try:
         with (
@@ -236,6 +265,7 @@ def _exported(
             torch.enable_grad(),  # so that a no_grad in the forward shows
             warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
             torch.random.fork_rng(devices=[]),
+            _NoStrayParameters(module),
         ):
             program = export(
                 model,
@@ -256,6 +286,11 @@ def _exported(
     return _Exported(program=program, calls=calls)
 
 
+def _has_rule(module: nn.MultiheadAttention) -> bool:
+    # Others are seen operation by operation.
+    return module.batch_first and not module.add_zero_attn and module.bias_k is None
+
+
 def _innermost(error: BaseException | None, module: nn.Module) -> str:
     # The path of the innermost module whose forward was running.
     paths = {id(part): path for path, part in module.named_modules()}
@@ -267,7 +302,42 @@ def _innermost(error: BaseException | None, module: nn.Module) -> str:
     return found
 
 
+class _NoStrayParameters(TorchFunctionMode):
+    # torch.export would take a parameter that no module has for a constant.
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._own = {id(parameter) for parameter in module.parameters()}
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[[object], object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not is_inside():
+            for value in pytree.tree_leaves((args, kwargs)):
+                if (
+                    isinstance(value, nn.Parameter)
+                    and not isinstance(value, FakeTensor)
+                    and id(value) not in self._own
+                ):
+                    raise _RefusedError(
+                        "it uses parameters outside of its attributes, for example in a list: use "
+                        "nn.ParameterList"
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+class _RefusedError(Exception):
+    """The forward does what torch.export would not see."""
+
+
 def _reason(error: Exception) -> str:
+    if isinstance(error, _RefusedError):
+        return str(error)
     words = f"{type(error).__name__}: {error}"
     if "data-dependent" in words or "DataDependent" in words:
         return "its forward depends on the values of its data (an `if`, a loop)"
@@ -278,7 +348,8 @@ def _reason(error: Exception) -> str:
 
 
 def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
-    own = next((p for p in module.parameters() if p.is_floating_point()), None)
+    tensors = [*module.parameters(), *module.buffers()]
+    own = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     dtype = torch.int64
     if spec.n_values is None:
         dtype = torch.get_default_dtype() if own is None else own.dtype
@@ -304,8 +375,8 @@ def _no_inference_mode() -> Iterator[None]:
     original = torch.inference_mode.__enter__
 
     def refuse(mode: torch.inference_mode) -> None:
-        if mode.mode:
-            raise RuntimeError("it computes under torch.inference_mode")
+        if mode.mode and not is_inside():
+            raise _RefusedError("it computes under torch.inference_mode")
         original(mode)
 
     torch.inference_mode.__enter__ = refuse  # type: ignore[method-assign]
@@ -323,7 +394,7 @@ def _no_custom_functions() -> Iterator[None]:
 
     def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
         if any(is_outside(value) for value in (*args, *kwargs.values())):
-            raise RuntimeError(
+            raise _RefusedError(
                 f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
             )
         return original.__func__(cls, *args, **kwargs)
@@ -384,22 +455,15 @@ def _lowered(
             use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
             known = Held(use, not tensor.is_floating_point())
         elif node.name in signature.inputs_to_lifted_tensor_constants:
-            constant = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
-            known = constant
-            if constant.requires_grad:
-                raise OpaqueError(
-                    "",
-                    "it uses parameters outside of its attributes, for example in a list: use "
-                    "nn.ParameterList",
-                )
+            known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:
             name, spec = next(given)
             builder.input(name, spec.shape, is_integer=spec.n_values is not None)
             known = Value(builder[name])
         lowerer.known[node] = known
+    _check_changes(program)
     results = lowerer.run(program.graph, program.graph_module)
     assert isinstance(results, list)
-    _check_changes(program)
     changed = len(signature.buffers_to_mutate)
     return builder.finish(_outputs(results[changed:]))
 
@@ -442,6 +506,15 @@ def _in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _refuse_plain_averages(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        if isinstance(part, _NormBase) and part.track_running_stats and part.momentum is None:
+            raise GraphError(
+                f"{path or 'the model'} averages its statistics over all steps (momentum=None), "
+                "which is not supported: use a number such as 0.1"
+            )
 
 
 def _check_sizes(inputs: Sequence[InputSpec]) -> None:

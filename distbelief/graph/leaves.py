@@ -16,9 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import GraphError
+from distbelief.graph.unsupported import lost_change
 
 
 LEAF: Final = "distbelief::leaf"
@@ -71,10 +73,14 @@ class LeafCall:
             n_samples = N_WITHOUT_MEMORY
             try:
                 result = self._run(inputs, n_samples, torch.device("meta"))
+            except LostChangeError:
+                raise
             except Exception:  # noqa: BLE001 -- a forward that needs values may raise anything
                 n_samples = N_TRIED
                 try:
                     result = self._run(inputs, n_samples, torch.device("cpu"))
+                except LostChangeError:
+                    raise
                 except Exception as error:
                     raise GraphError(self._refusal(inputs, error)) from error
             named, self._result_spec = pytree.tree_flatten_with_path(result)
@@ -137,9 +143,31 @@ class LeafCall:
                 for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
             }
             arguments, keywords = self.arguments([like(x) for x in inputs])
+            before = dict(state)
             with _plain_calls():
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
+            _refuse_change(self.module, before, state)
             return result
+
+
+def _refuse_change(
+    module: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> None:
+    # Running statistics may change: `whole` refuses them where they would be lost.
+    apart = {
+        f"{path}.{word}".lstrip(".")
+        for path, part in module.named_modules()
+        if isinstance(part, _NormBase)
+        for word, _ in (*part.named_buffers(), *part.named_parameters())
+    }
+    for name, tensor in before.items():
+        same = after[name] is tensor and not tensor._version  # noqa: SLF001 -- counts changes in place
+        if not same and name not in apart:
+            raise LostChangeError(lost_change(name))
+
+
+class LostChangeError(GraphError):
+    """An opaque module changes its tensors."""
 
 
 @contextmanager
@@ -160,6 +188,7 @@ def _first(x: torch.Tensor, n_samples: int) -> int:
 
 _CALLS: Final[dict[int, LeafCall]] = {}  # of running exports: the operation only gets a key
 _KEYS: Final = count()
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
 
 
@@ -174,6 +203,11 @@ def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
         _INSIDE.pop()
         if forward is not None:
             call.module.__dict__["forward"] = forward
+
+
+def is_inside() -> bool:
+    """Return whether a leaf runs, to find the shapes of its result."""
+    return bool(_INSIDE)
 
 
 def is_outside(value: object) -> bool:
@@ -193,7 +227,7 @@ def leaves(
         is_leaf: Whether the module at a path is one.
     """
     changed: list[tuple[nn.Module, object]] = []
-    hooks: list[tuple[nn.Module, object, object]] = []
+    hooks: list[tuple[nn.Module, dict[str, object]]] = []
     above: list[str] = []
     for path, part in module.named_modules():
         if not path or any(path.startswith(f"{other}.") for other in above):
@@ -203,8 +237,9 @@ def leaves(
             changed.append((part, part.__dict__.get("forward")))
             part.__dict__["forward"] = _forward(part, path, calls)
             # An opaque module runs its hooks itself.
-            hooks.append((part, part._forward_hooks, part._forward_pre_hooks))  # noqa: SLF001
-            part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()  # noqa: SLF001
+            for inner in part.modules():
+                hooks.append((inner, {word: inner.__dict__[word] for word in _HOOKS}))
+                inner.__dict__.update({word: OrderedDict() for word in _HOOKS})
     try:
         yield
     finally:
@@ -213,8 +248,8 @@ def leaves(
                 del part.__dict__["forward"]
             else:
                 part.__dict__["forward"] = before
-        for part, after, first in hooks:
-            part.__dict__.update(_forward_hooks=after, _forward_pre_hooks=first)
+        for part, own in hooks:
+            part.__dict__.update(own)
         for key in calls:
             _CALLS.pop(key, None)
 

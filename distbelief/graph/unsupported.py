@@ -1,9 +1,9 @@
 """Refuses what a graph of operations would lose, and restores what a forward writes.
 
-    random numbers   of Python or NumPy: the graph would keep those that were drawn once
-    attributes       that the forward writes: restored
-    hooks            on parameters: they would never run
-    tables           with `max_norm`: they rewrite rows behind the parameter server's back
+random numbers   of Python or NumPy: the graph would keep those that were drawn once
+attributes       that the forward writes: restored
+hooks            on parameters: they would never run
+tables           with `max_norm`: they rewrite rows behind the parameter server's back
 """
 
 import random  # noqa: TID251 -- to see whether a forward has used it

@@ -65,10 +65,13 @@ def call_whole(operation: Operation, reason: str) -> object:
         }
         if index is not None:
             options["output"] = index
+        sources = [value.layer.name for value in encoder.inputs]
+        if batch is not None and not batched:  # noise, say: an input tells the number of samples
+            sources.append(operation.lowerer.first)
         name = operation.builder.add(
             operation.name,
             "call",
-            [value.layer.name for value in encoder.inputs],
+            sources,
             shape,
             options=options,
             tensors=encoder.tensors,
@@ -204,6 +207,6 @@ def _check_samples(operation: Operation, encoder: _Encoder, text: str) -> None:
             together[index].double(), joined.double(), rtol=1e-3, atol=1e-4, equal_nan=True
         ):
             raise GraphError(
-                f"{operation.name} mixes samples: a layer must keep them separate; normalise over "
-                "samples with torch.nn.BatchNorm"
+                f"{operation.name} mixes samples: a layer must keep them separate; give attention "
+                "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
             )

@@ -16,6 +16,7 @@ from distbelief.graph.lowering.lower import (
     Lowerer,
     NotSplitError,
     Operation,
+    Results,
     Value,
     lowers,
     lowers_module,
@@ -189,15 +190,40 @@ def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value:
     return part.to(op.reshaped(part, (*words.shape, use.shape[1])))
 
 
+@lowers("index")
+def index(op: Operation) -> object:
+    # Rows of a table: a relative position bias.
+    table, words = op["self"], op["indices"]
+    if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
+        raise NotSplitError("it is no choice of rows of a table")
+    value = op.lowerer.as_value(words[0])
+    return op.add(
+        "embedding",
+        [value],
+        (*value.layer.shape, table.use.shape[1]),
+        options={"padding": None},
+        tensors={"weight": table.use},
+    )
+
+
 # --- attention ---
 
 
 @lowers("scaled_dot_product_attention")
 def attention(op: Operation) -> object:
-    query, key, value = (op.plain(word) for word in ("query", "key", "value"))
+    query, key, value = (op.value(word) for word in ("query", "key", "value"))
+    if any(x.batch is not None and x.batch >= x.n_dims - 2 for x in (query, key, value)):
+        raise GraphError(
+            f"{op.name} mixes samples, because the batch is not before heads and positions: give "
+            "attention batch_first=True"
+        )
+    if query.batch != 0 or any(query.to(x.layer) != x for x in (key, value)):
+        raise NotSplitError("the batch is not the first dimension of all")
     if op.arguments.get("enable_gqa"):
         key, value = (_repeated_heads(op, x, query) for x in (key, value))
-    causal, mask = masked(op.lowerer, op.name, op["attn_mask"], query.n_dims, true_hides=False)
+    causal, mask = masked(
+        op.lowerer, op.name, op["attn_mask"], query.n_dims, true_hides=False, like=query
+    )
     if any(x.layer.shape[:-2] != query.layer.shape[:-2] for x in (key, value)):
         raise NotSplitError("its heads differ")
     layer = attention_layer(
@@ -212,6 +238,8 @@ def attention(op: Operation) -> object:
 
 def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
     # Each key-value head serves a group of query heads.
+    if not value.is_plain:
+        raise NotSplitError("the batch is not its first dimension")
     heads, *rest = value.layer.shape
     group = query.layer.shape[0] // heads
     apart = value.to(op.reshaped(value, (heads, 1, *rest)))
@@ -220,7 +248,13 @@ def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
 
 
 def masked(
-    lowerer: Lowerer, name: str, mask: object, n_dims: int, *, true_hides: bool
+    lowerer: Lowerer,
+    name: str,
+    mask: object,
+    n_dims: int,
+    *,
+    true_hides: bool,
+    like: Value | None = None,
 ) -> tuple[bool, Layer | None]:
     """Return whether a mask is causal, or the layer that is added to the scores.
 
@@ -230,11 +264,18 @@ def masked(
         mask: None, a tensor that the forward makes, or a value.
         n_dims: torch's dimensions of the scores.
         true_hides: Whether True in a mask hides (torch's modules) or shows (its function).
+        like: A value that the mask's batch must be arranged like; by default first and alone.
     """
     if mask is None:
         return False, None
     if isinstance(mask, torch.Tensor) and _is_causal(mask, true_hides=true_hides):
         return True, None
+    if (
+        isinstance(mask, torch.Tensor)
+        and mask.dtype == torch.bool
+        and bool((mask != true_hides).all())
+    ):
+        return False, None  # it hides nothing
     is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
     value = lowerer.as_value(mask)
     is_mask = is_mask or value.layer.kind == "comparison"
@@ -244,7 +285,11 @@ def masked(
             raise NotSplitError("its mask has as many samples as the batch")
         row = reshape_layer(lowerer.builder.free_name(f"{name}.mask"), layer, shape=layer.shape[1:])
         layer = lowerer.builder[lowerer.builder.add_layer(row)]
-    elif value.batch is not None and not value.is_plain:
+    elif (
+        value.batch is not None
+        and not value.is_plain
+        and (like is None or like.to(value.layer) != value)
+    ):
         raise NotSplitError("its mask has the batch elsewhere")
     if not is_mask and not layer.is_integer:
         return False, layer
@@ -278,10 +323,8 @@ def multi_head_attention(
     )
     given: dict[str, Any] = {**dict(zip(words, arguments, strict=False)), **keywords}
     sources = [lowerer.as_value(given[word]) for word in words[:3]]
-    if not module.batch_first or not all(value.is_plain for value in sources):
-        raise NotSplitError("it takes the batch as its second dimension: give it batch_first=True")
-    if module.add_zero_attn or module.bias_k is not None:
-        raise NotSplitError("attention with add_zero_attn or add_bias_kv has no split rule")
+    if not all(value.is_plain for value in sources):
+        raise NotSplitError("the batch is not the first dimension of its inputs")
     hint = bool(given.get("is_causal"))
     causal, mask = masked(lowerer, call.path, given.get("attn_mask"), 4, true_hides=True)
     mask = _with_padding(lowerer, call.path, None if hint else mask, given.get("key_padding_mask"))
@@ -295,7 +338,13 @@ def multi_head_attention(
         dropout=module.dropout if module.training else 0.0,
     )
     name = lowerer.builder.extend(layers)
-    return [Value(lowerer.builder[name]), None]
+
+    def make(index: int) -> Value:
+        if index:
+            raise NotSplitError("weights of attention are used, and have no split rule")
+        return Value(lowerer.builder[name])
+
+    return Results(make)
 
 
 def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: object) -> Layer | None:

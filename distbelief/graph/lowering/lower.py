@@ -19,7 +19,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx, nn
 
-from distbelief.graph.graph import Builder, GraphError, Layer, Option, TensorUse
+from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, Option, TensorUse
 from distbelief.graph.leaves import LEAF, LeafCall
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
@@ -105,6 +105,62 @@ class Filled:
     number: float
     shape: tuple[object, ...]
     dtype: torch.dtype
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that depends on the number of samples and on nothing else."""
+
+    target: Any
+    args: list[Any]
+    keywords: dict[str, Any]
+    result: Any  # a fake tensor
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def at(self, n: int) -> torch.Tensor:
+        """Return it for n samples."""
+        if n not in self.known:
+            args, said = _for(self.args, n), _for(self.keywords, n)
+            self.known[n] = self.target(*args, **said)
+        return self.known[n]
+
+    def row(self) -> torch.Tensor:
+        """Return it for any number of samples, with extent 1 there.
+
+        Raises:
+            NotSplitError: Samples get different numbers.
+        """
+        batch = batch_of(self.result.shape)
+        two, three = self.at(2), self.at(3)
+        if batch is None:
+            if not torch.equal(two, three):
+                raise NotSplitError("it depends on the batch size")
+            return two
+        row = two.narrow(batch, 0, 1)
+        if factor(self.result.shape[batch]) > 1 or not (
+            torch.equal(row.expand_as(two), two) and torch.equal(row.expand_as(three), three)
+        ):
+            raise NotSplitError("it depends on the batch size")
+        return row.contiguous()
+
+
+def _for(given: Any, n: int) -> Any:  # noqa: ANN401, PLR0911 -- one for each type
+    # An argument for n samples.
+    if isinstance(given, list | tuple):
+        return [_for(one, n) for one in given]
+    if isinstance(given, dict):
+        return {word: _for(one, n) for word, one in given.items()}
+    if isinstance(given, Made):
+        return given.at(n).clone()
+    if isinstance(given, Filled):
+        return torch.full(_for(given.shape, n), given.number, dtype=given.dtype)
+    if isinstance(given, torch.Tensor):
+        return given.clone()
+    if isinstance(given, torch.SymInt):
+        expression = given.node.expr
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, n)))
+    return given
 
 
 @final
@@ -307,7 +363,13 @@ class Lowerer:
         self._opaque = opaque
         self.known: dict[fx.Node, Any] = {}
         self._parameters: dict[str, Value] = {}
-        self._named: set[str] = set()
+        self._named: dict[str, str] = {}
+
+    @property
+    def first(self) -> str:
+        """An input of the model, which has all samples."""
+        inputs = (value for value in self.known.values() if isinstance(value, Value))
+        return next(value.layer.name for value in inputs if value.layer.kind == INPUT)
 
     # --- graphs ---
 
@@ -353,6 +415,7 @@ class Lowerer:
         name = getattr(target, "__name__", str(target))
         if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001
             return self._nested(name, args)
+        target = _functional(target)
         if "assert" in name or name.startswith("sym_"):
             return None
         keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
@@ -363,6 +426,7 @@ class Lowerer:
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
+        arguments = {word: self._rows(value) for word, value in arguments.items()}
         operation = Operation(
             name=self._name(node),
             target=target,
@@ -373,17 +437,46 @@ class Lowerer:
         )
         return self._lowered(operation)
 
+    def _rows(self, given: Any) -> Any:  # noqa: ANN401
+        if isinstance(given, list):
+            return [self._rows(one) for one in given]
+        if not isinstance(given, Made):
+            return given
+        batch = batch_of(given.result.shape)
+        n = 0 if batch is None else factor(given.result.shape[batch])
+        if n <= 1:
+            return given.row()
+        rows = [given.at(k).unflatten(batch, (k, n)) for k in (2, 3)]
+        row = rows[0].narrow(batch, 0, 1)
+        if not all(torch.equal(row.expand_as(one), one) for one in rows):
+            raise NotSplitError("it depends on the batch size")
+        layer = self.as_value(row.squeeze(batch).contiguous()).layer
+        return Value(layer, batch, after=1)
+
     def _lowered(self, operation: Operation) -> object:
         packet, _, overload = _plain_name(operation.target).partition(".")
         rule = RULES.get(f"{packet}.{overload}", RULES.get(packet))
         if rule is None:
             return self._fallback(operation, f"{packet} has no split rule")
         try:
-            return rule(operation)
+            return self._with_samples(operation, rule(operation))
         except NotSplitError as error:
             return self._fallback(operation, f"{packet} has no split rule here: {error}")
 
+    def _with_samples(self, operation: Operation, found: object) -> object:
+        # What was computed once for all samples is still a tensor with them.
+        result = operation.result
+        if not isinstance(found, Value) or found.batch is not None:
+            return found
+        batch = batch_of(result.shape) if isinstance(result, torch.Tensor) else None
+        if batch is None:
+            return found
+        own = found.layer.shape
+        return Value(operation.reshaped(found, (*own[:batch], *own[batch + 1 :])), batch)
+
     def _nested(self, name: str, args: list[Any]) -> object:
+        if "autocast" in name:
+            raise NotSplitError("it computes under torch.autocast, which is not split")
         if name != "wrap_with_set_grad_enabled":
             raise NotSplitError(f"{name} has no split rule")
         enabled, inner, *given = args
@@ -431,6 +524,13 @@ class Lowerer:
             return self._parameter(given)
         if isinstance(given, torch.Tensor):
             return self._constant(self, given)
+        if isinstance(given, Filled):
+            batch = batch_of(given.shape)
+            shape = [int(n) for dim, n in enumerate(given.shape) if dim != batch]  # type: ignore[call-overload] # ints
+            value = self._constant(self, torch.full(shape, given.number, dtype=given.dtype))
+            if batch is not None and factor(given.shape[batch]) > 1:
+                raise NotSplitError("it has several elements for each sample")
+            return replace(value, batch=batch)
         raise NotSplitError(f"{type(given).__name__} is not the output of a layer")
 
     def _parameter(self, held: Held) -> Value:
@@ -465,7 +565,7 @@ class Lowerer:
     ) -> None:
         # Later uses of a tensor that was changed in place read the change.
         schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable or not node.args:
+        if schema is None or not schema.is_mutable or "detach_" in str(node.target):
             return
         changed = node.args[0]
         assert isinstance(changed, fx.Node), node
@@ -474,6 +574,13 @@ class Lowerer:
             if not name.endswith("num_batches_tracked"):
                 raise GraphError(lost_change(name))
             return
+        shared = [other for other in node.graph.nodes if _share(other, changed)]
+        detached = any("aten.detach" in str(other.target) for other in shared)
+        if detached and isinstance(self.known[changed], Value):
+            raise GraphError(
+                f"{_plain_name(node.target)} changes a tensor in place of which a part is "
+                "detached: use the function that returns a new one"
+            )
         for other in before:
             if last.get(other, -1) <= index or not _share(other, changed):
                 continue
@@ -488,8 +595,7 @@ class Lowerer:
         path = path.removeprefix("inner").removeprefix(".")
         word = _plain_name(node.target).partition(".")[0].strip("_")
         simple = str(getattr(kind, "__module__", kind)).startswith("torch.nn.modules")
-        if path and simple and path not in self._named:
-            self._named.add(path)
+        if path and simple and self._named.setdefault(path, word) == word:
             return path
         return f"{path}.{word}" if path else word
 
@@ -513,6 +619,18 @@ def _plain_name(target: Any) -> str:  # noqa: ANN401 -- an operation
     return f"{packet}.{overload}"
 
 
+def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
+    # The operation that returns what this one writes into its first argument.
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return target
+    packet, _, overload = str(target).removeprefix("aten.").partition(".")
+    found = getattr(getattr(torch.ops.aten, packet.removesuffix("_"), None), overload, None)
+    if not packet.endswith("_") or found is None:
+        raise NotSplitError(f"{packet} changes a tensor in place")
+    return found
+
+
 def _by_name(target: Any, args: list[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
     schema = target._schema.arguments  # noqa: SLF001 -- torch's own name
     found = {a.name: a.default_value for a in schema}
@@ -524,7 +642,7 @@ def _by_name(target: Any, args: list[Any], keywords: Mapping[str, Any]) -> dict[
 def _depends(value: object) -> bool:
     if isinstance(value, list):
         return any(_depends(item) for item in value)
-    return isinstance(value, Value | Held | Results | Filled)
+    return isinstance(value, Value | Held | Results)
 
 
 _PLACES: Final = frozenset({"device", "layout", "pin_memory"})
@@ -553,23 +671,24 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
     if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(result, torch.Tensor):
         return None
     packet = _plain_name(target).partition(".")[0]
+    said = {word: value for word, value in keywords.items() if word not in _PLACES}
+    made = Made(target, args, said, result)
+    number = _FILLED.get(packet)
+    if packet in {"full", "full_like", "new_full"}:
+        number = float(args[-1])
     if any(factor(extent) for extent in result.shape):
-        number = _FILLED.get(packet)
-        if packet in {"full", "new_full", "full_like"}:
-            number = float(args[-1])
-        if number is None:
-            raise NotSplitError("it depends on the batch size")
-        return Filled(number, tuple(result.shape), result.dtype)
+        return made if number is None else Filled(number, tuple(result.shape), result.dtype)
     if math.prod(result.shape) > _N_ELEMENTS_MAX:
         return None
-    if packet in _FILLED:
-        return torch.full(result.shape, _FILLED[packet], dtype=result.dtype)
-    if packet in {"full_like", "new_full"}:
-        return torch.full(result.shape, args[-1], dtype=result.dtype)
-    args = [value.clone() if isinstance(value, torch.Tensor) else value for value in args]
-    said = {word: value for word, value in keywords.items() if word not in _PLACES}
-    found = target(*args, **said)
-    return found if isinstance(found, torch.Tensor) else None
+    if number is not None:
+        return torch.full(result.shape, number, dtype=result.dtype)
+    return made if _any_made([args, list(keywords.values())]) else made.at(1)
+
+
+def _any_made(given: object) -> bool:
+    if isinstance(given, list | tuple):
+        return any(_any_made(one) for one in given)
+    return isinstance(given, Made | Filled | torch.SymInt)
 
 
 def _share(one: fx.Node, other: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import nn
 
-from distbelief.graph.graph import Option
+from distbelief.graph.graph import GraphError, Option
 from distbelief.graph.leaves import LeafCall
 from distbelief.graph.lowering.lower import (
     Lowerer,
@@ -163,8 +163,11 @@ def group_norm(op: Operation) -> object:
 
 @lowers("instance_norm")
 def instance_norm(op: Operation) -> object:
-    if op["running_mean"] is not None or not op["use_input_stats"]:
-        raise NotSplitError("it has running statistics")
+    if op["running_mean"] is not None:
+        raise GraphError(
+            f"{op.name} keeps running statistics, which would be lost: give it "
+            "track_running_stats=False"
+        )
     value = op.plain("input")
     layers = instance_norm_layers(
         op.free_name, value.layer, tensors=op.uses("weight", "bias"), epsilon=float(op["eps"])

@@ -132,7 +132,11 @@ def _turned(op: Operation, dims: list[int]) -> object:
 
 @lowers("expand", "expand_as", "broadcast_to")
 def expand(op: Operation) -> object:
-    value, shape = op.value("self"), list(op.result.shape)
+    return expanded(op, op.value("self"), list(op.result.shape))
+
+
+def expanded(op: Operation, value: Value, shape: Sequence[Any]) -> Value:
+    """Return a value repeated to a shape of torch's."""
     batch = batch_of(shape)
     if value.batch is None:
         if batch is None:
@@ -267,6 +271,62 @@ def roll(op: Operation) -> object:
             layer = cat_layer(op.free_name, [tail.layer, head.layer], dim=own)
             value = value.to(op.builder[op.builder.add_layer(layer)])
     return value
+
+
+@lowers("copy", "fill")
+def copied(op: Operation) -> object:
+    if "src" not in op.arguments:
+        raise NotSplitError("it fills a part")
+    value = op.value("src")
+    if tuple(map(str, op.result.shape)) != tuple(map(str, _fake(op, 1).shape)):
+        raise NotSplitError("it repeats elements")
+    return value
+
+
+def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor
+    source = op.node.args[index]
+    assert isinstance(source, fx.Node)
+    return source.meta["val"]
+
+
+@lowers("slice_scatter")
+def slice_scatter(op: Operation) -> object:
+    whole = expanded(op, op.value("self"), op.result.shape)
+    dim = op["dim"] % op.result.dim()
+    if dim == whole.batch and str(_fake(op, 1).shape[dim]) == str(op.result.shape[dim]):
+        return op.value("src")
+    own = whole.dim(dim)
+    start, stop, step = slice(op["start"], op["end"], op["step"]).indices(whole.layer.shape[own])
+    if step != 1:
+        raise NotSplitError("its step is not 1")
+    return _replaced(op, whole, op.value("src"), own, start, stop)
+
+
+@lowers("select_scatter")
+def select_scatter(op: Operation) -> object:
+    whole = expanded(op, op.value("self"), op.result.shape)
+    dim = op["dim"] % op.result.dim()
+    own = whole.dim(dim)
+    index = op["index"] % whole.layer.shape[own]
+    shape = [1 if i == dim else extent for i, extent in enumerate(op.result.shape)]
+    part = viewed(op, op.value("src"), shape)
+    return _replaced(op, whole, part, own, index, index + 1)
+
+
+def _replaced(op: Operation, whole: Value, part: Value, dim: int, start: int, stop: int) -> Value:
+    # Another part of a value, from start to stop of a layer's dimension.
+    if part.to(whole.layer) != whole:
+        raise NotSplitError("its tensors are arranged in different ways")
+    extent = whole.layer.shape[dim]
+    pieces = [part.layer]
+    if start:
+        pieces.insert(0, sliced(op, whole, dim, 0, start).layer)
+    if stop < extent:
+        pieces.append(sliced(op, whole, dim, stop, extent).layer)
+    if any(piece.is_integer for piece in pieces):
+        raise NotSplitError("it joins integers")
+    layer = cat_layer(op.free_name, pieces, dim=dim)
+    return whole.to(op.builder[op.builder.add_layer(layer)])
 
 
 @lowers("pad", "constant_pad_nd")

@@ -20,34 +20,34 @@ def whole_module(lowerer: Lowerer, call: LeafCall, inputs: Sequence[object]) -> 
         GraphError: It keeps statistics, or its forward was replaced.
     """
     reason = lowerer.whole[call.path]
+    caller, what = call.path.rpartition(".")[0], call.path or "the model"
     refuse_state(call.module, call.path, reason)
     arguments, keywords = call.arguments(inputs)
-    caller = call.path.rpartition(".")[0]
     values = []
     for given in [*arguments, *keywords.values()]:
         if not isinstance(given, Value) or given.batch not in {0, None} or given.after:
             shown = "a tensor" if isinstance(given, torch.Tensor) else repr(given)[:60]
             raise OpaqueError(
                 caller,
-                f"{call.path} ({type(call.module).__name__}) is opaque ({reason}) and is called "
+                f"{what} ({type(call.module).__name__}) is opaque ({reason}) and is called "
                 f"with {shown}: pass only outputs of layers, by position",
             )
         values.append(given)
     if keywords:
-        raise OpaqueError(caller, f"{call.path} is opaque ({reason}) and is called by keywords")
+        raise OpaqueError(caller, f"{what} is opaque ({reason}) and is called by keywords")
     tensors: dict[str, TensorUse] = uses(call.module, call.path)
     places = call.places
 
     def make(index: int) -> object:
         place = places[index]
         if any(not isinstance(key, int) for key in place):
-            raise GraphError(f"{call.path} is opaque and returns a dictionary: return tensors")
+            raise GraphError(f"{what} is opaque and returns a dictionary: return tensors")
         options: dict[str, Option] = {"module": call.path}
         if place:
             options["output"] = tuple(int(str(key)) for key in place)
         shape = call.shapes_found[index]
         if batch_of(shape) != 0:
-            raise GraphError(f"{call.path} is opaque ({reason}) and its result has no batch first")
+            raise GraphError(f"{what} is opaque ({reason}) and its result has no batch first")
         name = lowerer.builder.add(
             call.path or type(call.module).__name__.lower(),
             "whole",
@@ -66,6 +66,11 @@ def whole_module(lowerer: Lowerer, call: LeafCall, inputs: Sequence[object]) -> 
 def refuse_state(module: nn.Module, path: str, reason: str) -> None:
     """Raise `GraphError` for an opaque module that keeps statistics or has a replaced forward."""
     for inner, part in module.named_modules():
+        if isinstance(part, nn.MultiheadAttention | nn.RNNBase) and not part.batch_first:
+            raise GraphError(
+                f"{path or 'the model'} is opaque ({reason}) and takes the batch as its second "
+                "dimension: give it batch_first=True"
+            )
         if isinstance(part, _NormBase) and part.track_running_stats and part.training:
             raise GraphError(
                 f"{path} is opaque ({reason}): the running statistics of its {inner or 'own'} "

@@ -86,6 +86,13 @@ def evaluated(
     """Return the result of an operation for these tensors."""
     device = next((t.device for t in (*inputs, *tensors.values())), torch.device("cpu"))
 
+    floats = [t.dtype for t in (*inputs, *tensors.values()) if t.is_floating_point()]
+
+    def typed(name: str) -> torch.dtype:
+        # Numbers that the forward makes have the precision of what they meet.
+        dtype: torch.dtype = getattr(torch, name)
+        return floats[0] if dtype.is_floating_point and floats else dtype
+
     def decoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 -- whatever JSON holds
         if isinstance(value, list):
             return [decoded(item) for item in value]
@@ -100,12 +107,10 @@ def evaluated(
             case {"samples": int(factor)}:
                 return factor * n_samples
             case {"constant": numbers, "dtype": str(dtype), "shape": shape}:
-                numbers = torch.tensor(numbers, dtype=getattr(torch, dtype), device=device)
+                numbers = torch.tensor(numbers, dtype=typed(dtype), device=device)
                 return numbers.reshape(shape)
             case {"filled": number, "dtype": str(dtype), "shape": shape}:
-                return torch.full(
-                    decoded(shape), number, dtype=getattr(torch, dtype), device=device
-                )
+                return torch.full(decoded(shape), number, dtype=typed(dtype), device=device)
             case {"dtype": str(dtype)}:
                 return getattr(torch, dtype)
             case _:

@@ -1,7 +1,9 @@
-"""Effects of a forward that no operation shows; each was once captured wrongly."""
+"""What cannot be split: modules computed whole with a reason, and models that are refused."""
 
 import random  # noqa: TID251 -- what a forward may use
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import GraphError, LayerGraph
-from tests.distbelief.graph.zoo.catalogue import Case
-from tests.distbelief.graph.zoo.comparison import assert_same
+from distbelief.graph.region import Shape
+from tests.distbelief.graph.test_capture import check, owning
+from tests.distbelief.graph.zoo.catalogue import Applied, Case
 
 
 Forward = Callable[["Two", torch.Tensor], object]
@@ -53,21 +56,174 @@ class Inner(nn.Module):
         return self.last(self.part(x))
 
 
-def captured(model: nn.Module) -> LayerGraph:
-    return capture(model, [InputSpec(shape=(4,))])
+def captured(model: nn.Module, *shape: int) -> LayerGraph:
+    return capture(model, [InputSpec(shape=shape or (4,))])
 
 
-def graph_of(make: Callable[[], nn.Module]) -> LayerGraph:
-    case = Case(make=make, shape=(4,))
-    model = case.model()
-    graph = capture(model, case.specs)
-    assert_same(graph, model, case, training=True)
-    assert_same(graph, model, case, training=False, seed=1)
-    return graph
-
-
-def wholes(graph: LayerGraph) -> dict[str, str]:
+def wholes(graph: LayerGraph) -> Mapping[str, str]:
     return {layer.name: layer.whole for layer in graph.layers if layer.whole}
+
+
+# --- opaque modules ---
+
+
+class Doubled(torch.autograd.Function):
+    """Its gradient differs from that of its operations."""
+
+    @staticmethod
+    @override
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return 2 * x
+
+    @staticmethod
+    @override
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return 5 * gradients[0]
+
+
+class Custom(nn.Module):
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return Doubled.apply(x)  # type: ignore[no-untyped-call]
+
+
+class Branching(nn.Module):
+    """Branches on the values of its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return -y if x.sum() > 0 else y
+
+
+class Scaling(nn.Module):
+    @override
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x.cumsum(1) * factor if x.sum() > 0 else x
+
+
+class Cache:
+    """An object that cannot be sent."""
+
+    def __init__(self, *kept: torch.Tensor) -> None:
+        self.kept = kept
+
+
+class Attending(nn.Module):
+    """Branches on its data, and gets a cache, like GPT-2's attention."""
+
+    @override
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return x + cache.kept[0] if x.sum() > 0 else x
+
+
+def looped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    for _ in range(int(x.detach().abs().amax().clamp(max=1.0).ceil())):
+        x = x + 1
+    return x, x.cumsum(1)
+
+
+def joined(x: torch.Tensor, pair: nn.Module) -> object:
+    one, other = pair(x)
+    return one * other
+
+
+def cached() -> nn.Module:
+    return Applied(lambda x, attend: attend(x, Cache(x)), attend=Attending())
+
+
+def listing() -> nn.Module:
+    parameters = [nn.Parameter(torch.ones(3, 4, dtype=torch.float64))]
+    return Two(lambda m, x: m.b(x) + x @ parameters[0].T)
+
+
+def branching_forward() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.__dict__["forward"] = lambda x: x if x.sum() > 1e9 else layer.weight.sum() * x
+    return nn.Sequential(layer, nn.Tanh())
+
+
+VALUES = "its forward depends on the values of its data"
+OPAQUE: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
+    "a branch": (lambda: nn.Sequential(Branching(), nn.Linear(3, 2)), ["0"], VALUES),
+    "the model itself": (Branching, ["branching"], VALUES),
+    "the innermost": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), Branching()), nn.Linear(3, 2)),
+        ["0.1"],
+        VALUES,
+    ),
+    "a number": (lambda: Applied(lambda x: x * float(x.detach().sum())), ["applied"], VALUES),
+    "a pair": (lambda: Applied(joined, pair=Applied(looped)), ["pair", "pair.2"], VALUES),
+    "its own gradient": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Custom()), ["1"], "calls Doubled.*its own",
+    ),
+    "its own gradient, whole": (Custom, ["custom"], "calls Doubled.*its own"),
+    "called with a number": (
+        lambda: Applied(lambda x, part: part(x, 2.0), part=Scaling()),
+        ["applied"],
+        r"part .Scaling. is opaque .* is called with 2\.0",
+    ),
+    "called with an object": (cached, ["applied"], "number of samples"),
+    "called with an object in a part": (
+        lambda: nn.Sequential(nn.Linear(4, 4), cached()), ["sequential"], "number of samples",
+    ),
+    "the number of samples": (
+        lambda: Applied(lambda x: x * len(x)), ["applied"], "number of samples",
+    ),
+    "torch's random numbers": (
+        lambda: Inner(lambda m, x: m.b(x if float(torch.rand(())) < 1e-9 else m.a(x))),
+        ["part"],
+        VALUES,
+    ),
+    "parameters in a list": (listing, ["two"], "outside of its attributes"),
+    "a forward of an instance": (branching_forward, ["0"], VALUES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_a_module_that_cannot_be_exported_is_computed_whole(name: str) -> None:
+    make, names, reason = OPAQUE[name]
+    graph = check(Case(make=make, shape=(4,)), whole=len(names))
+    assert list(wholes(graph)) == names
+    for layer in names:
+        assert graph[layer].kind == "whole"
+        assert re.search(reason, graph[layer].whole)
+        assert "Error:" not in graph[layer].whole
+
+
+def test_a_whole_module_may_lie_on_the_meta_device() -> None:
+    graph = captured(nn.Sequential(Branching().to("meta")))
+    assert graph["0"].shape == (3,)
+    assert VALUES in graph["0"].whole
+
+
+def cast(model: Two, x: torch.Tensor) -> object:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.b(model.a(x))
+
+
+def inferring(model: Two, x: torch.Tensor) -> object:
+    with torch.inference_mode():
+        y = x + 1
+    return model.b(y)
+
+
+@pytest.mark.parametrize("make", [Two, Inner])
+@pytest.mark.parametrize(("forward", "mode"), [(cast, "autocast"), (inferring, "inference_mode")])
+def test_modes_of_torch_are_left_to_the_whole_module(
+    forward: Forward, mode: str, make: type[Two | Inner]
+) -> None:
+    (reason,) = wholes(captured(make(forward))).values()
+    assert f"torch.{mode}" in reason
+
+
+# --- gradients, hooks and other effects ---
 
 
 def frozen(model: Two, x: torch.Tensor) -> object:
@@ -77,18 +233,23 @@ def frozen(model: Two, x: torch.Tensor) -> object:
     return model.b(h + x) * model.b.bias.detach()
 
 
-def test_no_gradient_goes_back_to_what_is_under_no_grad() -> None:
-    """no_grad was dropped silently, and a frozen backbone trained."""
-    graph = graph_of(lambda: Two(frozen))
-    assert not wholes(graph)
-    assert not wholes(graph_of(lambda: Inner(frozen)))
+def several(m: Two, x: torch.Tensor) -> object:
+    with torch.no_grad():
+        parts = x.chunk(2, dim=1)
+        positive = m.a(x) > 0
+    return m.b(torch.cat(parts, dim=1) * positive.to(x.dtype))
 
 
-def test_frozen_parameters_do_for_no_grad() -> None:
-    model = Two(lambda m, x: m.b(m.a(x)))
-    model.a.requires_grad_(requires_grad=False)
-    uses = captured(model).tensors
-    assert [use.trains for use in uses.values()] == [False, False, True, True]
+@pytest.mark.parametrize(
+    "forward",
+    [frozen, several, lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False))],
+    ids=["no_grad", "several results under no_grad", "a checkpoint"],
+)
+@pytest.mark.parametrize("make", [Two, Inner])
+def test_gradients_stop_where_the_forward_stops_them(
+    forward: Forward, make: type[Two | Inner]
+) -> None:
+    check(Case(make=lambda: make(forward), shape=(4,)))
 
 
 @pytest.mark.parametrize("changes_part", [False, True])
@@ -103,58 +264,41 @@ def test_changes_in_place_of_what_is_detached_are_not_followed(*, changes_part: 
         captured(Two(forward))
 
 
-def cast(model: Two, x: torch.Tensor) -> object:
-    with torch.autocast("cpu", torch.bfloat16):
-        return model.b(model.a(x))
+def test_frozen_parameters_do_for_no_grad() -> None:
+    model = Two(lambda m, x: m.b(m.a(x)))
+    model.a.requires_grad_(requires_grad=False)
+    uses = captured(model).tensors
+    assert [use.trains for use in uses.values()] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("make", [Two, Inner])
-def test_autocast_is_left_to_the_whole_module(make: type[Two | Inner]) -> None:
-    (reason,) = wholes(captured(make(cast))).values()
-    assert "torch.autocast" in reason
-    assert "test_unsupported.py" in reason
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
+    model.register_forward_hook(lambda _, __, output: output * 2)
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
+    model[0].register_forward_hook(lambda _, __, output: output.relu())
+    model.get_submodule("0.0").register_forward_hook(lambda _, __, output: output * 3)
+    return model
 
 
-def test_what_is_made_under_inference_mode_is_left_to_the_whole_module() -> None:
-    def forward(m: Two, x: torch.Tensor) -> object:
-        with torch.inference_mode():
-            y = x + 1
-        return m.b(y)
-
-    assert "torch.inference_mode" in wholes(captured(Two(forward)))["two"]
+def hooked_inside() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    layer.linear1.register_forward_hook(lambda _, __, output: output * 2)
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), layer)
 
 
-def several(m: Two, x: torch.Tensor) -> object:
-    with torch.no_grad():
-        parts = x.chunk(2, dim=1)
-        positive = m.a(x) > 0
-    return m.b(torch.cat(parts, dim=1) * positive.to(x.dtype))
+def replaced(path: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 3)))
+    part = model.get_submodule(path)
+    usual = part.forward
+    part.forward = lambda x: usual(x) * 3
+    return model
 
 
 @pytest.mark.parametrize(
-    "forward",
-    [
-        several,
-        # With gradients on, torch saved proxies as tensors and crashed the process.
-        lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)),
-    ],
-    ids=["several results under no_grad", "a checkpoint"],
+    "make", [hooked, hooked_inside, *(partial(replaced, path) for path in ("", "0", "1"))]
 )
-def test_what_a_forward_wraps_is_looked_through(forward: Forward) -> None:
-    assert not wholes(graph_of(lambda: Two(forward)))
-
-
-def test_hooks_of_the_model_run() -> None:
-    """Only hooks of torch's own layers were found."""
-
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
-        model.register_forward_hook(lambda _, __, output: output * 2)
-        model.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
-        model[0].register_forward_hook(lambda _, __, output: output.relu())
-        return model
-
-    assert not wholes(graph_of(make))
+def test_hooks_and_forwards_of_instances_run(make: Callable[[], nn.Module]) -> None:
+    check(Case(make=make, shape=(4,)))
 
 
 def _threefold(
@@ -166,21 +310,12 @@ def _threefold(
 @pytest.mark.parametrize("path", ["", "1", "1.0"])
 def test_hooks_on_gradients_run_with_the_whole_module(path: str) -> None:
     def make() -> nn.Module:
-        inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        model = nn.Sequential(nn.Linear(4, 4), inner)
-        part = model.get_submodule(path)
-        part.register_full_backward_hook(_threefold)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        model.get_submodule(path).register_full_backward_hook(_threefold)
         return model
 
-    (reason,) = wholes(graph_of(make)).values()
+    (reason,) = wholes(check(Case(make=make, shape=(4,)), whole=1)).values()
     assert "hooks" in reason
-
-
-def test_hooks_of_a_part_of_a_layer_keep_the_layer_whole() -> None:
-    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-    layer.linear1.register_forward_hook(lambda _, __, output: output * 2)
-    graph = capture(nn.Sequential(layer), [InputSpec(shape=(3, 4))])
-    assert wholes(graph)
 
 
 def test_hooks_on_parameters_are_refused() -> None:
@@ -190,32 +325,12 @@ def test_hooks_on_parameters_are_refused() -> None:
         captured(model)
 
 
-@pytest.mark.parametrize("path", ["", "0", "1"])
-def test_the_forward_of_an_instance_is_the_one_that_is_captured(path: str) -> None:
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 3)))
-        part = model.get_submodule(path)
-        usual = part.forward
-        part.forward = lambda x: usual(x) * 3
-        return model
-
-    assert not wholes(graph_of(make))
-
-
-def test_the_forward_of_an_instance_cannot_be_kept_whole() -> None:
-    layer = nn.Linear(4, 4)
-    model = nn.Sequential(layer, nn.Tanh())
-    layer.__dict__["forward"] = lambda x: x if x.sum() > 0 else layer.weight.sum() * x
-    with pytest.raises(GraphError, match="forward of '0' was replaced"):
-        captured(model)
-
-
 @pytest.mark.parametrize(
     ("draw", "name"),
     [
         (lambda _: random.random(), "Python's `random`"),
         (lambda _: np.random.rand(), "numpy.random"),  # noqa: NPY002 -- that of users
-        (lambda m: m.random.random(), "its 'random'|its 'part.random'"),
+        (lambda m: m.random.random(), "its '(part.)?random'"),
         (lambda m: float(m.numbers.random()), "its '(part.)?numbers'"),
         (lambda m: float(m.older.rand()), "its '(part.)?older'"),
         (lambda m: float(torch.rand((), generator=m.torchs)), "its '(part.)?torchs'"),
@@ -225,22 +340,10 @@ def test_the_forward_of_an_instance_cannot_be_kept_whole() -> None:
 def test_random_numbers_that_are_not_torchs_are_refused(
     draw: Callable[[Two], float], name: str, make: type[Two | Inner]
 ) -> None:
-    """Stochastic depth kept the numbers that it drew during tracing."""
-
-    def forward(m: Two, x: torch.Tensor) -> object:
-        return m.b(x) if draw(m) < 1e-9 else m.b(m.a(x))
-
-    with pytest.raises(GraphError, match=f"draws random numbers of ({name}).*line"):
-        captured(make(forward))
-
-
-def test_torchs_random_numbers_are_left_to_the_whole_module() -> None:
-    def forward(m: Two, x: torch.Tensor) -> object:
-        return m.b(x) if float(torch.rand(())) < 1e-9 else m.b(m.a(x))
-
-    (reason,) = wholes(captured(Inner(forward))).values()
-    assert "draws random numbers" in reason
-    assert "test_unsupported.py" in reason
+    """Stochastic depth kept the numbers that it drew during the capture."""
+    model = make(lambda m, x: m.b(x) if draw(m) < 1e-9 else m.b(m.a(x)))
+    with pytest.raises(GraphError, match=f"draws random numbers of ({name}).*torch.nn.Dropout"):
+        captured(model)
 
 
 @pytest.mark.parametrize("by_values", [False, True])
@@ -254,7 +357,7 @@ def test_a_buffer_that_is_assigned_is_refused_as_one_changed_in_place(
         return m.b(x - m.mean)
 
     model = make(assigning)
-    with pytest.raises(GraphError, match=r"changes '(part\.)?mean', a tensor"):
+    with pytest.raises(GraphError, match=r"changes '(part\.)?mean', a tensor|mean joins samples"):
         captured(model)
     assert all(type(buffer) is torch.Tensor for buffer in model.buffers())
 
@@ -271,22 +374,7 @@ def test_what_a_forward_notes_is_put_back() -> None:
     assert not hasattr(model, "last")
 
 
-def test_results_by_name_are_followed() -> None:
-    """torch.fx asked for a missing attribute until Python's stack overflowed."""
-    graph = graph_of(lambda: Two(lambda m, x: m.b(x.topk(4, dim=1).values)))
-    (reason,) = wholes(graph).values()
-    assert "topk" in reason or "getattr" in reason
-    missing = "nothing"
-    with pytest.raises(GraphError, match=r"no attribute 'nothing'"):
-        captured(Two(lambda _, x: getattr(x + 1, missing) + 1))
-
-
-def test_parameters_in_a_list_are_not_taken_for_constants() -> None:
-    def forward(m: Two, x: torch.Tensor) -> object:
-        (weight,) = (each for name, each in vars(m.b)["_parameters"].items() if name == "weight")
-        return x @ (weight * 2).sum(0)[:, None]
-
-    assert "nn.ParameterList" in wholes(graph_of(lambda: Two(forward)))["two"]
+# --- evaluation ---
 
 
 @pytest.mark.parametrize(
@@ -296,12 +384,13 @@ def test_parameters_in_a_list_are_not_taken_for_constants() -> None:
         lambda m, x: m.b(m.a(x)) if m.training else m.b(x),
         lambda m, x: m.b(m.a(x) * (2 if m.training else 1)),
         lambda m, x: m.b(m.a(x) * torch.tensor(2.0 if m.training else 1.0)),
+        lambda m, x: m.b(functional.dropout(m.a(x))),  # without training=self.training
+        lambda m, x: m.b(functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)),
     ],
 )
 def test_a_model_that_differs_in_evaluation_is_found(function: Forward) -> None:
     """Prediction with a plan computed what the model returns in training."""
-    difference = evaluation_difference(Two(function), [InputSpec(shape=(4,))])
-    assert difference
+    assert evaluation_difference(Two(function), [InputSpec(shape=(2, 4))])
 
 
 def dropping(model: Two, x: torch.Tensor) -> object:
@@ -321,3 +410,70 @@ def dropping(model: Two, x: torch.Tensor) -> object:
 )
 def test_what_layers_know_of_evaluation_is_no_difference(make: Callable[[], nn.Module]) -> None:
     assert evaluation_difference(make(), [InputSpec(shape=(4,))]) is None
+
+
+# --- what is refused ---
+
+
+def keeping(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    y: torch.Tensor = norm(x)
+    return y if y.sum() > 0 else -y
+
+
+APART = "a layer must keep them separate"
+FIRST = "must have the batch as its first dimension"
+REFUSED: list[tuple[nn.Module, Shape, str]] = [
+    (Applied(lambda x: x.mean(0)), (4,), f"mean .*{APART}"),
+    (Applied(lambda x: x.mean()), (4,), f"mean .*{APART}"),
+    (Applied(lambda x: x.sum(0, keepdim=True) + x), (4,), f"sum .*{APART}"),
+    (Applied(lambda x: x.cumsum(0)), (4,), f"cumsum .*{APART}"),
+    (Applied(lambda x: x.flip(0)), (4,), f"flip .*{APART}"),
+    (Applied(lambda x: torch.roll(x, 1, 0)), (4,), f"roll .*{APART}"),
+    (Applied(lambda x: x.repeat(2, 1)), (4,), f"repeat .*{APART}"),
+    (Applied(lambda x: torch.cat([x, x])), (4,), f"cat .*{APART}"),
+    (Applied(lambda x: x[[0, 1]]), (4,), f"index .*{APART}"),
+    (Applied(lambda x: x[torch.arange(1, -1, -1)]), (4,), f"index .*{APART}"),
+    (Applied(lambda x: x / x.size(0)), (4,), f"div .*{APART}"),
+    (Applied(lambda x: x[1:]), (4,), "^the model is opaque.*batch"),
+    (Applied(lambda x: x.transpose(0, 1)), (4,), FIRST),
+    (Applied(lambda x: x.reshape(-1, 2)), (4,), FIRST),
+    (Applied(lambda x: torch.stack([x, x])), (4,), FIRST),
+    (Applied(lambda _: torch.ones(3)), (4,), "not depend on its inputs"),
+    (Applied(lambda x: x.size(0)), (4,), "returns no tensors"),
+    (Applied(lambda x: x.mean(3)), (4,), "Dimension out of range"),
+    (Applied(lambda x: (x + 1).nothing), (4,), "no attribute 'nothing'"),
+    (nn.MultiheadAttention(4, 2), (3, 4), "takes 3 inputs .query, key, value"),
+    (Applied(lambda x, f: f(x, x, x)[0], attention=nn.MultiheadAttention(4, 2)),
+     (3, 4), "batch_first=True"),
+    (nn.TransformerEncoderLayer(4, 2), (3, 4), "batch_first=True"),
+    (nn.LSTM(4, 2), (3, 4), "batch_first=True"),
+    (nn.LSTM(4, 2, batch_first=True), (3, 4), FIRST),
+    (nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)), (2, 3), "would be lost"),
+    (nn.Sequential(Applied(keeping, norm=nn.BatchNorm1d(4))), (4,), "of its norm would be lost"),
+    (nn.Linear(5, 2), (4,), "cannot be run on batchx4.*shape of the input"),
+    (nn.BatchNorm1d(5), (4,), "5 features, but 'input' has 4|cannot be run on batchx4.*not 5"),
+    (nn.BatchNorm1d(4, momentum=None), (4,), "momentum=None"),
+    (owning(lambda x, w: x * w.add_(1), (4,), buffer=True), (4,), "'own', a"),
+    (owning(lambda _, w: w * 2, (4,)), (4,), "not depend on its inputs"),
+    (nn.Embedding(7, 3, max_norm=1.0), (4,), "the model is an .* max_norm = 1, which"),
+    (nn.Sequential(nn.EmbeddingBag(7, 3, max_norm=0.5)), (4,), "0 is an Emb.*0.5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "shape", "message"), REFUSED)
+def test_models_that_would_be_wrong_are_refused(
+    module: nn.Module, shape: Shape, message: str
+) -> None:
+    with pytest.raises(GraphError, match=message):
+        captured(module, *shape)
+
+
+class Mixing(nn.Module):
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return torch.cumsum(x, 1) + x.mean(0)
+
+
+def test_refusals_say_where_in_the_source_they_stand() -> None:
+    with pytest.raises(GraphError, match=r'test_unsupported.py"?, line \d+'):
+        captured(nn.Sequential(Mixing()))
