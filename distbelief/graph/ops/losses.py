@@ -42,15 +42,8 @@ class ElementwiseLossParts(PartialSums):
     """Any box of x contributes a summand."""
 
     @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return tuple(Cut(dim) for dim in range(len(layer.input_shapes[0])))
-
-    @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
-        if not layer.options["labels"]:
-            return (part, part)
-        dim = layer.integer("dim")
-        return (part, Region((*part.intervals[:dim], *part.intervals[dim + 1 :])))
+        return (part, part.without(layer.integer("dim")) if layer.options["labels"] else part)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -75,11 +68,7 @@ class ElementwiseLoss(SumOfParts):
     #           dim: the class dimension of x; -1 if labels is False
     name: ClassVar[str] = "place_loss"
     partial: ClassVar[PartialSums | None] = ElementwiseLossParts()
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(math.prod(layer.input_shapes[0]))
-        return Work(forward=4 * n, backward=4 * n, n_elements=2 * n)
+    per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=2.0)
 
 
 def elementwise_loss_layer(
@@ -145,17 +134,10 @@ class ClassSumParts(PartialSums):
     """Any box of the scores contributes a summand to the sums at its positions."""
 
     @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return tuple(Cut(dim) for dim in range(len(layer.shape)))
-
-    @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
         dim = layer.integer("dim")
-        positions = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
-        labels = part if layer.options["soft"] else positions
-        if len(layer.inputs) == 2:
-            return (part, labels)
-        return (part, labels, part.replaced(dim, (0, 1)))
+        labels = part if layer.options["soft"] else part.without(dim)
+        return (part, labels, part.replaced(dim, (0, 1)))[: len(layer.inputs)]
 
     @override
     def writes(self, layer: Layer, part: Region) -> Region:
@@ -192,6 +174,7 @@ class ClassSums(SumOfParts):
     #           first sum is 0
     name: ClassVar[str] = "class_sums"
     partial: ClassVar[PartialSums | None] = ClassSumParts()
+    per_element: ClassVar[Work | None] = Work(forward=8.0, backward=4.0, n_elements=2.0)
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -200,12 +183,8 @@ class ClassSums(SumOfParts):
 
     @override
     def reduced_region(self, layer: Layer, output: Region) -> Region:
-        return _all_classes(layer, output)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(_all_classes(layer, output).n_elements)
-        return Work(forward=8 * n, backward=4 * n, n_elements=2 * n)
+        dim = layer.integer("dim")
+        return output.replaced(dim, (0, layer.input_shapes[0][dim]))
 
 
 @final
@@ -232,8 +211,7 @@ class CrossEntropyParts(PartialSums):
         if not layer.options["soft"]:
             labels = call.inputs[1]
             counts = labels != layer.integer("ignore")
-            positions = Region((*call.region.intervals[:dim], *call.region.intervals[dim + 1 :]))
-            losses = losses * counts[(slice(None), *positions.slices)]
+            losses = losses * counts[(slice(None), *call.region.without(dim).slices)]
             factor = labels.shape[0] / max(1, int(counts.sum()))
         return per_sample(losses) * (factor if layer.options["mean"] else 1.0)
 
@@ -247,11 +225,7 @@ class CrossEntropy(SumOfParts):
     #           the sum over positions; soft: as above; normalised: scores are log-probabilities
     name: ClassVar[str] = "cross_entropy"
     partial: ClassVar[PartialSums | None] = CrossEntropyParts()
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(math.prod(layer.input_shapes[0]))
-        return Work(forward=4 * n, backward=4 * n, n_elements=n)
+    per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=1.0)
 
 
 def cross_entropy_layers(
@@ -313,8 +287,3 @@ def _label_scores(
     index = (labels - start).clamp(0, stop - start - 1).unsqueeze(dim + 1)
     picked = scores.gather(dim + 1, index).squeeze(dim + 1)
     return torch.where(inside, picked, 0.0), inside.to(scores.dtype)
-
-
-def _all_classes(layer: Layer, output: Region) -> Region:
-    dim = layer.integer("dim")
-    return output.replaced(dim, (0, layer.input_shapes[0][dim]))

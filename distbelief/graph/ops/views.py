@@ -21,15 +21,12 @@ class Permute(Operator):
 
     # options   dims: of x without the batch, as in torch.permute
     name: ClassVar[str] = "permute"
+    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         intervals = dict(zip(layer.integers("dims"), output, strict=True))
         return (Region(tuple(intervals[dim] for dim in sorted(intervals))),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=2.0 * output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -43,6 +40,7 @@ class Slice(Operator):
     # options   starts, steps: a number per dimension, steps >= 1
     # select, narrow, chunk and split are a slice, and a reshape to drop a dimension.
     name: ClassVar[str] = "slice"
+    per_element: ClassVar[Work | None] = Work(n_elements=1.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -55,10 +53,6 @@ class Slice(Operator):
         return (Region(tuple(intervals)),)
 
     @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=float(output.n_elements))
-
-    @override
     def compute(self, call: Call) -> torch.Tensor:
         steps = call.layer.integers("steps")
         return call.inputs[0][(slice(None), *(slice(None, None, step) for step in steps))]
@@ -69,10 +63,7 @@ class Expand(Operator):
     """Dimensions of extent 1 repeated to the output's shape."""
 
     name: ClassVar[str] = "expand"
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=float(output.n_elements))
+    per_element: ClassVar[Work | None] = Work(n_elements=1.0)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -85,6 +76,7 @@ class Pad(Operator):
 
     # options   before, after: a number >= 0 per dimension; value
     name: ClassVar[str] = "pad"
+    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -95,10 +87,6 @@ class Pad(Operator):
             low = min(max(start - before, 0), extent)
             intervals.append((low, max(low, min(stop - before, extent))))
         return (Region(tuple(intervals)),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=2.0 * output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -122,6 +110,7 @@ class Parameter(Operator):
     #           then the batch (as position embeddings often have)
     # output    does not depend on the sample: (1, *shape), which broadcasts
     name: ClassVar[str] = "parameter"
+    per_element: ClassVar[Work | None] = Work(n_elements=1.0)
 
     @override
     def joins_samples(self, layer: Layer) -> bool:
@@ -135,10 +124,6 @@ class Parameter(Operator):
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         batch = ((0, 1),) if _has_batch(layer) else ()
         return {"value": Region((*batch, *output.intervals))}
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=float(output.n_elements))
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -162,6 +147,7 @@ class Reshape(Operator):
     """The same elements in row-major order, in another shape."""
 
     name: ClassVar[str] = "reshape"
+    per_element: ClassVar[Work | None] = Work()
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -188,10 +174,6 @@ class Reshape(Operator):
             for dim, interval in zip(before, hull, strict=True):
                 intervals[dim] = interval
         return (Region(tuple(intervals)),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work()
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -285,6 +267,7 @@ class Cat(Operator):
     # inputs    any number; their extents differ in dimension `dim` only
     # options   dim: without the batch, from 0
     name: ClassVar[str] = "cat"
+    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -298,10 +281,6 @@ class Cat(Operator):
             reads.append(output.replaced(dim, (low, high)))
             offset += extent
         return tuple(reads)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=2.0 * output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
