@@ -65,7 +65,7 @@ class ElementwiseLoss(SumOfParts):
     # options   function: one of FUNCTIONS; argument: beta of smooth_l1, delta of huber, else 0.0
     #           mean: over the elements of a sample, or the sum
     #           labels: whether target is labels: class c has target 1 if it is the label
-    #           dim: the class dimension of x; -1 if labels is False
+    #           dim: the class dimension of x, the batch not counted; -1 if labels is False
     name: ClassVar[str] = "place_loss"
     partial: ClassVar[PartialSums | None] = ElementwiseLossParts()
     per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=2.0)
@@ -80,15 +80,9 @@ def elementwise_loss_layer(
     mean: bool = True,
     dim: int = 0,
 ) -> Layer:
-    """Return a loss that is a sum over elements.
+    """Return a loss that is a sum over elements; options as in `ElementwiseLoss`.
 
-    Args:
-        name: Name of the layer.
-        sources: x and the target; integer labels if it has one dimension less than x.
-        function: One of `FUNCTIONS`.
-        argument: beta of "smooth_l1", delta of "huber".
-        mean: Whether to take the mean over the elements of a sample instead of the sum.
-        dim: The class dimension of x, for labels.
+    The targets are labels if they are integers and have one dimension less than x.
     """
     x, target = sources
     labels = target.is_integer and len(target.shape) < len(x.shape)
@@ -168,7 +162,8 @@ class ClassSums(SumOfParts):
 
     # inputs    scores; labels (integers without dimension `dim`, or probabilities of the scores'
     #           shape); maximum of the scores over `dim`, with extent 1, or absent
-    # options   dim; smoothing; soft: whether labels are probabilities
+    # options   dim: the class dimension; smoothing: share of the label's weight that is spread
+    #           over all classes; soft: whether labels are probabilities
     # output    extent 3 in `dim`: sums of exp(s), of q s, of q, where s = score - maximum and q is
     #           the label's distribution; without a maximum, scores are log-probabilities and the
     #           first sum is 0
@@ -223,6 +218,7 @@ class CrossEntropy(SumOfParts):
     # inputs    class sums; labels, if they are not probabilities
     # options   dim; ignore: the label that does not count; mean: over the labels that count, or
     #           the sum over positions; soft: as above; normalised: scores are log-probabilities
+    #           (torch's nll_loss)
     name: ClassVar[str] = "cross_entropy"
     partial: ClassVar[PartialSums | None] = CrossEntropyParts()
     per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=1.0)
@@ -240,15 +236,8 @@ def cross_entropy_layers(
 ) -> list[Layer]:
     """Return the layers of a cross-entropy; the last one's output is () per sample.
 
-    Args:
-        name: Name of the last layer.
-        sources: Scores, and labels (integers, without dimension `dim`) or probabilities (of the
-            scores' shape).
-        dim: The class dimension, the batch not counted.
-        smoothing: Share of the label's weight that is spread over all classes.
-        ignore: The label that does not count.
-        mean: Whether to take the mean over the labels that count instead of the sum over positions.
-        normalised: Whether scores are log-probabilities (torch's nll_loss).
+    Sources are scores, and labels (integers, without the class dimension `dim`) or probabilities
+    (of the scores' shape). Options are those of `ClassSums` and `CrossEntropy`.
     """
     scores, labels = sources
     soft = not labels.is_integer

@@ -165,17 +165,7 @@ def reduction_layer(
     batch: bool = False,
     correction: int = 0,
 ) -> Layer:
-    """Return a layer "reduction", or "maximum" without a gradient.
-
-    Args:
-        name: Name of the layer.
-        sources: x, and the statistic that the function needs.
-        function: That of a `Reduction`, or "maximum".
-        dims: Dimensions of x to reduce, without the batch, from 0.
-        keep: Whether they stay, with extent 1.
-        batch: Whether to sum over samples too.
-        correction: Subtracted from the count in a variance.
-    """
+    """Return a layer "reduction", or "maximum" without a gradient; options as in `Reduction`."""
     shape = sources[0].shape
     options: dict[str, Option] = {"dims": tuple(dims), "keep": keep}
     if function == "maximum":

@@ -7,11 +7,11 @@ from operator import mul
 from typing import ClassVar, NamedTuple, final
 
 import torch
-from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Call, Cut, Operator, Work
+from distbelief.graph.ops.windows import Window, padded, read_by
 from distbelief.graph.region import Interval, Region, Shape
 
 
@@ -80,26 +80,23 @@ class Pad(Operator):
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        intervals = []
-        for before, extent, (start, stop) in zip(
-            layer.integers("before"), layer.input_shapes[0], output, strict=True
-        ):
-            low = min(max(start - before, 0), extent)
-            intervals.append((low, max(low, min(stop - before, extent))))
-        return (Region(tuple(intervals)),)
+        read = read_by(_borders(layer), output.intervals, layer.input_shapes[0])
+        return (Region(tuple(read)),)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        (read,) = self.reads(layer, call.region)
-        pads: list[int] = []
-        for before, interval, (low, high) in zip(
-            layer.integers("before"), call.region, read, strict=True
-        ):
-            start, stop = interval[0] - before, interval[1] - before
-            missing = min(max(low - start, 0), stop - start)
-            pads = [missing, stop - start - missing - (high - low), *pads]
-        return functional.pad(call.inputs[0], pads, value=layer.number("value"))
+        return padded(
+            call.inputs[0],
+            _borders(layer),
+            call.region.intervals,
+            layer.input_shapes[0],
+            value=layer.number("value"),
+        )
+
+
+def _borders(layer: Layer) -> list[Window]:
+    return [Window(size=1, padding=before) for before in layer.integers("before")]
 
 
 @final
@@ -245,19 +242,9 @@ def _hull(shape: Shape, span: Interval) -> list[Interval]:
 
 def _selected(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> torch.Tensor:
     # What `output` needs of a tile that holds more: (batch, n_elements).
-    flat = torch.zeros((), dtype=torch.int64, device=tile.device)
-    for extent, (start, stop) in zip(layer.shape, output, strict=True):
-        indices = torch.arange(start, stop, device=tile.device)
-        flat = flat.unsqueeze(-1) * extent + indices
-    flat = flat.flatten()
-    local, stride = torch.zeros_like(flat), 1
-    for extent, (start, stop) in zip(
-        reversed(layer.input_shapes[0]), reversed(read.intervals), strict=True
-    ):
-        local += (flat % extent - start) * stride
-        flat //= extent
-        stride *= stop - start
-    return tile.flatten(1).index_select(1, local)
+    places = torch.zeros(layer.input_shapes[0], dtype=torch.int64, device=tile.device)
+    places[read.slices] = torch.arange(read.n_elements, device=tile.device).view(read.shape)
+    return tile.flatten(1).index_select(1, places.view(layer.shape)[output.slices].flatten())
 
 
 @final

@@ -7,12 +7,12 @@ from torch import nn
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
-from distbelief.graph.region import tile
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, plan
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine, uniform
+from tests.distbelief.graph.reference import tile
 from tests.distbelief.partition.plans import zoo
 from tests.distbelief.partition.requests import make_request as request_for, simulated
 
