@@ -71,7 +71,6 @@ def append_loss(
     graph: LayerGraph,
     loss: str | Loss,
     *,
-    output: str | None = None,
     targets: Shape | None = None,
     soft: bool = False,
     dim: int = 0,
@@ -85,16 +84,20 @@ def append_loss(
         graph: Graph of a model.
         loss: A name ("one_vs_all" is logistic, summed over classes), or a function f(outputs,
             targets) -> mean over the samples of the batch.
-        output: Which of the model's outputs; needed if there are several.
         targets: Shape of the targets, without the batch; by default that of the output, without the
             class dimension for losses of labels.
         soft: Whether the targets of a loss of labels are probabilities instead.
         dim: The class dimension, the batch not counted.
 
     Raises:
-        GraphError: There is no such loss or output, or shapes do not fit.
+        GraphError: There is no such loss, the model has several outputs, or shapes do not fit.
     """
-    scores = graph[_output(graph, output)]
+    if len(graph.outputs) != 1:
+        raise GraphError(
+            f"the model has {len(graph.outputs)} outputs ({', '.join(graph.outputs)}), and a loss "
+            "needs one: let the forward return one, or plan without a loss"
+        )
+    scores = graph[graph.outputs[0]]
     name = loss.removesuffix("_loss") if isinstance(loss, str) else ""
     known = {"cross_entropy", "nll", *ELEMENTWISE, *OPAQUE}
     if isinstance(loss, str) and name not in known:
@@ -125,21 +128,6 @@ def opaque_loss(loss: str | Loss) -> OpaqueLoss | None:
         return OpaqueLoss(loss)
     function = OPAQUE.get(loss.removesuffix("_loss"))
     return None if function is None else OpaqueLoss(function)
-
-
-def _output(graph: LayerGraph, output: str | None) -> str:
-    if output is None and len(graph.outputs) == 1:
-        return graph.outputs[0]
-    if output not in graph.outputs:
-        raise GraphError(
-            f"the model has outputs {', '.join(map(repr, graph.outputs))}, not "
-            f"{output!r}: name one of them for the loss"
-            if output is not None
-            else f"the model has {len(graph.outputs)} outputs "
-            f"({', '.join(graph.outputs)}), and a loss needs one: let the forward "
-            "return one, or plan without a loss"
-        )
-    return output
 
 
 def _target_shape(scores: Layer, loss: str | Loss, *, labels: bool, dim: int) -> Shape:

@@ -41,6 +41,11 @@ class Work:
     backward: float = 0.0  # floating point operations of the backward pass
     n_elements: float = 0.0  # elements read and written in the forward pass, model tensors excluded
 
+    def times(self, n: int) -> "Work":
+        return Work(
+            forward=n * self.forward, backward=n * self.backward, n_elements=n * self.n_elements
+        )
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +77,9 @@ class PartialSums(ABC):
 
     combine: ClassVar[Combine] = "sum"  # how partial outputs become one; "max" has no gradient
 
-    @abstractmethod
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
         """Return the dimensions of the first input along which it may be split."""
+        return tuple(Cut(dim) for dim in range(len(layer.input_shapes[0])))
 
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
         """Return the region of each input that belongs to `part` of the first one."""
@@ -101,6 +106,8 @@ class Operator(ABC):
     name: ClassVar[str]  # the value of `Layer.kind`
     # Its partial sums, if its output is a sum over parts of its first input.
     partial: ClassVar[PartialSums | None] = None
+    # Cost per element of the output; None for that of an elementwise function of its inputs.
+    per_element: ClassVar[Work | None] = None
 
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
         """Return the dimensions of the output along which it may be split."""
@@ -120,9 +127,11 @@ class Operator(ABC):
         del layer
         return False
 
-    @abstractmethod
     def work(self, layer: Layer, output: Region) -> Work:
         """Return the cost of `output`."""
+        n = len(layer.inputs)
+        work = self.per_element or Work(forward=1.0, backward=float(n), n_elements=1.0 + n)
+        return work.times(output.n_elements)
 
     @abstractmethod
     def compute(self, call: Call) -> torch.Tensor:

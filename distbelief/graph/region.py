@@ -75,20 +75,6 @@ class Region:
             for (a, b), (c, d) in zip(self.intervals, other.intervals, strict=True)
         )
 
-    def hull(self, other: "Region") -> "Region":
-        """Return the smallest region that contains both."""
-        self._check(other)
-        if not self.n_elements:
-            return other
-        if not other.n_elements:
-            return self
-        return Region(
-            tuple(
-                (min(a, c), max(b, d))
-                for (a, b), (c, d) in zip(self.intervals, other.intervals, strict=True)
-            )
-        )
-
     def minus(self, other: "Region") -> list["Region"]:
         """Return disjoint regions that cover the difference, at most two per dimension."""
         common = self & other
@@ -119,6 +105,10 @@ class Region:
     def replaced(self, dim: int, interval: Interval) -> "Region":
         """Return the region with another interval in dimension `dim`."""
         return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
+
+    def without(self, dim: int) -> "Region":
+        """Return the region of the other dimensions."""
+        return Region((*self.intervals[:dim], *self.intervals[dim + 1 :]))
 
     def broadcast(self, shape: Shape) -> "Region":
         """Return the region of a tensor of this shape that broadcasts to this one.
@@ -178,17 +168,6 @@ def cuts(extent: int, weights: Sequence[float], *, unit: int = 1) -> list[int]:
         ends.append(min(extent, unit * round(n_units * so_far / total)))
     ends[-1] = extent
     return ends
-
-
-def tile(whole: Region, parts: Iterable[Region]) -> bool:
-    """Return whether the parts contain every index of `whole` exactly once."""
-    parts = [part for part in parts if part.n_elements]
-    if sum(part.n_elements for part in parts) != whole.n_elements:
-        return False
-    if not all(part in whole for part in parts):
-        return False
-    # Equal counts and no overlap leave no gap.
-    return not any((a & b).n_elements for i, a in enumerate(parts) for b in parts[i + 1 :])
 
 
 IntArray = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
-from distbelief.graph.operator import Call, Cut, Operator, Step, Work
+from distbelief.graph.operator import Call, Cut, Operator, Work
 from distbelief.graph.ops.dropout import mask as dropout_mask
 from distbelief.graph.ops.pointwise import aligned
 from distbelief.graph.ops.views import reshape_layer
@@ -37,7 +37,7 @@ class Attention(Operator):
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return tuple(Cut(dim) for dim in range(len(layer.shape) - 1))
+        return super().cuts(layer)[:-1]
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -88,7 +88,16 @@ class Attention(Operator):
             scores = (query * scale) @ key.transpose(-1, -2)
             scores = scores if mask is None else scores + mask
             weights = scores.softmax(-1)
-            return (weights * _dropout_factors(layer, call.region, weights, call.step)) @ value
+            factors = dropout_mask(
+                layer.name,
+                scores_shape(layer),
+                # Of the keys that are read only: a causal part needs fewer.
+                Region((*call.region.intervals[:-1], (0, key.shape[-2]))),
+                probability=layer.number("dropout"),
+                like=weights,
+                step=call.step,
+            )
+            return (weights * factors) @ value
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale
         )
@@ -116,21 +125,6 @@ def attention_layer(
 def scores_shape(layer: Layer) -> Shape:
     """Return the shape of the attention weights, to which dropout applies."""
     return (*layer.shape[:-1], layer.input_shapes[1][-2])
-
-
-def _dropout_factors(
-    layer: Layer, output: Region, weights: torch.Tensor, step: Step
-) -> torch.Tensor:
-    # For the keys that are read only: a causal part needs fewer.
-    part = Region((*output.intervals[:-1], (0, weights.shape[-1])))
-    return dropout_mask(
-        layer.name,
-        scores_shape(layer),
-        part,
-        probability=layer.number("dropout"),
-        like=weights,
-        step=step,
-    )
 
 
 def multi_head_attention_layers(
@@ -163,10 +157,10 @@ def multi_head_attention_layers(
     n_features = tensors["out_proj.weight"].shape[1]
     layers: list[Layer] = []
     heads = []
+    own = "in_proj_weight" not in tensors
     for index, (letter, source) in enumerate(zip("qkv", sources, strict=True)):
         n_positions = source.shape[0]
         first = index * n_features
-        own = "in_proj_weight" not in tensors
         uses = {"weight": tensors[f"{letter}_proj_weight" if own else "in_proj_weight"]}
         options = {"first_row": 0 if own else first}
         if "in_proj_bias" in tensors:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.graph import GraphError
 from distbelief.graph.operator import Call, Operator, Step, Work
 from distbelief.graph.region import Region, Shape
 
@@ -37,11 +37,7 @@ class Dropout(Operator):
     #           n_shared: trailing dimensions that are dropped together (Dropout1d: 1,
     #           Dropout2d: 2, Dropout3d: 3); 0 for plain dropout
     name: ClassVar[str] = "dropout"
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(output.n_elements)
-        return Work(forward=20 * n, backward=n, n_elements=2 * n)
+    per_element: ClassVar[Work | None] = Work(forward=20.0, backward=1.0, n_elements=2.0)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -106,20 +102,18 @@ def _elements(shape: Shape, part: Region, *, key: np.uint64) -> torch.Tensor:
     for extent, (start, stop) in zip(shape, part, strict=True):
         places = np.arange(start, stop, dtype=np.uint64)
         index = index[..., np.newaxis] * np.uint64(extent) + places
-    return _halves(index ^ key)[..., 0]
+    return _low_halves(index ^ key)
 
 
 def _samples(first: int, count: int, *, key: np.uint64) -> torch.Tensor:
     z = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * _GOLDEN + key
     for shift, multiplier in _SPLITMIX:
         z = (z ^ (z >> shift)) * multiplier
-    return _halves(z ^ (z >> np.uint64(31)))[..., 0]
+    return _low_halves(z ^ (z >> np.uint64(31)))
 
 
-def _halves(numbers: npt.NDArray[np.uint64]) -> torch.Tensor:
-    little = np.ascontiguousarray(numbers, dtype="<u8")
-    halves = little.reshape(*numbers.shape, 1).view("<i4")
-    return torch.from_numpy(halves.astype(np.int32))
+def _low_halves(numbers: npt.NDArray[np.uint64]) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(numbers.astype(np.uint32).view(np.int32)))
 
 
 def _hash(numbers: torch.Tensor) -> torch.Tensor:

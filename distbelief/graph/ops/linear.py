@@ -9,7 +9,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Call, Cut, Operator, PartialSums, Work
+from distbelief.graph.operator import Call, Operator, PartialSums, Work
 from distbelief.graph.region import Interval, Region
 
 
@@ -22,6 +22,7 @@ class Embedding(Operator):
     # options   padding: the word whose row gets no gradient, or None
     # output    shape (*positions, size)
     name: ClassVar[str] = "embedding"
+    per_element: ClassVar[Work | None] = Work(backward=1.0, n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -33,11 +34,6 @@ class Embedding(Operator):
         return {"weight": Region(((0, n_words), output.intervals[-1]))}
 
     @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(output.n_elements)
-        return Work(backward=n, n_elements=2 * n)
-
-    @override
     def compute(self, call: Call) -> torch.Tensor:
         padding = call.layer.options["padding"]
         assert padding is None or isinstance(padding, int), (call.layer.name, padding)
@@ -47,10 +43,6 @@ class Embedding(Operator):
 @final
 class LinearSums(PartialSums):
     """Partial sums: each part of the inputs, with its columns of W, contributes to every output."""
-
-    @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return tuple(Cut(dim) for dim in range(len(layer.shape)))
 
     @override
     def uses(self, layer: Layer, part: Region) -> Mapping[str, Region]:

@@ -1,5 +1,6 @@
 """Local contrast and local response normalization, over neighboring places or maps."""
 
+from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
@@ -9,8 +10,8 @@ from typing_extensions import override
 
 from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Call, Operator, Work
-from distbelief.graph.ops.windows import Weights, gaussian, safe_sqrt, window_sums
-from distbelief.graph.region import Interval, Region
+from distbelief.graph.ops.windows import Weights, Window, gaussian, read_by, safe_sqrt, window_sums
+from distbelief.graph.region import Region
 
 
 @final
@@ -48,11 +49,7 @@ class LocalContrastNorm2d(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, maps, rows, columns)."""
         return _normalized(
-            x,
-            Region.of(*x.shape[2:]),
-            Region.of(*x.shape[2:]),
-            size=self.size,
-            epsilon=self.epsilon,
+            x, Region.of(*x.shape[2:]), x.shape[2:], size=self.size, epsilon=self.epsilon
         )
 
     @override
@@ -72,11 +69,7 @@ class LocalContrast(Operator):
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         n_maps, *extents = layer.input_shapes[0]
         halo = 2 * (layer.integer("size") // 2)
-        spans = [
-            _with_halo(interval, halo, extent)
-            for interval, extent in zip(output.intervals[1:], extents, strict=True)
-        ]
-        return (Region(((0, n_maps), *spans)),)
+        return (Region(((0, n_maps), *_with_halo(output.without(0), halo, extents))),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -95,8 +88,8 @@ class LocalContrast(Operator):
         layer = call.layer
         y = _normalized(
             call.inputs[0],
-            Region(call.region.intervals[1:]),
-            Region.of(*layer.shape[1:]),
+            call.region.without(0),
+            layer.shape[1:],
             size=layer.integer("size"),
             epsilon=layer.number("epsilon"),
         )
@@ -104,23 +97,13 @@ class LocalContrast(Operator):
 
 
 def _normalized(
-    x: torch.Tensor, output: Region, image: Region, *, size: int, epsilon: float
+    x: torch.Tensor, output: Region, extents: Sequence[int], *, size: int, epsilon: float
 ) -> torch.Tensor:
     # Normalizes the places `output` (rows, columns) of all maps.
     # x holds the image as far as two radii around them: (batch, maps, rows, columns).
     radius = size // 2
-    near = Region(
-        tuple(
-            _with_halo(interval, radius, extent)
-            for interval, extent in zip(output, image.shape, strict=True)
-        )
-    )
-    far = Region(
-        tuple(
-            _with_halo(interval, 2 * radius, extent)
-            for interval, extent in zip(output, image.shape, strict=True)
-        )
-    )
+    near = _with_halo(output, radius, extents)
+    far = _with_halo(output, 2 * radius, extents)
     inner = (slice(None), slice(None), *near.within(far).slices)
     centered = x[inner] - _local_mean(x.mean(1, keepdim=True), far, near, size)
     power = _local_mean(centered.square().mean(1, keepdim=True), near, output, size)
@@ -150,11 +133,9 @@ def _along(dim: int, maps: torch.Tensor, weights: Weights) -> torch.Tensor:
     return window_sums(maps, rows=rows, columns=columns)
 
 
-def _with_halo(interval: Interval, radius: int, extent: int) -> Interval:
-    # Clipped to the image.
-    if interval[0] == interval[1]:
-        return (0, 0)
-    return (max(0, interval[0] - radius), min(extent, interval[1] + radius))
+def _with_halo(places: Region, radius: int, extents: Sequence[int]) -> Region:
+    window = Window(size=2 * radius + 1, padding=radius)
+    return Region(tuple(read_by([window] * 2, places.intervals, extents)))
 
 
 @final
@@ -170,12 +151,8 @@ class LocalResponse(Operator):
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        before, after = _window_sides(layer)
-        start, stop = output.intervals[0]
-        if start == stop:
-            return (output,)
-        span = (max(0, start - before), min(layer.shape[0], stop + after))
-        return (output.replaced(0, span),)
+        read = _maps_window(layer).reads(output.intervals[0], extent=layer.shape[0])
+        return (output.replaced(0, read),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -187,18 +164,17 @@ class LocalResponse(Operator):
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
         x = call.inputs[0]
-        before, after = _window_sides(layer)
-        start, stop = call.region.intervals[0]
-        first = max(0, start - before)
-        pads = (before - (start - first), max(0, stop + after - layer.shape[0]))
+        start, stop = maps = call.region.intervals[0]
+        window = _maps_window(layer)
+        first, _ = window.reads(maps, extent=layer.shape[0])
+        pads = window.pads(maps, extent=layer.shape[0])
         squares = x.square().flatten(2) if x.dim() > 2 else x.square().unsqueeze(2)
-        columns = functional.pad(squares, (0, 0, *pads)).unfold(1, layer.integer("size"), 1)
+        columns = functional.pad(squares, (0, 0, *pads)).unfold(1, window.size, 1)
         means = columns.mean(3).view(x.shape[0], stop - start, *x.shape[2:])
         scale = layer.number("k") + layer.number("alpha") * means
         return x[:, start - first : stop - first] / scale ** layer.number("beta")
 
 
-def _window_sides(layer: Layer) -> tuple[int, int]:
-    # Maps in the window before and after its own.
+def _maps_window(layer: Layer) -> Window:
     size = layer.integer("size")
-    return (size // 2, (size - 1) // 2)
+    return Window(size=size, padding=size // 2)

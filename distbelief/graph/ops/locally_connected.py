@@ -1,7 +1,7 @@
 """Locally connected layers: convolutions whose weights are not shared between positions."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple, Protocol, final
 
 import torch
@@ -11,8 +11,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Call, Operator, Work
-from distbelief.graph.ops.windows import Window, padded, pair
+from distbelief.graph.operator import Call, Work
+from distbelief.graph.ops.windows import Window, Windowed, pair, tile_of
 from distbelief.graph.region import Region
 
 
@@ -45,14 +45,14 @@ def local_product(
     Returns:
         (samples, outputs, rows out, columns out)
     """
-    last: torch.Tensor = _SamplesLast.apply(x)  # type: ignore[no-untyped-call]
+    last: torch.Tensor = _Moved.apply(x, _samples_last, _samples_first)  # type: ignore[no-untyped-call]
     geometry = _Geometry(*size, *stride)
     # Two functions, so that a caller that needs one gradient does not compute the other.
     product: torch.Tensor = _JoinGradients.apply(  # type: ignore[no-untyped-call]
         _ImageProduct.apply(last, weight.detach(), geometry),  # type: ignore[no-untyped-call]
         _WeightGradient.apply(weight, last.detach(), geometry),  # type: ignore[no-untyped-call]
     )
-    result: torch.Tensor = _SamplesFirst.apply(product)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Moved.apply(product, _as_images, _as_product)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -74,52 +74,54 @@ class _Geometry(NamedTuple):
     column_stride: int
 
 
+_Move = Callable[[torch.Tensor], torch.Tensor]
+
+
 class _Context(Protocol):
     # What autograd keeps between the passes.
 
     geometry: _Geometry
     shape: torch.Size
+    back: _Move
     saved_tensors: tuple[torch.Tensor]
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
 @final
-class _SamplesLast(torch.autograd.Function):
-    # Images as (channels, rows, columns, samples), contiguous in both passes.
+class _Moved(torch.autograd.Function):
+    # Elements in another order, contiguous in both passes.
 
     @staticmethod
     @override
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        del ctx
-        # Transposed as one matrix, torch works in blocks; else in strides of powers of two.
-        return x.flatten(1).t().contiguous().view(*x.shape[1:], x.shape[0])
-
-    @staticmethod
-    @override
-    @once_differentiable
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        del ctx
-        flat = gradient.flatten(0, 2).t().contiguous()
-        return flat.view(gradient.shape[3], *gradient.shape[:3])
-
-
-@final
-class _SamplesFirst(torch.autograd.Function):
-    # Products (rows, columns, outputs, samples) as images, contiguous in both passes.
-
-    @staticmethod
-    @override
-    def forward(ctx: object, product: torch.Tensor) -> torch.Tensor:
-        del ctx
-        return product.permute(3, 2, 0, 1).contiguous()
+    def forward(ctx: _Context, x: torch.Tensor, there: _Move, back: _Move) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @override
     @once_differentiable
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        del ctx
-        return gradient.permute(2, 3, 1, 0).contiguous()
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def _samples_last(x: torch.Tensor) -> torch.Tensor:
+    # Images as (channels, rows, columns, samples).
+    # Transposed as one matrix, torch works in blocks; else in strides of powers of two.
+    return x.flatten(1).t().contiguous().view(*x.shape[1:], x.shape[0])
+
+
+def _samples_first(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, 2).t().contiguous().view(x.shape[3], *x.shape[:3])
+
+
+def _as_images(product: torch.Tensor) -> torch.Tensor:
+    # Products (rows, columns, outputs, samples) as images.
+    return product.permute(3, 2, 0, 1).contiguous()
+
+
+def _as_product(images: torch.Tensor) -> torch.Tensor:
+    return images.permute(2, 3, 1, 0).contiguous()
 
 
 @final
@@ -357,27 +359,20 @@ class LocallyConnected2d(nn.Module):
 
 
 @final
-class LocallyConnected(Operator):
+class LocallyConnected(Windowed):
     """What `LocallyConnected2d` computes."""
 
     # Split in space, a part needs a halo of its input and the weights of its own positions, which
     # no other part uses: only gradients of the halo are summed.
-    # input     shape (channels in, rows, columns)
     # tensors   weight (rows out, columns out, channels out, channels in * window rows * columns);
     #           bias (rows out, columns out, channels out)
-    # options   size, stride, padding: a number for rows, one for columns
+    # options   size, stride, padding
     name: ClassVar[str] = "locally_connected"
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        n_channels, *extents = layer.input_shapes[0]
-        spans = [
-            window.reads(interval, extent=extent)
-            for window, interval, extent in zip(
-                _windows(layer), output.intervals[1:], extents, strict=True
-            )
-        ]
-        return (Region(((0, n_channels), *spans)),)
+        (read,) = super().reads(layer, output)
+        return (read.replaced(0, (0, layer.input_shapes[0][0])),)
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
@@ -389,21 +384,21 @@ class LocallyConnected(Operator):
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        operations = 2.0 * output.n_elements * layer.tensors["weight"].shape[-1]
+        n_weights = layer.tensors["weight"].shape[-1]
+        operations = 2.0 * output.n_elements * n_weights
         (read,) = self.reads(layer, output)
         n_patches = output.n_elements // max(1, output.shape[0])
         return Work(
             forward=operations,
             backward=2 * operations,
-            n_elements=float(output.n_elements + read.n_elements)
-            + n_patches * layer.tensors["weight"].shape[-1],
+            n_elements=float(output.n_elements + read.n_elements + n_patches * n_weights),
         )
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
         return _connected(
-            padded(call.inputs[0], _windows(layer), call.region, layer.input_shapes[0]),
+            tile_of(call),
             call.tensors["weight"],
             call.tensors.get("bias"),
             size=layer.integers("size"),
@@ -421,10 +416,3 @@ def _connected(
 ) -> torch.Tensor:
     product = local_product(x, weight, size=size, stride=stride)
     return product if bias is None else product + bias.permute(2, 0, 1)
-
-
-def _windows(layer: Layer) -> list[Window]:
-    rows = zip(
-        layer.integers("size"), layer.integers("stride"), layer.integers("padding"), strict=True
-    )
-    return [Window(size=size, stride=stride, padding=padding) for size, stride, padding in rows]

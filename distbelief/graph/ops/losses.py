@@ -42,15 +42,8 @@ class ElementwiseLossParts(PartialSums):
     """Any box of x contributes a summand."""
 
     @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return tuple(Cut(dim) for dim in range(len(layer.input_shapes[0])))
-
-    @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
-        if not layer.options["labels"]:
-            return (part, part)
-        dim = layer.integer("dim")
-        return (part, Region((*part.intervals[:dim], *part.intervals[dim + 1 :])))
+        return (part, part.without(layer.integer("dim")) if layer.options["labels"] else part)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -72,14 +65,10 @@ class ElementwiseLoss(SumOfParts):
     # options   function: one of FUNCTIONS; argument: beta of smooth_l1, delta of huber, else 0.0
     #           mean: over the elements of a sample, or the sum
     #           labels: whether target is labels: class c has target 1 if it is the label
-    #           dim: the class dimension of x; -1 if labels is False
+    #           dim: the class dimension of x, the batch not counted; -1 if labels is False
     name: ClassVar[str] = "place_loss"
     partial: ClassVar[PartialSums | None] = ElementwiseLossParts()
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(math.prod(layer.input_shapes[0]))
-        return Work(forward=4 * n, backward=4 * n, n_elements=2 * n)
+    per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=2.0)
 
 
 def elementwise_loss_layer(
@@ -91,15 +80,9 @@ def elementwise_loss_layer(
     mean: bool = True,
     dim: int = 0,
 ) -> Layer:
-    """Return a loss that is a sum over elements.
+    """Return a loss that is a sum over elements; options as in `ElementwiseLoss`.
 
-    Args:
-        name: Name of the layer.
-        sources: x and the target; integer labels if it has one dimension less than x.
-        function: One of `FUNCTIONS`.
-        argument: beta of "smooth_l1", delta of "huber".
-        mean: Whether to take the mean over the elements of a sample instead of the sum.
-        dim: The class dimension of x, for labels.
+    The targets are labels if they are integers and have one dimension less than x.
     """
     x, target = sources
     labels = target.is_integer and len(target.shape) < len(x.shape)
@@ -145,17 +128,10 @@ class ClassSumParts(PartialSums):
     """Any box of the scores contributes a summand to the sums at its positions."""
 
     @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return tuple(Cut(dim) for dim in range(len(layer.shape)))
-
-    @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
         dim = layer.integer("dim")
-        positions = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
-        labels = part if layer.options["soft"] else positions
-        if len(layer.inputs) == 2:
-            return (part, labels)
-        return (part, labels, part.replaced(dim, (0, 1)))
+        labels = part if layer.options["soft"] else part.without(dim)
+        return (part, labels, part.replaced(dim, (0, 1)))[: len(layer.inputs)]
 
     @override
     def writes(self, layer: Layer, part: Region) -> Region:
@@ -186,12 +162,14 @@ class ClassSums(SumOfParts):
 
     # inputs    scores; labels (integers without dimension `dim`, or probabilities of the scores'
     #           shape); maximum of the scores over `dim`, with extent 1, or absent
-    # options   dim; smoothing; soft: whether labels are probabilities
+    # options   dim: the class dimension; smoothing: share of the label's weight that is spread
+    #           over all classes; soft: whether labels are probabilities
     # output    extent 3 in `dim`: sums of exp(s), of q s, of q, where s = score - maximum and q is
     #           the label's distribution; without a maximum, scores are log-probabilities and the
     #           first sum is 0
     name: ClassVar[str] = "class_sums"
     partial: ClassVar[PartialSums | None] = ClassSumParts()
+    per_element: ClassVar[Work | None] = Work(forward=8.0, backward=4.0, n_elements=2.0)
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -200,12 +178,8 @@ class ClassSums(SumOfParts):
 
     @override
     def reduced_region(self, layer: Layer, output: Region) -> Region:
-        return _all_classes(layer, output)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(_all_classes(layer, output).n_elements)
-        return Work(forward=8 * n, backward=4 * n, n_elements=2 * n)
+        dim = layer.integer("dim")
+        return output.replaced(dim, (0, layer.input_shapes[0][dim]))
 
 
 @final
@@ -232,8 +206,7 @@ class CrossEntropyParts(PartialSums):
         if not layer.options["soft"]:
             labels = call.inputs[1]
             counts = labels != layer.integer("ignore")
-            positions = Region((*call.region.intervals[:dim], *call.region.intervals[dim + 1 :]))
-            losses = losses * counts[(slice(None), *positions.slices)]
+            losses = losses * counts[(slice(None), *call.region.without(dim).slices)]
             factor = labels.shape[0] / max(1, int(counts.sum()))
         return per_sample(losses) * (factor if layer.options["mean"] else 1.0)
 
@@ -245,13 +218,10 @@ class CrossEntropy(SumOfParts):
     # inputs    class sums; labels, if they are not probabilities
     # options   dim; ignore: the label that does not count; mean: over the labels that count, or
     #           the sum over positions; soft: as above; normalised: scores are log-probabilities
+    #           (torch's nll_loss)
     name: ClassVar[str] = "cross_entropy"
     partial: ClassVar[PartialSums | None] = CrossEntropyParts()
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(math.prod(layer.input_shapes[0]))
-        return Work(forward=4 * n, backward=4 * n, n_elements=n)
+    per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=1.0)
 
 
 def cross_entropy_layers(
@@ -266,15 +236,8 @@ def cross_entropy_layers(
 ) -> list[Layer]:
     """Return the layers of a cross-entropy; the last one's output is () per sample.
 
-    Args:
-        name: Name of the last layer.
-        sources: Scores, and labels (integers, without dimension `dim`) or probabilities (of the
-            scores' shape).
-        dim: The class dimension, the batch not counted.
-        smoothing: Share of the label's weight that is spread over all classes.
-        ignore: The label that does not count.
-        mean: Whether to take the mean over the labels that count instead of the sum over positions.
-        normalised: Whether scores are log-probabilities (torch's nll_loss).
+    Sources are scores, and labels (integers, without the class dimension `dim`) or probabilities
+    (of the scores' shape). Options are those of `ClassSums` and `CrossEntropy`.
     """
     scores, labels = sources
     soft = not labels.is_integer
@@ -313,8 +276,3 @@ def _label_scores(
     index = (labels - start).clamp(0, stop - start - 1).unsqueeze(dim + 1)
     picked = scores.gather(dim + 1, index).squeeze(dim + 1)
     return torch.where(inside, picked, 0.0), inside.to(scores.dtype)
-
-
-def _all_classes(layer: Layer, output: Region) -> Region:
-    dim = layer.integer("dim")
-    return output.replaced(dim, (0, layer.input_shapes[0][dim]))

@@ -37,16 +37,12 @@ class Normalize(Operator):
     # With running tensors and statistics as inputs, training uses the inputs and inference the
     # running tensors; with x alone, both use the running tensors.
     name: ClassVar[str] = "normalise"
+    per_element: ClassVar[Work | None] = Work(forward=4.0, backward=6.0, n_elements=2.0)
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         own = Region(tuple(output.intervals[dim] for dim in layer.integers("dims")))
         return dict.fromkeys(layer.tensors, own)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(output.n_elements)
-        return Work(forward=4 * n, backward=6 * n, n_elements=2 * n)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -78,6 +74,7 @@ class RunningAverage(Operator):
     # tensors   running (trains=False)
     # No layer reads it: `running_averages` tells which tensor it replaces.
     name: ClassVar[str] = "running_average"
+    per_element: ClassVar[Work | None] = Work(n_elements=3.0)
 
     @override
     def joins_samples(self, layer: Layer) -> bool:
@@ -92,10 +89,6 @@ class RunningAverage(Operator):
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         return {"running": output}
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=3.0 * output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -220,10 +213,7 @@ def rms_norm_layers(
 def instance_norm_layers(name: str, source: Layer, *, tensors: Uses, epsilon: float) -> list[Layer]:
     """Return the layers of an InstanceNorm without running statistics."""
     space = range(1, len(source.shape))
-    mean, variance, _ = _per_sample(name, source, over=space, tensors={}, epsilon=epsilon)
-    sources = [source, mean, variance]
-    norm = _normalize(name, sources, epsilon=epsilon, tensors=tensors, dims=[0])
-    return [mean, variance, norm]
+    return _per_sample(name, source, over=space, tensors=tensors, epsilon=epsilon, dims=[0])
 
 
 def group_norm_layers(
@@ -241,12 +231,18 @@ def group_norm_layers(
 
 
 def _per_sample(
-    name: str, source: Layer, *, over: Sequence[int], tensors: Uses, epsilon: float
+    name: str,
+    source: Layer,
+    *,
+    over: Sequence[int],
+    tensors: Uses,
+    epsilon: float,
+    dims: Sequence[int] | None = None,  # of the tensors; those of `over` if None
 ) -> list[Layer]:
     mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=over)
     variance = reduction_layer(f"{name}.variance", [source, mean], function="variance", dims=over)
     sources = [source, mean, variance]
-    norm = _normalize(name, sources, epsilon=epsilon, tensors=tensors, dims=over)
+    norm = _normalize(name, sources, epsilon=epsilon, tensors=tensors, dims=dims or over)
     return [mean, variance, norm]
 
 

@@ -6,6 +6,7 @@ a batch of one and broadcast over samples too. A region needs the same region of
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import reduce
 from typing import ClassVar, Final, final
 
@@ -87,12 +88,6 @@ class Pointwise(Operator):
     name: ClassVar[str] = "pointwise"
 
     @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(output.n_elements)
-        n_inputs = len(layer.inputs)
-        return Work(forward=n, backward=n * n_inputs, n_elements=n * (1 + n_inputs))
-
-    @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
         function = layer.text("function")
@@ -140,9 +135,7 @@ class Compare(Operator):
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        n = float(output.n_elements)
-        n_elements = n * (1 + len(layer.inputs))
-        return Work(forward=n, backward=0.0, n_elements=n_elements)
+        return replace(super().work(layer, output), backward=0.0)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -160,11 +153,6 @@ class Where(Operator):
 
     # options   yes, no: a number in place of the second or third input
     name: ClassVar[str] = "where"
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n, n_inputs = float(output.n_elements), len(layer.inputs)
-        return Work(forward=n, backward=n * n_inputs, n_elements=n * (1 + n_inputs))
 
     @override
     def compute(self, call: Call) -> torch.Tensor:

@@ -10,7 +10,7 @@ import math
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Final, final
+from typing import ClassVar, final
 
 import torch
 from typing_extensions import override
@@ -23,7 +23,8 @@ from distbelief.graph.region import Region, Shape
 class SumOfParts(Operator, ABC):
     """Base of operators that compute an output as one partial sum over all of the input.
 
-    The computation stands once, in `partial`; a subclass adds the region it reduces, and the cost.
+    The computation stands once, in `partial`; a subclass adds the region it reduces, and the cost
+    per element of it.
     """
 
     def reduced_region(self, layer: Layer, output: Region) -> Region:
@@ -37,26 +38,52 @@ class SumOfParts(Operator, ABC):
         return self.partial.reads(layer, self.reduced_region(layer, output))
 
     @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        assert self.per_element is not None
+        return self.per_element.times(self.reduced_region(layer, output).n_elements)
+
+    @override
     def compute(self, call: Call) -> torch.Tensor:
         assert self.partial is not None
         part = self.reduced_region(call.layer, call.region)
         return self.partial.compute(replace(call, region=part))
 
 
-FUNCTIONS: Final = frozenset({"sum", "mean", "mean_square", "variance", "sum_exp"})
+class _OverDims(SumOfParts, ABC):
+    @override
+    def reduced_region(self, layer: Layer, output: Region) -> Region:
+        dims = layer.integers("dims")
+        left = iter(output)
+        intervals = []
+        for dim, extent in enumerate(layer.input_shapes[0]):
+            kept = next(left) if layer.options["keep"] or dim not in dims else None
+            intervals.append((0, extent) if kept is None or dim in dims else kept)
+        return Region(tuple(intervals))
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(len(layer.inputs))
+        elements = self.reduced_region(layer, output).n_elements
+        return Work(forward=n, backward=n, n_elements=1.0).times(elements)
+
+
+class _PartsOverDims(PartialSums, ABC):
+    @override
+    def writes(self, layer: Layer, part: Region) -> Region:
+        dims = layer.integers("dims")
+        keep = bool(layer.options["keep"])
+        return Region(
+            tuple(
+                (0, 1) if dim in dims else interval
+                for dim, interval in enumerate(part)
+                if keep or dim not in dims
+            )
+        )
 
 
 @final
-class ReducedParts(PartialSums):
+class ReducedParts(_PartsOverDims):
     """Any box of x contributes a summand to the region that it reduces to."""
-
-    @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return tuple(Cut(dim) for dim in range(len(layer.input_shapes[0])))
-
-    @override
-    def writes(self, layer: Layer, part: Region) -> Region:
-        return kept(layer, part)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -80,11 +107,11 @@ class ReducedParts(PartialSums):
 
 
 @final
-class Reduction(SumOfParts):
+class Reduction(_OverDims):
     """Sums and means over some dimensions."""
 
     # inputs    x, and for some functions a statistic that broadcasts against x
-    # options   function: one of FUNCTIONS
+    # options   function:
     #             "sum"  "mean"  "mean_square"         of x
     #             "variance"   mean of (x - mean)^2    inputs x, mean
     #             "sum_exp"    sum of exp(x - maximum) inputs x, maximum
@@ -99,31 +126,17 @@ class Reduction(SumOfParts):
     def joins_samples(self, layer: Layer) -> bool:
         return bool(layer.options["batch"])
 
-    @override
-    def reduced_region(self, layer: Layer, output: Region) -> Region:
-        return _reduced_box(layer, output)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return _work(layer, output)
-
 
 @final
-class MaximumParts(PartialSums):
+class MaximumParts(_PartsOverDims):
     """The largest value of each part; a maximum with a gradient is not split over `dims`."""
 
     combine: ClassVar[Combine] = "max"
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        dims = range(len(layer.input_shapes[0]))
-        gradient = bool(layer.options["gradient"])
-        over = frozenset(layer.integers("dims")) if gradient else frozenset[int]()
-        return tuple(Cut(dim) for dim in dims if dim not in over)
-
-    @override
-    def writes(self, layer: Layer, part: Region) -> Region:
-        return kept(layer, part)
+        over = layer.integers("dims") if layer.options["gradient"] else ()
+        return tuple(cut for cut in super().cuts(layer) if cut.dim not in over)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -134,20 +147,12 @@ class MaximumParts(PartialSums):
 
 
 @final
-class Maximum(SumOfParts):
+class Maximum(_OverDims):
     """The largest element over some dimensions; equal values share its gradient."""
 
     # options   dims, keep; gradient: whether it has one (softmax needs none)
     name: ClassVar[str] = "maximum"
     partial: ClassVar[PartialSums | None] = MaximumParts()
-
-    @override
-    def reduced_region(self, layer: Layer, output: Region) -> Region:
-        return _reduced_box(layer, output)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return _work(layer, output)
 
 
 def reduction_layer(
@@ -160,17 +165,7 @@ def reduction_layer(
     batch: bool = False,
     correction: int = 0,
 ) -> Layer:
-    """Return a layer "reduction", or "maximum" without a gradient.
-
-    Args:
-        name: Name of the layer.
-        sources: x, and the statistic that the function needs.
-        function: One of `FUNCTIONS`, or "maximum".
-        dims: Dimensions of x to reduce, without the batch, from 0.
-        keep: Whether they stay, with extent 1.
-        batch: Whether to sum over samples too.
-        correction: Subtracted from the count in a variance.
-    """
+    """Return a layer "reduction", or "maximum" without a gradient; options as in `Reduction`."""
     shape = sources[0].shape
     options: dict[str, Option] = {"dims": tuple(dims), "keep": keep}
     if function == "maximum":
@@ -181,43 +176,11 @@ def reduction_layer(
         name,
         "maximum" if function == "maximum" else "reduction",
         sources,
-        reduced(shape, dims, keep=keep),
+        tuple(
+            1 if dim in dims else shape[dim] for dim in range(len(shape)) if keep or dim not in dims
+        ),
         options=options,
     )
-
-
-def reduced(shape: Shape, dims: Sequence[int], *, keep: bool) -> Shape:
-    """Return the shape after a reduction over `dims`."""
-    return tuple(
-        1 if dim in dims else extent for dim, extent in enumerate(shape) if keep or dim not in dims
-    )
-
-
-def kept(layer: Layer, part: Region) -> Region:
-    """Return the region of the output to which `part` of x contributes."""
-    dims = layer.integers("dims")
-    keep = bool(layer.options["keep"])
-    return Region(
-        tuple(
-            (0, 1) if dim in dims else interval
-            for dim, interval in enumerate(part)
-            if keep or dim not in dims
-        )
-    )
-
-
-def _reduced_box(layer: Layer, output: Region) -> Region:
-    dims = layer.integers("dims")
-    left = iter(output)
-    intervals = []
-    for dim, extent in enumerate(layer.input_shapes[0]):
-        if dim in dims:
-            intervals.append((0, extent))
-            if layer.options["keep"]:
-                next(left)
-        else:
-            intervals.append(next(left))
-    return Region(tuple(intervals))
 
 
 def _dims(layer: Layer) -> Shape:
@@ -239,11 +202,6 @@ def _divisor(layer: Layer, n_samples: int) -> float:
     return float(max(1, count - layer.integer("correction")))
 
 
-def _work(layer: Layer, output: Region) -> Work:
-    n = float(_reduced_box(layer, output).n_elements)
-    return Work(forward=n * len(layer.inputs), backward=n * len(layer.inputs), n_elements=n)
-
-
 @final
 class Softmax(Operator):
     """exp(x - maximum) / sum of the same, or its logarithm."""
@@ -251,11 +209,7 @@ class Softmax(Operator):
     # inputs    x, maximum, sum of exp(x - maximum); the last two broadcast against x
     # options   log: whether to return the logarithm
     name: ClassVar[str] = "softmax"
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(output.n_elements)
-        return Work(forward=3 * n, backward=3 * n, n_elements=2 * n)
+    per_element: ClassVar[Work | None] = Work(forward=3.0, backward=3.0, n_elements=2.0)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:

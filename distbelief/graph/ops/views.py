@@ -7,11 +7,11 @@ from operator import mul
 from typing import ClassVar, NamedTuple, final
 
 import torch
-from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Call, Cut, Operator, Work
+from distbelief.graph.ops.windows import Window, padded, read_by
 from distbelief.graph.region import Interval, Region, Shape
 
 
@@ -21,15 +21,12 @@ class Permute(Operator):
 
     # options   dims: of x without the batch, as in torch.permute
     name: ClassVar[str] = "permute"
+    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         intervals = dict(zip(layer.integers("dims"), output, strict=True))
         return (Region(tuple(intervals[dim] for dim in sorted(intervals))),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=2.0 * output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -43,6 +40,7 @@ class Slice(Operator):
     # options   starts, steps: a number per dimension, steps >= 1
     # select, narrow, chunk and split are a slice, and a reshape to drop a dimension.
     name: ClassVar[str] = "slice"
+    per_element: ClassVar[Work | None] = Work(n_elements=1.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -55,10 +53,6 @@ class Slice(Operator):
         return (Region(tuple(intervals)),)
 
     @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=float(output.n_elements))
-
-    @override
     def compute(self, call: Call) -> torch.Tensor:
         steps = call.layer.integers("steps")
         return call.inputs[0][(slice(None), *(slice(None, None, step) for step in steps))]
@@ -69,10 +63,7 @@ class Expand(Operator):
     """Dimensions of extent 1 repeated to the output's shape."""
 
     name: ClassVar[str] = "expand"
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=float(output.n_elements))
+    per_element: ClassVar[Work | None] = Work(n_elements=1.0)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -85,33 +76,27 @@ class Pad(Operator):
 
     # options   before, after: a number >= 0 per dimension; value
     name: ClassVar[str] = "pad"
+    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        intervals = []
-        for before, extent, (start, stop) in zip(
-            layer.integers("before"), layer.input_shapes[0], output, strict=True
-        ):
-            low = min(max(start - before, 0), extent)
-            intervals.append((low, max(low, min(stop - before, extent))))
-        return (Region(tuple(intervals)),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=2.0 * output.n_elements)
+        read = read_by(_borders(layer), output.intervals, layer.input_shapes[0])
+        return (Region(tuple(read)),)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        (read,) = self.reads(layer, call.region)
-        pads: list[int] = []
-        for before, interval, (low, high) in zip(
-            layer.integers("before"), call.region, read, strict=True
-        ):
-            start, stop = interval[0] - before, interval[1] - before
-            missing = min(max(low - start, 0), stop - start)
-            pads = [missing, stop - start - missing - (high - low), *pads]
-        return functional.pad(call.inputs[0], pads, value=layer.number("value"))
+        return padded(
+            call.inputs[0],
+            _borders(layer),
+            call.region.intervals,
+            layer.input_shapes[0],
+            value=layer.number("value"),
+        )
+
+
+def _borders(layer: Layer) -> list[Window]:
+    return [Window(size=1, padding=before) for before in layer.integers("before")]
 
 
 @final
@@ -122,6 +107,7 @@ class Parameter(Operator):
     #           then the batch (as position embeddings often have)
     # output    does not depend on the sample: (1, *shape), which broadcasts
     name: ClassVar[str] = "parameter"
+    per_element: ClassVar[Work | None] = Work(n_elements=1.0)
 
     @override
     def joins_samples(self, layer: Layer) -> bool:
@@ -135,10 +121,6 @@ class Parameter(Operator):
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         batch = ((0, 1),) if _has_batch(layer) else ()
         return {"value": Region((*batch, *output.intervals))}
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=float(output.n_elements))
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -162,6 +144,7 @@ class Reshape(Operator):
     """The same elements in row-major order, in another shape."""
 
     name: ClassVar[str] = "reshape"
+    per_element: ClassVar[Work | None] = Work()
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -188,10 +171,6 @@ class Reshape(Operator):
             for dim, interval in zip(before, hull, strict=True):
                 intervals[dim] = interval
         return (Region(tuple(intervals)),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work()
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -263,19 +242,9 @@ def _hull(shape: Shape, span: Interval) -> list[Interval]:
 
 def _selected(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> torch.Tensor:
     # What `output` needs of a tile that holds more: (batch, n_elements).
-    flat = torch.zeros((), dtype=torch.int64, device=tile.device)
-    for extent, (start, stop) in zip(layer.shape, output, strict=True):
-        indices = torch.arange(start, stop, device=tile.device)
-        flat = flat.unsqueeze(-1) * extent + indices
-    flat = flat.flatten()
-    local, stride = torch.zeros_like(flat), 1
-    for extent, (start, stop) in zip(
-        reversed(layer.input_shapes[0]), reversed(read.intervals), strict=True
-    ):
-        local += (flat % extent - start) * stride
-        flat //= extent
-        stride *= stop - start
-    return tile.flatten(1).index_select(1, local)
+    places = torch.zeros(layer.input_shapes[0], dtype=torch.int64, device=tile.device)
+    places[read.slices] = torch.arange(read.n_elements, device=tile.device).view(read.shape)
+    return tile.flatten(1).index_select(1, places.view(layer.shape)[output.slices].flatten())
 
 
 @final
@@ -285,6 +254,7 @@ class Cat(Operator):
     # inputs    any number; their extents differ in dimension `dim` only
     # options   dim: without the batch, from 0
     name: ClassVar[str] = "cat"
+    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -298,10 +268,6 @@ class Cat(Operator):
             reads.append(output.replaced(dim, (low, high)))
             offset += extent
         return tuple(reads)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return Work(n_elements=2.0 * output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:

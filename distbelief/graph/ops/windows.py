@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Final, Protocol, final
 
-import msgspec
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -34,16 +33,37 @@ class _AdaptivePool(Operator, ABC):
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (_adaptive_input_region(layer, output),)
+        spans = []
+        for (start, stop), extent, size in zip(
+            output.intervals[1:], layer.input_shapes[0][1:], layer.shape[1:], strict=True
+        ):
+            first, last = _window(start, extent, size), _window(stop - 1, extent, size)
+            spans.append((first[0], last[1]) if start < stop else (0, 0))
+        return (Region((output.intervals[0], *spans)),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        n = float(_adaptive_input_region(layer, output).n_elements)
+        n = float(self.reads(layer, output)[0].n_elements)
         return Work(forward=n, backward=n, n_elements=n + output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
-        return _pooled(call.layer, call.region, call.inputs[0], maximum=self.maximum)
+        # Columns first: as in torch, the first of equal values in row-major order gets the
+        # gradient.
+        layer, tile = call.layer, call.inputs[0]
+        (read,) = self.reads(layer, call.region)
+        for dim in reversed(range(1, len(layer.shape))):
+            offset = read.intervals[dim][0]
+            slices = []
+            for index in range(*call.region.intervals[dim]):
+                start, stop = _window(index, layer.input_shapes[0][dim], layer.shape[dim])
+                window = tile.narrow(dim + 1, start - offset, stop - start)
+                if self.maximum:
+                    slices.append(window.max(dim + 1).values)
+                else:
+                    slices.append(window.mean(dim + 1))
+            tile = torch.stack(slices, dim + 1)
+        return tile
 
 
 @final
@@ -68,59 +88,20 @@ def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: boo
     if set(sizes) == {1} and not maximum:  # a mean over all of space, which has partial sums
         dims = range(1, len(source.shape))
         return [reduction_layer(name, [source], function="mean", dims=dims)]
-    layer = Layer.of(
-        name,
-        AdaptiveMaxPool.name if maximum else AdaptiveAveragePool.name,
-        [source],
-        (source.shape[0], *sizes),
-    )
-    if any(extent % size for extent, size in zip(extents, sizes, strict=True)):
-        return [layer]
-    # Windows of equal size: plain pooling.
-    window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
-    zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
-    plain: dict[str, Option] = {"size": window, "stride": window, "padding": zeros}
-    if maximum:
-        options = plain | {"dilation": ones, "ceil": False}
-    else:
-        options = plain | {"ceil": False, "count_include_pad": True, "divisor": None}
-    kind = "max_pool" if maximum else "average_pool"
-    return [msgspec.structs.replace(layer, kind=kind, options=options)]
+    kind: type[Operator] = AdaptiveMaxPool if maximum else AdaptiveAveragePool
+    options: dict[str, Option] = {}
+    if not any(extent % size for extent, size in zip(extents, sizes, strict=True)):
+        # Windows of equal size: plain pooling.
+        kind = MaxPool if maximum else AveragePool
+        window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
+        zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
+        options = {"size": window, "stride": window, "padding": zeros, "ceil": False}
+        options |= {"dilation": ones} if maximum else {"count_include_pad": True, "divisor": None}
+    return [Layer.of(name, kind.name, [source], (source.shape[0], *sizes), options=options)]
 
 
 def _window(output: int, extent: int, n_outputs: int) -> Interval:
     return (output * extent // n_outputs, -(-(output + 1) * extent // n_outputs))
-
-
-def _adaptive_input_region(layer: Layer, output: Region) -> Region:
-    spans = []
-    for (start, stop), extent, size in zip(
-        output.intervals[1:], layer.input_shapes[0][1:], layer.shape[1:], strict=True
-    ):
-        if start == stop:
-            spans.append((0, 0))
-            continue
-        first, last = _window(start, extent, size), _window(stop - 1, extent, size)
-        spans.append((first[0], last[1]))
-    return Region((output.intervals[0], *spans))
-
-
-def _pooled(layer: Layer, output: Region, tile: torch.Tensor, *, maximum: bool) -> torch.Tensor:
-    # Columns first: as in torch, the first of equal values in row-major order gets the gradient.
-    read = _adaptive_input_region(layer, output)
-    for dim in reversed(range(1, len(layer.shape))):
-        offset = read.intervals[dim][0]
-        extent, size = layer.input_shapes[0][dim], layer.shape[dim]
-        slices = []
-        for index in range(*output.intervals[dim]):
-            start, stop = _window(index, extent, size)
-            window = tile.narrow(dim + 1, start - offset, stop - start)
-            if maximum:
-                slices.append(window.max(dim + 1).values)
-            else:
-                slices.append(window.mean(dim + 1))
-        tile = torch.stack(slices, dim + 1)
-    return tile
 
 
 # --- window sums ---
@@ -283,11 +264,9 @@ class Window:
             outputs: [start, stop) of the outputs.
             extent: Number of inputs.
         """
-        start, stop = outputs
-        if start >= stop:
+        if outputs[0] >= outputs[1]:
             return (0, 0)
-        first = start * self.stride - self.padding
-        end = (stop - 1) * self.stride - self.padding + self.span
+        first, end = self._spanned(outputs)
         first, end = min(max(first, 0), extent), max(min(end, extent), 0)
         return (first, max(first, end))
 
@@ -297,14 +276,88 @@ class Window:
         A tile of the input, padded by so many, gives exactly these outputs when the window slides
         over it without further padding.
         """
-        start, stop = outputs
-        if start >= stop:
+        if outputs[0] >= outputs[1]:
             return (0, 0)
-        first = start * self.stride - self.padding
-        end = (stop - 1) * self.stride - self.padding + self.span
+        first, end = self._spanned(outputs)
         low, high = self.reads(outputs, extent=extent)
         before = min(max(0, -first), end - first)
         return (before, end - first - before - (high - low))
+
+    def _spanned(self, outputs: Interval) -> Interval:
+        # With padding.
+        first = outputs[0] * self.stride - self.padding
+        return (first, (outputs[1] - 1) * self.stride - self.padding + self.span)
+
+
+def read_by(
+    windows: Sequence[Window], outputs: Sequence[Interval], extents: Sequence[int]
+) -> list[Interval]:
+    """Return the hull of the inputs that these outputs read in each dimension, without padding."""
+    return [
+        window.reads(interval, extent=extent)
+        for window, interval, extent in zip(windows, outputs, extents, strict=True)
+    ]
+
+
+def padded(
+    tile: torch.Tensor,
+    windows: Sequence[Window],
+    outputs: Sequence[Interval],
+    extents: Sequence[int],
+    *,
+    value: float = 0.0,
+) -> torch.Tensor:
+    """Return a tile of what `read_by` returns, with the padding that these outputs see."""
+    pads: list[int] = []
+    for window, interval, extent in zip(windows, outputs, extents, strict=True):
+        pads = [*window.pads(interval, extent=extent), *pads]  # torch: last dim first
+    return functional.pad(tile, pads, value=value) if any(pads) else tile
+
+
+class Windowed(Operator, ABC):
+    """Base of operators that read, for a part in space, a halo of the same channels."""
+
+    # input     (channels, *space), one to three dimensions of space
+    # options   size, stride, padding, dilation, extra: a number per dimension of space; without a
+    #           size, that of the weight; without dilation or extra, ones or zeros
+    #           ceil: whether a last window may end outside; False if absent
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        spans = read_by(_windows(layer), output.intervals[1:], layer.input_shapes[0][1:])
+        return (Region((output.intervals[0], *spans)),)
+
+
+def _windows(layer: Layer) -> tuple[Window, ...]:
+    given = layer.options
+    sizes = layer.integers("size") if "size" in given else layer.tensors["weight"].shape[2:]
+    n = len(sizes)
+    return _windows_of(
+        sizes,
+        layer.integers("stride"),
+        layer.integers("padding"),
+        layer.integers("dilation") if "dilation" in given else (1,) * n,
+        layer.integers("extra") if "extra" in given else (0,) * n,
+        ceil=bool(given.get("ceil", False)),
+    )
+
+
+@lru_cache(maxsize=256)
+def _windows_of(
+    sizes: Shape, stride: Shape, padding: Shape, dilation: Shape, extra: Shape, *, ceil: bool
+) -> tuple[Window, ...]:
+    # Cached, because planners ask for the same layer very often.
+    return tuple(
+        Window(size=k, stride=s, padding=p, dilation=d, extra=e, ceil=ceil)
+        for k, s, p, d, e in zip(sizes, stride, padding, dilation, extra, strict=True)
+    )
+
+
+def tile_of(call: Call, *, value: float = 0.0) -> torch.Tensor:
+    """Return the input of a windowed operator with the padding that its region sees."""
+    layer = call.layer
+    outputs, extents = call.region.intervals[1:], layer.input_shapes[0][1:]
+    return padded(call.inputs[0], _windows(layer), outputs, extents, value=value)
 
 
 # --- convolution ---
@@ -313,13 +366,13 @@ _FUNCTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 
 
 @final
-class Convolution(Operator):
+class Convolution(Windowed):
     """What `torch.nn.Conv1d`, `Conv2d` and `Conv3d` compute, with zero padding."""
 
     # Split in space, a part needs a halo of its input and the whole weight: that is replicated, and
     # its gradient summed. Split by channels, it needs the whole input, or its groups' channels.
     # tensors   weight (channels out, channels in / groups, *window); bias (channels out,)
-    # options   stride, padding, extra, dilation: a number per dimension of space; groups
+    # options   those of a window; groups
     name: ClassVar[str] = "convolution"
 
     @override
@@ -330,17 +383,10 @@ class Convolution(Operator):
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        n_channels, *extents = layer.input_shapes[0]
-        channels = _groups(layer, output)
-        n_per_group = n_channels // layer.integer("groups")
-        spans = [
-            window.reads(interval, extent=extent)
-            for window, interval, extent in zip(
-                convolution_windows(layer), output.intervals[1:], extents, strict=True
-            )
-        ]
-        read = (channels[0] * n_per_group, channels[1] * n_per_group)
-        return (Region((read, *spans)),)
+        (read,) = super().reads(layer, output)
+        first, last = _groups(layer, output)
+        n_per_group = layer.input_shapes[0][0] // layer.integer("groups")
+        return (read.replaced(0, (first * n_per_group, last * n_per_group)),)
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
@@ -363,54 +409,16 @@ class Convolution(Operator):
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        tile = padded(
-            call.inputs[0], convolution_windows(layer), call.region, layer.input_shapes[0]
-        )
         first, last = _groups(layer, call.region)
         convolve = _FUNCTIONS[len(layer.shape) - 2]
         return convolve(
-            tile,
+            tile_of(call),
             call.tensors["weight"],
             call.tensors.get("bias"),
             stride=layer.integers("stride"),
             dilation=layer.integers("dilation"),
             groups=last - first,
         )
-
-
-def convolution_windows(layer: Layer) -> tuple[Window, ...]:
-    """Return the window of each dimension of space."""
-    sizes = layer.tensors["weight"].shape[2:]
-    options = ("stride", "padding", "extra", "dilation")
-    return _windows(sizes, *(tuple(layer.integers(option)) for option in options))
-
-
-@lru_cache(maxsize=256)
-def _windows(
-    sizes: Shape, stride: Shape, padding: Shape, extra: Shape, dilation: Shape
-) -> tuple[Window, ...]:
-    # Cached, because planners ask for the same layer very often.
-    return tuple(
-        Window(size=k, stride=s, padding=p, extra=e, dilation=d)
-        for k, s, p, e, d in zip(sizes, stride, padding, extra, dilation, strict=True)
-    )
-
-
-def padded(
-    tile: torch.Tensor,
-    windows: Sequence[Window],
-    output: Region,
-    input_shape: Sequence[int],
-    *,
-    value: float = 0.0,
-) -> torch.Tensor:
-    """Return `tile`, (batch, channels, *space), with the padding that `output` sees."""
-    pads: list[int] = []
-    for window, interval, extent in zip(
-        windows, output.intervals[1:], input_shape[1:], strict=True
-    ):
-        pads = [*window.pads(interval, extent=extent), *pads]  # torch: last dim first
-    return functional.pad(tile, pads, value=value) if any(pads) else tile
 
 
 def _groups(layer: Layer, output: Region) -> tuple[int, int]:
@@ -433,44 +441,28 @@ _MAXIMA: Final = (functional.max_pool1d, functional.max_pool2d, functional.max_p
 _AVERAGES: Final = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 
 
-class Pooling(Operator, ABC):
-    """Base of operators that read every place of every window."""
-
-    # input     (channels, *space), one to three dimensions of space
-    # options   size, stride, padding: a number per dimension of space. Stride is never None:
-    #           capturing replaces None by the window's size.
-
-    @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (_input_region(layer, output),)
+class _Pooling(Windowed, ABC):
+    # Every place of every window counts.
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(output.n_elements * math.prod(layer.integers("size")))
-        n_read = _input_region(layer, output).n_elements
-        return Work(forward=n, backward=n, n_elements=float(output.n_elements + n_read))
+        (read,) = self.reads(layer, output)
+        return Work(forward=n, backward=n, n_elements=float(output.n_elements + read.n_elements))
 
 
 @final
-class MaxPool(Pooling):
+class MaxPool(_Pooling):
     """The maximum of each window; the first of equal values gets the gradient."""
 
-    # options   dilation: a number per dimension; ceil: whether a last window may end outside
     name: ClassVar[str] = "max_pool"
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        tile = padded(
-            call.inputs[0],
-            pooling_windows(layer),
-            call.region,
-            layer.input_shapes[0],
-            value=-math.inf,
-        )
         pool = _MAXIMA[len(layer.shape) - 2]
         pooled: torch.Tensor = pool(
-            tile,
+            tile_of(call, value=-math.inf),
             layer.integers("size"),
             stride=layer.integers("stride"),
             dilation=layer.integers("dilation"),
@@ -479,69 +471,33 @@ class MaxPool(Pooling):
 
 
 @final
-class AveragePool(Pooling):
+class AveragePool(_Pooling):
     """The sum of each window divided by its size, or by the number of places that count."""
 
-    # options   ceil; count_include_pad; divisor: a number, or None
+    # options   count_include_pad; divisor: a number, or None
     name: ClassVar[str] = "average_pool"
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        n = math.prod(layer.integers("size"))
-        pooled = means(layer, call.region, call.inputs[0])
+        sizes = layer.integers("size")
+        n = math.prod(sizes)
+        average = _AVERAGES[len(layer.shape) - 2]
+        pooled: torch.Tensor = average(tile_of(call), sizes, stride=layer.integers("stride"))
         if layer.options["divisor"] is not None:
             return pooled * (n / layer.number("divisor"))
         counts = [
             _counts(layer, dim, window, interval)
             for dim, (window, interval) in enumerate(
-                zip(pooling_windows(layer), call.region.intervals[1:], strict=True), start=1
+                zip(_windows(layer), call.region.intervals[1:], strict=True), start=1
             )
         ]
-        if counts == [
-            [size] * len(count) for size, count in zip(layer.integers("size"), counts, strict=True)
-        ]:
+        if all(set(count) == {size} for size, count in zip(sizes, counts, strict=True)):
             return pooled
         factor = pooled.new_full((), float(n))
         for count in counts:
             factor = factor.unsqueeze(-1) / pooled.new_tensor(count)
         return pooled * factor
-
-
-def pooling_windows(layer: Layer) -> list[Window]:
-    """Return the window of each dimension of space."""
-    n_dims = len(layer.shape) - 1
-    dilations = layer.options.get("dilation", (1,) * n_dims)
-    assert isinstance(dilations, tuple), (layer.name, dilations)
-    rows = zip(
-        layer.integers("size"),
-        layer.integers("stride"),
-        layer.integers("padding"),
-        dilations,
-        strict=True,
-    )
-    ceil = bool(layer.options.get("ceil", False))
-    return [
-        Window(size=size, stride=stride, padding=padding, dilation=dilation, ceil=ceil)
-        for size, stride, padding, dilation in rows
-    ]
-
-
-def _input_region(layer: Layer, output: Region) -> Region:
-    spans = [
-        window.reads(interval, extent=extent)
-        for window, interval, extent in zip(
-            pooling_windows(layer), output.intervals[1:], layer.input_shapes[0][1:], strict=True
-        )
-    ]
-    return Region((output.intervals[0], *spans))
-
-
-def means(layer: Layer, output: Region, tile: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each window, padding counted as zeros."""
-    tile = padded(tile, pooling_windows(layer), output, layer.input_shapes[0])
-    average = _AVERAGES[len(layer.shape) - 2]
-    return average(tile, layer.integers("size"), stride=layer.integers("stride"))
 
 
 def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[int]:
@@ -608,7 +564,7 @@ class L2Pool2d(nn.Module):
 
 
 @final
-class L2Pool(Pooling):
+class L2Pool(_Pooling):
     """sqrt(epsilon + sum of squares over the window)."""
 
     # options   epsilon, gaussian: as in the module
@@ -618,7 +574,7 @@ class L2Pool(Pooling):
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
         return _l2_pooled(
-            padded(call.inputs[0], pooling_windows(layer), call.region, layer.input_shapes[0]),
+            tile_of(call),
             layer.integers("size"),
             layer.integers("stride"),
             epsilon=layer.number("epsilon"),

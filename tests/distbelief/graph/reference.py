@@ -6,7 +6,7 @@ split (DB-3).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import final
@@ -15,7 +15,7 @@ import torch
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import Call, Step, operator_of
-from distbelief.graph.region import Region, tile
+from distbelief.graph.region import Region
 
 
 @final
@@ -49,6 +49,17 @@ def evaluate(
         wanted = (parts or {}).get(layer.name, (layer.region,))
         values[layer.name] = _computed(layer, wanted, values, tensors, step)
     return values
+
+
+def tile(whole: Region, parts: Iterable[Region]) -> bool:
+    """Return whether the parts contain every index of `whole` exactly once."""
+    parts = [part for part in parts if part.n_elements]
+    if sum(part.n_elements for part in parts) != whole.n_elements:
+        return False
+    if not all(part in whole for part in parts):
+        return False
+    # Equal counts and no overlap leave no gap.
+    return not any((a & b).n_elements for i, a in enumerate(parts) for b in parts[i + 1 :])
 
 
 def _computed(

@@ -124,4 +124,3 @@ def test_losses_that_do_not_fit_are_refused() -> None:
     two = LayerGraph(graph.layers, ("0", "1"))
     with pytest.raises(GraphError, match=r"has 2 outputs \(0, 1\), and a loss needs one"):
         append_loss(two, "mse")
-    assert append_loss(two, "mse", output="0")["loss"].inputs[0] == "0"

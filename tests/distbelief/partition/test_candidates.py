@@ -3,7 +3,7 @@
 import pytest
 
 from distbelief.graph.graph import INPUT, GraphError, Layer
-from distbelief.graph.region import Region, tile
+from distbelief.graph.region import Region
 from distbelief.partition.candidates import (
     N_CANDIDATES_MAX,
     candidates,
@@ -14,6 +14,7 @@ from distbelief.partition.candidates import (
 )
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
+from tests.distbelief.graph.reference import tile
 from tests.distbelief.partition.plans import (
     NETS,
     convolutional,

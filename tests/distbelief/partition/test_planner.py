@@ -9,7 +9,7 @@ from torch import nn
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.losses import append_loss
-from distbelief.graph.region import Region, tile
+from distbelief.graph.region import Region
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, lower_bound, machine_orders, plan
@@ -17,6 +17,7 @@ from distbelief.partition.search import PlanningRequest, build
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Passes
+from tests.distbelief.graph.reference import tile
 from tests.distbelief.partition.plans import (
     MACHINE as SLOWER,
     SLOW,

@@ -75,6 +75,17 @@ def layer_of(
     )
 
 
+def inputs_of(layer: Layer) -> dict[str, torch.Tensor]:
+    """Return random inputs with a gradient: two samples."""
+    inputs = zip(layer.inputs, layer.input_shapes, strict=True)
+    return {name: leaf(random(2, *shape, seed=i)) for i, (name, shape) in enumerate(inputs)}
+
+
+def tensors_of(layer: Layer) -> dict[str, torch.Tensor]:
+    uses = enumerate(layer.tensors.values(), start=5)
+    return {use.name: leaf(random(*use.shape, seed=i)) for i, use in uses}
+
+
 def graph_of(layer: Layer) -> LayerGraph:
     """Return the graph of this layer and its inputs."""
     inputs = zip(layer.inputs, layer.input_shapes, strict=True)

@@ -1,18 +1,47 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import GraphError
+from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.region import Region, Shape
-from tests.distbelief.graph.ops.comparison import check, leaf, random, source
+from tests.distbelief.graph.ops.comparison import (
+    check,
+    inputs_of,
+    layer_of,
+    leaf,
+    random,
+    source,
+    tensors_of,
+)
 from tests.distbelief.graph.reference import evaluate
+
+
+@st.composite
+def linears(draw: st.DrawFn) -> Layer:
+    leading = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+    n_inputs, n_outputs = draw(st.integers(1, 7)), draw(st.integers(1, 9))
+    transposed = draw(st.booleans())
+    matrix = (n_inputs, n_outputs) if transposed else (n_outputs, n_inputs)
+    words = {"weight": matrix} | draw(st.sampled_from([{}, {"bias": (n_outputs,)}]))
+    options: dict[str, Any] = {"transposed": True} if transposed else {}
+    return layer_of("linear", (*leading, n_outputs), (*leading, n_inputs), words=words, **options)
+
+
+@given(linears(), st.data())
+def test_a_linear_layer_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
+    inputs, tensors = inputs_of(layer), tensors_of(layer)
+    weight = tensors["weight"].t() if layer.options else tensors["weight"]
+    expected = functional.linear(inputs["x"], weight, tensors.get("bias"))
+    check(data, layer, expected, inputs, tensors)
 
 
 extents = st.integers(1, 4)

@@ -1,4 +1,7 @@
+import operator
 from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +12,48 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Work, operator_of
-from distbelief.graph.ops.pointwise import COMPARISONS
+from distbelief.graph.ops.pointwise import COMPARISONS, PARAMETRIC, SEVERAL, UNARY
 from distbelief.graph.region import Region
 from distbelief.program.compiler import with_gradient
-from tests.distbelief.graph.ops.comparison import check, layer_of, leaf, parts_of, random, values_of
+from tests.distbelief.graph.ops.comparison import (
+    check,
+    inputs_of,
+    layer_of,
+    leaf,
+    parts_of,
+    random,
+    values_of,
+)
 from tests.distbelief.graph.reference import evaluate
 from tests.distbelief.graph.zoo.catalogue import Applied
 
 
 SHAPE = (4, 6)
+REDUCED: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+}
+
+
+@pytest.mark.parametrize("function", sorted({*UNARY, *PARAMETRIC, *SEVERAL} - {"detach"}))
+@given(data=st.data())
+@settings(max_examples=5)
+def test_a_pointwise_function_in_parts_is_the_whole(function: str, data: st.DataObject) -> None:
+    n_inputs = 3 if function in SEVERAL else 1
+    shapes = ((3, 4),) * n_inputs
+    layer = layer_of("pointwise", (3, 4), *shapes, function=function, argument=0.3)
+    inputs = {name: leaf(x.detach().abs() + 0.1) for name, x in inputs_of(layer).items()}
+    if function in SEVERAL:
+        expected = reduce(REDUCED[function], inputs.values())
+    elif function in UNARY:
+        expected = UNARY[function](inputs["x"])
+    else:
+        expected = PARAMETRIC[function](inputs["x"], 0.3)
+    check(data, layer, expected, inputs)
 
 
 @given(st.sampled_from(sorted(COMPARISONS)), st.data())
