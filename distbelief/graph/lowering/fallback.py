@@ -65,6 +65,8 @@ def call_whole(operation: Operation, reason: str) -> object:
         }
         if index is not None:
             options["output"] = index
+        if one.dtype == torch.bool:
+            options["mask"] = True
         sources = [value.layer.name for value in encoder.inputs]
         if batch is not None and not batched:  # noise, say: an input tells the number of samples
             sources.append(operation.lowerer.first)
@@ -88,12 +90,15 @@ def constant_layer(lowerer: Lowerer, tensor: torch.Tensor) -> Value:
     """Return a layer for a tensor that the forward makes of numbers."""
     encoder = _Encoder(lowerer)
     text = json.dumps({"arguments": [encoder.encoded(tensor)], "keywords": {}})
+    options: dict[str, Option] = {"operation": CONSTANT, "arguments": text, "batch": -1}
+    if tensor.dtype == torch.bool:
+        options["mask"] = True
     name = lowerer.builder.add(
         "constant",
         "call",
         [],
         tuple(tensor.shape),
-        options={"operation": CONSTANT, "arguments": text, "batch": -1},
+        options=options,
         is_integer=not tensor.is_floating_point(),
     )
     return Value(lowerer.builder[name], batch=None)
@@ -131,6 +136,8 @@ class _Encoder:
                 self.inputs.append(value)
                 place: dict[str, object] = {"input": len(self.inputs) - 1, "batch": value.batch}
                 place |= {"before": value.before, "after": value.after}
+                if self._lowerer.is_mask(value.layer):
+                    place["dtype"] = "bool"
                 return place
             case torch.Tensor():
                 if value.numel() > _N_VALUES_MAX:

@@ -276,9 +276,8 @@ def masked(
         and bool((mask != true_hides).all())
     ):
         return False, None  # it hides nothing
-    is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
     value = lowerer.as_value(mask)
-    is_mask = is_mask or value.layer.kind == "comparison"
+    is_mask = lowerer.is_mask(value.layer)
     layer = value.layer
     if value.batch is None and value.n_dims == n_dims:
         if layer.shape[0] != 1:
@@ -355,7 +354,7 @@ def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: obje
     if not value.is_plain:
         raise NotSplitError("its padding mask does not depend on the sample")
     builder, added = lowerer.builder, value.layer
-    if added.kind == "comparison":
+    if lowerer.is_mask(added):
         hidden = {"yes": -math.inf, "no": 0.0}
         added = builder[
             builder.add(f"{name}.padding", "where", [added.name], added.shape, options=hidden)

@@ -558,6 +558,12 @@ class Lowerer:
         )
         return value.to(self.builder[name])
 
+    def is_mask(self, layer: Layer) -> bool:
+        """Return whether a layer's numbers stand for True and False."""
+        while layer.kind in {"permute", "reshape", "slice", "expand"}:
+            layer = self.builder[layer.inputs[0]]
+        return layer.kind == "comparison" or bool(layer.options.get("mask"))
+
     # --- changes in place ---
 
     def _change_in_place(

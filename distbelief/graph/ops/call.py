@@ -27,7 +27,8 @@ class TorchCall(Operator):
     # inputs    outputs of layers, in the order of their places in the arguments
     # tensors   of the model, by the words in the arguments
     # options   operation: "aten.cumsum.default"; arguments: JSON; output: index of one of several
-    #           results; batch: the dimension of the result that is the batch, -1 for none
+    #           results; batch: the dimension of the result that is the batch, -1 for none;
+    #           mask: whether its numbers stand for True and False
     name: ClassVar[str] = "call"
 
     @override

@@ -9,7 +9,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.graph import Layer
 from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.region import Region, Shape
@@ -85,10 +85,10 @@ class Calling(nn.Module):
         return self.function(self.one(x), self.other(y), x)
 
 
-def assert_products(model: nn.Module, *shapes: Shape, n_products: int) -> None:
+def assert_products(model: nn.Module, *shapes: Shape, n_products: int, whole: bool = False) -> None:
     graph = capture(model, [InputSpec(shape=shape) for shape in shapes])
     assert [layer.kind for layer in graph.layers].count("product") == n_products
-    assert not any(layer.whole for layer in graph.layers)
+    assert any(layer.whole for layer in graph.layers) == whole
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(3, *shape, generator=generator) for shape in shapes)
     values = evaluate(graph, {"x": x, "y": y}, dict(model.named_parameters()))
@@ -103,11 +103,9 @@ def test_attention_by_hand_is_captured_in_layers_that_can_be_split() -> None:
     assert_products(Calling(attend, 8, 6), (5, 8), (5, 8), n_products=3)
 
 
-def test_products_that_broadcast_are_refused_with_both_shapes() -> None:
+def test_a_factor_is_repeated_where_the_other_has_more_matrices() -> None:
     model = Calling(lambda x, y, _: x @ y.transpose(-1, -2), 5, 5)
-    specs = [InputSpec(shape=(3, 4, 5)), InputSpec(shape=(1, 2, 5))]
-    with pytest.raises(GraphError, match=r"\[3, 4, 5\] and \[1, 5, 2\], the batch"):
-        capture(model, specs)
+    assert_products(model, (3, 4, 5), (1, 2, 5), n_products=1)
 
 
 def summing(equation: str) -> nn.Module:
@@ -130,7 +128,11 @@ def test_an_einsum_of_two_is_a_product(equation: str) -> None:
     assert_products(summing(equation), *EQUATIONS[equation], n_products=1)
 
 
-@pytest.mark.parametrize("equation", ["bij,bkl->bil", "...i,...i->...", "bij,bkj", "bii,bij->bj"])
-def test_an_einsum_that_is_no_product_is_refused(equation: str) -> None:
-    with pytest.raises(GraphError, match="is no product of two outputs of layers"):
-        capture(summing(equation), [InputSpec(shape=(4, 4)), InputSpec(shape=(4, 4))])
+@pytest.mark.parametrize("equation", ["bij,bkl->bil", "...i,...i->...", "bii,bij->bj"])
+def test_an_einsum_that_is_no_product_is_computed_whole(equation: str) -> None:
+    assert_products(summing(equation), (4, 4), (4, 4), n_products=0, whole=True)
+
+
+def test_an_einsum_that_joins_samples_is_refused() -> None:
+    with pytest.raises(GraphError, match="einsum joins samples"):
+        capture(summing("bij,bkj"), [InputSpec(shape=(4, 4))] * 2)

@@ -91,6 +91,14 @@ def examples() -> list[Layer]:
         elementwise_loss_layer("logistic", (x, labels), function="logistic"),
         *cross_entropy_layers("cross_entropy", (x, labels)),
         reading("whole", (7,), words={"w": (3, 3)}, module="m"),
+        reading(
+            "call",
+            (7,),
+            operation="aten.cumsum.default",
+            arguments='{"arguments": [{"input": 0, "batch": 0, "before": 0, "after": 0}, 1], '
+            '"keywords": {}}',
+            batch=0,
+        ),
     ]  # fmt: skip
 
 

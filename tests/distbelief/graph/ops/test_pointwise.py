@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
-from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Work, operator_of
 from distbelief.graph.ops.pointwise import COMPARISONS, PARAMETRIC, SEVERAL, UNARY
 from distbelief.graph.region import Region
@@ -139,10 +138,10 @@ def test_masks_are_captured_in_layers_that_can_be_split(what: str) -> None:
     assert_captured(calling(FUNCTIONS[what]) if what in FUNCTIONS else causal())
 
 
-def assert_captured(model: nn.Module) -> None:
+def assert_captured(model: nn.Module, *, whole: bool = False) -> None:
     """Check values and the gradient; comparisons have none."""
     graph = capture(model, [InputSpec(shape=(4, 6))])
-    assert not any(layer.whole for layer in graph.layers)
+    assert any(layer.whole for layer in graph.layers) == whole
     compared = {layer.name for layer in graph.layers if layer.kind == "comparison"}
     assert not compared & with_gradient(graph)
     x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -154,30 +153,23 @@ def assert_captured(model: nn.Module) -> None:
     torch.testing.assert_close(*slopes)
 
 
-REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "write `|` or `&`": lambda x: x * ((x > 0) + (x < -1)),
-    "the mask is not the output of a layer": lambda x: x.masked_fill(
-        torch.ones(4, 6, dtype=torch.bool), 0.0
-    ),
-    "chooses integers": lambda x: x * torch.where(x > 0, 1, 2),
-    "no is neither a number": lambda x: torch.where(x > 0, x, torch.ones(4, 6)),
-    "between whole and floating": lambda x: x * (x > 0).to(torch.int64),
-    "bitwise on integers": lambda x: x * ((x > 0) & 3),
+WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum of masks": lambda x: x * ((x > 0) + (x < -1)),
+    "integers": lambda x: x * torch.where(x > 0, 1, 2),
+    "whole numbers": lambda x: x * (x > 0).to(torch.int64),
+    "bits": lambda x: x * ((x > 0) & 3),
+}
+MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mask": lambda x: x.masked_fill(torch.eye(4, 6, dtype=torch.bool), 0.0),
+    "values": lambda x: torch.where(x > 0, x, torch.ones(4, 6)),
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_split_is_refused(why: str) -> None:
-    with pytest.raises(GraphError, match=why.replace("|", r"\|")):
-        capture(calling(REFUSED[why]), [InputSpec(shape=(4, 6))])
+@pytest.mark.parametrize("what", WHOLE)
+def test_masks_without_a_rule_are_computed_whole(what: str) -> None:
+    assert_captured(calling(WHOLE[what]), whole=True)
 
 
-def test_an_opaque_module_is_not_given_a_mask_of_numbers() -> None:
-    class Inner(nn.Module):
-        @override
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return torch.cumsum(x * mask, 1)
-
-    model = Applied(lambda x, inner: inner(x, x > 0), inner=Inner())
-    with pytest.raises(GraphError, match="compare inside of the module"):
-        capture(model, [InputSpec(shape=(4,))])
+@pytest.mark.parametrize("what", MADE)
+def test_masks_and_values_that_the_forward_makes_are_layers(what: str) -> None:
+    assert_captured(calling(MADE[what]))
