@@ -9,7 +9,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import Layer
+from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.region import Region, Shape
