@@ -148,8 +148,7 @@ KeysOption = Annotated[
 InsecureOption = Annotated[
     bool,
     flag(
-        "--insecure",
-        "Listen on a network without key files. Anyone who has the address can connect.",
+        "--insecure", "Listen on a network without key files. Anyone with the address can connect."
     ),
 ]
 SeedOption = Annotated[int, option("N", "Seed of all random numbers.", least=0)]

@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from distbelief.graph import lowering, ops
 from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
-from distbelief.graph.leaves import LeafCall, is_inside, is_outside, leaves
 from distbelief.graph.lowering.fallback import call_whole, constant_layer
 from distbelief.graph.lowering.lower import (
     MODULES,
@@ -45,6 +44,7 @@ from distbelief.graph.lowering.lower import (
     place_of,
 )
 from distbelief.graph.lowering.whole import whole_module
+from distbelief.graph.module_calls import LeafCall, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
     Watch,

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse, uses
-from distbelief.graph.leaves import LeafCall
 from distbelief.graph.lowering.lower import (
     Held,
     Lowerer,
@@ -22,6 +21,7 @@ from distbelief.graph.lowering.lower import (
     lowers_module,
 )
 from distbelief.graph.lowering.views import permuted
+from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.views import reshape_layer

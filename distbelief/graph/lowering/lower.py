@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, Option, TensorUse
-from distbelief.graph.leaves import LEAF, LeafCall
+from distbelief.graph.module_calls import LEAF, LeafCall
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import lost_change

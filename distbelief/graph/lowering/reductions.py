@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from distbelief.graph.graph import GraphError, Option
-from distbelief.graph.leaves import LeafCall
 from distbelief.graph.lowering.lower import (
     Lowerer,
     NotSplitError,
@@ -19,6 +18,7 @@ from distbelief.graph.lowering.lower import (
     lowers_module,
 )
 from distbelief.graph.lowering.pointwise import pointwise
+from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.norms import (
     batch_norm_layers,
     group_norm_layers,

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from distbelief.graph.graph import GraphError, Option, TensorUse, uses
-from distbelief.graph.leaves import LeafCall
 from distbelief.graph.lowering.lower import Lowerer, OpaqueError, Results, Value, batch_of
+from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.unsupported import is_replaced
 
 

@@ -6,7 +6,6 @@ from typing import Any
 from torch import nn
 
 from distbelief.graph.graph import Option, uses
-from distbelief.graph.leaves import LeafCall
 from distbelief.graph.lowering.lower import (
     Lowerer,
     NotSplitError,
@@ -15,6 +14,7 @@ from distbelief.graph.lowering.lower import (
     lowers,
     lowers_module,
 )
+from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
 from distbelief.graph.ops.windows import L2Pool2d, adaptive_pool_layers
