@@ -392,6 +392,7 @@ class Coordinator:
         # If our own timer came late, this process stood still: do not blame the workers.
         if late := self._ticks.woke(now):
             self._pool.add_delay(late, now)
+            self._commands.add_delay(late, now)
         for name in self._pool.silent(now):
             self._remove(name, now, is_over=False)
         if len(self._pool):
@@ -402,7 +403,8 @@ class Coordinator:
                 f"(starved_seconds_max is {self._config.starved_seconds_max:g}): check their logs"
             )
         queue.rank()
-        return [*self._pool.resend(now), self._set_tick(now)]
+        actions = [*self._commands.watch(now), *self._pool.resend(now)]
+        return [*actions, self._set_tick(now)]
 
     def _set_tick(self, now: Seconds) -> SetTimer:
         pace = min(self._pool.chunk_seconds / 4, self._config.retry_seconds)

@@ -6,6 +6,7 @@
 
 Command n + 1 is sent when every shard has answered command n, so a shard has to remember
 one answer only. Answers are passed on in the order of the shards, whatever their arrival.
+While workers compute, a shard that has said nothing for a while gets the last command again.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ from sandblaster.coordinator.workers import CoordinatorConfig
 
 TIMER: Final = "coordinator:commands"
 
+_UNWATCHED_SHARE: Final = 0.25
+"""Share of `silence_seconds_max` that a shard may be silent while no answer is due."""
+
 
 @final
 class CommandBroadcast:
@@ -36,7 +40,7 @@ class CommandBroadcast:
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
         self._shards = tuple(shards)
-        self._command: ShardCommand | None = None  # until every shard has answered
+        self._command: ShardCommand | None = None  # the last one; None before the first
         self._answers: dict[Address, CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # at the start of the epoch
         self._newest: dict[Address, int] = {}  # the newest known
@@ -54,7 +58,7 @@ class CommandBroadcast:
 
     @property
     def complete(self) -> bool:
-        return self._command is None
+        return self._command is None or len(self._answers) == len(self._shards)
 
     @property
     def waiting_for(self) -> Address | None:
@@ -110,7 +114,7 @@ class CommandBroadcast:
                 "another coordinator has taken over"
             )
         self._silences[shard].heard(now)
-        if self.lost is not None or command is None:
+        if self.lost is not None or command is None or shard in self._answers:
             return
         if (message.epoch, message.number) != (command.epoch, command.number):
             return
@@ -123,30 +127,53 @@ class CommandBroadcast:
         self._incarnations.setdefault(shard, event.incarnation)
         self._answers[shard] = message
         if len(self._answers) == len(self._shards):
-            self._command = None
             self.answers = tuple(self._answers[shard] for shard in self._shards)
 
     def joined(self, shard: Address, incarnation: int) -> list[Action]:
         self._note_incarnation(shard, incarnation)
-        if self._command is None or shard in self._answers or self.lost is not None:
+        if shard not in self._waiting() or self.lost is not None:
             return []
+        assert self._command is not None
         return [Send(receiver=shard, message=self._command)]
 
     def timer(self, now: Seconds) -> list[Action]:
         """Send the command again to the shards that have not answered."""
         # If our own timer came late, this process stood still: do not blame the shards.
-        late = max(0.0, now - self._backoff.due)
-        for shard in self._waiting():
-            self._silences[shard].add_delay(late, now)
+        self.add_delay(max(0.0, now - self._backoff.due), now)
+        waiting = self._waiting()
+        self._check(waiting, now)
+        if not waiting:
+            return []
+        self._backoff.repeat(now)
+        return self._send()
+
+    def watch(self, now: Seconds) -> list[Action]:
+        """While no answer is due, send the last command again to the shards that are silent.
+
+        They repeat their answer to it: a sign of life.
+        """
+        if not self.complete or self._command is None:
+            return []
+        self._check(self._shards, now)
+        least = _UNWATCHED_SHARE * self._config.silence_seconds_max
+        silent = [shard for shard in self._shards if self._silences[shard].silent(now) >= least]
+        if not silent or now < self._backoff.due:
+            return []
+        self._backoff.repeat(now)
+        return [Send(receiver=shard, message=self._command) for shard in silent]
+
+    def add_delay(self, late: Seconds, now: Seconds) -> None:
+        """Do not count time by which the coordinator itself was late as silence of shards."""
+        for silence in self._silences.values():
+            silence.add_delay(late, now)
+
+    def _check(self, shards: Sequence[Address], now: Seconds) -> None:
+        for shard in shards:
             if (silent := self._silences[shard].silent(now)) >= self._config.silence_seconds_max:
                 raise PeerLostError(
                     f"{shard} has not answered for {silent:.1f} s (silence_seconds_max is "
                     f"{self._config.silence_seconds_max:g}): check its log, then resume the run"
                 )
-        if self._command is None:
-            return []
-        self._backoff.repeat(now)
-        return self._send()
 
     def _note_incarnation(self, shard: Address, incarnation: int) -> None:
         self._newest[shard] = max(incarnation, self._newest.get(shard, 0))

@@ -308,6 +308,7 @@ class WorkQueue:
 
     def _computed(self, one: Attempt, result: ChunkResult, now: Seconds) -> None:
         one.result = result
+        one.worker.outstanding.pop(one.number, None)
         if not math.isfinite(result.loss):
             self.is_finite = False
             return
@@ -360,6 +361,7 @@ class WorkQueue:
 
     def _drop(self, one: Attempt) -> None:
         one.worker.attempts.pop(one.number, None)
+        one.worker.outstanding.pop(one.number, None)
         one.chunk.attempts.pop(one.number, None)
         self._note_change(one)
 
@@ -388,15 +390,15 @@ class WorkQueue:
 
         The first one is in progress and the others wait for it.
         """
-        outstanding = worker.outstanding
-        if not outstanding:
+        outstanding = iter(worker.outstanding.values())
+        if (first := next(outstanding, None)) is None:
             return 0.0
-        pace, first = self._pace(worker), outstanding[0]
+        pace = self._pace(worker)
         expected = pace * first.chunk.n_examples + self._lag(worker)
         left = now - max(first.assigned_at, worker.progress_at)
         if left < _OVERDUE * expected:
             left = max(expected - left, 0.0)
-        return left + sum(pace * one.chunk.n_examples for one in outstanding[1:])
+        return left + sum(pace * one.chunk.n_examples for one in outstanding)
 
     def _rival_seconds(self, one: Attempt, now: Seconds) -> Seconds:
         """Return by when a rival of an attempt that is being pushed must be computed.
@@ -498,6 +500,7 @@ class WorkQueue:
             worker.progress_at = now
         one = Attempt(number=self._counters.attempt, chunk=chunk, worker=worker, assigned_at=now)
         worker.attempts[one.number] = chunk.attempts[one.number] = one
+        worker.outstanding[one.number] = one
         self._changed[worker.name] = worker
 
     # --- backup tasks ---
@@ -513,7 +516,7 @@ class WorkQueue:
         idle = [
             worker
             for worker in self._pool
-            if not (worker.attempts and worker.outstanding)
+            if not worker.outstanding
             and self._is_worth(self._seconds_from_idle(worker, smallest), longest, least)
         ]
         for worker in sorted(idle, key=_load):
