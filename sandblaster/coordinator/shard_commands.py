@@ -12,17 +12,9 @@ While workers compute, a shard that has said nothing for a while gets the last c
 from collections.abc import Sequence
 from typing import Final, final
 
+from distbelief import protocol as wire
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.errors import DistBeliefError, PeerLostError
-from distbelief.protocol import (
-    BeginEpoch,
-    Checkpoint,
-    CommandDone,
-    Savepoint,
-    ShardCommand,
-    ShardVersion,
-    Task,
-)
 from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetTimer
 from sandblaster.coordinator.workers import CoordinatorConfig
 
@@ -40,13 +32,13 @@ class CommandBroadcast:
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
         self._shards = tuple(shards)
-        self._command: ShardCommand | None = None  # the last one; None before the first
-        self._answers: dict[Address, CommandDone] = {}
+        self._command: wire.ShardCommand | None = None  # the last one; None before the first
+        self._answers: dict[Address, wire.CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # at the start of the epoch
         self._newest: dict[Address, int] = {}  # the newest known
         self._silences = {shard: Silence() for shard in self._shards}
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
-        self.answers: tuple[CommandDone, ...] = ()  # to the last command that is complete
+        self.answers: tuple[wire.CommandDone, ...] = ()  # to the last command that is complete
         self.epoch = 0  # the present epoch
         self.number = 0  # of the last command sent in it
         # A shard that has restarted in this epoch and lost its state, or None.
@@ -65,30 +57,30 @@ class CommandBroadcast:
         return next(iter(self._waiting()), None)
 
     @property
-    def versions(self) -> tuple[ShardVersion, ...]:
+    def versions(self) -> tuple[wire.ShardVersion, ...]:
         return tuple(
-            ShardVersion(incarnation=self._incarnations[shard], clock=answer.clock)
+            wire.ShardVersion(incarnation=self._incarnations[shard], clock=answer.clock)
             for shard, answer in zip(self._shards, self.answers, strict=True)
         )
 
     def begin_epoch(self, epoch: int, now: Seconds) -> list[Action]:
         self.epoch, self.number, self.lost = epoch, 0, None
         self._incarnations = {}
-        return self.send(BeginEpoch(), now)
+        return self.send(wire.BeginEpoch(), now)
 
     def send(
         self,
-        task: Task,
+        task: wire.Task,
         now: Seconds,
         *,
-        savepoint: Savepoint | None = None,
+        savepoint: wire.Savepoint | None = None,
         settled: int = 0,
         on_disk: int = 0,
     ) -> list[Action]:
         """Send a task to all shards; the other arguments are those of `ShardCommand`."""
         self.number += 1
         self.n_commands += 1
-        self._command = ShardCommand(
+        self._command = wire.ShardCommand(
             epoch=self.epoch,
             number=self.number,
             task=task,
@@ -102,7 +94,7 @@ class CommandBroadcast:
         self._backoff.start(now)
         return self._send()
 
-    def receive(self, event: Received, message: CommandDone, now: Seconds) -> None:
+    def receive(self, event: Received, message: wire.CommandDone, now: Seconds) -> None:
         """Take an answer."""
         shard, command = event.sender, self._command
         self._note_incarnation(shard, event.incarnation)
@@ -119,7 +111,7 @@ class CommandBroadcast:
         if (message.epoch, message.number) != (command.epoch, command.number):
             return
         # A failed checkpoint goes back to the supervisor; any other failure ends the run.
-        if message.error is not None and not isinstance(command.task, Checkpoint):
+        if message.error is not None and not isinstance(command.task, wire.Checkpoint):
             raise DistBeliefError(
                 f"{shard} cannot execute {type(command.task).__name__}, command "
                 f"{command.number} of epoch {command.epoch}: {message.error}"

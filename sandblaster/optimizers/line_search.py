@@ -15,16 +15,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, final
 
-from distbelief.protocol.vector_commands import (
-    Command,
-    Copy,
-    Dot,
-    LinearCombination,
-    Norm,
-    Scalars,
-    Term,
-    VectorName,
-)
+from distbelief.protocol import vector_commands as vc
 from sandblaster.optimizers.base import Objective, Steps, perform
 
 
@@ -260,7 +251,7 @@ DIRECTION = "direction"
 TRIAL = "trial"
 TRIAL_GRADIENTS = ("trial_gradient_0", "trial_gradient_1")
 
-Measure = Callable[[VectorName], tuple[Command, ...]]
+Measure = Callable[[vc.VectorName], tuple[vc.Command, ...]]
 """From the name of a trial's gradient to the method's own commands at the trial."""
 
 
@@ -270,10 +261,10 @@ class Trial:
     """A point on the line, and what was measured there."""
 
     sample: Sample  # step length, loss and slope
-    gradient: VectorName  # the vector that holds its gradient
+    gradient: vc.VectorName  # the vector that holds its gradient
     gradient_norm: float  # largest absolute element of the (pseudo-)gradient
     gradient_square: float  # dot product of that with itself
-    scalars: Scalars  # what the method's own commands measured
+    scalars: vc.Scalars  # what the method's own commands measured
 
 
 @final
@@ -293,17 +284,17 @@ class Line(Protocol):
     """How points are tried along "direction"; `Straight` is the plain way."""
 
     @property
-    def vectors(self) -> tuple[VectorName, ...]: ...  # all that a run needs to resume
+    def vectors(self) -> tuple[vc.VectorName, ...]: ...  # all that a run needs to resume
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         """Evaluate "parameters"; return loss, and norm and square of its gradient."""
         ...
 
-    def measure_direction(self) -> tuple[Command, ...]:
+    def measure_direction(self) -> tuple[vc.Command, ...]:
         """Return commands to execute once "direction" is formed; they measure the slope."""
         ...
 
-    def make_trial(self, step: float) -> tuple[Command, ...]:
+    def make_trial(self, step: float) -> tuple[vc.Command, ...]:
         """Return commands that form the trial point at this step."""
         ...
 
@@ -321,7 +312,7 @@ class Line(Protocol):
         """
         ...
 
-    def accepted(self, trial: Trial) -> tuple[Command, ...]:
+    def accepted(self, trial: Trial) -> tuple[vc.Command, ...]:
         """Return commands that make a trial the present point."""
         ...
 
@@ -342,14 +333,14 @@ class Straight:
         )
         return loss, norm, square
 
-    def measure_direction(self) -> tuple[Command, ...]:
-        return (Dot(x=GRADIENT, y=DIRECTION),)
+    def measure_direction(self) -> tuple[vc.Command, ...]:
+        return (vc.Dot(x=GRADIENT, y=DIRECTION),)
 
-    def make_trial(self, step: float) -> tuple[Command, ...]:
+    def make_trial(self, step: float) -> tuple[vc.Command, ...]:
         return (point_at(step),)
 
-    def accepted(self, trial: Trial) -> tuple[Command, ...]:
-        return (Copy(target=PARAMETERS, x=TRIAL), Copy(target=GRADIENT, x=trial.gradient))
+    def accepted(self, trial: Trial) -> tuple[vc.Command, ...]:
+        return (vc.Copy(target=PARAMETERS, x=TRIAL), vc.Copy(target=GRADIENT, x=trial.gradient))
 
     def search(
         self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
@@ -357,7 +348,7 @@ class Straight:
         wolfe = replace(self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max))
         steps = more_thuente(begin, step=step, wolfe=wolfe, noise=noise)
         step = next(steps)
-        before: tuple[Command, ...] = ()
+        before: tuple[vc.Command, ...] = ()
         best: Trial | None = None
         n_evaluations, satisfied, any_finite = 0, False, False
         while True:
@@ -399,16 +390,16 @@ class Straight:
         )
 
 
-def size_of(gradient: VectorName) -> tuple[Command, ...]:
+def size_of(gradient: vc.VectorName) -> tuple[vc.Command, ...]:
     """Return commands that measure its norm and square."""
-    return (Norm(x=gradient, order="inf"), Dot(x=gradient, y=gradient))
+    return (vc.Norm(x=gradient, order="inf"), vc.Dot(x=gradient, y=gradient))
 
 
-def point_at(step: float) -> Command:
+def point_at(step: float) -> vc.Command:
     """Return the command that forms the trial point x + t d."""
-    terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
-    return LinearCombination(target=TRIAL, terms=terms)
+    terms = (vc.Term(1.0, PARAMETERS), vc.Term(step, DIRECTION))
+    return vc.LinearCombination(target=TRIAL, terms=terms)
 
 
-def _along(gradient: VectorName) -> tuple[Command, ...]:
-    return (Dot(x=gradient, y=DIRECTION), *size_of(gradient))
+def _along(gradient: vc.VectorName) -> tuple[vc.Command, ...]:
+    return (vc.Dot(x=gradient, y=DIRECTION), *size_of(gradient))
