@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
+from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.roles import role as rl
 from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
@@ -148,6 +148,34 @@ def test_status_names_what_it_waits_for() -> None:
     answer_all(role, 1)
     answer_all(role, 2)
     answer_all(role, 3)
+    assert role.status()[0] == "waiting for replicas"
+
+
+def test_a_shard_that_dies_while_no_answer_is_due_is_named() -> None:
+    """Chunks were computed, and none was ever on all shards: the run stood still for good."""
+    role, now, asked = coordinator(), 0.0, set[rl.Address]()
+    for number in (1, 2, 3):
+        actions = answer_all(role, number)
+
+    def next_tick() -> None:
+        nonlocal actions, now
+        now = next(a.at for a in actions if isinstance(a, rl.SetTimer) and "tick" in a.name)
+        actions = list(role.handle(rl.TimerFired(name="coordinator:tick"), now))
+
+    while now < 30.0:  # both live: each repeats its last answer
+        next_tick()
+        for shard, command in orders_in(actions):
+            asked.add(shard)
+            done = wire.CommandDone(epoch=4097, number=command.number)
+            role.handle(says(shard, done), now)
+    assert asked == {*SHARDS}
+    with pytest.raises(PeerLostError, match="shard-1 has not answered for 10"):
+        while now < 60.0:
+            next_tick()
+            for shard, command in orders_in(actions):
+                if shard == SHARDS[0]:
+                    done = wire.CommandDone(epoch=4097, number=command.number)
+                    role.handle(says(shard, done), now)
     assert role.status()[0] == "waiting for replicas"
 
 
