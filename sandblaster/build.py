@@ -125,15 +125,7 @@ def whole_worker(
     samples: Samples,
     await_begin: bool = True,
 ) -> Replica:
-    """Return a worker whose process holds the whole model.
-
-    Args:
-        config: Its settings.
-        client: Of all shards; it pushes.
-        executor: Takes gradients of sums.
-        samples: The order of the data.
-        await_begin: Wait for `StartTraining` before it asks for work.
-    """
+    """Return a worker whose process holds the whole model; its executor takes gradients of sums."""
     model = executor.model
     trained = (item for item, spec in enumerate(model.specs()) if spec.kind == "parameter")
     plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)

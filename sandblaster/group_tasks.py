@@ -253,11 +253,7 @@ class ChunkOutcome:
 class GroupTasks:
     """Tracks the attempts of one worker and how far its ranks are.
 
-    Args:
-        config: Settings of the worker.
-        plan: The batch plan of the leader's own rank.
-        n_ranks: Ranks of the worker, the leader included.
-        await_begin: Wait for `StartTraining` before it asks for work.
+    `plan` is that of the leader's own rank; `n_ranks` counts the leader.
     """
 
     def __init__(
@@ -363,10 +359,7 @@ class GroupTasks:
     ) -> tuple[Sequence[Action], Outgoing]:
         """Return what follows from the state of the group.
 
-        Args:
-            leader: The leader of the group.
-            now: The time.
-            has_opened: Whether the first mini-batch of this generation has begun.
+        `has_opened`: whether the first mini-batch of this generation has begun.
         """
         if self._stopping:
             return [], []

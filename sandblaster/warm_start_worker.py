@@ -37,11 +37,8 @@ class _Part(Enum):
 class WarmStartWorker:
     """The role `replica-INDEX` of a Sandblaster job with a warm start.
 
-    Args:
-        downpour: The first part; it waits for `StartTraining`, and ends by itself.
-        chunks: The second part, with the same client and model; it does not wait.
-        await_begin: Wait for `StartTraining` of the supervisor.
-        retry_seconds: Seconds after which it reports again that it is ready.
+    `downpour` waits for `StartTraining` and ends by itself; `chunks`, with the same client and
+    model, does not wait.
     """
 
     accepts: Final = Replica.accepts | ChunkObjective.accepts

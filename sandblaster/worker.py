@@ -66,22 +66,17 @@ class _PushInFlight:
 class ChunkPushes:
     """Holds the sums of a rank and pushes those that have a commit token.
 
-        kept --> token --> staging --> pushed --> staged: all shards hold it
-          |        |
-          +--------+--> no longer named: dropped
-
-    Args:
-        client: Client of the shards that hold this rank's parameters.
-        n_bytes: Bytes of one sum.
-        has_parts: Whether this rank holds any parameters.
+    kept --> token --> staging --> pushed --> staged: all shards hold it
+      |        |
+      +--------+--> no longer named: dropped
     """
 
     def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
         # Tokens whose parts all shards hold, the newest last.
         self.staged: deque[int] = deque(maxlen=N_STAGED_REPEATED)
         self._client = client
-        self._n_bytes = n_bytes
-        self._has_parts = has_parts
+        self._n_bytes = n_bytes  # of one sum
+        self._has_parts = has_parts  # whether this rank holds any parameters
         self._sums: dict[Key, KeptChunk] = {}
         self._to_push: dict[int, Key] = {}  # by token, the oldest first
         self._pushing: _PushInFlight | None = None  # in the executor
@@ -173,16 +168,7 @@ class ChunkObjective(Objective):
     """Sums gradients of a rank over a chunk; see `distbelief.worker.objective.Objective`.
 
     The sum depends on the mini-batches and the parameters alone, so every attempt at a chunk
-    gives the same bits.
-
-    Args:
-        items: What the rank holds; items without a gradient are buffers.
-        shards: Those that hold any of the items; None: all.
-        client: Connects to them.
-        plan: The mini-batches of the chunk.
-        group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
-        names: Addresses of all ranks of the replica, the leader first.
-        retry_seconds: Seconds after which the staged tokens are reported again.
+    gives the same bits. Only the leader, the first of `names`, has `group_tasks`.
     """
 
     accepts = frozenset({wire.Assignment, wire.ChunkStaged, wire.PushChunk})
@@ -201,7 +187,7 @@ class ChunkObjective(Objective):
         self.values = items.values
         self._items = items
         self._buffers = [item for item in range(len(items.values)) if item not in items.trained]
-        self._shards = shards
+        self._shards = shards  # those that hold any of the items; None: all
         self._client = client
         self._plan = plan
         self._group_tasks = group_tasks

@@ -127,10 +127,7 @@ class PlacementPolicy(Protocol):
     ) -> Sequence[Host] | None:
         """Return the host of each rank of a role; None: it waits for a host with free slots.
 
-        Args:
-            role: The ranks to place; one, unless the role is a model-parallel group.
-            hosts: All hosts.
-            begun: Whether other ranks of its group run.
+        A role is one rank unless it is a model-parallel group, of which others may have `begun`.
         """
         ...
 

@@ -127,14 +127,7 @@ class _Epoch:
 
 @final
 class Coordinator:
-    """The role `coordinator`.
-
-    Args:
-        config: Its settings.
-        method: The optimizer.
-        shards: Addresses of the shards, shard 0 first.
-        n_examples: Examples of the training data.
-    """
+    """The role `coordinator`; `n_examples` are those of the training data."""
 
     accepts: Final = rl.message_types(CoordinatorMessage)
 

@@ -82,14 +82,10 @@ class PendingChunks:
 
     A worker is given a run of consecutive chunks: first its own, then those of workers that
     are gone, then the last ones of the worker that has the most left.
-
-    Args:
-        owners: Worker that computed each chunk last; None: no worker did.
-        pool: The workers that are there.
     """
 
     def __init__(self, owners: Sequence[Address | None], *, pool: WorkerPool) -> None:
-        self._owners = owners
+        self._owners = owners  # worker that computed each chunk last; None: no worker did
         self._pool = pool
         self._limit = 0  # chunks from here on are outside the window
         self._left: dict[Address | None, list[int]] = {}  # assignable chunks, by owner
@@ -145,11 +141,8 @@ def _first_run(indices: Iterable[int]) -> list[int]:
 def end_divided(workers: Iterable[tuple[Seconds, Seconds]], n_chunks: int) -> Seconds:
     """Return in how many seconds `n_chunks` chunks are done if they can be divided at will.
 
-    Workers that have enough to do until then take no part (water filling).
-
-    Args:
-        workers: Seconds until each has nothing left, and what it takes for a chunk.
-        n_chunks: Chunks to be assigned.
+    Of each worker: seconds until it has nothing left, and what it takes for a chunk. Workers
+    that have enough to do until then take no part (water filling).
     """
     end, work, speed = math.inf, float(n_chunks), 0.0
     for left, seconds in sorted(workers):

@@ -40,17 +40,15 @@ class Descent(Protocol):
         """Return commands to execute at a trial, in "trial", with this gradient."""
         ...
 
-    def accept(self, trial: ls.Trial, *, slope_at_start: float) -> None:
-        """Remember a trial that becomes the present point."""
-        ...
+    # A trial becomes the present point: remember it.
+    def accept(self, trial: ls.Trial, *, slope_at_start: float) -> None: ...
 
     def direction(self) -> base.Combination: ...
 
     def first_step(self, present: "Present") -> float: ...  # the step to try first
 
-    def forget(self, *, gradient_square: float) -> None:
-        """Drop all memory but the square of the present gradient."""
-        ...
+    # Drops all memory but the square of the present gradient.
+    def forget(self, *, gradient_square: float) -> None: ...
 
 
 @final

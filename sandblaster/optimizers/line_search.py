@@ -88,13 +88,8 @@ def more_thuente(
     Differences from MINPACK-2: a trial that is not finite bounds later steps, and a shorter
     one is tried; if the interval gets too narrow, `best` is not evaluated once more. Values
     within `noise` of each other are replaced by those that slopes imply, which makes of
-    sufficient decrease the approximate Wolfe condition of Hager & Zhang (2005).
-
-    Args:
-        start: phi at 0; its slope is negative.
-        step: The first one to try.
-        wolfe: What the step must satisfy.
-        noise: Largest difference between values that rounding alone may cause.
+    sufficient decrease the approximate Wolfe condition of Hager & Zhang (2005). `step` is the
+    first one to try; `start`, at 0, has a negative slope.
     """
     interval = _Interval(start, start, bracketed=False)
     least = wolfe.sufficient_decrease * start.slope  # slope of the line to stay below
@@ -165,11 +160,7 @@ class _Interval:
 def dcstep(interval: _Interval, trial: Sample, *, low: float, high: float) -> float:
     """Return the next step to try (More & Thuente 1994, section 4).
 
-    Args:
-        interval: Before the trial.
-        trial: The newest sample.
-        low: The least step, while no minimizer is bracketed.
-        high: The greatest step, while no minimizer is bracketed.
+    Until a minimizer is bracketed it is between `low` and `high`. `interval` is without the trial.
     """
     best, other = interval.best, interval.other
     if trial.value > best.value:  # a minimizer lies between them
@@ -286,35 +277,21 @@ class Line(Protocol):
     @property
     def vectors(self) -> tuple[vc.VectorName, ...]: ...  # all that a run needs to resume
 
-    def begin(self) -> Steps[tuple[float, float, float]]:
-        """Evaluate "parameters"; return loss, and norm and square of its gradient."""
-        ...
+    # Evaluates "parameters"; returns loss, and norm and square of its gradient.
+    def begin(self) -> Steps[tuple[float, float, float]]: ...
 
-    def measure_direction(self) -> tuple[vc.Command, ...]:
-        """Return commands to execute once "direction" is formed; they measure the slope."""
-        ...
+    # Commands to execute once "direction" is formed; they measure the slope.
+    def measure_direction(self) -> tuple[vc.Command, ...]: ...
 
-    def make_trial(self, step: float) -> tuple[vc.Command, ...]:
-        """Return commands that form the trial point at this step."""
-        ...
+    def make_trial(self, step: float) -> tuple[vc.Command, ...]: ...  # form the trial point
 
+    # Searches from "parameters", where `begin` is; at first "trial" is at `step`, and at the end
+    # at what was found. Rounding alone may change losses by `noise`.
     def search(
         self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
-    ) -> Steps[Searched]:
-        """Search from "parameters"; at the end "trial" is what was found.
+    ) -> Steps[Searched]: ...
 
-        Args:
-            begin: Loss and slope there.
-            step: The first one to try; "trial" holds its point.
-            noise: Largest difference between losses that rounding alone may cause.
-            n_trials_max: Largest number of steps to try.
-            measure: The method's own commands at a trial.
-        """
-        ...
-
-    def accepted(self, trial: Trial) -> tuple[vc.Command, ...]:
-        """Return commands that make a trial the present point."""
-        ...
+    def accepted(self, trial: Trial) -> tuple[vc.Command, ...]: ...  # make it the present point
 
 
 @final
