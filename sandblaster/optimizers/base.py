@@ -183,7 +183,7 @@ class Objective:
         after: tuple[Command, ...] = (),
         examples: Examples | None = None,
     ) -> Steps[tuple[float, Scalars]]:
-        """Return F at a vector, and what `after` measures; what is done `before` measures nothing."""
+        """Return F at a vector, and what `after` measures; commands `before` measure none."""
         # The penalty needs no request of its own: its commands go with the evaluation.
         penalty: tuple[Command, ...] = ()
         if self.l2:

@@ -47,9 +47,6 @@ def minimize_flat(
         method: Settings of a method, as in `LBFGS(n_history=20)`.
         n_shards: Number of ranges the vector is divided into.
         callback: Called with each accepted point; returns whether to stop.
-
-    Raises:
-        ValueError: the gradient has another shape than x0.
     """
 
     def of_examples(x: Doubles, examples: base.Examples | None) -> tuple[float, Doubles, int]:
@@ -142,11 +139,6 @@ class Local:
     def _evaluate(self, request: base.Evaluate) -> base.Evaluation:
         before = self.perform(request.before)
         loss, gradient, n_examples = self._function(self.get(request.point), request.examples)
-        if np.shape(gradient) != (self._n,):
-            raise ValueError(
-                f"the gradient has shape {np.shape(gradient)}, the point ({self._n},): "
-                "the function must return (loss, gradient), and they must agree"
-            )
         self.put(request.gradient, gradient)
         after = self.perform(request.after)
         return base.Evaluation(loss=float(loss), n_examples=n_examples, scalars=before + after)

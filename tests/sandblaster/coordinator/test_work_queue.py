@@ -450,6 +450,7 @@ def test_a_pace_that_is_none_is_not_believed() -> None:
         result = ChunkResult(attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False)
         table.pool.record(worker, result, elapsed=1.0)
         assert worker.seconds_per_example is None
+        assert not worker.spent
 
 
 def test_the_first_chunk_of_an_evaluation_waits_for_the_parameters() -> None:

@@ -388,23 +388,3 @@ def test_every_reason_has_a_sentence() -> None:
         "CONVERGED_VALUE",
         "CONVERGED_ROUNDING",
     ]
-
-
-def test_a_gradient_of_the_wrong_shape_is_named() -> None:
-    with pytest.raises(ValueError, match=r"shape \(2,\), the point \(3,\)"):
-        minimize_flat(lambda x: (0.0, x[:2]), np.zeros(3), LBFGS())
-
-
-def test_examples_are_passed_on() -> None:
-    seen: list[base.Examples | None] = []
-
-    def watched(x: Doubles, examples: base.Examples | None) -> tuple[float, Doubles, int]:
-        seen.append(examples)
-        return (*bowl(x), 7)
-
-    local = Local(np.ones(2), watched)
-    asked = base.Evaluate(point="parameters", gradient="gradient", examples=base.Examples(3, 10))
-    reply: base.Reply = local.answer(asked)
-    assert isinstance(reply, base.Evaluation)
-    assert reply.n_examples == 7
-    assert seen == [base.Examples(3, 10)]
