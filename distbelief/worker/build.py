@@ -5,7 +5,7 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -36,7 +36,7 @@ from distbelief.parameter_server.replication import all_copy_names, copy_names, 
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.role import Address, Role
+from distbelief.roles.role import Address, Role, Seconds
 from distbelief.task import dry_run
 from distbelief.task.initializers import reader
 from distbelief.task.losses import Loss, Metric
@@ -57,7 +57,7 @@ from distbelief.worker.batches import (
     SliceReader,
     TrainingPlan,
 )
-from distbelief.worker.config import DownpourConfig, DownpourSettings
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalEvaluator, LocalExecutor, WholeSteps
@@ -104,34 +104,22 @@ def shard_names(context: BuildContext) -> set[Address]:
 
 
 def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
-    layout = layout_of(context)
+    layout, path = layout_of(context), context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
-    return Shard(
-        ShardConfig(
-            index=index, layout=layout, rule=rule, name=name, is_replicated=context.shard_copies > 1
-        ),
-        memory=context.memory,
-        initialise=_initialise(index, layout, context),
-    )
-
-
-def _initialise(index: int, layout: Layout, context: BuildContext) -> Callable[[], Vector]:
-    path, initials, seed = (context.initial_file, context.initials, context.task.model.seed)
 
     def initialise() -> Vector:
         if path is not None:
             return shard_values_from(layout, index, reader(path, layout))
-        return shard_values(layout, index, initials, seed=seed)
+        return shard_values(layout, index, context.initials, seed=context.task.model.seed)
 
-    return initialise
+    config = ShardConfig(
+        index=index, layout=layout, rule=rule, name=name, is_replicated=context.shard_copies > 1
+    )
+    return Shard(config, memory=context.memory, initialise=initialise)
 
 
 def build_evaluator(context: BuildContext) -> Role:
-    """Return the evaluator of unpartitioned models.
-
-    Raises:
-        JobError: there is nothing to evaluate on.
-    """
+    """Return the evaluator of unpartitioned models."""
     task = context.task
     dataset = context.test_data()
     sample = sample_of(dataset, table="data.test")
@@ -177,14 +165,19 @@ def leader_on_request(*, n_ranks: int, plan: str = "") -> GroupLeader:
 
 
 def whole_replica(
-    config: DownpourConfig,
+    config: DownpourSettings,
     *,
     client: ParameterClient,
     executor: LocalExecutor,
     data_shard: DataShard,
     await_begin: bool = True,
+    samples_max: int | None = None,
+    progress_seconds: Seconds = 0.5,
 ) -> Replica:
-    """Return a replica that trains a model which its process holds as a whole."""
+    """Return a replica that trains a model which its process holds as a whole.
+
+    It takes at most `samples_max` samples in all its incarnations, instead of `max_steps` in each.
+    """
     model = executor.model
     batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
     # The executor clips, by torch's own function.
@@ -195,30 +188,35 @@ def whole_replica(
         n_ranks=1,
         is_whole=True,
     )
-    objective = TrainingObjective(config, client=client, trainer=trainer)
+    objective = TrainingObjective(
+        config, client=client, trainer=trainer, progress_seconds=progress_seconds
+    )
     return Replica(
         RankConfig(group="replica"),
         client=client,
         executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=True),
         slices=SlicePrefetch(executor, batch_plan),
         objective=objective,
-        leader=training_leader(config, batch_plan, await_begin=await_begin),
+        leader=training_leader(
+            config, batch_plan, await_begin=await_begin, samples_max=samples_max
+        ),
     )
 
 
 def training_leader(
-    config: DownpourConfig,
+    config: DownpourSettings,
     batch_plan: TrainingPlan,
     *,
     await_begin: bool,
     n_ranks: int = 1,
     plan: str = "",
+    samples_max: int | None = None,
 ) -> GroupLeader:
     leader = GroupLeader(
         n_ranks,
         plan=plan,
-        steps_max=config.max_steps,
-        samples_max=config.max_samples,
+        steps_max=config.max_steps if samples_max is None else None,
+        samples_max=samples_max,
         n_steps=batch_plan.n_steps,
     )
     # Without a supervisor nobody else would send `StartTraining`.
@@ -233,13 +231,14 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     module = build_model(context.task.model)
     module.train()
     return whole_replica(
-        replica_config(config, context),
+        config,
         client=build_client(context, pushes=True),
         executor=local_executor(
             FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
         data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
+        progress_seconds=progress_seconds(context),
     )
 
 
@@ -273,11 +272,10 @@ def data_shard_of(index: int, *, config: DownpourSettings, context: BuildContext
     return DataShard(n_samples, replica_index=index, n_replicas=n_replicas, seed=config.seed)
 
 
-def replica_config(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
+def progress_seconds(context: BuildContext) -> Seconds:
     # A job overshoots its end by what is not reported yet; but the supervisor should get at most
     # 200 reports a second from all replicas together.
-    seconds = max(0.05, 0.005 * context.n_replicas)
-    return replace(config.of_replica(), progress_seconds=seconds)
+    return max(0.05, 0.005 * context.n_replicas)
 
 
 def build_client(
@@ -297,11 +295,7 @@ def build_client(
 
 
 def layout_of(context: BuildContext) -> Layout:
-    """Return the layout of the parameters on the shards.
-
-    Raises:
-        LocalProtocolError: there is none, or it has another number of shards.
-    """
+    """Return the layout of the parameters on the shards, or raise LocalProtocolError."""
     if context.layout is None:
         raise LocalProtocolError("these roles need the layout of the parameters")
     if context.layout.n_shards != context.n_shards:
@@ -344,11 +338,7 @@ class Split:
 
     @classmethod
     def of(cls, name: str, context: BuildContext) -> "Split":
-        """Return how the job's plan partitions its model, for the role of this name.
-
-        Raises:
-            LocalProtocolError: the job spec lacks a description of the data.
-        """
+        """Return how the job's plan partitions its model, for the role of this name."""
         assert context.plan is not None
         if context.sample is None:
             raise LocalProtocolError(f"{name} has no description of the data")
@@ -362,11 +352,7 @@ class Split:
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
-    """Return the rank of this name.
-
-    Raises:
-        LocalProtocolError: the plan or the job has no such rank.
-    """
+    """Return the rank of this name, or raise LocalProtocolError if the job has none."""
     rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
     if rank is None or rank.machine >= n_machines:
@@ -495,15 +481,8 @@ def replica_parts(
 ) -> RankBuild:
     """Return the parts of a rank.
 
-    Args:
-        rank: Which one.
-        context: Of the job.
-        split: How the model is partitioned.
-        batch: The key of [algorithm] for the number of samples computed at once, and its
-            value.
-
-    Raises:
-        JobError: the plan is for other batches, or the data cannot be built.
+    `batch` is the key of [algorithm] for the number of samples computed at once, and its value; a
+    JobError if the plan is for other batches.
     """
     key, n_samples = batch
     if n_samples != split.plan.batch:
@@ -525,44 +504,29 @@ def replica_parts(
 
 
 def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, split: Split) -> Role:
-    """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
-
-    Raises:
-        JobError: the data cannot be built, or the plan does not fit the job.
-        LocalProtocolError: the job has no such rank.
-    """
+    """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M"."""
     rank = rank_in(name, context=context, split=split)
-    if rank.group == EVALUATORS:
+    if rank.replica is None:
         return evaluating_rank(rank, context=context, split=split)
-    return _training_rank(rank, config=config, context=context, split=split)
-
-
-def _training_rank(
-    rank: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
-) -> Role:
-    assert rank.replica is not None
     context = with_data(context)
     batch = "batch_size", config.batch_size
     parts = replica_parts(rank, context=context, split=split, batch=batch)
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
-    of_replica = replica_config(config, context)
     n_ranks = split.plan.cluster.n_machines
     trainer = Trainer(
         Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
-        of_replica.policy,
-        clip_norm=of_replica.clip_norm,
+        config.policy,
+        clip_norm=config.clip_norm,
         n_ranks=n_ranks,
         is_whole=False,
     )
-    objective = TrainingObjective(of_replica, client=parts.client, trainer=trainer)
+    objective = TrainingObjective(
+        config, client=parts.client, trainer=trainer, progress_seconds=progress_seconds(context)
+    )
     leader = training_leader(
-        of_replica,
-        batch_plan,
-        await_begin=context.await_begin,
-        n_ranks=n_ranks,
-        plan=split.fingerprint,
+        config, batch_plan, await_begin=context.await_begin, n_ranks=n_ranks, plan=split.fingerprint
     )
     return assemble(
         rank,

@@ -25,7 +25,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import Async, DownpourConfig
+from distbelief.worker.config import Async, DownpourSettings
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.objective import Install, LocalNorm, Objective
 
@@ -337,17 +337,24 @@ class TrainingObjective(Objective):
         config: When to fetch, push and step.
         client: Connects to the shards that hold what is trained here.
         trainer: Does the work of the steps.
+        progress_seconds: Least time between reports to the supervisor.
     """
 
     reports_steps = True
 
     def __init__(
-        self, config: DownpourConfig, *, client: ParameterClient, trainer: Trainer
+        self,
+        config: DownpourSettings,
+        *,
+        client: ParameterClient,
+        trainer: Trainer,
+        progress_seconds: Seconds = 0.5,
     ) -> None:
         self.values = trainer.items.values
         self.counters = Counters()
         self._config = config
         self._policy = config.policy
+        self._progress_seconds = progress_seconds
         self._client = client
         self._trainer = trainer
         self._total = trainer.total
@@ -519,11 +526,7 @@ class TrainingObjective(Objective):
     def _bad(
         self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
     ) -> Sequence[Action]:
-        """Count gradients that were not finite; return the warning once per row of them.
-
-        Raises:
-            JobError: there were too many in a row.
-        """
+        """Count gradients that were not finite; return the warning once per row of them."""
         is_first = self._n_bad_in_row == 0
         self.counters.non_finite += n_gradients
         self._n_bad_in_row += n_gradients
@@ -535,8 +538,8 @@ class TrainingObjective(Objective):
             raise JobError(f"{found}): {blame}")
         clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
         raise JobError(
-            f"{found}, loss {self._loss:g}, learning_rate {config.learning_rate:g}): training has "
-            f"diverged. Use a lower learning_rate, or a clip_norm{clip}"
+            f"{found}, loss {self._loss:g}, learning_rate {config.rule.learning_rate:g}): training "
+            f"has diverged. Use a lower learning_rate, or a clip_norm{clip}"
         )
 
     # --- pushes ---
@@ -601,7 +604,7 @@ class TrainingObjective(Objective):
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report progress to the supervisor, at most every `progress_seconds`."""
         reported = self._reported
-        pauses = now - reported.at < self._config.progress_seconds
+        pauses = now - reported.at < self._progress_seconds
         if pauses and not (final or leader.is_held):
             return [], []
         done = leader.generation_done()

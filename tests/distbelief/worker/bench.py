@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Self
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -28,7 +29,6 @@ from distbelief.roles.role import (
     Action,
     Address,
     Compute,
-    Computed,
     Event,
     Exit,
     Received,
@@ -39,32 +39,27 @@ from distbelief.roles.role import (
     Started,
 )
 from distbelief.task import dry_run
+from distbelief.transport.node import _compute
 from distbelief.worker.build import whole_replica
-from distbelief.worker.config import DownpourConfig
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import Frames, net
 
 
 SHARD = Address("shard-0")
+USUAL = {"loss": "", "batch_size": 4, "rule": {"name": "sgd", "learning_rate": 0.1}}
 
 
 class Shard:
-    """A shard reached by messages; it records pushes and applies none.
-
-    Attributes:
-        values: What a fetch returns.
-        samples: What it sends in SessionOpened.
-        acknowledges: Whether pushes are acknowledged at once.
-        pushed: Each push and its values.
-    """
+    """A shard reached by messages; it records pushes and applies none."""
 
     def __init__(self, values: Vector) -> None:
-        self.values = values
-        self.samples = 0
+        self.values = values  # what a fetch returns
+        self.samples = 0  # in SessionOpened
         self.clock = 0  # when nothing is pushed
         self.n_fetches = 0
-        self.acknowledges = True
+        self.acknowledges = True  # pushes, at once
         self.pushed: list[tuple[Push, Vector]] = []
         self._blocks: dict[int, Vector] = {}
 
@@ -114,15 +109,7 @@ class Shard:
 
 
 class RoleBench:
-    """A role with one shard, whose actions wait for the test.
-
-    Attributes:
-        shard: Its one shard.
-        computes: Work that was requested and has not run.
-        reported: Messages to others than the shard.
-        reports: Its log.
-        now: The time, set by the test.
-    """
+    """A role with one shard, whose actions wait for the test."""
 
     role: Role  # set by the subclass
 
@@ -137,12 +124,13 @@ class RoleBench:
             shards=[SHARD],
             memory=PrivateMemory(host=""),
         )
-        self.computes: list[Compute] = []
+        self.computes: list[Compute] = []  # requested, and has not run
         self.timers: dict[str, float] = {}
-        self.reported: list[Message] = []
-        self.reports: list[Report] = []
+        self.reported: list[Message] = []  # to others than the shard
+        self.reports: list[Report] = []  # its log
         self.to_shard: list[Message] = []  # sent, not yet arrived
         self._halted = False
+        self.has_started = False
         self.now = 0.0
 
     def feed(self, event: Event) -> list[Action]:
@@ -177,17 +165,12 @@ class RoleBench:
         """Run the oldest work, or the oldest of this name."""
         wanted = next(c for c in self.computes if name in c.name)
         self.computes.remove(wanted)
-        result: object = None
-        error: Exception | None = None
-        try:
-            result = wanted.work()
-        except Exception as caught:  # noqa: BLE001 -- as a driver does
-            error = caught
-        self.feed(Computed(name=wanted.name, result=result, error=error, seconds=0.25))
+        self.feed(msgspec.structs.replace(_compute(wanted), seconds=0.25))
         return wanted
 
     def start(self) -> Self:
         """Start the role; the shard opens a session."""
+        self.has_started = True
         self.feed(Started(incarnation=1))
         self.deliver()
         return self
@@ -224,9 +207,10 @@ class Bench(RoleBench):
         dataset: Dataset | None = None,
         n_samples: int = 64,
         await_begin: bool = False,
-        config: DownpourConfig | None = None,
+        samples_max: int | None = None,
+        **settings: object,
     ) -> None:
-        self.config = config or DownpourConfig(batch_size=4, learning_rate=0.1)
+        self.config = msgspec.convert(USUAL | settings, DownpourSettings)
         self.model = FlatModel(net() if module is None else module)
         super().__init__(self.model)
         self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
@@ -244,6 +228,7 @@ class Bench(RoleBench):
             ),
             data_shard=self.data_shard,
             await_begin=await_begin,
+            samples_max=samples_max,
         )
         assert isinstance(self.replica.objective, TrainingObjective)
         self.counters = self.replica.objective.counters
@@ -256,9 +241,12 @@ class Bench(RoleBench):
             self.compute()
         raise AssertionError(f"step {step} never came: {self.replica.status()}")
 
-    def run_to_the_end(self) -> None:
+    def run_to_the_end(self) -> Self:
+        if not self.has_started:
+            self.start()
         self.run_while_it_can()
-        assert self._halted, self.replica.status()
+        assert self.has_halted(), self.replica.status()
+        return self
 
     def sums_pushed(self) -> list[list[torch.Tensor]]:
         """Return each push as flat tensors, in the order of the layout."""

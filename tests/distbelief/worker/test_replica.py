@@ -1,7 +1,5 @@
 """The replica's state machine: events in, actions out."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -21,32 +19,10 @@ from distbelief.protocol import (
     Stop,
 )
 from distbelief.roles.role import Executor, Started
-from distbelief.worker.config import Async, DownpourConfig
+from distbelief.worker.config import Async
 from distbelief.worker.training import Items, Trainer
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
-
-
-def config(
-    *,
-    n_fetch: int = 1,
-    n_push: int = 1,
-    blocking: bool = False,
-    max_steps: int | None = None,
-    clip_norm: float | None = None,
-    non_finite_limit: int = 10,
-) -> DownpourConfig:
-    return DownpourConfig(
-        batch_size=4,
-        learning_rate=0.1,
-        policy=Async(n_fetch=n_fetch, n_push=n_push, blocking=blocking),
-        max_steps=max_steps,
-        clip_norm=clip_norm,
-        non_finite_limit=non_finite_limit,
-    )
-
-
-# --------------------------------------------------------------- what runs beside what
 
 
 def test_one_step_is_fetch_install_gradient_push() -> None:
@@ -77,7 +53,7 @@ def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None
 
 def test_a_blocking_replica_fetches_when_its_push_is_applied() -> None:
     """DB-11."""
-    bench = Bench(config=config(blocking=True)).start()
+    bench = Bench(blocking=True).start()
     bench.run_until_step(1)
     bench.shard.acknowledges = False
     bench.compute("push")
@@ -140,31 +116,23 @@ def test_no_step_begins_beyond_the_allowed_samples() -> None:
     assert isinstance(bench.reported[-1], Finished)
 
 
-# ---------------------------------------------------------------------- what is pushed
-
-
 def test_the_first_push_has_one_gradient_and_later_ones_n_push() -> None:
     """DB-6 and DB-7."""
-    bench = Bench(config=config(n_push=3, max_steps=8)).start()
-    bench.run_to_the_end()
+    bench = Bench(n_push=3, max_steps=8).run_to_the_end()
     pushes = [push for push, _ in bench.shard.pushed]
     assert [push.n_gradients for push in pushes] == [1, 3, 3, 1]
     assert [push.samples for push in pushes] == [4, 16, 28, 32]
 
 
 def test_a_push_names_the_clock_of_its_oldest_gradient() -> None:
-    policy = Async(n_push=3, overwrite_local_steps=True)
-    literal = replace(config(max_steps=8), policy=policy)
-    bench = Bench(config=literal).start()
-    bench.run_to_the_end()
+    bench = Bench(max_steps=8, n_push=3, overwrite_local_steps=True).run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
     assert clocks == [0, 0, 1, 2]  # the fetch for step 1 began before push 1 was sent
 
 
 def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
     """Otherwise it is unknown whether the fetch contains that push, and which steps to repeat."""
-    bench = Bench(config=config(n_push=3, max_steps=8)).start()
-    bench.run_to_the_end()
+    bench = Bench(n_push=3, max_steps=8).run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
     assert clocks == [0, 1, 2, 3]
 
@@ -198,9 +166,9 @@ def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
 @pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
 def test_samples_of_all_incarnations_count_towards_the_bound(done: int, pushed: list[int]) -> None:
     """Regression: a late incarnation did its whole share once more."""
-    bench = Bench(config=replace(config(), max_samples=16))
+    bench = Bench(samples_max=16)
     bench.shard.samples = done
-    bench.start().run_to_the_end()
+    bench.run_to_the_end()
     assert [push.samples for push, _ in bench.shard.pushed] == pushed
     assert len(bench.sent(Fetch)) <= max(1, len(pushed))
     assert not bench.reported[:-1] or pushed
@@ -208,9 +176,9 @@ def test_samples_of_all_incarnations_count_towards_the_bound(done: int, pushed: 
 
 
 def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:
-    bench = Bench(config=config(max_steps=1))
+    bench = Bench(max_steps=1)
     bench.shard.samples = 20
-    bench.start().run_to_the_end()
+    bench.run_to_the_end()
     indices = BatchCursor(bench.data_shard).batch(20, 4).tolist()
     dataset = Frames()
     module = net()
@@ -231,8 +199,7 @@ def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:
 
 
 def test_clipping_bounds_each_gradient() -> None:
-    bench = Bench(config=config(clip_norm=0.01, max_steps=2)).start()
-    bench.run_to_the_end()
+    bench = Bench(clip_norm=0.01, max_steps=2).run_to_the_end()
     for tensors in bench.sums_pushed():
         assert float(torch.cat(tensors).norm()) == pytest.approx(0.01, rel=1e-3)
 
@@ -241,15 +208,12 @@ def test_dropout_is_a_function_of_seed_and_position() -> None:
     pushed = []
     for noise in (1, 2):
         torch.manual_seed(0)
-        bench = Bench(module=dropout_net(), config=config(max_steps=1))
+        bench = Bench(module=dropout_net(), max_steps=1)
         bench.start()
         torch.manual_seed(noise)
         bench.run_to_the_end()
         pushed.append(torch.cat(bench.sums_pushed()[0]))
     assert torch.equal(*pushed)
-
-
-# ------------------------------------------------------------------- what is not finite
 
 
 class Spoilt(Frames):
@@ -269,8 +233,7 @@ def spoilt_steps(steps: list[int]) -> Spoilt:
 @pytest.mark.parametrize("n_push", [1, 3])
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_named(n_push: int) -> None:
     dataset = spoilt_steps([2])
-    bench = Bench(dataset=dataset, config=config(n_push=n_push, max_steps=7)).start()
-    bench.run_to_the_end()
+    bench = Bench(dataset=dataset, n_push=n_push, max_steps=7).run_to_the_end()
     assert bench.counters.non_finite == 1
     assert bench.counters.gradients_pushed == 6
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == 6
@@ -292,15 +255,14 @@ def test_an_infinite_sum_of_finite_losses_is_named_by_its_tensors() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x @ self.weight) * 1e38 * 1e38
 
-    bench = Bench(module=Steep(), config=config(max_steps=3)).start()
-    bench.run_to_the_end()
+    bench = Bench(module=Steep(), max_steps=3).run_to_the_end()
     assert bench.shard.pushed == []
     assert bench.counters.non_finite == 3
     assert len(bench.reports) == 1  # once for each row of them
 
 
 def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
-    bench = Bench(dataset=spoilt_steps([0, 2, 3, 4]), config=config(non_finite_limit=3))
+    bench = Bench(dataset=spoilt_steps([0, 2, 3, 4]), non_finite_limit=3)
     bench.start()
     with pytest.raises(JobError) as caught:
         bench.run_until_step(9)
@@ -311,12 +273,9 @@ def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
 
 
 def test_a_step_of_nothing_but_bad_gradients_pushes_nothing() -> None:
-    bench = Bench(dataset=spoilt_steps([0]), config=config(n_push=9)).start()
+    bench = Bench(dataset=spoilt_steps([0]), n_push=9).start()
     bench.run_until_step(1)
     assert "replica:push" not in bench.pending
-
-
-# ------------------------------------------------------------------------- what fails
 
 
 def test_a_label_out_of_range_is_named_with_its_sample() -> None:
@@ -377,9 +336,6 @@ def test_unexpected_messages_are_rejected(message: Evaluate | HeartbeatAck) -> N
         Bench().start().receive(message)
 
 
-# ---------------------------------------------------------------- beginning and ending
-
-
 def test_it_waits_for_begin() -> None:
     bench = Bench(await_begin=True).start()
     assert bench.state == "waiting for begin"
@@ -397,7 +353,7 @@ def test_stop_before_begin_ends_it_at_once() -> None:
 
 
 def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
-    bench = Bench(config=config(n_push=4)).start()
+    bench = Bench(n_push=4).start()
     bench.run_until_step(2)
     bench.receive(Stop(reason="enough"))
     assert not bench.has_halted()
@@ -429,8 +385,7 @@ def test_progress_is_reported_at_most_twice_a_second() -> None:
 
 
 def test_seconds_computing_are_those_of_the_work() -> None:
-    bench = Bench(config=config(max_steps=2)).start()
-    bench.run_to_the_end()
+    bench = Bench(max_steps=2).run_to_the_end()
     progress = [m for m in bench.reported if isinstance(m, Progress)][-1]
     assert progress.seconds_computing == 2 * (0.25 + 0.25)
 
@@ -448,5 +403,5 @@ def test_no_step_begins_after_a_stop() -> None:
 
 
 def test_no_batch_beyond_the_last_step_is_read() -> None:
-    bench = Bench(config=config(max_steps=2)).start()
+    bench = Bench(max_steps=2).start()
     assert bench.run_while_it_can().count("replica:read") == 2

@@ -7,8 +7,9 @@ import torch
 
 from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.optimizers import SGD
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import Async, DownpourConfig
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.training import Items, Trainer, TrainingObjective
 
 
@@ -21,16 +22,13 @@ class Client:
     can_push = ready = False
 
 
-def rank() -> TrainingObjective:
-    items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
-    trainer = Trainer(items, Async(), clip_norm=None, n_ranks=1, is_whole=False)
-    config = DownpourConfig(batch_size=4)
-    return TrainingObjective(config, client=cast("ParameterClient", Client()), trainer=trainer)
-
-
 def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
     """The group begins where the rank that has pushed least left off."""
-    objective = rank()
+    config = DownpourSettings(loss="", batch_size=4, rule=SGD(learning_rate=0.1))
+    items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
+    trainer = Trainer(items, config.policy, clip_norm=None, n_ranks=1, is_whole=False)
+    client = cast("ParameterClient", Client())
+    objective = TrainingObjective(config, client=client, trainer=trainer)
     objective.begin(0, 0.0)
     counted = []
     for step in range(4):
