@@ -24,9 +24,6 @@ from distbelief.protocol.hosts import CHUNK_BYTES_MAX
 from tests.distbelief.jobs import speech
 
 
-# ------------------------------------------------------------------------- chunks
-
-
 @given(
     content=st.binary(max_size=50),
     size=st.integers(1, 9),
@@ -109,9 +106,6 @@ def test_the_rate_is_that_of_the_fastest_chunk(bandwidth: float) -> None:
         again = FileChunk.of("p", content, ask.offset)
         assert not probe.take(again, now + 1e-5)  # what comes twice does not count
     assert probe.rate == pytest.approx(min(bandwidth, CHUNK_BYTES_MAX / 1e-6), rel=0.01)
-
-
-# ----------------------------------------------------------------------- job spec
 
 
 def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> RoleSpec:

@@ -241,9 +241,6 @@ def _toml(value: object) -> str:
             return str(value)
 
 
-# ------------------------------------------------------- keys for simulations only
-
-
 SIMULATED = """
 [[machines]]
 count = 8

@@ -141,9 +141,6 @@ def port_of(transport: ZmqTransport) -> int:
     return Endpoint.parse(transport.endpoint).port
 
 
-# -------------------------------------------------------------------------- honest
-
-
 def test_peers_with_keys_speak_both_ways(world: World) -> None:
     server, worker = world.server(), world.worker()
     assert Endpoint.parse(server.endpoint).key == world.server_key
@@ -215,9 +212,6 @@ def test_what_is_bound_everywhere_is_found_where_the_supervisor_was(world: World
     worker.connect("shard-0", 1, shard.endpoint)
     worker.send("shard-0", HeartbeatAck())
     take(shard, 1)
-
-
-# ------------------------------------------------------------------------ at the door
 
 
 def test_a_key_that_is_not_allowed_is_refused_with_the_command_that_allows_it(
@@ -366,9 +360,6 @@ def test_requests_that_no_zeromq_makes_are_refused(server: ZmqTransport) -> None
     for request in (good[:6], good[:2], [*good[:6], b"x"], [*good, b"more"]):
         assert judge(request).status == REFUSED
     assert judge([*good[:5], b"PLAIN", bytes(32)]).status == REFUSED
-
-
-# --------------------------------------------------------------------- bad manners
 
 
 @pytest.mark.parametrize(

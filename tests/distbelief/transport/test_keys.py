@@ -114,9 +114,6 @@ def test_errors_of_the_disk_are_reported(keys: KeyFiles, tmp_path: Path) -> None
         keys.make()
 
 
-# ----------------------------------------------------------------------- allow-list
-
-
 def test_keys_are_allowed_changed_and_revoked_by_key_or_name(keys: KeyFiles) -> None:
     assert keys.allowed() == ()
     other = Allowed(key="b" * 64, roles=("server",), name="lab-3")
@@ -239,9 +236,6 @@ def test_the_list_is_bounded(keys: KeyFiles, monkeypatch: pytest.MonkeyPatch) ->
         keys.allowed()
 
 
-# ------------------------------------------------------------------------- exchange
-
-
 def test_a_key_is_exchanged_in_two_steps(keys: KeyFiles) -> None:
     old = keys.pair().public
     assert keys.next_pair() is None
@@ -275,9 +269,6 @@ def test_no_secret_is_in_an_error_of_any_kind(keys: KeyFiles) -> None:
         keys.pair()
     assert secret not in f"{caught.value!r}{caught.value.__context__!r}"
     assert KeyPair.new().secret.hex() not in str(caught.value)
-
-
-# ------------------------------------------------------------------------ as text
 
 
 def test_a_pair_is_known_by_its_secret() -> None:

@@ -121,9 +121,6 @@ def on_start(*actions: rl.Action) -> React:
     return react
 
 
-# ---------------------------------------------------------------- a life, as planned
-
-
 @pytest.mark.parametrize("error", [None, "NaN in replica-1"])
 def test_a_run_begins_with_started_and_ends_with_exit(build: Build, error: str | None) -> None:
     node, role = build(lambda _event, _now: [rl.Exit(error=error)])
@@ -179,9 +176,6 @@ def test_reports_and_peers_that_cannot_be_connected_go_to_the_log(
     assert log[0] == ("warning", "warm")
     assert log[1][0] == "error"
     assert "tcp://10.0.0.1:1" in log[1][1]
-
-
-# -------------------------------------------------------------------------- timers
 
 
 def test_timers_fire_in_order_once_and_never_early(build: Build) -> None:
@@ -285,9 +279,6 @@ def test_timers_do_what_a_dictionary_of_times_would(steps: list[tuple[str, str, 
         assert len(timers) == len(plain)
 
 
-# ---------------------------------------------------------------------------- work
-
-
 def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
     """A gradient that takes seconds must not silence the heartbeats."""
     handled = threading.Event()
@@ -380,9 +371,6 @@ def test_work_without_an_end_is_abandoned_and_named_and_what_waits_is_dropped(
     assert ran == []
 
 
-# ----------------------------------------------------------------------- snapshots
-
-
 class Shelf:
     """A checkpoint storage that keeps one checkpoint, or fails."""
 
@@ -465,9 +453,6 @@ def test_a_store_that_fails_otherwise_ends_the_role(build: Build) -> None:
     assert role.events == []
 
 
-# -------------------------------------------------------------------------- errors
-
-
 def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
@@ -541,9 +526,6 @@ def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
     assert error.startswith("LocalProtocolError: cannot send Save")
 
 
-# ---------------------------------------------------------------------------- post
-
-
 def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> None:
     before = threading.active_count()
     node, role = build(on_start())
@@ -607,9 +589,6 @@ def test_a_role_far_behind_drops_what_is_posted_and_says_so(
     assert log == [("warning", "4 posted events were dropped")]
 
 
-# ---------------------------------------------------------------------------- pump
-
-
 def test_pump_runs_the_role_until_it_is_so(build: Build) -> None:
     def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
         if isinstance(event, rl.Started | rl.Computed):
@@ -636,9 +615,6 @@ def test_pump_gives_up_in_time_and_when_the_role_has_ended(build: Build) -> None
     node.post(NEWS)
     assert not node.pump(lambda: False, timeout_seconds=PATIENCE_SECONDS)
     assert node.error == "no shard"
-
-
-# --------------------------------------------------------------------------- ticks
 
 
 def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) -> None:
@@ -671,9 +647,6 @@ def test_a_broken_display_does_not_end_the_job(build: Build, log: list[tuple[str
     assert node.run(on_tick, tick_seconds=0.001) is None
     ((_, text),) = log
     assert "no terminal" in text
-
-
-# ------------------------------------------------------------------------ launcher
 
 
 class Fleet:

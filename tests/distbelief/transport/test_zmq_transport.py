@@ -115,9 +115,6 @@ def labels(envelopes: list[Envelope]) -> list[str]:
     return [e.message.label for e in envelopes if isinstance(e.message, SaveCheckpoint)]
 
 
-# -------------------------------------------------------------------- what arrives
-
-
 def test_messages_arrive_in_order_with_their_sender(make: Make) -> None:
     a, b = make("a"), make("b")
     a.connect("b", 1, b.endpoint)
@@ -171,9 +168,6 @@ def test_one_call_of_receive_yields_a_bounded_number(
     assert max(seen) <= 3
 
 
-# ---------------------------------------------------------------------------- poll
-
-
 def test_poll_returns_the_descriptors_that_are_ready(make: Make) -> None:
     a = make("a")
     reader, writer = os.pipe()
@@ -192,9 +186,6 @@ def test_poll_waits_at_least_for_its_timeout(make: Make) -> None:
     begun = time.monotonic()
     a.poll(0.0015)
     assert time.monotonic() - begun >= 0.0015
-
-
-# --------------------------------------------------------------- what is not sent
 
 
 @contextmanager
@@ -236,9 +227,6 @@ def test_a_peer_that_reads_nothing_holds_a_bounded_number(make: Make) -> None:
     assert len(take(b, n_taken)) == n_taken  # none of those taken is lost
     a.send("b", SaveCheckpoint(label="and it goes on"))
     assert labels(take(b, 1)) == ["and it goes on"]
-
-
-# -------------------------------------------------------------------- peers change
 
 
 def test_a_peer_that_restarts_elsewhere_is_reached_there(make: Make) -> None:
@@ -304,9 +292,6 @@ def test_the_least_recently_used_link_makes_room(
     assert [a.send(peer, HeartbeatAck()) for peer in "bcd"] == [True, False, True]
 
 
-# ------------------------------------------------------------------------- refusals
-
-
 def test_a_port_in_use_is_named_with_the_fix(make_tcp: Make) -> None:
     address = make_tcp.somewhere()
     make_tcp("a", bind=address)
@@ -355,9 +340,6 @@ def test_a_transport_that_is_not_running_does_not_connect(tmp_path: Path) -> Non
     with pytest.raises(LocalProtocolError, match="transport of a is not running"):
         transport.connect("b", 1, f"ipc://{tmp_path}/.b.1")
     transport.close()  # as often as one likes
-
-
-# ------------------------------------------------------------------------ strangers
 
 
 class Stranger:
@@ -539,9 +521,6 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
     assert still_works(inbox)
     link.disable_monitor()
     watch.close()
-
-
-# ------------------------------------------------------------------------ processes
 
 
 PEER = """

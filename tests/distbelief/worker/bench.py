@@ -8,36 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from distbelief import protocol as wire
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.data import Dataset, DataShard
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout
-from distbelief.protocol import (
-    Fetch,
-    Message,
-    OpenSession,
-    ParameterBlock,
-    Push,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
-    SessionOpened,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Event,
-    Exit,
-    Received,
-    Report,
-    Role,
-    Send,
-    SetTimer,
-    Started,
-)
+from distbelief.roles import role as rl
 from distbelief.task import dry_run
 from distbelief.transport.node import _compute
 from distbelief.worker.build import whole_replica
@@ -47,7 +24,7 @@ from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import Frames, net
 
 
-SHARD = Address("shard-0")
+SHARD = rl.Address("shard-0")
 USUAL = {"loss": "", "batch_size": 4, "rule": {"name": "sgd", "learning_rate": 0.1}}
 
 
@@ -60,14 +37,14 @@ class Shard:
         self.clock = 0  # when nothing is pushed
         self.n_fetches = 0
         self.acknowledges = True  # pushes, at once
-        self.pushed: list[tuple[Push, Vector]] = []
+        self.pushed: list[tuple[wire.Push, Vector]] = []
         self._blocks: dict[int, Vector] = {}
 
-    def answer(self, message: Message) -> list[Message]:
+    def answer(self, message: wire.Message) -> list[wire.Message]:
         match message:
-            case OpenSession():
+            case wire.OpenSession():
                 return [
-                    SessionOpened(
+                    wire.SessionOpened(
                         shard_incarnation=1,
                         clock=0,
                         samples=self.samples,
@@ -77,10 +54,10 @@ class Shard:
                         push_buffers_region="",
                     )
                 ]
-            case Fetch():
+            case wire.Fetch():
                 self.n_fetches += 1
                 return [
-                    ParameterBlock(
+                    wire.ParameterBlock(
                         request=message.request,
                         shard_incarnation=1,
                         block_index=0,
@@ -88,18 +65,20 @@ class Shard:
                         values=self.values.copy(),
                     )
                 ]
-            case PushBlock():
+            case wire.PushBlock():
                 self._blocks[message.sequence] = message.values.copy()
-                return [PushBlockAck(sequence=message.sequence, shard_incarnation=1, received=1)]
-            case Push():
+                return [
+                    wire.PushBlockAck(sequence=message.sequence, shard_incarnation=1, received=1)
+                ]
+            case wire.Push():
                 self.pushed.append((message, self._blocks[message.sequence]))
                 return self.acknowledge() if self.acknowledges else []
             case _:
                 return []
 
-    def acknowledge(self) -> list[Message]:
+    def acknowledge(self) -> list[wire.Message]:
         return [
-            PushApplied(
+            wire.PushApplied(
                 sequence=self.pushed[-1][0].sequence,
                 shard_incarnation=1,
                 clock=len(self.pushed),
@@ -111,7 +90,7 @@ class Shard:
 class RoleBench:
     """A role with one shard, whose actions wait for the test."""
 
-    role: Role  # set by the subclass
+    role: rl.Role  # set by the subclass
 
     def __init__(self, model: FlatModel, *, pushes: bool = True) -> None:
         self.layout = Layout.of(model.specs(), n_shards=1)
@@ -124,36 +103,36 @@ class RoleBench:
             shards=[SHARD],
             memory=PrivateMemory(host=""),
         )
-        self.computes: list[Compute] = []  # requested, and has not run
+        self.computes: list[rl.Compute] = []  # requested, and has not run
         self.timers: dict[str, float] = {}
-        self.reported: list[Message] = []  # to others than the shard
-        self.reports: list[Report] = []  # its log
-        self.to_shard: list[Message] = []  # sent, not yet arrived
+        self.reported: list[wire.Message] = []  # to others than the shard
+        self.reports: list[rl.Report] = []  # its log
+        self.to_shard: list[wire.Message] = []  # sent, not yet arrived
         self._halted = False
         self.has_started = False
         self.now = 0.0
 
-    def feed(self, event: Event) -> list[Action]:
+    def feed(self, event: rl.Event) -> list[rl.Action]:
         """Handle an event and record its actions."""
         actions = list(self.role.handle(event, self.now))
         for action in actions:
             match action:
-                case Send(receiver=receiver, message=message):
+                case rl.Send(receiver=receiver, message=message):
                     (self.to_shard if receiver == SHARD else self.reported).append(message)
-                case Compute():
+                case rl.Compute():
                     self.computes.append(action)
-                case SetTimer():
+                case rl.SetTimer():
                     self.timers[action.name] = action.at
-                case Report():
+                case rl.Report():
                     self.reports.append(action)
-                case Exit():
+                case rl.Exit():
                     self._halted = True
                 case _:
                     raise AssertionError(action)
         return actions
 
-    def receive(self, message: Message, *, sender: str = SUPERVISOR) -> list[Action]:
-        return self.feed(Received(sender=Address(sender), incarnation=1, message=message))
+    def receive(self, message: wire.Message, *, sender: str = rl.SUPERVISOR) -> list[rl.Action]:
+        return self.feed(rl.Received(sender=rl.Address(sender), incarnation=1, message=message))
 
     def deliver(self) -> None:
         """Let the shard answer until no message is left."""
@@ -161,7 +140,7 @@ class RoleBench:
             for answer in self.shard.answer(self.to_shard.pop(0)):
                 self.receive(answer, sender=SHARD)
 
-    def compute(self, name: str = "") -> Compute:
+    def compute(self, name: str = "") -> rl.Compute:
         """Run the oldest work, or the oldest of this name."""
         wanted = next(c for c in self.computes if name in c.name)
         self.computes.remove(wanted)
@@ -171,7 +150,7 @@ class RoleBench:
     def start(self) -> Self:
         """Start the role; the shard opens a session."""
         self.has_started = True
-        self.feed(Started(incarnation=1))
+        self.feed(rl.Started(incarnation=1))
         self.deliver()
         return self
 
@@ -257,6 +236,6 @@ class Bench(RoleBench):
             found.append(tensors)
         return found
 
-    def sent(self, kind: type[Message]) -> Sequence[Message]:
+    def sent(self, kind: type[wire.Message]) -> Sequence[wire.Message]:
         """Return undelivered messages to the shard, of one type."""
         return [message for message in self.to_shard if isinstance(message, kind)]

@@ -8,26 +8,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.core.memory import PrivateMemory
 from distbelief.data import DataShard
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
-from distbelief.protocol import (
-    Evaluate,
-    EvaluationDone,
-    Finished,
-    GrantSteps,
-    HeartbeatAck,
-    Message,
-    Progress,
-    RankReady,
-    StartEpoch,
-    StartTraining,
-    Stop,
-    TransferAck,
-)
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send, Started
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause
@@ -45,9 +32,6 @@ from tests.simulation.test_downpour import LEARNING, downpour, plain
 HERE = "tests.distbelief.worker.test_build"
 EXAMPLES = "tests.distbelief.examples"
 SIMULATED = "tests.simulation.test_downpour"
-
-
-# ------------------------------------------------------- one replica: Algorithm 1.1
 
 
 def sequential(
@@ -213,9 +197,6 @@ def test_ranks_send_the_bytes_that_the_plan_predicts() -> None:
             assert figures.get(f"bytes_to_{receiver}", 0.0) == 7 * n_bytes
 
 
-# ----------------------------------------------------------------- begin, wait, fail
-
-
 def state(group: Group, machine: int) -> str:
     return group.simulation.role(group.machines[machine]).status()[0]
 
@@ -235,15 +216,15 @@ def test_ranks_wait_for_start_and_name_the_missing_rank() -> None:
     assert state(group, 1) == "waiting for replica-0.0"
     group.simulation.run(until=2.0)
     assert state(group, 0) == "waiting for begin"
-    group.tell(group.machines[1], StartTraining())  # not the leader
+    group.tell(group.machines[1], wire.StartTraining())  # not the leader
     group.simulation.run(until=3.0)
     assert not group.simulation.halted
-    group.tell(group.machines[0], StartTraining())
+    group.tell(group.machines[0], wire.StartTraining())
     group.run()
-    progress = group.told(Progress)
+    progress = group.told(wire.Progress)
     assert progress[-1].samples == 16
     assert progress[-1].step == 4
-    assert len(group.told(Finished)) == 3
+    assert len(group.told(wire.Finished)) == 3
 
 
 def test_ranks_take_no_step_beyond_the_allowed_samples() -> None:
@@ -251,17 +232,17 @@ def test_ranks_take_no_step_beyond_the_allowed_samples() -> None:
         LEARNING, downpour(max_steps=4), inputs=FRAMES, n_machines=3, plan_seed=1, await_begin=True
     )
     group.simulation.run(until=0.5)
-    group.tell(group.machines[0], StartTraining(samples=5))
+    group.tell(group.machines[0], wire.StartTraining(samples=5))
     group.simulation.run(until=5.0)
     assert state(group, 0) == "waiting for more samples"
-    assert group.told(Progress)[-1].samples == 8
+    assert group.told(wire.Progress)[-1].samples == 8
     assert group.status(group.machines[0])["samples_allowed"] == 5
-    group.tell(group.machines[0], StartTraining(samples=9))
+    group.tell(group.machines[0], wire.StartTraining(samples=9))
     group.simulation.run(until=10.0)
-    assert group.told(Progress)[-1].samples == 12
-    group.tell(group.machines[0], StartTraining(samples=100))
+    assert group.told(wire.Progress)[-1].samples == 12
+    group.tell(group.machines[0], wire.StartTraining(samples=100))
     group.run()
-    assert group.told(Progress)[-1].samples == 16
+    assert group.told(wire.Progress)[-1].samples == 16
 
 
 def test_status_names_the_rank_that_is_waited_for() -> None:
@@ -279,7 +260,7 @@ def test_stop_ends_a_replica_without_a_step_limit() -> None:
     )
     group.simulation.run(until=0.02)
     for name in group.machines:
-        group.tell(name, Stop(reason="enough"))
+        group.tell(name, wire.Stop(reason="enough"))
     group.run()
     for name in group.machines:
         figures = group.status(name)
@@ -441,9 +422,6 @@ def test_a_failing_step_is_a_job_error() -> None:
     assert any("inputs have shape [39]; the plan is for [40]" in e for e in errors)
 
 
-# ---------------------------------------------------------------------- evaluation
-
-
 @pytest.mark.parametrize("plan_seed", range(3))
 def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
     group = Group(
@@ -467,30 +445,27 @@ def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
     inputs, targets = torch.utils.data.default_collate(samples)
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(module(inputs), targets)
-    group.tell("evaluator", Evaluate(request=7, whole=False))
-    group.tell("evaluator", Evaluate(request=8, whole=False))
+    group.tell("evaluator", wire.Evaluate(request=7, whole=False))
+    group.tell("evaluator", wire.Evaluate(request=8, whole=False))
     group.simulation.run(until=2.0)
     if plan_seed:
         group.simulation.restart(group.machines[-1])
-    group.tell("evaluator", Evaluate(request=9, whole=True))
+    group.tell("evaluator", wire.Evaluate(request=9, whole=True))
     group.simulation.run(until=5.0)
-    group.tell("evaluator", Evaluate(request=9, whole=True))
+    group.tell("evaluator", wire.Evaluate(request=9, whole=True))
     group.simulation.run(until=6.0)
     answers = [
         event.message
         for event in group.simulation.sent_to(SUPERVISOR)
-        if isinstance(event.message, EvaluationDone)
+        if isinstance(event.message, wire.EvaluationDone)
     ]
     assert [answer.request for answer in answers] == [7, 8, 9, 9]
     assert [answer.n_samples for answer in answers] == [20, 20, 50, 50]
     assert answers[0].loss == pytest.approx(float(expected), rel=1e-5)
     assert 0.0 <= answers[0].metric <= 1.0
     for name in group.machines:
-        group.tell(name, Stop(reason="over"))
+        group.tell(name, wire.Stop(reason="over"))
     group.run()
-
-
-# ------------------------------------------------------------------------ refusals
 
 
 def build(group: Group, name: str, **changes: object) -> Role:
@@ -530,10 +505,10 @@ def test_a_rank_rejects_messages_it_does_not_accept() -> None:
     group.simulation.run(until=0.1)
     machine = group.machine(group.machines[1])
     machine._is_gone = False
-    wrong: list[tuple[str, Message]] = [
-        ("replica-0.0", HeartbeatAck()),
-        ("replica-0.1", StartEpoch(generation=1 << 40, plan="p")),
-        ("stranger", TransferAck(generation=1, taken=0)),
+    wrong: list[tuple[str, wire.Message]] = [
+        ("replica-0.0", wire.HeartbeatAck()),
+        ("replica-0.1", wire.StartEpoch(generation=1 << 40, plan="p")),
+        ("stranger", wire.TransferAck(generation=1, taken=0)),
     ]
     for sender, message in wrong:
         event = Received(sender=Address(sender), incarnation=1, message=message)
@@ -554,7 +529,7 @@ def test_a_rank_that_starts_after_the_end_exits_on_stop() -> None:
     group.simulation.restart(name)
     group.simulation.run(until=6.0)
     assert state(group, 1) == "waiting for replica-0.0"
-    group.tell(name, Stop(reason="over"))
+    group.tell(name, wire.Stop(reason="over"))
     group.simulation.run(until=60.0)
     assert group.simulation.halted[name] is None
 
@@ -565,24 +540,24 @@ def test_a_rank_rejects_what_the_leader_sent_earlier_or_too_early() -> None:
     machine.handle(Started(incarnation=1), 0.0)
     plan = group.split.fingerprint
 
-    def lead(message: Message) -> None:
+    def lead(message: wire.Message) -> None:
         sender = Address("replica-0.0")
         machine.handle(Received(sender=sender, incarnation=1, message=message), 0.0)
 
-    grant = GrantSteps(generation=5, position=0, steps=2, is_last=False, ended=False)
+    grant = wire.GrantSteps(generation=5, position=0, steps=2, is_last=False, ended=False)
     with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
         lead(grant)
-    lead(StartEpoch(generation=5, plan=plan))
+    lead(wire.StartEpoch(generation=5, plan=plan))
     with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
         lead(grant)
     for early in (
         msgspec.structs.replace(grant, generation=4),
-        StartEpoch(generation=4, plan=plan),
+        wire.StartEpoch(generation=4, plan=plan),
     ):
         with pytest.raises(RemoteProtocolError, match="of generation 4, after generation 5 had"):
             lead(early)
     with pytest.raises(JobError, match=r"has plan q, replica-0\.1 has .*: start all ranks"):
-        lead(StartEpoch(generation=6, plan="q"))
+        lead(wire.StartEpoch(generation=6, plan="q"))
 
 
 def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,12 +568,12 @@ def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.M
     group = small_group()
     machine = build(group, "replica-0.1")
     machine.handle(Started(incarnation=1), 0.0)
-    begins = StartEpoch(generation=5, plan=group.split.fingerprint)
+    begins = wire.StartEpoch(generation=5, plan=group.split.fingerprint)
 
     def is_ready() -> bool:
         event = Received(sender=Address("replica-0.0"), incarnation=1, message=begins)
         sent = [a.message for a in machine.handle(event, 0.0) if isinstance(a, Send)]
-        return any(isinstance(message, RankReady) for message in sent)
+        return any(isinstance(message, wire.RankReady) for message in sent)
 
     assert not is_ready()
     applied = True

@@ -3,30 +3,22 @@
 import msgspec
 import pytest
 
+from distbelief import protocol as wire
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    ChunkOrder,
-    GrantSteps,
-    HeartbeatAck,
-    Message,
-    RankReady,
-    StartEpoch,
-    StepsDone,
-)
 from distbelief.worker.group import GENERATION_BITS, STOP_SECONDS, GroupLeader, Outgoing
 
 
 GENERATION = (1 << GENERATION_BITS) + 1
 
 
-def ready(generation: int, samples: int = 0, *, pushes: bool = True) -> RankReady:
-    return RankReady(generation=generation, pushes=pushes, samples=samples)
+def ready(generation: int, samples: int = 0, *, pushes: bool = True) -> wire.RankReady:
+    return wire.RankReady(generation=generation, pushes=pushes, samples=samples)
 
 
 def steps_done(
     generation: int, steps: int, *, ended: bool = False, square: float = 0.0
-) -> StepsDone:
-    return StepsDone(
+) -> wire.StepsDone:
+    return wire.StepsDone(
         generation=generation,
         steps=steps,
         loss=2.0 * steps,
@@ -47,8 +39,8 @@ def commit_token(
     ended: bool = False,
     agreed: int = 0,
     square: float = 0.0,
-) -> GrantSteps:
-    return GrantSteps(
+) -> wire.GrantSteps:
+    return wire.GrantSteps(
         generation=generation,
         position=position,
         steps=steps,
@@ -63,7 +55,7 @@ def as_text(out: Outgoing) -> list[tuple[int, str]]:
     return [(rank, repr(message)) for rank, message in out]
 
 
-def same(out: Outgoing, *expected: tuple[int, Message]) -> bool:
+def same(out: Outgoing, *expected: tuple[int, wire.Message]) -> bool:
     return as_text(out) == as_text(list(expected))
 
 
@@ -78,7 +70,7 @@ def is_complete(leader: GroupLeader) -> bool:
 def leader_of_two(*, steps_max: int | None = None) -> GroupLeader:
     """Return a leader that has granted steps to two ranks."""
     leader = GroupLeader(2, plan="p", steps_max=steps_max)
-    gather = StartEpoch(generation=GENERATION, plan="p")
+    gather = wire.StartEpoch(generation=GENERATION, plan="p")
     leader.joined(0, 1, 0.0)
     assert same(leader.start(1, 0.0), (0, gather), (1, gather))
     assert same(leader.joined(1, 5, 0.0), (1, gather))
@@ -143,7 +135,7 @@ def test_a_repeated_report_is_answered_again() -> None:
 def test_a_new_incarnation_begins_a_new_generation() -> None:
     leader = leader_of_two()
     leader.hear(0, 1, steps_done(GENERATION, 1), 1.0)
-    again = StartEpoch(generation=GENERATION + 1, plan="p")
+    again = wire.StartEpoch(generation=GENERATION + 1, plan="p")
     out = leader.hear(1, 6, ready(0), 2.0)
     assert same(out, (0, again), (1, again), (1, again))
     assert not leader.is_running
@@ -200,7 +192,7 @@ def test_the_group_ends_without_a_silent_rank() -> None:
     leader = leader_of_two()
     leader.stop(1.0)
     assert leader.remind(1.0 + STOP_SECONDS) == []
-    again = StartEpoch(generation=GENERATION + 1, plan="p")
+    again = wire.StartEpoch(generation=GENERATION + 1, plan="p")
     now = 2.0 + STOP_SECONDS
     assert same(leader.remind(now), (0, again), (1, again))
     assert leader.hear(0, 1, ready(GENERATION + 1, 12), now) == []
@@ -228,7 +220,7 @@ def test_after_a_stop_no_rank_waits_for_one_lost_for_good() -> None:
     """Regression: a paused rank delayed the end by 40 s after the supervisor had given it up."""
     leader = leader_of_two()
     leader.stop(1.0)
-    again = StartEpoch(generation=GENERATION + 1, plan="p")
+    again = wire.StartEpoch(generation=GENERATION + 1, plan="p")
     assert same(leader.lost(1, 2.0), (0, again))
     assert leader.lost(1, 2.0) == []
     last = commit_token(GENERATION + 1, 0, position=12, is_last=True)
@@ -257,7 +249,7 @@ def test_a_leader_that_restarts_after_the_others_have_ended_ends_too() -> None:
     leader.start(2, 0.0)
     leader.begin(0.0)
     generation = leader.generation + 1
-    assert same(leader.lost(1, 0.0), (0, StartEpoch(generation=generation, plan="p")))
+    assert same(leader.lost(1, 0.0), (0, wire.StartEpoch(generation=generation, plan="p")))
     last = commit_token(generation, 0, position=4, is_last=True)
     assert same(leader.hear(0, 2, ready(generation, 4), 0.0), (0, last))
     leader.hear(0, 2, steps_done(generation, 0, ended=True), 0.0)
@@ -293,17 +285,19 @@ def test_a_generation_may_have_its_own_position_and_length() -> None:
 
 def test_a_leader_rejects_other_messages() -> None:
     with pytest.raises(RemoteProtocolError, match="rank 1 sent its leader HeartbeatAck"):
-        leader_of_two().hear(1, 5, HeartbeatAck(), 0.0)
+        leader_of_two().hear(1, 5, wire.HeartbeatAck(), 0.0)
 
 
 def test_a_generation_for_a_chunk_carries_its_order_until_a_rank_is_lost() -> None:
     leader = leader_of_two()
-    order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=())
+    order = wire.ChunkOrder(
+        epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=()
+    )
     out = leader.new_generation(1.0, position=0, limit=2, order=order)
-    gather = StartEpoch(generation=GENERATION + 1, plan="p", order=order)
+    gather = wire.StartEpoch(generation=GENERATION + 1, plan="p", order=order)
     assert same(out, (0, gather), (1, gather))
     assert same(leader.remind(1.1), (0, gather), (1, gather))
-    gather = StartEpoch(generation=GENERATION + 2, plan="p")
+    gather = wire.StartEpoch(generation=GENERATION + 2, plan="p")
     assert same(leader.joined(1, 6, 1.2), (0, gather), (1, gather))
 
 

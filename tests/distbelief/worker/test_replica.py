@@ -5,19 +5,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.data import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.protocol import (
-    Evaluate,
-    Fetch,
-    Finished,
-    HeartbeatAck,
-    Progress,
-    Push,
-    StartTraining,
-    Stop,
-)
 from distbelief.roles.role import Executor, Started
 from distbelief.worker.config import Async
 from distbelief.worker.training import Items, Trainer
@@ -36,7 +27,7 @@ def test_one_step_is_fetch_install_gradient_push() -> None:
     bench.compute("step")
     assert bench.state == "pushing"
     bench.compute("push")
-    assert len(bench.sent(Push)) == 1
+    assert len(bench.sent(wire.Push)) == 1
 
 
 def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None:
@@ -45,7 +36,7 @@ def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None
     bench.deliver()
     bench.compute("read")
     bench.compute("install")
-    assert len(bench.sent(Fetch)) == 1
+    assert len(bench.sent(wire.Fetch)) == 1
     read = bench.compute("read")
     assert read.executor is Executor.DATA
     assert bench.pending == ["replica:step"]
@@ -58,10 +49,10 @@ def test_a_blocking_replica_fetches_when_its_push_is_applied() -> None:
     bench.shard.acknowledges = False
     bench.compute("push")
     bench.deliver()
-    assert not bench.sent(Fetch)
+    assert not bench.sent(wire.Fetch)
     for message in bench.shard.acknowledge():
         bench.receive(message, sender="shard-0")
-    assert len(bench.sent(Fetch)) == 1
+    assert len(bench.sent(wire.Fetch)) == 1
 
 
 def test_two_pushes_may_be_in_flight_and_the_third_waits() -> None:
@@ -100,20 +91,20 @@ def test_work_has_a_cost() -> None:
 def test_no_step_begins_beyond_the_allowed_samples() -> None:
     """Regression: it trained on until Stop came, however late."""
     bench = Bench(await_begin=True).start()
-    bench.receive(StartTraining(samples=7))
+    bench.receive(wire.StartTraining(samples=7))
     bench.run_while_it_can()
     assert bench.counters.steps == 2  # a batch of 4 begins at 4, none at 8
     assert bench.state == "waiting for more samples"
     last = bench.reported[-1]
-    assert isinstance(last, Progress)  # at once: the supervisor waits for it
+    assert isinstance(last, wire.Progress)  # at once: the supervisor waits for it
     assert last.samples == 8
     assert bench.replica.status()[1]["samples_allowed"] == 7
-    bench.receive(StartTraining(samples=9))
+    bench.receive(wire.StartTraining(samples=9))
     bench.run_while_it_can()
     assert bench.counters.steps == 3
-    bench.receive(Stop(reason="that is all"))
+    bench.receive(wire.Stop(reason="that is all"))
     bench.run_while_it_can()
-    assert isinstance(bench.reported[-1], Finished)
+    assert isinstance(bench.reported[-1], wire.Finished)
 
 
 def test_the_first_push_has_one_gradient_and_later_ones_n_push() -> None:
@@ -170,9 +161,9 @@ def test_samples_of_all_incarnations_count_towards_the_bound(done: int, pushed: 
     bench.shard.samples = done
     bench.run_to_the_end()
     assert [push.samples for push, _ in bench.shard.pushed] == pushed
-    assert len(bench.sent(Fetch)) <= max(1, len(pushed))
+    assert len(bench.sent(wire.Fetch)) <= max(1, len(pushed))
     assert not bench.reported[:-1] or pushed
-    assert isinstance(bench.reported[-1], Finished)
+    assert isinstance(bench.reported[-1], wire.Finished)
 
 
 def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:
@@ -330,8 +321,8 @@ def test_data_that_fails_is_named() -> None:
         Bench(dataset=Torn()).start().run_until_step(1)
 
 
-@pytest.mark.parametrize("message", [Evaluate(request=1, whole=True), HeartbeatAck()])
-def test_unexpected_messages_are_rejected(message: Evaluate | HeartbeatAck) -> None:
+@pytest.mark.parametrize("message", [wire.Evaluate(request=1, whole=True), wire.HeartbeatAck()])
+def test_unexpected_messages_are_rejected(message: wire.Evaluate | wire.HeartbeatAck) -> None:
     with pytest.raises(RemoteProtocolError, match="is not for"):
         Bench().start().receive(message)
 
@@ -340,22 +331,22 @@ def test_it_waits_for_begin() -> None:
     bench = Bench(await_begin=True).start()
     assert bench.state == "waiting for begin"
     assert bench.pending == []
-    bench.receive(StartTraining())
+    bench.receive(wire.StartTraining())
     assert bench.pending == ["replica:read"]
     assert bench.state == "waiting for shard-0"  # whose values are on their way
 
 
 def test_stop_before_begin_ends_it_at_once() -> None:
     bench = Bench(await_begin=True).start()
-    bench.receive(Stop(reason="enough"))
+    bench.receive(wire.Stop(reason="enough"))
     assert bench.has_halted()
-    assert isinstance(bench.reported[-1], Finished)
+    assert isinstance(bench.reported[-1], wire.Finished)
 
 
 def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
     bench = Bench(n_push=4).start()
     bench.run_until_step(2)
-    bench.receive(Stop(reason="enough"))
+    bench.receive(wire.Stop(reason="enough"))
     assert not bench.has_halted()
     bench.shard.acknowledges = False
     while bench.computes:
@@ -368,8 +359,8 @@ def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
     assert bench.has_halted()
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (bench.counters.gradients)
     progress, finished = bench.reported[-2:]
-    assert isinstance(progress, Progress)
-    assert isinstance(finished, Finished)
+    assert isinstance(progress, wire.Progress)
+    assert isinstance(finished, wire.Finished)
     assert finished.counters["samples"] == progress.samples
 
 
@@ -378,7 +369,7 @@ def test_progress_is_reported_at_most_twice_a_second() -> None:
     for step in range(1, 11):
         bench.now = 0.2 * step
         bench.run_until_step(step)
-    reported = [m for m in bench.reported if isinstance(m, Progress)]
+    reported = [m for m in bench.reported if isinstance(m, wire.Progress)]
     assert [m.step for m in reported] == [1, 4, 7, 10]
     assert [m.samples for m in reported] == [4, 16, 28, 40]
     assert all(0.0 < m.loss < 2.0 for m in reported)
@@ -386,7 +377,7 @@ def test_progress_is_reported_at_most_twice_a_second() -> None:
 
 def test_seconds_computing_are_those_of_the_work() -> None:
     bench = Bench(max_steps=2).run_to_the_end()
-    progress = [m for m in bench.reported if isinstance(m, Progress)][-1]
+    progress = [m for m in bench.reported if isinstance(m, wire.Progress)][-1]
     assert progress.seconds_computing == 2 * (0.25 + 0.25)
 
 
@@ -395,9 +386,9 @@ def test_no_step_begins_after_a_stop() -> None:
     bench.feed(Started(incarnation=1))
     for opened in bench.shard.answer(bench.to_shard.pop(0)):
         bench.receive(opened, sender="shard-0")
-    assert bench.sent(Fetch)  # its values are on their way
+    assert bench.sent(wire.Fetch)  # its values are on their way
     bench.compute("read")
-    bench.receive(Stop(reason="enough"))
+    bench.receive(wire.Stop(reason="enough"))
     assert bench.has_halted()
     assert bench.counters.steps == 0
 

@@ -87,8 +87,6 @@ def test_acknowledgements_go_every_few_blocks_and_with_what_is_sent() -> None:
     assert receiver.remind(0.1) == []
 
 
-# --- messages put together from blocks ---
-
 KEY = StreamKey(step=3, micro_batch=0, way=5, sender=1)
 FLOAT = np.dtype(np.float32)
 
