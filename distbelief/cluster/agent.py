@@ -93,11 +93,7 @@ class RunningRoles:
         self.ended: dict[rl.Address, wire.RoleEnded] = {}  # kept until they are no longer assigned
 
     def assign(self, message: wire.Assignments) -> None:
-        """Store the roles assigned to this host; `reconcile` acts on them.
-
-        Raises:
-            RemoteProtocolError: a role name is invalid.
-        """
+        """Store the roles assigned to this host; `reconcile` acts on them."""
         assigned: dict[rl.Address, int] = {}
         for role in message.assignments:
             if _NAME.fullmatch(role.name) is None or role.name == PREPARE:
@@ -147,11 +143,7 @@ class HostStorage(Protocol):
     def store_job_spec(self, job_spec: bytes) -> rl.Seconds:
         """Check a run's job spec, and write the files that the processes of roles read.
 
-        Returns:
-            How long roles of that run wait for a silent supervisor.
-
-        Raises:
-            DistBeliefError: this host cannot serve that run.
+        Return how long they wait for a silent supervisor; DistBeliefError if this host is unfit.
         """
         ...
 

@@ -82,11 +82,7 @@ class _Method(Protocol):
 def connect(*, is_local: bool) -> None:
     """Connect to the Ray cluster, or start one on this host, as Ray itself decides.
 
-    Args:
-        is_local: Whether the job listens where only this host can reach it.
-
-    Raises:
-        JobError: Ray is not installed, there is no cluster, or it cannot reach the job.
+    A JobError if it cannot reach the job, which `is_local` to this host.
     """
     try:
         import ray  # noqa: PLC0415 -- an extra
@@ -110,11 +106,7 @@ def connect(*, is_local: bool) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Reject an address where nothing listens: Ray would try for minutes.
-
-    Raises:
-        JobError: naming it, and why.
-    """
+    """Raise JobError for an address where nothing listens: Ray would try for minutes."""
     found = _ADDRESS.fullmatch(address)
     if found is None:  # empty, or a form that only Ray understands
         return

@@ -90,11 +90,7 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """Return a cluster that comes with this package, or one from a file.
-
-    Raises:
-        GraphError: neither exists, or the file has a mistake.
-    """
+    """Return a cluster of this package, or one from a file; GraphError if it has a mistake."""
     if isinstance(name_or_path, str) and name_or_path in names():
         file = resources.files("distbelief.config") / "clusters"
         content = (file / f"{name_or_path}{_SUFFIX}").read_bytes()
@@ -130,12 +126,9 @@ def names() -> list[str]:
 
 
 def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> Cluster:
-    """Return the cluster in a TOML document.
+    """Return the cluster in a TOML document; a trace file lies in `directory`.
 
-    A trace file lies in `directory`; without one, a trace is an error.
-
-    Raises:
-        GraphError: a mistake; names the key and the fix.
+    A mistake is a GraphError, which names the key and the fix.
     """
     try:
         return _cluster(_decoded(_parsed(content), _File), name, directory)

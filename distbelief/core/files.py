@@ -131,11 +131,9 @@ def explained(error: OSError, path: Path, *, doing: str) -> StorageError:
 
 @final
 class LineFile:
-    """Appends lines to a file. A line that cannot be written is dropped; nothing is raised.
+    """Appends lines to a file, which the first line creates.
 
-    Args:
-        path: The file; created by the first line.
-        tell: Called once, with a message, when a line cannot be written.
+    A line that cannot be written is dropped, and `tell` is called once; nothing is raised.
     """
 
     def __init__(self, path: Path, *, tell: Callable[[str], object]) -> None:

@@ -127,9 +127,6 @@ def serve(request: ServerRequest, watch: Watch, *, tell: Tell | None = None) -> 
     """Run a parameter server until it ends; return its error, if any.
 
     `watch` runs the node until the server should end; `tell` gets warnings about damaged files.
-
-    Raises:
-        DistBeliefError: the server cannot start.
     """
     FileMemory.sweep()
     memory = FileMemory.make()  # its directory also contains the sockets
@@ -305,19 +302,8 @@ def run_server(
           aside-N/            earlier files, moved there by --from-scratch
 
     A server in the same directory continues from its checkpoints, with the same address if it has
-    the same port. Model, rule and number of shards must be the same.
-
-    Args:
-        request: What to serve; its directory and the name of its run are set here.
-        parameters: The initial ones.
-        directory: For checkpoints and logs.
-        tell: Prints a line for the user.
-        from_scratch: Start again; earlier files are moved to a subdirectory.
-
-    Raises:
-        JobError: the options are not valid, or differ from those of the directory.
-        StorageError: a server runs in the directory, or the disk cannot be written.
-        TransportError: the address cannot be bound.
+    the same port. Model, rule and number of shards must be the same. The directory and the name of
+    the run in `request` are set here.
     """
     request.reach.check()
     if request.reach.keys is not None:

@@ -76,11 +76,7 @@ class DirectoryAuth:
         self._own = ""  # name of the listening socket
 
     def listen(self, inbox: Socket, endpoint: str) -> str:
-        """Prepare the socket before it is bound; return its public key, or "".
-
-        Raises:
-            TransportError: The socket must not be bound to this endpoint.
-        """
+        """Prepare the socket before it is bound; return its public key, or ""."""
         del inbox
         if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
             raise TransportError(
@@ -133,11 +129,7 @@ class DirectoryAuth:
 
 
 def open_private(directory: Path) -> int:
-    """Return a descriptor of a directory that only this user may enter.
-
-    Raises:
-        TransportError: It does not exist, is another user's, or others may enter it.
-    """
+    """Return a descriptor of a directory that only this user may enter, or raise TransportError."""
     descriptor = _CLOSED
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -222,24 +214,16 @@ class NotIntroducedError(RemoteProtocolError):
 
 @final
 class Permissions:
-    """Which key may speak as which role, by the allow-list and by introduction.
-
-    Args:
-        files: They have the allow-list.
-        trusted: Keys that are not on the list, and their roles.
-        warn: Called when the list cannot be read, once until it changes.
-        is_of_job: Whether this is the transport of a role of a job.
-        believes: Whether keys introduced by the supervisor are trusted.
-    """
+    """Which key may speak as which role, by the allow-list and by introduction."""
 
     def __init__(
         self,
-        files: KeyFiles,
+        files: KeyFiles,  # they have the allow-list
         *,
-        trusted: dict[str, tuple[str, ...]],
-        warn: Callable[[str], None],
-        is_of_job: bool = False,
-        believes: bool = False,
+        trusted: dict[str, tuple[str, ...]],  # keys that are not on the list, and their roles
+        warn: Callable[[str], None],  # called once when the list cannot be read
+        is_of_job: bool = False,  # whether this is the transport of a role of a job
+        believes: bool = False,  # whether keys introduced by the supervisor are trusted
     ) -> None:
         self.is_of_job = is_of_job
         self.believes = believes
@@ -473,11 +457,7 @@ class CurveAuth:
         return None
 
     def check(self, source: Source, sender: str) -> None:
-        """Check that a message from this source may name this sender.
-
-        Raises:
-            RemoteProtocolError: It may not.
-        """
+        """Raise RemoteProtocolError unless a message from this source may name this sender."""
         if self._permissions.may_speak(source.key, sender):
             return
         text = f"its key may not speak as {sender!r:.80}"

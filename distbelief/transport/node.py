@@ -182,11 +182,7 @@ class CheckpointStorage(Protocol):
         """Save durably, or raise `DistBeliefError` or `OSError`."""
 
     def newest(self, role: rl.Address) -> rl.Snapshot | None:
-        """Return the newest complete checkpoint; `None` if none was ever saved.
-
-        Raises:
-            StorageError: There are some, and none is usable.
-        """
+        """Return the newest complete checkpoint, if any; StorageError if none is usable."""
 
 
 class Launcher(Protocol):

@@ -126,11 +126,7 @@ class ZmqTransport:
         self._context: zmq.Context[Socket] | None = None
 
     def start(self) -> None:
-        """Listen.
-
-        Raises:
-            TransportError: The address cannot be bound.
-        """
+        """Listen, or raise TransportError if the address cannot be bound."""
         assert self._context is None, "started twice"
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
@@ -182,10 +178,8 @@ class ZmqTransport:
     def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """Send to `peer` at `endpoint` from now on; messages queued on an older link are lost.
 
-        If `watched`, failed handshakes are recorded for `is_refused` and `has_other_key`.
-
-        Raises:
-            TransportError: The endpoint is invalid or not allowed.
+        If `watched`, failed handshakes are recorded for `is_refused` and `has_other_key`. Raises
+        TransportError: the endpoint is invalid or not allowed.
         """
         known = self._sockets.get(peer)
         if known and (known.incarnation, known.endpoint) == (incarnation, endpoint):

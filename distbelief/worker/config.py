@@ -48,12 +48,7 @@ class Async:
         return step % self.n_push == 0
 
     def may_fetch(self, *, unacknowledged: int, during: int | None = None) -> bool:
-        """Return whether a fetch may begin.
-
-        Args:
-            unacknowledged: Own pushes that are not applied on every shard.
-            during: The step that is being computed, if any.
-        """
+        """Return whether a fetch may begin, during the computation of a step or between two."""
         # With a push in flight it is unknown whether the fetched parameters contain it, and so
         # whether its local steps must be repeated (DB-11).
         if unacknowledged and (self.blocking or self.keeps_local_steps):

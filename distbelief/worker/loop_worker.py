@@ -44,12 +44,7 @@ LoopMessage = wire.Peers | wire.HeartbeatAck | wire.StartTraining | wire.Stop | 
 
 @final
 class LoopWorker:
-    """The role "worker-...".
-
-    Args:
-        client: Connects to the shards; the loop calls its `install` and `stage`.
-        join: The Join message for the server.
-    """
+    """The role "worker-..."; the loop calls its client's `install` and `stage`."""
 
     accepts: Final = rl.message_types(LoopMessage)
 
@@ -66,11 +61,7 @@ class LoopWorker:
         return bool(self._incarnations)
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for.
-
-        Raises:
-            PeerLostError: a shard has been silent for too long.
-        """
+        """Return the actions that `event` calls for."""
         if self.client.owns(event):
             return self.client.handle(event, now)
         match event:

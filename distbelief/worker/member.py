@@ -72,12 +72,7 @@ def heartbeat_seconds(name: str, shard_copies: int) -> rl.Seconds:
 
 @final
 class JobMember:
-    """Wraps any role.
-
-    Args:
-        config: Identity, and how it keeps in touch.
-        build: Returns the wrapped role; called once, as work.
-    """
+    """Wraps any role; `build` returns it, and is called once, as work."""
 
     accepts: Final = rl.ALL_MESSAGES
 

@@ -40,9 +40,7 @@ PUSH: Final = "replica:push"
 class GradientSum:
     """Gradients of several steps, summed until they are pushed.
 
-    Args:
-        n_items: Tensors that a rank keeps.
-        shares_memory: Whether two gradients of a step may share memory.
+    With `shares_memory`, two gradients of a step may share memory.
     """
 
     def __init__(self, n_items: int, *, shares_memory: bool = True) -> None:
@@ -186,12 +184,8 @@ class Items:
 class Trainer:
     """Does the work of training steps.
 
-    Args:
-        items: What is trained.
-        policy: When to push and step.
-        clip_norm: Bound of each gradient's norm, if it is clipped here.
-        n_ranks: Ranks of the replica.
-        is_whole: Gradients come at the end of a step, and share no memory.
+    It clips gradients to `clip_norm`, if that is given. With `is_whole`, they come at the end of a
+    step, and share no memory.
     """
 
     def __init__(
@@ -331,14 +325,7 @@ class _Reported:
 
 @final
 class TrainingObjective(Objective):
-    """Trains; see `worker.objective.Objective`.
-
-    Args:
-        config: When to fetch, push and step.
-        client: Connects to the shards that hold what is trained here.
-        trainer: Does the work of the steps.
-        progress_seconds: Least time between reports to the supervisor.
-    """
+    """Trains; see `worker.objective.Objective`."""
 
     reports_steps = True
 
@@ -346,9 +333,9 @@ class TrainingObjective(Objective):
         self,
         config: DownpourSettings,
         *,
-        client: ParameterClient,
+        client: ParameterClient,  # of the shards that hold what is trained here
         trainer: Trainer,
-        progress_seconds: Seconds = 0.5,
+        progress_seconds: Seconds = 0.5,  # least time between reports to the supervisor
     ) -> None:
         self.values = trainer.items.values
         self.counters = Counters()

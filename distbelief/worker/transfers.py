@@ -46,17 +46,12 @@ class Block(NamedTuple):
 
 @final
 class RankLink:
-    """The stream to one peer, and the acknowledgements of what it sends.
-
-    Attributes:
-        n_bytes: Sent in all generations, each block counted once.
-        n_out: Blocks sent.
-    """
+    """The stream to one peer, and the acknowledgements of what it sends."""
 
     def __init__(self, peer: Address) -> None:
         self._peer = peer
-        self.n_bytes = 0
-        self.n_out = 0
+        self.n_bytes = 0  # sent in all generations, each block counted once
+        self.n_out = 0  # blocks sent
         self._n_again = 0  # in earlier generations
         self._stream = self._new_stream()
         self.begin(0)
@@ -77,11 +72,7 @@ class RankLink:
         return self._count(self._stream.put(blocks, now))
 
     def acked(self, count: int, now: Seconds) -> list[Action]:
-        """The peer has all transfers before `count`.
-
-        Raises:
-            RemoteProtocolError: some of them were never sent.
-        """
+        """The peer has all transfers before `count`."""
         return self._count(self._stream.acked(count, now))
 
     def remind(self, now: Seconds) -> list[Action]:
@@ -152,11 +143,7 @@ class Reassembly:
     def take(
         self, key: StreamKey, message: TransferBlock, *, n_elements: int, dtype: "np.dtype[Element]"
     ) -> bool:
-        """Keep a block; return whether it completes its message.
-
-        Raises:
-            RemoteProtocolError: it does not fit the message.
-        """
+        """Keep a block that fits its message; return whether it completes the message."""
         count = n_blocks(n_elements, itemsize=dtype.itemsize)
         index, values = message.block_index, message.values
         # Meaningless for a block that does not exist: hence the check of the index.

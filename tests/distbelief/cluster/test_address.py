@@ -2,7 +2,7 @@
 
 import pytest
 
-from distbelief.cluster.address import JobAddress
+from distbelief.cluster.listen import JobAddress
 from distbelief.errors import JobError
 from distbelief.transport.keys import KeyPair
 
