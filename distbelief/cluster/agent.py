@@ -223,8 +223,6 @@ class HostAgent:
         was_of_one = self.was_taken and not self._config.stays
         return was_of_one and self._silence.silent(now) > _ALONE_SECONDS
 
-    # --- beat
-
     def _beat(self, now: rl.Seconds) -> list[rl.Action]:
         self._silence.woke(now)
         at = self._silence.expect(now + self._config.heartbeat_seconds)
@@ -290,8 +288,6 @@ class HostAgent:
             return []
         return [_said("supervisor_gone", reason=event.reason), *self._exit(None)]
 
-    # --- messages of the supervisor
-
     def _dispatch(self, message: wire.Message, now: rl.Seconds) -> list[rl.Action]:
         self._silence.heard(now, progress=False)
         match message:
@@ -328,8 +324,6 @@ class HostAgent:
             return self._exit(message.reason)
         return [_said("released", reason=message.reason), *self._exit(None)]
 
-    # --- downloads
-
     def _begin_download(self, document: str, now: rl.Seconds) -> rl.Action:
         self._download = FileDownload(document, now)
         return _to_supervisor(self._download.ask(now))
@@ -362,8 +356,6 @@ class HostAgent:
             name = f"{_STORE}:{self._incarnation}"
             return [rl.Compute(name=name, work=lambda: self._storage.store_job_spec(content))]
         return [_to_supervisor(download.ask(now))]
-
-    # --- preflight and roles
 
     def _computed(self, event: rl.Computed, now: rl.Seconds) -> list[rl.Action]:
         what, _, incarnation = event.name.rpartition(":")

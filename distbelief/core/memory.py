@@ -60,8 +60,6 @@ def keep_memory(*, block_bytes_max: int | None = None) -> bool:
 
 Region = NDArray[np.uint8]  # (n_bytes,), zeroed when created, 64-byte aligned
 
-_ALIGNMENT_BYTES = 64
-
 
 class Memory(Protocol):
     """The memory that a driver provides to its roles."""

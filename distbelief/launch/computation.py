@@ -67,8 +67,6 @@ def compute(
             memory="",
             snapshots=str(folder),
             layout=Layout.of([], n_shards=1).spec,
-            initials={},
-            initial_file=None,
             plan=str(plan.absolute()),
             sample=sample,
             reach=reach,

@@ -26,14 +26,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distbelief.config.job import (
-    ClusterTable,
-    DataTables,
-    EvaluationTable,
-    Job,
-    OutputTable,
-    StopTable,
-)
+from distbelief.config import job as jobs
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
 from distbelief.core.writer import Writer
@@ -208,15 +201,15 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
     # The shards' processes need a job: this one has no data and no replicas.
     layout = Layout.of(request.tensors, n_shards=request.n_shards)
     nothing = "none:none"  # a shard builds neither model nor data
-    job = Job(
+    job = jobs.Job(
         model=ModelSpec(factory=nothing),
-        data=DataTables(train=DataSpec(factory=nothing)),
+        data=jobs.DataTables(train=DataSpec(factory=nothing)),
         algorithm_name="downpour",
         algorithm=DownpourSettings(loss="mse", batch_size=1, rule=request.rule),
-        cluster=ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
-        evaluation=EvaluationTable(),
-        stop=StopTable(samples=1),
-        output=OutputTable(directory=request.directory),
+        cluster=jobs.ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
+        evaluation=jobs.EvaluationTable(),
+        stop=jobs.StopTable(samples=1),
+        output=jobs.OutputTable(directory=request.directory),
         name="server",
         source="server.toml",
         import_paths=(),
@@ -228,7 +221,6 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
         memory=memory,
         snapshots=str(Path(request.directory) / "snapshots"),
         layout=layout.spec,
-        initials={},
         initial_file=str(request.initial_file),
         reach=request.reach,
     )

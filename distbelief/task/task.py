@@ -155,7 +155,6 @@ class BuildContext:
     # written by the job for "module", else the user's own.
     initial_file: str | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
-    threads: int = 1  # of torch in this process (the process sets them, `build` does not)
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
     await_begin: bool = True

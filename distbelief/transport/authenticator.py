@@ -48,9 +48,6 @@ class Verdict:
         return self.status == b"200"
 
 
-# --- files ---
-
-
 _OTHERS: Final = 0o077  # permissions of everybody but the owner
 _NAME: Final = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _CLOSED: Final = -1
@@ -152,29 +149,35 @@ def open_private(directory: Path) -> int:
     raise TransportError(f"cannot use {directory} for sockets: {why}")
 
 
-# --- TCP, one key for all ---
-
-
-@final
-class RunAuth:
-    """Accepts peers that hold the run's key pair; all members share it.
-
-    Both sides of a connection prove that they hold the secret key and neither sends it: a stranger
-    that listens at a dead member's port learns nothing.
-    """
+class _Encrypted:
+    """What the authenticators with keys share: they listen over TCP, with their key."""
 
     encrypts: Final = True
 
     def __init__(self, pair: KeyPair) -> None:
         self._pair = pair
+        self._inbox: Socket | None = None
 
     def listen(self, inbox: Socket, endpoint: str) -> str:
         del endpoint
+        self._inbox = inbox
         self._pair.serve(inbox)
         return self._pair.public
 
     def address(self, endpoint: str) -> str:
         return endpoint
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class RunAuth(_Encrypted):
+    """Accepts peers that hold the run's key pair; all members share it.
+
+    Both sides of a connection prove that they hold the secret key and neither sends it: a stranger
+    that listens at a dead member's port learns nothing.
+    """
 
     def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         if endpoint.key != self._pair.public:
@@ -189,11 +192,6 @@ class RunAuth:
             return Verdict()
         return Verdict(status=REFUSED, remark="rejected a peer without the run's key")
 
-    def close(self) -> None:
-        pass
-
-
-# --- TCP, an allow-list ---
 
 # Role of a key -> names of roles that it may use; an entry that ends in - or . is a prefix.
 SPEAKS_AS: Final[dict[str, tuple[str, ...]]] = {
@@ -355,7 +353,7 @@ _REFRESH_SECONDS: Final = 0.25  # between two looks at the allow-list
 
 
 @final
-class CurveAuth:
+class CurveAuth(_Encrypted):
     """Accepts the keys of an allow-list, each for its roles.
 
     A connection is encrypted and opens only if each side expects the other's key. Bounds of a peer:
@@ -369,8 +367,6 @@ class CurveAuth:
     `warn` is called at every violation. This side's own key has no limits.
     """
 
-    encrypts: Final = True
-
     def __init__(
         self,
         pair: KeyPair,
@@ -380,7 +376,7 @@ class CurveAuth:
         limits: PeerLimits | None = None,
         now: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        self._pair = pair
+        super().__init__(pair)
         self._permissions = permissions
         self._warn = warn
         self._limits = limits or PeerLimits()
@@ -389,20 +385,8 @@ class CurveAuth:
         self._suspended: dict[str, Seconds] = {}  # key -> until when
         self._connections: dict[int, str] = {}  # descriptor -> key of its last message
         self._n_own = 0  # violations by this side's own key
-        self._inbox: Socket | None = None
         self._refreshed_at: Seconds = now()
         permissions.refresh()
-
-    # --- connections ---
-
-    def listen(self, inbox: Socket, endpoint: str) -> str:
-        del endpoint
-        self._inbox = inbox
-        self._pair.serve(inbox)
-        return self._pair.public
-
-    def address(self, endpoint: str) -> str:
-        return endpoint
 
     def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         if not endpoint.key:
@@ -440,11 +424,6 @@ class CurveAuth:
             text = f"rejected {address} for a while: its key broke a rule"
             return Verdict(status=NOT_NOW, remark=text)
         return Verdict(user=key)
-
-    def close(self) -> None:
-        pass
-
-    # --- messages ---
 
     def source(self, part: zmq.Frame) -> Source | None:
         """Return the source of a message; None: drop the message unread."""

@@ -189,8 +189,6 @@ class KeyFiles:
             raise files.explained(error, path, doing="rename") from error
         return following.public
 
-    # --- allow-list ---
-
     def allowed(self) -> tuple[Allowed, ...]:
         """Return the allow-list."""
         path = self._path(_ALLOWED)
@@ -231,8 +229,6 @@ class KeyFiles:
             status = (self.directory / _ALLOWED).stat()
             return status.st_ino, status.st_mtime_ns
         return 0, 0
-
-    # --- inside ---
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

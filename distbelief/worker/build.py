@@ -68,9 +68,6 @@ from distbelief.worker.training import Items, Trainer, TrainingObjective
 from distbelief.worker.transfers import RankLink
 
 
-# --- roster and roles without a plan ---
-
-
 def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
     return [
         RosterEntry(name=name, kind="shard")
@@ -303,9 +300,6 @@ def layout_of(context: BuildContext) -> Layout:
             f"a layout of {context.layout.n_shards} shards in a job of {context.n_shards}"
         )
     return context.layout
-
-
-# --- ranks of a partitioned model ---
 
 
 @final

@@ -136,8 +136,6 @@ class GroupLeader:
         self._limit = limit
         self._order: ChunkOrder | None = None
 
-    # ----------------------------------------------------------------------- commands
-
     def start(self, incarnation: int, now: Seconds) -> Outgoing:
         self.generation = incarnation << GENERATION_BITS
         return self.new_generation(now, limit=self._limit)
@@ -183,8 +181,6 @@ class GroupLeader:
         self.is_stopping = True
         self._silence.start(now)
         return self._grant_all() if self.is_running else self._grant_if_ready(now)
-
-    # ------------------------------------------------------------------------- events
 
     def joined(self, rank: int, incarnation: int, now: Seconds) -> Outgoing:
         """A rank has started, or has restarted as a new incarnation."""
@@ -275,8 +271,6 @@ class GroupLeader:
         seen = (message.sample for message in messages)
         self._sample = next((sample for sample in seen if sample is not None), None)
         return True
-
-    # ------------------------------------------------------------------------- state
 
     @property
     def steps(self) -> int:
@@ -369,8 +363,6 @@ class GroupLeader:
             samples=sum(message.samples for message in messages),
             no_loss=sum(message.no_loss for message in messages),
         )
-
-    # --------------------------------------------------------------------------- messages
 
     def _start_epoch(self, ranks: set[int] | None = None) -> Outgoing:
         wanted = self.waiting_for if ranks is None else ranks

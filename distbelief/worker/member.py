@@ -116,8 +116,6 @@ class JobMember:
             return "joining", {}
         return self.role.status()
 
-    # ------------------------------------------------------------------ in touch
-
     def _start(self, event: rl.Started, now: rl.Seconds) -> list[rl.Action]:
         self._started = event
         self._silence.start(now)
@@ -127,7 +125,13 @@ class JobMember:
         self._silence.woke(now)
         state, counters = self.status()
         heartbeat = wire.Heartbeat(state=state[:128], counters=dict(counters))
-        joins = [] if self._peers is not None else [self._join()]
+        joins = []
+        if self._peers is None:
+            config, warnings = self._config, tuple(self._warnings[:N_WARNINGS_MAX])
+            join = wire.Join(
+                endpoint=config.endpoint, host=config.host, pid=config.pid, warnings=warnings
+            )
+            joins.append(_to_supervisor(join))
         timer = rl.SetTimer(
             name=TIMER, at=self._silence.expect(now + self._config.heartbeat_seconds)
         )
@@ -156,16 +160,6 @@ class JobMember:
         lost = rl.PeerLost(peer=rl.SUPERVISOR, incarnation=0, reason=reason, for_good=True)
         report = rl.Report(text=f"{reason}: saving, then ending", level="warning")
         return [report, *self._forward(lost, now)]
-
-    def _join(self) -> rl.Send:
-        config = self._config
-        join = wire.Join(
-            endpoint=config.endpoint,
-            host=config.host,
-            pid=config.pid,
-            warnings=tuple(self._warnings[:N_WARNINGS_MAX]),
-        )
-        return _to_supervisor(join)
 
     def _supervised(self, event: rl.Received, now: rl.Seconds) -> Sequence[rl.Action]:
         self._silence.heard(now)
@@ -219,8 +213,6 @@ class JobMember:
         for event in events:
             actions += self._forward(event, now)
         return actions
-
-    # ----------------------------------------------------------- wrapped role
 
     def _built(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.error is not None:

@@ -299,9 +299,6 @@ class Trainer:
         return after
 
 
-# --- when it is done ---
-
-
 @dataclass(slots=True, kw_only=True)
 class Counters:
     steps: int = 0

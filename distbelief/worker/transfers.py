@@ -6,7 +6,6 @@ size of each message is known from the program and checked before memory is allo
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -122,18 +121,12 @@ class RankLink:
         return Send(receiver=self._peer, message=ack)
 
 
-@dataclass(slots=True)
-class _Parts:
-    whole: Vector
-    missing: set[int] = field(default_factory=set)
-
-
 @final
 class Reassembly:
     """Messages that arrived, complete or in part."""
 
     def __init__(self) -> None:
-        self._parts: dict[StreamKey, _Parts] = {}
+        self._parts: dict[StreamKey, tuple[Vector, set[int]]] = {}  # and which blocks are missing
         self._whole: dict[StreamKey, Vector] = {}
 
     def clear(self) -> None:
@@ -161,14 +154,13 @@ class Reassembly:
             return True
         if key not in self._parts:
             whole: Vector = np.empty(n_elements, dtype=dtype)
-            self._parts[key] = _Parts(whole, set(range(count)))
-        parts = self._parts[key]
-        parts.whole[start:stop] = values
-        parts.missing.discard(index)
-        if parts.missing:
-            return False
-        self._whole[key] = self._parts.pop(key).whole
-        return True
+            self._parts[key] = whole, set(range(count))
+        whole, missing = self._parts[key]
+        whole[start:stop] = values
+        missing.discard(index)
+        if not missing:
+            self._whole[key], _ = self._parts.pop(key)
+        return not missing
 
     def pop_step(self, step: int) -> Iterator[tuple[StreamKey, Vector]]:
         """Yield the complete messages of a step, and drop them here."""
