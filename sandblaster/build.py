@@ -14,22 +14,8 @@ from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, build_model
+from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
-from distbelief.worker.build import (
-    Split,
-    assemble,
-    build_client,
-    data_shard_of,
-    evaluating_rank,
-    layout_of,
-    leader_on_request,
-    local_executor,
-    rank_in,
-    replica_parts,
-    whole_replica,
-    with_data,
-    zeros_of,
-)
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import EVALUATORS, GroupRank, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeSteps
@@ -76,7 +62,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             f"{n_examples} samples: use at most that, or remove batch_size to use all"
         )
     shards, _ = all_copy_names(context.n_shards, 1)
-    rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
+    rounding = float(np.finfo(wb.layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
             chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
@@ -103,16 +89,16 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
-    context, task = with_data(context), context.task
+    context, task = wb.with_data(context), context.task
     module = build_model(task.model)
     module.train()
     model = FlatModel(module)
     n_examples = len(context.train_data())
-    client = build_client(context, pushes=True)
+    client = wb.build_client(context, pushes=True)
     chunks = whole_worker(
         worker_config(config, context),
         client=client,
-        executor=local_executor(model, context, seed=(config.seed, 0), sums=True),
+        executor=wb.local_executor(model, context, seed=(config.seed, 0), sums=True),
         samples=Samples(n_examples, seed=config.order_seed),
         await_begin=context.await_begin and config.warm_start is None,
     )
@@ -138,15 +124,7 @@ def whole_worker(
     samples: Samples,
     await_begin: bool = True,
 ) -> Replica:
-    """Return a worker whose process holds the whole model.
-
-    Args:
-        config: Its settings.
-        client: Of all shards; it pushes.
-        executor: Takes gradients of sums.
-        samples: The order of the data.
-        await_begin: Wait for `StartTraining` before it asks for work.
-    """
+    """Return a worker whose process holds the whole model; its executor takes gradients of sums."""
     model = executor.model
     trained = (item for item, spec in enumerate(model.specs()) if spec.kind == "parameter")
     plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
@@ -166,7 +144,7 @@ def whole_worker(
         executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=False),
         slices=SlicePrefetch(executor, plan, reuses=True),
         objective=objective,
-        leader=leader_on_request(n_ranks=1),
+        leader=wb.leader_on_request(n_ranks=1),
     )
 
 
@@ -180,13 +158,13 @@ def build_first_part(
     context: BuildContext,
 ) -> Replica:
     assert settings.max_steps is not None
-    return whole_replica(
+    return wb.whole_replica(
         settings,
         client=client,
-        executor=local_executor(
+        executor=wb.local_executor(
             model, context, clip_norm=settings.clip_norm, seed=(settings.seed, index)
         ),
-        data_shard=data_shard_of(index, config=settings, context=context),
+        data_shard=wb.data_shard_of(index, config=settings, context=context),
         # The bound counts samples over all incarnations: a restarted one does the rest only.
         samples_max=settings.max_steps * settings.batch_size,
     )
@@ -199,7 +177,7 @@ def _n_examples(context: BuildContext) -> int:
 
 
 def build_rank(
-    name: str, *, config: SandblasterSettings, context: BuildContext, split: Split
+    name: str, *, config: SandblasterSettings, context: BuildContext, split: wb.Split
 ) -> Role:
     """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
 
@@ -207,19 +185,19 @@ def build_rank(
         JobError: the data cannot be built, or the plan is not for this job.
         LocalProtocolError: the plan has no such rank.
     """
-    place = rank_in(name, context=context, split=split)
+    place = wb.rank_in(name, context=context, split=split)
     if place.group == EVALUATORS:
-        return evaluating_rank(place, context=context, split=split)
+        return wb.evaluating_rank(place, context=context, split=split)
     return _summing_machine(place, config=config, context=context, split=split)
 
 
 def _summing_machine(
-    place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: Split
+    place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: wb.Split
 ) -> Replica:
     n_machines = split.plan.cluster.n_machines
-    context = with_data(context)
+    context = wb.with_data(context)
     batch = "portion", config.portion
-    parts = replica_parts(place, context=context, split=split, batch=batch)
+    parts = wb.replica_parts(place, context=context, split=split, batch=batch)
     flow, settings = parts.flow, worker_config(config, context)
     samples = Samples(len(context.train_data()), seed=config.order_seed)
     plan = ChunkBatchPlan(samples, mini_batch_size=settings.chunk_sizes.mini_batch_size)
@@ -228,10 +206,10 @@ def _summing_machine(
         group_tasks = GroupTasks(
             settings, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
         )
-    view = PartialView(layout_of(context), flow.items)
+    view = PartialView(wb.layout_of(context), flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
     items = Items(
-        values=zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
+        values=wb.zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
     )
     objective = ChunkObjective(
         items,
@@ -242,13 +220,13 @@ def _summing_machine(
         names=member_names(place.group, n_machines),
         retry_seconds=settings.retry_seconds,
     )
-    return assemble(
+    return wb.assemble(
         place,
         split,
         parts,
         batch_plan=plan,
         objective=objective,
-        leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        leader=wb.leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
         seed=(config.seed, 0),  # the same in all replicas: so are their sums
         seed_gradient=_sum_over_samples,
     )

@@ -148,6 +148,7 @@ SYNONYMS: Final = {
     "dataset": "data",
     "network": "model",
     "output_dir": "directory",
+    "cg": "conjugate-gradient",
 }
 
 
