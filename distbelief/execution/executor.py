@@ -25,7 +25,7 @@ from distbelief.execution.operations import (
 )
 from distbelief.execution.schedule import MicroBatchSchedule
 from distbelief.execution.slots import Activations
-from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
 from distbelief.graph.operator import Call, Step
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled, compile_plan
@@ -392,16 +392,8 @@ def inference_of(
     ends = []
     for name in outputs:
         layer = graph[name]
-        end = builder.free_name(f"{name}.whole")
-        builder.add_layer(
-            Layer(
-                name=end,
-                kind="reshape",
-                inputs=(name,),
-                input_shapes=(layer.shape,),
-                shape=layer.shape,
-                is_integer=layer.is_integer,
-            )
+        end = builder.add(
+            f"{name}.whole", "reshape", [name], layer.shape, is_integer=layer.is_integer
         )
         places[end] = Placement.whole(len(layer.shape), 0)
         ends.append(end)
