@@ -381,14 +381,9 @@ def inference_of(
     unknown = [name for name in outputs if name not in graph.by_name]
     if unknown or not outputs:
         raise GraphError(f"no layer {unknown[0]!r}" if unknown else "no output is named")
-    wanted = set(outputs)
-    # Keep only the layers that the outputs depend on.
-    for layer in reversed(graph.layers):
-        if layer.name in wanted:
-            wanted.update(layer.inputs)
-    layers = [layer for layer in graph.layers if layer.name in wanted]
-    builder = Builder.of(LayerGraph(tuple(layers), tuple(outputs)))
-    places = {layer.name: placements[layer.name] for layer in layers if layer.kind != INPUT}
+    needed = graph.only(outputs)
+    builder = Builder.of(needed)
+    places = {layer.name: placements[layer.name] for layer in needed.layers if layer.kind != INPUT}
     ends = []
     for name in outputs:
         layer = graph[name]

@@ -180,6 +180,15 @@ class LayerGraph:
         uses = {use.name: use for layer in self.layers for use in layer.tensors.values()}
         return MappingProxyType(dict(sorted(uses.items())))
 
+    def only(self, outputs: Sequence[str]) -> "LayerGraph":
+        """Return the graph of these outputs, with nothing that they do not depend on."""
+        needed = set(outputs)
+        for layer in reversed(self.layers):
+            if layer.name in needed:
+                needed.update(layer.inputs)
+        kept = tuple(layer for layer in self.layers if layer.name in needed)
+        return LayerGraph(kept, tuple(outputs))
+
     @property
     def n_parameters(self) -> int:
         """Number of elements of all trained tensors; shared ones count once."""
