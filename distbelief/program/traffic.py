@@ -111,14 +111,6 @@ class Traffic:
             n_bytes=int(self.n_bytes[index]),
         )
 
-    def n_bytes_between(self, sender: int, receiver: int) -> int:
-        """Return the bytes of the message from `sender` to `receiver`, which must exist."""
-        own = self.sending[sender]
-        receivers = self.receivers[own.start : own.stop]
-        index = own.start + int(np.searchsorted(receivers, receiver))
-        assert self.receivers[index] == receiver, (self.name, sender, receiver)
-        return int(self.n_bytes[index])
-
     @cached_property  # by rank: the messages that it sends
     def sending(self) -> Mapping[int, range]:
         machines, starts = np.unique(self.senders, return_index=True)

@@ -295,7 +295,7 @@ def capture_task(
     `targets` is their shape, if not the usual one; with `soft`, targets of a classification loss
     are probabilities.
     """
-    module = _build_on_meta(task.model)
+    module = build_on_meta(task.model)
     module.train()
     # torch's losses have layers of their own in the graph; a user's function is one layer.
     loss = loss_function(task.loss) if ":" in task.loss else task.loss
@@ -339,7 +339,7 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     return captured
 
 
-def _build_on_meta(spec: ModelSpec) -> nn.Module:
+def build_on_meta(spec: ModelSpec) -> nn.Module:
     try:
         with torch.device("meta"):
             return build_model(spec)

@@ -39,15 +39,16 @@ from distbelief.program.plan import Plan, load
 from distbelief.roles.role import Address, Role, Seconds
 from distbelief.task import dry_run
 from distbelief.task.initializers import reader
-from distbelief.task.losses import Loss, Metric
+from distbelief.task.losses import Loss, Metric, loss_function
 from distbelief.task.task import (
     BuildContext,
     RosterEntry,
     build_loss,
     build_metric,
     build_model,
-    capture_for,
+    build_on_meta,
     metric_name,
+    modules_of,
     sample_of,
 )
 from distbelief.worker.batches import (
@@ -331,18 +332,20 @@ class Split:
         )
 
     @classmethod
-    def of(cls, name: str, context: BuildContext) -> "Split":
-        """Return how the job's plan partitions its model, for the role of this name."""
+    def of(cls, context: BuildContext) -> "Split":
+        """Return how the job's plan partitions its model.
+
+        Raises:
+            GraphError: the plan has no layer graph.
+        """
         assert context.plan is not None
-        if context.sample is None:
-            raise LocalProtocolError(f"{name} has no description of the data")
-        captured = capture_for(context.task, context.sample)
-        return cls(
-            plan=load(context.plan),
-            graph=captured.graph,
-            modules=captured.modules,
-            device=context.device,
-        )
+        plan, task = load(context.plan), context.task
+        graph = plan.captured_graph()
+        # Always built, because operations of the user's own are registered by its imports.
+        module = build_on_meta(task.model)
+        loss = loss_function(task.loss) if ":" in task.loss else task.loss
+        modules = modules_of(graph, module, loss)
+        return cls(plan=plan, graph=graph, modules=modules, device=context.device)
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
