@@ -161,8 +161,8 @@ def embedding(op: Operation) -> object:
     if op["scale_grad_by_freq"]:
         raise NotSplitError("it scales gradients by frequency")
     words = op["indices"]
-    if isinstance(words, torch.Tensor):
-        return _rows(op, use, words)
+    if isinstance(words, torch.Tensor) and (rows := _rows(op, use, words)) is not None:
+        return rows
     value = op.value("indices")
     padding = op["padding_idx"]
     return op.add(
@@ -174,12 +174,12 @@ def embedding(op: Operation) -> object:
     )
 
 
-def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value:
-    # Rows of a table that do not depend on the sample: arange(first, last).
+def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value | None:
+    # Rows of a table that follow each other and do not depend on the sample: arange(first, last).
     listed: list[int] = words.flatten().tolist()
     first = listed[0] if listed else 0
     if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
-        raise NotSplitError("words that the forward makes do not follow each other")
+        return None
     table = op.lowerer.as_value(Held(use))
     part = op.add(
         "slice",
@@ -194,6 +194,11 @@ def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value:
 def index(op: Operation) -> object:
     # Rows of a table: a relative position bias.
     table, words = op["self"], op["indices"]
+    *before, last = words
+    if not any(before) and isinstance(last, torch.Tensor) and last.dim() == 1:
+        arguments = {"self": table, "dim": len(before), "index": last}
+        target = torch.ops.aten.index_select.default
+        return op.lowerer.in_parts(replace(op, target=target, arguments=arguments))
     if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
     value = op.lowerer.as_value(words[0])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 from torch import fx
 
 from distbelief.graph.graph import Layer, Option
@@ -231,7 +232,9 @@ def unbind(op: Operation) -> object:
 
 @lowers("cat", "concat")
 def cat(op: Operation) -> object:
-    return _joined(op, [op.lowerer.as_value(one) for one in op["tensors"]], op["dim"])
+    # torch joins empty tensors of any shape.
+    parts = [one for one in op["tensors"] if not isinstance(one, torch.Tensor) or one.numel()]
+    return _joined(op, [op.lowerer.as_value(one) for one in parts], op["dim"])
 
 
 def _joined(op: Operation, values: list[Value], dim: int) -> Value:
@@ -241,10 +244,17 @@ def _joined(op: Operation, values: list[Value], dim: int) -> Value:
     if any(replace(value, layer=first.layer) != first for value in values):
         raise NotSplitError("its tensors are arranged in different ways")
     layers = [value.layer for value in values]
-    layer = cat_layer(op.free_name, layers, dim=own)
-    if any(source.is_integer for source in layers):
-        raise NotSplitError("it joins integers")
-    return first.to(op.builder[op.builder.add_layer(layer)])
+    return first.to(joined(op, layers, own))
+
+
+def joined(op: Operation, layers: Sequence[Layer], dim: int) -> Layer:
+    """Return layers joined along a dimension of theirs."""
+    kinds = {layer.is_integer for layer in layers}
+    if len(kinds) > 1:
+        raise NotSplitError("it joins integers and floats")
+    layer = cat_layer(op.free_name, layers, dim=dim)
+    layer = msgspec.structs.replace(layer, is_integer=kinds.pop())
+    return op.builder[op.builder.add_layer(layer)]
 
 
 @lowers("stack")
@@ -268,8 +278,7 @@ def roll(op: Operation) -> object:
         if cut:
             tail = sliced(op, value, own, cut, extent)
             head = sliced(op, value, own, 0, cut)
-            layer = cat_layer(op.free_name, [tail.layer, head.layer], dim=own)
-            value = value.to(op.builder[op.builder.add_layer(layer)])
+            value = value.to(joined(op, [tail.layer, head.layer], own))
     return value
 
 
@@ -323,10 +332,7 @@ def _replaced(op: Operation, whole: Value, part: Value, dim: int, start: int, st
         pieces.insert(0, sliced(op, whole, dim, 0, start).layer)
     if stop < extent:
         pieces.append(sliced(op, whole, dim, stop, extent).layer)
-    if any(piece.is_integer for piece in pieces):
-        raise NotSplitError("it joins integers")
-    layer = cat_layer(op.free_name, pieces, dim=dim)
-    return whole.to(op.builder[op.builder.add_layer(layer)])
+    return whole.to(joined(op, pieces, dim))
 
 
 @lowers("pad", "constant_pad_nd")
@@ -363,8 +369,7 @@ def repeat(op: Operation) -> object:
     for dim, n in enumerate(times):
         if dim != value.batch and n != 1:
             own = value.dim(dim)
-            layer = cat_layer(op.free_name, [value.layer] * n, dim=own)
-            value = value.to(op.builder[op.builder.add_layer(layer)])
+            value = value.to(joined(op, [value.layer] * n, own))
     return value
 
 

@@ -317,30 +317,38 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "several outputs": (lambda x: {"a": x + 1, "b": x * 2}, (4,)),
 }  # fmt: skip
 
-# No operation here has a rule: each is computed whole.
-WHOLE: dict[str, tuple[Function, Shape, int]] = {
-    "sums": (lambda x: x.cumsum(1), (4,), 1),
-    "sorted": (lambda x: x[:, ::2].sort(1)[0], (4,), 1),
-    "largest": (lambda x: x.topk(3, dim=1).values, (4,), 1),
-    "two results": (lambda x: sum(x.cummax(1)), (4,), 2),
-    "gated": (lambda x: functional.glu(x, dim=1), (4,), 1),
-    "indices in a list": (lambda x: x[:, [0, 1]], (4,), 1),
+# No operation here has a rule of its own: torch computes each in parts, or so many whole.
+BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
+    "sums": (lambda x: x.cumsum(1), (3, 4), 0),
+    "sums, whole": (lambda x: x.cumsum(1), (4,), 1),
+    "sorted": (lambda x: x[:, :, ::2].sort(2)[0], (3, 4), 0),
+    "largest": (lambda x: x.topk(3, dim=1).values, (4, 2), 0),
+    "two results": (lambda x: sum(x.cummax(1)), (4, 2), 0),
+    "smallest": (lambda x: x.amin(1) * x.min(1).values + x.logsumexp(1), (4, 2), 0),
+    "norms": (lambda x: functional.normalize(x, dim=-1), (3, 4), 0),
+    "gated": (lambda x: functional.glu(x, dim=1), (4, 3), 0),
+    "indices in a list": (lambda x: x[:, [1, 0, 1]], (4, 2), 0),
     "indices of all samples": (lambda x: x[torch.arange(x.size(0)), 1:], (4,), 1),
     "complex numbers": (lambda x: torch.fft.fft(x).real, (4,), 2),
-    "twice another": (lambda x: torch.add(x, x, alpha=2), (4,), 1),
-    "whole numbers": (lambda x: x.to(torch.int64) * x, (4,), 1),
-    "powers of a number": (lambda x: 2**x, (4,), 1),
-    "powers of itself": (lambda x: (x.abs() + 1) ** x, (4,), 1),
-    "another slope": (lambda x: functional.softplus(x, 2), (4,), 1),
-    "reflected": (lambda x: functional.pad(x, (1, 1), mode="reflect"), (2, 3), 1),
-    "interpolated": (lambda x: functional.interpolate(x, 5, mode="linear"), (2, 3), 1),
-    "filled in place": (lambda x: x.clone().index_fill_(1, torch.tensor([0, 2]), 0.5), (4,), 1),
-    "scattered": (lambda x: torch.zeros_like(x).scatter_add_(1, x.argsort(1), x), (4,), 2),
-    "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 1),
+    "twice another": (lambda x: torch.add(x, x, alpha=2), (4,), 0),
+    "whole numbers": (lambda x: x.to(torch.int64) * x + (2 * x.long() + 1).to(x.dtype), (4,), 0),
+    "joined numbers": (lambda x: torch.cat([x.long(), -x.long()], 1) * x.repeat(1, 2), (4,), 0),
+    "powers of a number": (lambda x: 2**x, (4,), 0),
+    "powers of itself": (lambda x: (x.abs() + 1) ** x, (4,), 0),
+    "another slope": (lambda x: functional.softplus(x, 2), (4,), 0),
+    "reflected": (lambda x: functional.pad(x, (1, 1), mode="reflect"), (2, 3), 0),
+    "interpolated": (lambda x: functional.interpolate(x, 5, mode="linear"), (2, 3), 0),
+    "filled in place": (lambda x: x.clone().index_fill_(1, torch.tensor([0, 2]), 0.5), (4, 3), 0),
+    "scattered": (lambda x: torch.zeros_like(x).scatter_add_(1, x.argsort(1), x), (4, 3), 0),
+    "gathered": (lambda x: x.gather(1, x.argsort(1)[:, :2]), (4, 3), 0),
+    "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 0),
     "filled for all samples": (lambda x: torch.cat([x, torch.ones(x.size(0), 2)], 1), (4,), 0),
+    "the number of samples in a shape": (
+        lambda x: x.flatten(0, 1).view(x.shape[0], 3, 4) + torch.arange(3)[:, None], (3, 4), 0,
+    ),
     "with the batch inside": (
         lambda x: x.transpose(0, 1).cumsum(2).transpose(0, 1) + x.view(-1, 4).cumsum(1).view_as(x),
-        (3, 4), 2,
+        (3, 4), 0,
     ),
     "inside of a batch of rows": (
         lambda x: x.cumsum(1).reshape(-1, 2).tanh().view(x.size(0), -1), (4,), 1,
@@ -355,13 +363,12 @@ CASES = {
     },
     **{
         f"function, {name}": Case(make=partial(Applied, function), shape=shape)
-        for name, (function, shape, *_) in (FUNCTIONS | WHOLE).items()
+        for name, (function, shape, *_) in (FUNCTIONS | BY_TORCH).items()
     },
 }
-N_WHOLE = {f"function, {name}": n for name, (_, _, n) in WHOLE.items()} | dict.fromkeys(
+N_WHOLE = {f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()} | dict.fromkeys(
     [
-        *(f"module, {n}" for n in ("bilinear", "convolution, reflected")),
-        *(f"module, {n}" for n in ("softplus, another slope", "filled padding")),
+        "module, filled padding",
         *(f"tensor, {n}" for n in ("matrix from the left", "matrix, computed")),
     ],
     1,
@@ -473,7 +480,7 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "counted embedding": (lambda: nn.Embedding(7, 3, scale_grad_by_freq=True), 1),
     "own table": (lambda: owning(functional.embedding, (7, 3)), 0),
     "positions": (lambda: owning(partial(placed, torch.arange(1, 5)), (7, 3)), 0),
-    "positions in steps": (lambda: owning(partial(placed, torch.arange(6, -2, -2)), (7, 3)), 1),
+    "positions in steps": (lambda: owning(partial(placed, torch.arange(6, -2, -2)), (7, 3)), 0),
     "whole numbers at other places": (
         lambda: owning(
             lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w), (7, 3)
