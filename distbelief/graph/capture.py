@@ -48,6 +48,7 @@ from distbelief.graph.lowering.lower import (
     Value,
     place_of,
 )
+from distbelief.graph.lowering.noise import replace_noise
 from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
@@ -185,7 +186,7 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
     found: list[tuple[fx.Node, str]] = []
     for node in program.graph.nodes:
         packet = str(node.target).removeprefix("aten.").partition(".")[0]
-        if packet in _DROPOUTS:
+        if packet in _DROPOUTS or str(node.target) == "distbelief.drop.default":
             numbers[node] = numbers[node.all_input_nodes[0]]
             continue
         if packet == "add_" and "num_batches_tracked" in str(node.args[0]):
@@ -285,6 +286,7 @@ def _exported(
         while path and any(path.startswith(f"{other}.") or path == other for other in whole):
             path = path.rpartition(".")[0]
         raise OpaqueError(path, _reason(error)) from error
+    replace_noise(program.graph)
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
     return _Exported(program=program, calls=calls)

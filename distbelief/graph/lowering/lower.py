@@ -602,7 +602,7 @@ class Lowerer:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path, kind = stack[-1] if stack else ("", "")
         path = path.removeprefix("inner").removeprefix(".")
-        word = plain_name(node.target).partition(".")[0].strip("_")
+        word = plain_name(node.target).split(".")[-2].strip("_")
         simple = str(getattr(kind, "__module__", kind)).startswith("torch.nn.modules")
         if path and simple and self._named.setdefault(path, word) == word:
             return path
@@ -634,6 +634,8 @@ def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
     if schema is None or not schema.is_mutable:
         return target
     packet, _, overload = str(target).removeprefix("aten.").partition(".")
+    if target is torch.ops.aten.bernoulli_.float:
+        return torch.ops.aten.bernoulli.p
     found = getattr(getattr(torch.ops.aten, packet.removesuffix("_"), None), overload, None)
     if not packet.endswith("_") or found is None:
         raise NotSplitError(f"{packet} changes a tensor in place")

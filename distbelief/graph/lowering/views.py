@@ -141,7 +141,7 @@ def expanded(op: Operation, value: Value, shape: Sequence[Any]) -> Value:
     batch = batch_of(shape)
     if value.batch is None:
         if batch is None:
-            return _expanded(op, value, tuple(map(int, shape)))
+            return expanded_layer(op, value, tuple(map(int, shape)))
         # A tensor without samples broadcasts over them.
         at = batch - (len(shape) - value.n_dims)
         own = value.layer.shape
@@ -151,16 +151,17 @@ def expanded(op: Operation, value: Value, shape: Sequence[Any]) -> Value:
                 raise NotSplitError("it repeats samples")
             layer = op.reshaped(value, (*own[:at], *own[at + 1 :]))
         rest = tuple(int(n) for dim, n in enumerate(shape) if dim != batch)
-        return _expanded(op, Value(layer, batch), rest)
+        return expanded_layer(op, Value(layer, batch), rest)
     assert batch is not None
     folded = value.layer.shape[value.batch : value.batch + value.before + value.after]
     target = (*map(int, shape[:batch]), *folded, *map(int, shape[batch + 1 :]))
     if factor(shape[batch]) != max(1, math.prod(folded)):
         raise NotSplitError("it repeats samples")
-    return _expanded(op, replace(value, batch=batch), target)
+    return expanded_layer(op, replace(value, batch=batch), target)
 
 
-def _expanded(op: Operation, value: Value, shape: Shape) -> Value:
+def expanded_layer(op: Operation, value: Value, shape: Shape) -> Value:
+    """Return a value repeated to a shape of the layer's."""
     missing = len(shape) - len(value.layer.shape)
     if missing:
         value = value.to(op.reshaped(value, (*(1,) * missing, *value.layer.shape)))

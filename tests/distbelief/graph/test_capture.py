@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.region import Shape
+from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
-from tests.distbelief.graph.zoo.comparison import assert_same
+from tests.distbelief.graph.zoo.comparison import assert_same, tensors_of
 from tests.distbelief.graph.zoo.local import LocalNet
 from tests.elsewhere import answers
 
@@ -139,6 +141,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "rms norm": (lambda: nn.RMSNorm(4), (3, 4)),
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),
     "batch norm, untracked": (lambda: nn.BatchNorm1d(4, track_running_stats=False), (4, 3)),
+    "batch norm of tokens": (
+        lambda: Applied(lambda x, f: f(x.flatten(0, 1)).view_as(x), norm=nn.BatchNorm1d(4)), (3, 4),
+    ),
+    "weight norm": (lambda: weight_norm(nn.Conv1d(4, 6, 3, groups=2)), (4, 9)),
     "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
     "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
     "convolution, reflected": (
@@ -232,6 +238,25 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     ),
     "matrix from the left": (lambda x, w: w @ x, (4, 4), (4, 3)),
     "matrix, computed": (lambda x, w: x @ (w * 2).sum(0)[:, None], (3, 4), (4,)),
+    "weight, computed": (lambda x, w: functional.linear(x, w * 2, w[:, 0].exp()), (3, 4), (2, 4)),
+    "bias, computed": (lambda x, w: functional.linear(x, w, w[:, 0].exp()), (3, 4), (4,)),
+    "filters, computed": (
+        lambda x, w: functional.conv2d(x, w.exp(), w[:, 0, 0, 0] * 2, padding=1, groups=2),
+        (4, 1, 3, 3), (2, 5, 5),
+    ),
+    "filters, standardised": (
+        lambda x, w: functional.conv2d(
+            x, functional.batch_norm(
+                w.reshape(1, 3, -1), None, None, w[:, 0, 0, 0].exp(), w[:, 1, 0, 0], training=True
+            ).reshape_as(w),
+        ), (3, 2, 3, 3), (2, 5, 5),
+    ),
+    "scores and a bias": (
+        lambda x, w: torch.baddbmm(
+            w.expand(x.size(0), 2, 1, 3).flatten(0, 1),
+            *(x.flatten(0, 1), x.flatten(0, 1).mT), alpha=0.3,
+        ).view(-1, 2, 3, 3), (2, 1, 3), (2, 3, 4),
+    ),
     "additive mask": (
         lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3), (2, 3, 4),
     ),
@@ -366,13 +391,9 @@ CASES = {
         for name, (function, shape, *_) in (FUNCTIONS | BY_TORCH).items()
     },
 }
-N_WHOLE = {f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()} | dict.fromkeys(
-    [
-        "module, filled padding",
-        *(f"tensor, {n}" for n in ("matrix from the left", "matrix, computed")),
-    ],
-    1,
-)
+N_WHOLE = {"module, filled padding": 1} | {
+    f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()
+}
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension", "ignore:Casting complex")
@@ -507,6 +528,47 @@ def test_channels_are_dropped_together() -> None:
     dropped = [layer for layer in graph.layers if layer.kind == "dropout"]
     assert [layer.options["n_shared"] for layer in dropped] == [2, 1]
     assert [layer.options["probability"] for layer in dropped] == [0.4, 0.3]
+
+
+def one_draw(x: torch.Tensor) -> tuple[int, ...]:
+    return (x.shape[0],) + (1,) * (x.dim() - 1)
+
+
+STOCHASTIC_DEPTH: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "timm": lambda x, q: x * x.new_empty(one_draw(x)).bernoulli_(q).div_(q),
+    "torchvision": lambda x, q: x * torch.empty(one_draw(x), dtype=x.dtype).bernoulli_(q).div_(q),
+    "transformers": lambda x, q: x.div(q) * (q + torch.rand(one_draw(x), dtype=x.dtype)).floor_(),
+    "channels": lambda x, q: x.new_empty(*x.shape[:2], 1).bernoulli_(q) * (x / q),
+    "elements": lambda x, q: torch.empty_like(x).bernoulli_(q).mul_(1 / q) * x,
+}
+
+
+@pytest.mark.parametrize("name", STOCHASTIC_DEPTH)
+def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -> None:
+    """It was computed in evaluation too, with its last numbers."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @override
+        def forward(self, x: torch.Tensor) -> object:
+            y = self.layer(x)
+            return x + (STOCHASTIC_DEPTH[name](y, 0.7) if self.training else y)
+
+    case = Case(make=Deep, shape=(3, 4))
+    model, graph = case.model(), capture(case.model(), case.specs)
+    assert [layer.kind for layer in graph.layers] == [INPUT, "linear", "dropout", "pointwise"]
+    assert evaluation_difference(model, case.specs) is None
+    assert_same(graph, model, case, training=False)
+    x = case.input(batch=40)
+    with SharedDropoutMasks(graph, seed=3):
+        expected = model.train()(x)
+    step = Step(training=True, seed=3)
+    found = evaluate(graph, {"x": x}, tensors_of(model), step=step)[graph.outputs[0]]
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, evaluate(graph, {"x": x}, tensors_of(model))[graph.outputs[0]])
 
 
 def test_frozen_modules_stay_as_they_are_in_training() -> None:
