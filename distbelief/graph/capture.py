@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Final, final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
@@ -32,19 +33,23 @@ from typing_extensions import override
 
 from distbelief.graph import lowering, ops
 from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
-from distbelief.graph.lowering.fallback import call_whole, constant_layer
+from distbelief.graph.lowering.fallback import (
+    call_in_parts,
+    call_whole,
+    constant_layer,
+    whole_module,
+)
 from distbelief.graph.lowering.lower import (
     MODULES,
     Held,
     Lowerer,
     NeedsFunctionalError,
     NotSplitError,
-    OpaqueError,
     Value,
     place_of,
 )
-from distbelief.graph.lowering.whole import whole_module
-from distbelief.graph.module_calls import LeafCall, is_inside, is_outside, leaves
+from distbelief.graph.lowering.noise import replace_noise
+from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
     attributes_kept,
@@ -181,7 +186,7 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
     found: list[tuple[fx.Node, str]] = []
     for node in program.graph.nodes:
         packet = str(node.target).removeprefix("aten.").partition(".")[0]
-        if packet in _DROPOUTS:
+        if packet in _DROPOUTS or str(node.target) == "distbelief.drop.default":
             numbers[node] = numbers[node.all_input_nodes[0]]
             continue
         if packet == "add_" and "num_batches_tracked" in str(node.args[0]):
@@ -243,7 +248,7 @@ def _exported(
 
     calls: dict[int, LeafCall] = {}
     model = _Model(module)
-    examples = tuple(_example(spec, module) for spec in inputs)
+    examples = tuple(_without_memory(module, [_example(spec, module) for spec in inputs]))
     dim = Dim("batch", min=2)
 
     def is_leaf(path: str, part: nn.Module) -> bool:
@@ -280,6 +285,7 @@ def _exported(
         while path and any(path.startswith(f"{other}.") or path == other for other in whole):
             path = path.rpartition(".")[0]
         raise OpaqueError(path, _reason(error)) from error
+    replace_noise(program.graph)
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
     return _Exported(program=program, calls=calls)
@@ -354,6 +360,27 @@ def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
         dtype = torch.get_default_dtype() if own is None else own.dtype
     device = torch.device("cpu") if own is None else own.device
     return torch.empty(_N_SAMPLES, *spec.shape, dtype=dtype, device=device)
+
+
+def _without_memory(module: nn.Module, examples: list[torch.Tensor]) -> list[torch.Tensor]:
+    # Puts tensors without memory, on the CPU, in the place of the module's; those on the meta
+    # device would make constants of the forward that have no values.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    known: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            with mode:
+                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            known[id(tensor)] = made
+        return known[id(tensor)]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):  # noqa: SLF001 -- torch has no public way
+            tensors.update({n: fake(t) for n, t in tensors.items() if t is not None})  # type: ignore[misc]
+    return [fake(example) for example in examples]
 
 
 @contextmanager
@@ -432,6 +459,7 @@ def _lowered(
         builder,
         calls=exported.calls,
         whole=whole,
+        in_parts=call_in_parts,
         fallback=call_whole,
         constant=constant_layer,
         opaque=whole_module,
