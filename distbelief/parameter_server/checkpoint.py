@@ -11,7 +11,7 @@ completion record is written with the object that it describes).
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, final
+from typing import Final, final
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
-from distbelief.protocol import CheckpointSaved, SessionRecord
+from distbelief.protocol import CheckpointSaved, Count, SessionRecord
 from distbelief.roles.role import (
     NEWEST,
     SUPERVISOR,
@@ -132,7 +132,7 @@ class Resharding:
                     for index, start, stop, offset in moves
                     if index == source
                 )
-                counts.add(ShardSlice.of(moved, dtype=dtype), n_pushes=n_pushes)
+                counts.add(ShardSlice(len(values), dtype=dtype, ranges=moved), n_pushes=n_pushes)
         return ShardState(
             incarnation=0,
             clock=max(clocks[source] for source in sources),
@@ -203,8 +203,6 @@ FORMAT = "distbelief-shard-1"
 
 _DELETE: Final = "; delete it to use the one before"
 
-_Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
 
 def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
     """Return a snapshot that shares the arrays of `state`."""
@@ -229,6 +227,13 @@ def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
     )
 
 
+class _Facts(msgspec.Struct, frozen=True, kw_only=True):
+    incarnation: Count
+    clock: Count
+    clients: str
+    steps: str | None = None  # None: written before clients could hold parts
+
+
 def restore(snapshot: Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
     """Return the state in the snapshot, with arrays of its own.
 
@@ -240,79 +245,58 @@ def restore(snapshot: Snapshot, *, config: ShardConfig, incarnation: int | None)
     """
     layout, index = config.layout, config.index
     size, n_gradient = layout.shard_size(index), layout.n_gradient(index)
-    reader = _Reader(snapshot, index)
-    reader.expect("format", FORMAT, fix="it was written by another version")
-    reader.expect(
-        "layout", layout.fingerprint, fix="resume with the model and number of shards of its run"
-    )
-    reader.expect("index", str(index), fix="it belongs to another shard")
-    reader.expect("rule", config.rule.name, fix="resume with that rule, or start a new run")
-    earlier = reader.count("incarnation")
+
+    def error(what: str) -> StorageError:
+        name = f"snapshot {snapshot.label!r} of shard {index}"
+        return StorageError(f"{name} cannot be restored: {what}")
+
+    def array(name: str, size: int, dtype: np.dtype[Element]) -> Vector:
+        found = snapshot.arrays.get(name)
+        if found is None:
+            raise error(f"array {name!r} is missing{_DELETE}")
+        if found.shape != (size,) or found.dtype != dtype:
+            raise error(
+                f"array {name!r} has shape {found.shape} and dtype {found.dtype}, not "
+                f"({size},) and {dtype}{_DELETE}"
+            )
+        return found.copy()
+
+    for name, value, fix in (
+        ("format", FORMAT, "it was written by another version"),
+        ("layout", layout.fingerprint, "resume with the model and number of shards of its run"),
+        ("index", str(index), "it belongs to another shard"),
+        ("rule", config.rule.name, "resume with that rule, or start a new run"),
+    ):
+        if snapshot.facts.get(name) != value:
+            raise error(f"{name} is {snapshot.facts.get(name)!r}, not {value!r}: {fix}")
+    try:
+        facts = msgspec.convert(snapshot.facts, _Facts, strict=False)  # counts are texts
+        by_name = msgspec.json.decode(facts.clients, type=dict[str, dict[str, int]])
+        records = [{**client, "name": name} for name, client in by_name.items()]
+        clients = msgspec.convert(records, tuple[SessionRecord, ...])
+        steps = StepCounts(facts.clock)
+        if facts.steps is not None:
+            words = msgspec.json.decode(facts.steps, type=list[Count])
+            steps = StepCounts.read(np.array(words, np.int64), size=size)
+    except (msgspec.MsgspecError, RemoteProtocolError) as damage:
+        raise error(f"its facts cannot be read ({damage}){_DELETE}") from None
     # Watermarks of the same or a later incarnation belong to other pushes of the clients.
-    if incarnation is not None and earlier >= incarnation:
-        raise reader.error(
-            f"its incarnation is {earlier} and the shard's is {incarnation}: "
+    if incarnation is not None and facts.incarnation >= incarnation:
+        raise error(
+            f"its incarnation is {facts.incarnation} and the shard's is {incarnation}: "
             "continue the count of incarnations in a resumed run"
         )
     state = config.rule.state(n_gradient, layout.dtype)
     unknown = snapshot.arrays.keys() - {_VALUES, *(f"state.{name}" for name in state)}
     if unknown:
-        raise reader.error(f"arrays {sorted(unknown)} are unknown to this shard")
-    try:
-        facts = msgspec.json.decode(reader.fact("clients"), type=dict[str, dict[str, int]])
-        records = [{**client, "name": name} for name, client in facts.items()]
-        clients = msgspec.convert(records, tuple[SessionRecord, ...])
-        steps = StepCounts(reader.count("clock"))
-        if "steps" in snapshot.facts:  # otherwise written before clients could hold parts
-            words = msgspec.json.decode(snapshot.facts["steps"], type=list[_Word])
-            steps = StepCounts.read(np.array(words, np.int64), size=size)
-    except (msgspec.MsgspecError, RemoteProtocolError) as error:
-        raise reader.error(f"clients or steps cannot be read ({error}){_DELETE}") from None
+        raise error(f"arrays {sorted(unknown)} are unknown to this shard")
     return ShardState(
-        incarnation=earlier if incarnation is None else incarnation,
-        clock=reader.count("clock"),
-        values=reader.array(_VALUES, size, layout.dtype),
+        incarnation=facts.incarnation if incarnation is None else incarnation,
+        clock=facts.clock,
+        values=array(_VALUES, size, layout.dtype),
         state={
-            name: reader.array(f"state.{name}", n_gradient, vector.dtype)
-            for name, vector in state.items()
+            name: array(f"state.{name}", n_gradient, vector.dtype) for name, vector in state.items()
         },
         clients=clients,
         steps=steps,
     )
-
-
-@final
-class _Reader:
-    def __init__(self, snapshot: Snapshot, index: int) -> None:
-        self._snapshot = snapshot
-        self._index = index
-
-    def error(self, what: str) -> StorageError:
-        snapshot = f"snapshot {self._snapshot.label!r} of shard {self._index}"
-        return StorageError(f"{snapshot} cannot be restored: {what}")
-
-    def fact(self, name: str) -> str:
-        if name not in self._snapshot.facts:
-            raise self.error(f"fact {name!r} is missing{_DELETE}")
-        return self._snapshot.facts[name]
-
-    def expect(self, name: str, value: str, *, fix: str) -> None:
-        if self.fact(name) != value:
-            raise self.error(f"{name} is {self.fact(name)!r}, not {value!r}: {fix}")
-
-    def count(self, name: str) -> int:
-        text = self.fact(name)
-        if not text.isdecimal() or len(text) > 18:
-            raise self.error(f"{name} is {text!r}, not a count{_DELETE}")
-        return int(text)
-
-    def array(self, name: str, size: int, dtype: np.dtype[Element]) -> Vector:
-        array = self._snapshot.arrays.get(name)
-        if array is None:
-            raise self.error(f"array {name!r} is missing{_DELETE}")
-        if array.shape != (size,) or array.dtype != dtype:
-            raise self.error(
-                f"array {name!r} has shape {array.shape} and dtype {array.dtype}, not "
-                f"({size},) and {dtype}{_DELETE}"
-            )
-        return array.copy()

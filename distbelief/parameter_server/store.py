@@ -184,7 +184,7 @@ class ShardStore:
         self._n_elements = layout.shard_size(index)
         self._n_gradient = layout.n_gradient(index)
         self._dtype = layout.dtype
-        self._published = SeqlockVector.private(n_elements=0, dtype=self._dtype)
+        self._published = SeqlockVector.create(None, "", n_elements=0, dtype=self._dtype)
         self._state_blocks = StateBlocks(self.vector, {})
         self._n_held: int | None = None  # state blocks, while it syncs as a backup
         self.state: State = {}
@@ -205,17 +205,14 @@ class ShardStore:
 
     def publish(self, region: str) -> str | None:
         """Create the memory for the values; return why it cannot be shared, if that is an error."""
-        n_elements, dtype, why_not = self._n_elements, self._dtype, None
-        if self._memory.host:
-            try:
-                self._published = SeqlockVector.create(
-                    self._memory, region, n_elements=n_elements, dtype=dtype
-                )
-            except StorageError as error:
-                why_not = str(error)
-        if not self._published.name:  # it is not shared
-            self._published = SeqlockVector.private(n_elements=n_elements, dtype=dtype)
-        return why_not
+        create = partial(SeqlockVector.create, n_elements=self._n_elements, dtype=self._dtype)
+        shared = bool(self._memory.host)
+        try:
+            self._published = create(self._memory if shared else None, region if shared else "")
+        except StorageError as error:
+            self._published = create(None, "")
+            return str(error)
+        return None
 
     def initialise_work(
         self,

@@ -75,6 +75,7 @@ from sandblaster.group_tasks import WorkerConfig
 from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
+from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation.test_seeds import VARIABLE
 from tests.simulation.variants import Variant, broken
 
@@ -323,7 +324,7 @@ def tensors_of(layout: Layout, vectors: Mapping[int, Vector]) -> Tensors:
     for index, vector in vectors.items():
         whole = np.zeros(layout.shard_size(index))
         whole[: len(vector)] = vector
-        layout.scatter(index, whole, tensors)
+        scatter(layout, index, whole, tensors)
     return {spec.name: tensor for spec, tensor in zip(layout.tensors, tensors, strict=True)}
 
 

@@ -22,6 +22,7 @@ from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import HERE
+from tests.distbelief.parameter_server.pair import scatter
 
 
 SETTINGS = DownpourSettings(loss="cross_entropy", batch_size=4, rule=SGD(learning_rate=0.1))
@@ -167,6 +168,6 @@ def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
             if isinstance(action, Compute):
                 action.work()
         assert isinstance(shard, Shard)
-        layout.scatter(k, shard._values.vector, found)
+        scatter(layout, k, shard._values.vector, found)
     for got, value in zip(found, model.values, strict=True):
         assert torch.equal(got, value)

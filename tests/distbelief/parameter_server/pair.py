@@ -22,6 +22,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import TensorCopier
 from distbelief.protocol import Message
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
@@ -89,6 +90,22 @@ def numbered(layout: Layout) -> list[torch.Tensor]:
         tensors.append(torch.arange(start, start + spec.n_elements, dtype=dtype))
         start += spec.n_elements
     return tensors
+
+
+def gather(layout: Layout, k: int, tensors: Sequence[torch.Tensor | None], vector: Vector) -> None:
+    """Copy shard k's part of `tensors` into its vector; None for zeros."""
+    put_all(PartialView(layout).copier(k, vector), tensors)
+
+
+def put_all(copier: TensorCopier, tensors: Sequence[torch.Tensor | None]) -> None:
+    for index, tensor in enumerate(tensors):
+        copier.put(index, tensor)
+    copier.zero_padding()
+
+
+def scatter(layout: Layout, k: int, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy shard k's vector into `tensors`."""
+    PartialView(layout).copier(k, vector).scatter(tensors)
 
 
 def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:

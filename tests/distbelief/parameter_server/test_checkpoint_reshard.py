@@ -19,6 +19,7 @@ from distbelief.parameter_server.optimizers import (
     StepCounts,
     UpdateRule,
 )
+from tests.distbelief.parameter_server.pair import scatter
 
 
 RULES: tuple[UpdateRule, ...] = (
@@ -140,7 +141,7 @@ def test_the_whole_tensors_stay_the_same_and_padding_is_zero(
                 vector = content.values if name == "values" else content.state[name]
                 padded = np.zeros(layout.shard_size(k), layout.dtype)
                 padded[: vector.size] = vector  # the rule has nothing of buffers
-                layout.scatter(k, padded, tensors)
+                scatter(layout, k, padded, tensors)
         for one, other in zip(*whole, strict=True):
             assert one.numpy().tobytes() == other.numpy().tobytes()
     for k, content in enumerate(after):

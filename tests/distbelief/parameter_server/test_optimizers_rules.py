@@ -29,6 +29,7 @@ from distbelief.parameter_server.optimizers import (
     Step,
     UpdateRule,
 )
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 ElementType = Literal["float32", "float64"]
@@ -306,7 +307,7 @@ def trained_on_shards(
     vectors = [np.full(layout.shard_size(k), np.nan, layout.dtype) for k in range(n_shards)]
     states: list[State] = [rule.state(layout.n_gradient(k), layout.dtype) for k in range(n_shards)]
     for k, vector in enumerate(vectors):
-        layout.gather(k, values, vector)
+        gather(layout, k, values, vector)
     for clock in range(4):
         pushed = [
             torch.from_numpy(push[clock]) if spec.kind == "parameter" else None
@@ -314,12 +315,12 @@ def trained_on_shards(
         ]
         for k, vector in enumerate(vectors):
             slot = np.full(len(vector), np.nan, layout.dtype)
-            layout.gather(k, pushed, slot)
+            gather(layout, k, pushed, slot)
             n = layout.n_gradient(k)
             rule.apply(vector[:n], slot[:n], states[k], clock=clock)
     results = [torch.full_like(tensor, math.nan) for tensor in values]
     for k, vector in enumerate(vectors):
-        layout.scatter(k, vector, results)
+        scatter(layout, k, vector, results)
     return results
 
 

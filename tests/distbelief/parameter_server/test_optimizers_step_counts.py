@@ -19,7 +19,7 @@ WHOLE = ShardSlice(SIZE, dtype=LAYOUT.dtype)
 
 def held(*ranges: tuple[int, int]) -> ShardSlice:
     starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
-    return ShardSlice.of(IndexRanges.of(starts, stops), dtype=LAYOUT.dtype)
+    return ShardSlice(SIZE, dtype=LAYOUT.dtype, ranges=IndexRanges.of(starts, stops))
 
 
 HOLDINGS = (

@@ -31,7 +31,15 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import IndexRanges
 from distbelief.protocol import Message, OpenSession, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
-from tests.distbelief.parameter_server.pair import CLIENT, READER, SHARD, TEST, Bench, layout_of
+from tests.distbelief.parameter_server.pair import (
+    CLIENT,
+    READER,
+    SHARD,
+    TEST,
+    Bench,
+    gather,
+    layout_of,
+)
 
 
 Items = list[tuple[str, Region]]
@@ -198,7 +206,7 @@ def test_each_element_is_updated_by_its_own_count_of_pushes(rule: UpdateRule) ->
         tensors = machines.noise(step)
         machines.push(name, tensors)
         pushed = np.zeros(layout.shard_size(0), np.float32)
-        layout.gather(0, tensors, pushed)
+        gather(layout, 0, tensors, pushed)
         held = np.ones(n, np.bool_)
         if name != CLIENT:
             held = machines.ranges(name).mask(np.arange(len(pushed) + 1))[:n]

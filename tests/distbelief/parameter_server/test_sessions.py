@@ -16,12 +16,11 @@ from distbelief.roles.role import Address
 SIZE = 256
 FLOATS = np.dtype(np.float32)
 WHOLE = ShardSlice(SIZE, dtype=FLOATS)
-LEFT = ShardSlice.of(IndexRanges.whole(0, 128), dtype=FLOATS)
-RIGHT = ShardSlice.of(IndexRanges.whole(128, SIZE), dtype=FLOATS)
-MIDDLE = ShardSlice.of(IndexRanges.whole(64, 192), dtype=FLOATS)
-ENDS = ShardSlice.of(
-    IndexRanges.union([IndexRanges.whole(0, 64), IndexRanges.whole(192, SIZE)]), dtype=FLOATS
-)
+LEFT = ShardSlice(SIZE, dtype=FLOATS, ranges=IndexRanges.whole(0, 128))
+RIGHT = ShardSlice(SIZE, dtype=FLOATS, ranges=IndexRanges.whole(128, SIZE))
+MIDDLE = ShardSlice(SIZE, dtype=FLOATS, ranges=IndexRanges.whole(64, 192))
+OUTER = IndexRanges.union([IndexRanges.whole(0, 64), IndexRanges.whole(192, SIZE)])
+ENDS = ShardSlice(SIZE, dtype=FLOATS, ranges=OUTER)
 ALL = (WHOLE, LEFT, RIGHT, MIDDLE, ENDS)
 
 

@@ -74,7 +74,7 @@ def test_whatever_is_written_within_a_read_it_is_one_version_or_torn(
 
 
 def test_nobody_attaches_to_private_values() -> None:
-    private = SeqlockVector.private(n_elements=3, dtype=FLOAT64)
+    private = SeqlockVector.create(None, "", n_elements=3, dtype=FLOAT64)
     assert private.name == ""
     assert private.values.shape == (3,)
     with pytest.raises(MemoryGoneError):

@@ -22,6 +22,7 @@ from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import Frames, net
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 SHARD = rl.Address("shard-0")
@@ -95,7 +96,7 @@ class RoleBench:
     def __init__(self, model: FlatModel, *, pushes: bool = True) -> None:
         self.layout = Layout.of(model.specs(), n_shards=1)
         values = np.zeros(self.layout.shard_size(0), np.float32)
-        self.layout.gather(0, model.values, values)
+        gather(self.layout, 0, model.values, values)
         self.shard = Shard(values)
         self.client = ParameterClient(
             ClientConfig(pushes=pushes),
@@ -232,7 +233,7 @@ class Bench(RoleBench):
         found: list[list[torch.Tensor]] = []
         for _, vector in self.shard.pushed:
             tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
-            self.layout.scatter(0, vector, tensors)
+            scatter(self.layout, 0, vector, tensors)
             found.append(tensors)
         return found
 
