@@ -4,7 +4,16 @@ import pytest
 
 from distbelief import protocol as wire
 from distbelief.errors import RemoteProtocolError
-from distbelief.worker.group import GENERATION_BITS, STOP_SECONDS, GroupLeader, Outgoing
+from distbelief.worker.group import (
+    GENERATION_BITS,
+    STOP_SECONDS,
+    GroupLeader,
+    GroupRank,
+    Outgoing,
+    group_rank_of,
+    member_names,
+    rank_name,
+)
 
 
 FIRST = (1 << GENERATION_BITS) + 1  # generation of a leader's first incarnation
@@ -313,3 +322,20 @@ def test_grants_stop_at_the_allowed_samples() -> None:
     assert shown(out) == ["0: 0: 3 steps at 8, 2 agreed, square 0"]
     assert not leader.is_held
     assert leader.begin(0.0, samples=31) == []  # a single rank has nobody to be ahead of
+
+
+def test_a_name_gives_group_and_rank() -> None:
+    assert rank_name(3, 0) == "replica-3.0"
+    assert group_rank_of("replica-3.12") == GroupRank("replica-3", 12)
+    assert GroupRank("replica-3", 12).replica == 3
+    assert group_rank_of("evaluator") == GroupRank("evaluator", 0)
+    assert group_rank_of("evaluator.2") == GroupRank("evaluator", 2)
+    assert GroupRank("evaluator", 2).replica is None
+    assert member_names("evaluator", 2) == ["evaluator", "evaluator.1"]
+
+
+@pytest.mark.parametrize(
+    "name", ["replica-3", "shard-0", "evaluator.0", "evaluator.01", "replica-x.1", ""]
+)
+def test_other_names_are_no_ranks(name: str) -> None:
+    assert group_rank_of(name) is None

@@ -170,9 +170,9 @@ def test_early_messages_wait_and_a_rejected_one_drops_no_other(driver: Driver) -
     driver.say(peers("shard-0"))
     reports = [a.text for a in driver.build() if isinstance(a, rl.Report)]
     assert reports == ["heard", "refused: of another life", "heard", "heard", "heard"]
-    started, *early = driver.inner.events
+    started, *others = driver.inner.events
     assert started == rl.Started(incarnation=2)
-    assert [e.sender for e in early if isinstance(e, rl.Received)] == ["shard-0", "supervisor"]
+    assert [e.sender for e in others if isinstance(e, rl.Received)] == ["shard-0", "supervisor"]
 
 
 def test_a_message_that_the_role_within_does_not_accept_never_reaches_it(driver: Driver) -> None:
