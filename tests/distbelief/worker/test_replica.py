@@ -1,5 +1,6 @@
 """The replica's state machine: events in, actions out."""
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -74,6 +75,21 @@ def test_two_pushes_may_be_in_flight_and_the_third_waits() -> None:
     for message in bench.shard.acknowledge():
         bench.receive(message, sender="shard-0")
     assert "replica:push" in bench.pending
+
+
+def test_a_step_behind_a_torn_install_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench().start()
+    install = bench.client.install
+
+    def torn(values: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
+        install(values)
+        return lambda: FetchResult(torn=(0,), clocks=(-1,))
+
+    monkeypatch.setattr(bench.client, "install", torn)
+    bench.deliver()
+    for work in ("read", "install", "step"):
+        bench.compute(work)
+    assert (bench.counters.torn, bench.counters.steps) == (1, 0)
 
 
 def test_only_two_batches_are_held() -> None:
