@@ -23,7 +23,6 @@ PUSHED = "worker:pushed"
 LEAVE = "worker:leave"
 JOIN = "worker:join"
 BEAT = "worker:beat"
-
 JOIN_RETRY_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 # The server answers every heartbeat. After this time without an answer it may be a new

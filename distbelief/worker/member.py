@@ -29,15 +29,11 @@ BUILD = "member:build"
 HEARTBEAT_SECONDS: Final = 0.5
 # Of a shard with a backup, which takes over after a second of silence.
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
-
 # For the last checkpoint of a shard whose supervisor is lost.
 SAVE_SECONDS_MAX: Final = 300.0
-
 # Events kept for a role that is not built yet; senders repeat what is dropped.
 N_EARLY_MAX = 4096
-
 N_WARNINGS_MAX: Final = 8  # in a Join message
-
 _TEXT_MAX = 8192  # characters of an error or a warning
 
 
