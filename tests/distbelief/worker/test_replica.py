@@ -58,8 +58,7 @@ def test_a_blocking_replica_fetches_when_its_push_is_applied() -> None:
     bench.compute("push")
     bench.deliver()
     assert not bench.sent(wire.Fetch)
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert len(bench.sent(wire.Fetch)) == 1
 
 
@@ -72,8 +71,7 @@ def test_two_pushes_may_be_in_flight_and_the_third_waits() -> None:
     assert "replica:step" not in bench.pending
     assert "replica:push" not in bench.pending
     assert bench.state == "waiting for shard-0"
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert "replica:push" in bench.pending
 
 
@@ -230,18 +228,24 @@ def test_dropout_is_a_function_of_seed_and_position() -> None:
     assert torch.equal(*pushed)
 
 
-class Spoilt(Frames):
-    """Frames of which some are NaN."""
+class Computing(nn.Module):
+    """A model of one layer that computes what a test says."""
 
-    def spoil(self, indices: list[int]) -> "Spoilt":
-        self.inputs[indices] = float("nan")
-        return self
+    def __init__(self, compute: Callable[[nn.Linear, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.compute = compute
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.layer, x)
 
 
-def spoilt_steps(steps: list[int]) -> Spoilt:
+def spoilt_steps(steps: list[int]) -> Frames:
     """Return data that is NaN in these steps of the first pass."""
-    order = Bench().data_shard.order(0)
-    return Spoilt().spoil([int(i) for step in steps for i in order[4 * step :][:4]])
+    order, dataset = Bench().data_shard.order(0), Frames()
+    dataset.inputs[[int(i) for step in steps for i in order[4 * step :][:4]]] = float("nan")
+    return dataset
 
 
 @pytest.mark.parametrize("n_push", [1, 3])
@@ -260,16 +264,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_named(n_push: int)
 def test_an_infinite_sum_of_finite_losses_is_named_by_its_tensors() -> None:
     """The gradient alone overflows: the client finds it as it is staged."""
 
-    class Steep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 2))
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ self.weight) * 1e38 * 1e38
-
-    bench = Bench(module=Steep(), max_steps=3).run_to_the_end()
+    steep = Computing(lambda layer, x: layer(x) * 1e38 * 1e38)
+    nn.init.zeros_(steep.layer.weight)
+    nn.init.zeros_(steep.layer.bias)
+    bench = Bench(module=steep, max_steps=3).run_to_the_end()
     assert bench.shard.pushed == []
     assert bench.counters.non_finite == 3
     assert len(bench.reports) == 1  # once for each row of them
@@ -302,36 +300,24 @@ def test_a_label_out_of_range_is_named_with_its_sample() -> None:
 
 
 def test_a_failure_that_does_not_repeat_is_reported_as_it_was() -> None:
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-            self.n_calls = 0
+    failures = [OSError("a cold cache")]
 
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.n_calls += 1
-            if self.n_calls == 1:
-                raise OSError("a cold cache")
-            outputs: torch.Tensor = self.layer(x)
-            return outputs
+    def once(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        outputs: torch.Tensor = layer(x)
+        return outputs
 
     with pytest.raises(JobError, match=r"net failed on .*OSError: a cold cache"):
-        Bench(module=Once()).start().run_until_step(1)
+        Bench(module=Computing(once)).start().run_until_step(1)
 
 
 def test_running_out_of_memory_is_reported_with_the_batch_size() -> None:
-    class Huge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise MemoryError(x.shape)
+    def huge(_layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        raise MemoryError(x.shape)
 
     with pytest.raises(JobError, match="a step of 4 samples: use a smaller batch_size"):
-        Bench(module=Huge()).start().run_until_step(1)
+        Bench(module=Computing(huge)).start().run_until_step(1)
 
 
 def test_data_that_fails_is_named() -> None:
@@ -377,8 +363,7 @@ def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
         bench.deliver()
     assert bench.state == "finishing"
     assert not bench.has_halted()  # not before the shard has it
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert bench.has_halted()
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (bench.counters.gradients)
     progress, finished = bench.reported[-2:]
