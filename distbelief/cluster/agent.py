@@ -36,7 +36,6 @@ from distbelief.transport.shared_memory import FileMemory
 PROBE_SECONDS: Final = 0.15  # enough to measure the link
 PROBE_SECONDS_MAX: Final = 3.0  # a lost chunk ends the measurement
 N_SIBLINGS_MAX: Final = 10_000  # run directories of one host
-
 _TIMER: Final = "host:beat"
 _STORE: Final = "host:store"
 _VERDICT: Final = "host:verdict"

@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Final, Protocol, cast, final
+from typing import Final, final
 
 from distbelief.cluster.agent import JoinOptions
 from distbelief.config.job import Job
@@ -66,17 +66,6 @@ class RayMachine:
         from distbelief.cluster.join import join  # noqa: PLC0415 -- on Ray's node
 
         return join(options, tell=print)
-
-
-class _Actor(Protocol):
-    """What Ray makes of `RayMachine`."""
-
-    @property
-    def join(self) -> "_Method": ...
-
-
-class _Method(Protocol):
-    def remote(self, options: JoinOptions) -> object: ...
 
 
 def connect(*, is_local: bool) -> None:
@@ -132,7 +121,7 @@ class RayHosts:
 
     def __init__(self, options: RayOptions) -> None:
         self._options = options
-        self._actors: list[_Actor] = []
+        self._actors: list[object] = []
         self._ends: list[object] = []  # result of each actor's `join`
         self._group: object = None
         self._pending: list[object] = []  # ready once the group has its resources
@@ -155,7 +144,7 @@ class RayHosts:
                 self._group, placement_group_bundle_index=index
             )
             machine = make(RayMachine).options(scheduling_strategy=strategy)
-            actor = cast("_Actor", machine.remote())
+            actor = machine.remote()
             host = JoinOptions(
                 address=address,
                 keys=Path(options.keys) if options.keys else None,

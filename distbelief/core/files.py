@@ -109,9 +109,7 @@ def remove_if_free(path: Path) -> bool:
 
 
 TEMPORARY: Final = ".tmp"  # suffix of files and directories that are being written
-
 _DRAFT: Final = ".distbelief-draft-"
-
 _FIXES: Final = {
     errno.ENOSPC: "there is no space left: free some, then go on with --resume",
     errno.EDQUOT: "your quota is used up: free some space, then go on with --resume",

@@ -113,9 +113,6 @@ Tell = Callable[[str], None]
 Watch = Callable[[RoleRunner, Supervisor, ServerAddress], None]
 
 
-# --- the server ---
-
-
 def serve(request: ServerRequest, watch: Watch, *, tell: Tell | None = None) -> str | None:
     """Run a parameter server until it ends; return its error, if any.
 
@@ -232,9 +229,6 @@ def _warn_on_stderr(text: str) -> None:
         sys.stderr.write(f"parameter server: {text}. It continues without this log\n")
 
 
-# --- of `ParameterServer`: its parent process decides when it ends ---
-
-
 def main(path: str) -> int:
     """Run the server that the request file describes; return the exit status."""
     # A terminal sends these to all its processes; here only the parent decides when to end.
@@ -270,9 +264,6 @@ def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, address: Server
             node.post(Received(sender=USER, incarnation=0, message=stop))
 
     node.run(tick, tick_seconds=TICK_SECONDS)
-
-
-# --- of `distbelief serve`: the terminal decides ---
 
 
 def run_server(

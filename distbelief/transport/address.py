@@ -24,9 +24,7 @@ from distbelief.transport.keys import KEY_PATTERN
 
 ANYWHERE: Final = "0.0.0.0"  # noqa: S104 -- stands for "all interfaces" in addresses
 LOOPBACK: Final = "127.0.0.1"
-
 ENDPOINT_CHARACTERS_MAX: Final = 128  # the limit of a name on the wire
-
 _UNUSED_ADDRESS: Final = "192.0.2.1"  # RFC 5737: assigned to nobody; only its route matters
 _INTERFACE: Final = struct.Struct("16s4x4s232x")  # ifreq (linux/if.h): name, address
 _SIOCGIFADDR: Final = 0x8915

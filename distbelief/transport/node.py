@@ -311,8 +311,6 @@ class RoleRunner:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    # --- the loop ---
-
     def _start(self) -> None:
         if self._started or self.halted:
             return
@@ -393,8 +391,6 @@ class RoleRunner:
             self._log("error", f"the display failed and stays off:\n{traceback.format_exc()}")
             return None
         return on_tick
-
-    # --- actions ---
 
     def _perform(self, action: rl.Action) -> None:
         match action:

@@ -29,12 +29,10 @@ from distbelief.transport.address import LOOPBACK, Endpoint
 REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_AUTH,)
 # Events: the peer closed the connection in the handshake: it has another key, or none.
 ANOTHER: Final = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-
 HEARTBEAT_MS: Final = 2_000
 # Silence of ZeroMQ's own heartbeats after which a link to another host is opened again.
 SILENCE_MS_MAX: Final = 8_000
 BATCH_MAX: Final = 64  # messages read by one call of `receive`
-
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
 _FRAME_BYTES_MAX: Final = max(wire.HEADER_BYTES_MAX, wire.FRAME_BYTES_MAX) + 64  # CURVE adds 42
 _SOCKETS_MAX: Final = 4096
@@ -160,8 +158,6 @@ class ZmqTransport:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    # --- links ---
-
     def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """Send to `peer` at `endpoint` from now on; messages queued on an older link are lost.
 
@@ -234,8 +230,6 @@ class ZmqTransport:
         link = self._sockets.pop(peer, None)
         if link:
             link.close(0)
-
-    # --- messages ---
 
     def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
         """Queue `message`; return False if it was dropped instead.

@@ -16,15 +16,8 @@ from torch import nn
 from distbelief.core.vectors import Vector
 from distbelief.data import DataShard, Indices
 from distbelief.errors import JobError, LocalProtocolError
+from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import (
-    PartitionExecutor,
-    Seed,
-    inference_of,
-    mean_over_samples,
-    model_output,
-    with_counts,
-)
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
@@ -37,27 +30,11 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
 from distbelief.roles.role import Address, Role, Seconds
-from distbelief.task import dry_run
+from distbelief.task import dry_run, task as tk
 from distbelief.task.initializers import reader
 from distbelief.task.losses import Loss, Metric, loss_function
-from distbelief.task.task import (
-    BuildContext,
-    RosterEntry,
-    build_loss,
-    build_metric,
-    build_model,
-    build_on_meta,
-    metric_name,
-    modules_of,
-    sample_of,
-)
-from distbelief.worker.batches import (
-    BatchPlan,
-    EvaluationPlan,
-    SlicePrefetch,
-    SliceReader,
-    TrainingPlan,
-)
+from distbelief.task.task import BuildContext, RosterEntry
+from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
@@ -120,12 +97,15 @@ def build_evaluator(context: BuildContext) -> Role:
     """Return the evaluator of unpartitioned models."""
     task = context.task
     dataset = context.test_data()
-    sample = sample_of(dataset, table="data.test")
-    loss, metric = build_loss(task), build_metric(task, sample)
+    sample = tk.sample_of(dataset, table="data.test")
+    loss, metric = tk.build_loss(task), tk.build_metric(task, sample)
     names = dry_run.Names(
-        model=task.model.factory, loss=task.loss, data="data.test", metric=metric_name(task, sample)
+        model=task.model.factory,
+        loss=task.loss,
+        data="data.test",
+        metric=tk.metric_name(task, sample),
     )
-    model = FlatModel(build_model(task.model))
+    model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
         LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
         client=build_client(context, pushes=False),
@@ -142,12 +122,12 @@ def whole_evaluator(
     score: Score,
     chunk: int = CHUNK,
 ) -> Replica:
-    batch_plan, model = EvaluationPlan(kinds, chunk=chunk), executor.model
+    batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
     return Replica(
         RankConfig(group=EVALUATORS),
         client=client,
         executor=WholeSteps(executor, n_bytes=float, follows_install=False),
-        slices=SlicePrefetch(None, batch_plan),
+        slices=batches.SlicePrefetch(None, batch_plan),
         objective=EvaluationObjective(
             client=client, values=model.values, batch_plan=batch_plan, score=score
         ),
@@ -177,7 +157,7 @@ def whole_replica(
     It takes at most `samples_max` samples in all its incarnations, instead of `max_steps` in each.
     """
     model = executor.model
-    batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
+    batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     # The executor clips, by torch's own function.
     trainer = Trainer(
         Items(values=model.values, averages=model.averages),
@@ -193,7 +173,7 @@ def whole_replica(
         RankConfig(group="replica"),
         client=client,
         executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=True),
-        slices=SlicePrefetch(executor, batch_plan),
+        slices=batches.SlicePrefetch(executor, batch_plan),
         objective=objective,
         leader=training_leader(
             config, batch_plan, await_begin=await_begin, samples_max=samples_max
@@ -203,7 +183,7 @@ def whole_replica(
 
 def training_leader(
     config: DownpourSettings,
-    batch_plan: TrainingPlan,
+    batch_plan: batches.TrainingPlan,
     *,
     await_begin: bool,
     n_ranks: int = 1,
@@ -226,7 +206,7 @@ def training_leader(
 def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
     """Return the replica of this index of an unpartitioned model."""
     context = with_data(context)
-    module = build_model(context.task.model)
+    module = tk.build_model(context.task.model)
     module.train()
     return whole_replica(
         config,
@@ -257,7 +237,7 @@ def local_executor(
     return LocalExecutor(
         model,
         context.train_data(),
-        loss=build_loss(task),
+        loss=tk.build_loss(task),
         names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
         clip_norm=clip_norm,
         seed=seed,
@@ -342,9 +322,9 @@ class Split:
         plan, task = load(context.plan), context.task
         graph = plan.captured_graph()
         # Always built, because operations of the user's own are registered by its imports.
-        module = build_on_meta(task.model)
+        module = tk.build_on_meta(task.model)
         loss = loss_function(task.loss) if ":" in task.loss else task.loss
-        modules = modules_of(graph, module, loss)
+        modules = tk.modules_of(graph, module, loss)
         return cls(plan=plan, graph=graph, modules=modules, device=context.device)
 
 
@@ -368,7 +348,7 @@ class RankBuild:
     flow: Dataflow  # its operations and the items that it keeps
     dtype: torch.dtype  # of these items
     client: ParameterClient
-    reader: SliceReader
+    reader: batches.SliceReader
 
 
 def assemble(  # noqa: PLR0913 -- one call describes a rank
@@ -376,17 +356,17 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     split: Split,
     parts: RankBuild,
     *,
-    batch_plan: BatchPlan,
+    batch_plan: batches.BatchPlan,
     objective: Objective,
     leader: GroupLeader,
     seed: tuple[int, ...],
     training: bool = True,
-    seed_gradient: Seed = mean_over_samples,
+    seed_gradient: ex.Seed = ex.mean_over_samples,
 ) -> Replica:
     flow, n_ranks = parts.flow, split.plan.cluster.n_machines
     names = member_names(rank.group, n_ranks)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
-    executor = PartitionExecutor(
+    executor = ex.PartitionExecutor(
         flow,
         dtype=parts.dtype,
         modules=split.modules,
@@ -406,7 +386,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
             training=training,
             seed=seed,
         ),
-        slices=SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
+        slices=batches.SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
         objective=objective,
         shapes=[region.shape for _, region in flow.items],
         leader=leader if rank.machine == 0 else None,
@@ -417,10 +397,10 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
     n_machines = plan.cluster.n_machines
-    compiled = inference_of(
+    compiled = ex.inference_of(
         graph,
         plan.placements,
-        outputs=[model_output(graph)],
+        outputs=[ex.model_output(graph)],
         batch=plan.batch,
         n_machines=n_machines,
     )
@@ -429,8 +409,8 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     dtype = dtype_of(context)
     client = build_client(context, pushes=False, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
-    batch_plan = EvaluationPlan(kinds, chunk=plan.batch)
-    reader = SliceReader(
+    batch_plan = batches.EvaluationPlan(kinds, chunk=plan.batch)
+    reader = batches.SliceReader(
         dataset,
         graph=graph,
         reads=flow.reads,
@@ -442,7 +422,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         client=client,
         values=zeros_of(flow, dtype),
         batch_plan=batch_plan,
-        score=score_of(build_loss(task), build_metric(task, context.sample)),
+        score=score_of(tk.build_loss(task), tk.build_metric(task, context.sample)),
     )
     return assemble(
         rank,
@@ -487,7 +467,7 @@ def replica_parts(
             f"[algorithm] {key} is {n_samples}, and the plan is for batches of "
             f"{split.plan.batch}: plan again, or use that"
         )
-    flow = with_counts(
+    flow = ex.with_counts(
         dataflow(split.compiled(), rank.machine, loss=split.graph.outputs[-1]),
         {spec.name for spec in layout_of(context).tensors},
     )
@@ -496,7 +476,7 @@ def replica_parts(
         flow=flow,
         dtype=dtype,
         client=build_client(context, pushes=True, flow=flow),
-        reader=SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
+        reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
 
@@ -510,7 +490,7 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     parts = replica_parts(rank, context=context, split=split, batch=batch)
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
-    batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
+    batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     n_ranks = split.plan.cluster.n_machines
     trainer = Trainer(
         Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),

@@ -27,7 +27,6 @@ from distbelief.roles.role import Address, Seconds
 
 
 EVALUATORS: Final = "evaluator"
-
 _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 
 
@@ -82,10 +81,8 @@ class GroupProgress:
 
 # Generation k of the leader's incarnation i is i << 32 | k, so that all are distinct.
 GENERATION_BITS: Final = 32
-
 # A rank may be this many steps ahead of the slowest, so that computing and waiting overlap.
 AHEAD: Final = 2
-
 # After a Stop, the group ends without the ranks that report nothing for this time.
 STOP_SECONDS: Final = 20.0
 

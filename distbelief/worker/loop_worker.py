@@ -14,6 +14,7 @@ from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.roles import role as rl
+from distbelief.worker.member import new_peers
 
 
 FETCH = "worker:fetch"
@@ -22,7 +23,6 @@ PUSHED = "worker:pushed"
 LEAVE = "worker:leave"
 JOIN = "worker:join"
 BEAT = "worker:beat"
-
 JOIN_RETRY_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 # The server answers every heartbeat. After this time without an answer it may be a new
@@ -53,7 +53,7 @@ class LoopWorker:
         self.stopped: str | None = None  # why the server has ended, once it has sent Stop
         self._join = join
         self._incarnation = 0
-        self._incarnations: dict[rl.Address, int] = {}  # of the peers
+        self._incarnations: dict[str, int] = {}  # of the peers
         self._server = Silence()
 
     @property
@@ -115,23 +115,14 @@ class LoopWorker:
 
     def _update_peers(self, peers: wire.Peers, now: rl.Seconds) -> Sequence[rl.Action]:
         first = not self._incarnations
-        actions: list[rl.Action] = [rl.CancelTimer(name=JOIN)]
+        connects, joined = new_peers(peers, self._incarnations)
+        actions: list[rl.Action] = [rl.CancelTimer(name=JOIN), *connects]
         for entry in peers.entries:
-            name = rl.Address(entry.name)
-            if entry.incarnation <= self._incarnations.get(name, 0):
-                continue
-            self._incarnations[name] = entry.incarnation
-            actions.append(
-                rl.Connect(
-                    peer=name,
-                    incarnation=entry.incarnation,
-                    endpoint=entry.endpoint,
-                    host=entry.host,
-                )
-            )
-            joined = rl.PeerJoined(peer=name, incarnation=entry.incarnation)
-            if not first and self.client.owns(joined):
-                actions += self.client.handle(joined, now)
+            before = self._incarnations.get(entry.name, 0)
+            self._incarnations[entry.name] = max(before, entry.incarnation)
+        for event in joined:
+            if not first and self.client.owns(event):
+                actions += self.client.handle(event, now)
         if first:
             actions += [*self.client.start(self._incarnation, now), *self._heartbeat(now)]
         return actions

@@ -29,15 +29,11 @@ BUILD = "member:build"
 HEARTBEAT_SECONDS: Final = 0.5
 # Of a shard with a backup, which takes over after a second of silence.
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
-
 # For the last checkpoint of a shard whose supervisor is lost.
 SAVE_SECONDS_MAX: Final = 300.0
-
 # Events kept for a role that is not built yet; senders repeat what is dropped.
 N_EARLY_MAX = 4096
-
 N_WARNINGS_MAX: Final = 8  # in a Join message
-
 _TEXT_MAX = 8192  # characters of an error or a warning
 
 
@@ -60,9 +56,22 @@ class JobMemberConfig:
                 f"{self.patience_seconds}; use more than 0, and a patience of several heartbeats"
             )
 
-    @property
-    def is_shard(self) -> bool:
-        return self.name.startswith("shard-")
+
+def new_peers(
+    peers: wire.Peers, known: Mapping[str, int]
+) -> tuple[list[rl.Action], list[rl.Event]]:
+    """Return links to, and news of, peers of which an older incarnation or none is known."""
+    new = [entry for entry in peers.entries if entry.incarnation > known.get(entry.name, 0)]
+    connects: list[rl.Action] = []
+    joined: list[rl.Event] = []
+    for entry in new:
+        peer, incarnation = rl.Address(entry.name), entry.incarnation
+        link = rl.Connect(
+            peer=peer, incarnation=incarnation, endpoint=entry.endpoint, host=entry.host
+        )
+        connects.append(link)
+        joined.append(rl.PeerJoined(peer=peer, incarnation=incarnation))
+    return connects, joined
 
 
 def heartbeat_seconds(name: str, shard_copies: int) -> rl.Seconds:
@@ -152,7 +161,7 @@ class JobMember:
 
     def _supervisor_lost(self, reason: str, now: rl.Seconds) -> Sequence[rl.Action]:
         # No process outlives its job; a shard saves its values first.
-        if not (self._runs and self._config.is_shard):
+        if not (self._runs and self._config.name.startswith("shard-")):
             return [rl.Exit(error=reason)]
         if self._save_by is not None:
             return []
@@ -177,7 +186,6 @@ class JobMember:
         before = self._peers or {}
         after = {entry.name: entry for entry in message.entries}
         self._peers = after
-        connects: list[rl.Action] = []
         left = "it is no longer a member of the job"
         events: list[rl.Event] = [
             rl.PeerLost(peer=rl.Address(name), incarnation=entry.incarnation, reason=left)
@@ -195,20 +203,9 @@ class JobMember:
             if name not in self._gone
         ]
         self._gone.update(message.gone)
-        for name, entry in after.items():
-            known = before.get(name)
-            if known is not None and known.incarnation >= entry.incarnation:
-                continue
-            peer = rl.Address(name)
-            connects.append(
-                rl.Connect(
-                    peer=peer,
-                    incarnation=entry.incarnation,
-                    endpoint=entry.endpoint,
-                    host=entry.host,
-                )
-            )
-            events.append(rl.PeerJoined(peer=peer, incarnation=entry.incarnation))
+        known = {name: entry.incarnation for name, entry in before.items()}
+        connects, joined = new_peers(message, known)
+        events += joined
         actions = [*connects, *self._run_role(now)]
         for event in events:
             actions += self._forward(event, now)

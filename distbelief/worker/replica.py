@@ -189,15 +189,13 @@ class Replica:
         done = [*both[0], *both[1], *self._lead(now)]
         while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
-        return [*done, *self.objective.due(now)] if self._speaks else done
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether the objective has messages of its own, and the role goes on."""
-        return bool(self.objective.accepts) and not self._is_gone
+        return [*done, *self._due(now)]
 
     def _has_news(self) -> bool:
-        return self._speaks and self.objective.has_news()
+        return not self._is_gone and self.objective.has_news()
+
+    def _due(self, now: rl.Seconds) -> list[rl.Action]:
+        return [] if self._is_gone else self.objective.due(now)
 
     def _is_partial(self, event: rl.Event) -> bool:
         # Most messages of shards are blocks, and only the last one of a fetch removes an obstacle.

@@ -33,9 +33,6 @@ from distbelief.worker.objective import Install, LocalNorm, Objective
 PUSH: Final = "replica:push"
 
 
-# --- the work of steps ---
-
-
 @final
 class GradientSum:
     """Gradients of several steps, summed until they are pushed.
@@ -355,8 +352,6 @@ class TrainingObjective(Objective):
         self._n_bad_in_row = 0
         self._reported = _Reported()
 
-    # --- generations ---
-
     @property
     @override
     def pushed(self) -> int | None:
@@ -384,8 +379,6 @@ class TrainingObjective(Objective):
             self._client.abandon()
         self._trainer.drop()
         self._push_due = False
-
-    # --- fetches ---
 
     @override
     def fetches_at(self, step: int) -> bool:
@@ -415,8 +408,6 @@ class TrainingObjective(Objective):
         self.counters.fetches += 1
         self._clock = max(self._client.clocks, default=0)
         return True
-
-    # --- steps ---
 
     @override
     def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
@@ -526,8 +517,6 @@ class TrainingObjective(Objective):
             f"has diverged. Use a lower learning_rate, or a clip_norm{clip}"
         )
 
-    # --- pushes ---
-
     @property
     @override
     def is_due(self) -> bool:
@@ -571,8 +560,6 @@ class TrainingObjective(Objective):
         self._n_bad_in_row = 0
         return actions
 
-    # --- on the leader ---
-
     @override
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
@@ -610,8 +597,6 @@ class TrainingObjective(Objective):
             seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
         )
         return [Send(receiver=SUPERVISOR, message=progress)], []
-
-    # --- status ---
 
     @property
     @override

@@ -19,7 +19,6 @@ from distbelief.roles.role import Action, Address, Seconds, Send
 
 # Transfers after which to send a `TransferAck`, if no transfer carries it earlier.
 ACK_EVERY: Final = 8
-
 AGAIN_SECONDS: Final = 2.0
 AGAIN_SECONDS_MAX: Final = 30.0
 

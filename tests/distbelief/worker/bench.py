@@ -141,6 +141,10 @@ class RoleBench:
             for answer in self.shard.answer(self.to_shard.pop(0)):
                 self.receive(answer, sender=SHARD)
 
+    def acknowledge(self) -> None:
+        for message in self.shard.acknowledge():
+            self.receive(message, sender=SHARD)
+
     def compute(self, name: str = "") -> rl.Compute:
         """Run the oldest work, or the oldest of this name."""
         wanted = next(c for c in self.computes if name in c.name)

@@ -60,7 +60,8 @@ def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: LoopW
     assert joins(worker.handle(beat, 8.0))
     connects = [a for a in tell(worker, peers(2), 8.5) if isinstance(a, rl.Connect)]
     assert [(c.peer, c.incarnation, c.endpoint) for c in connects] == [(SHARD, 2, "at-2")]
-    assert tell(worker, peers(2), 8.6) == tell(worker, peers(1), 8.7)  # no news: no new link
+    for n in (2, 1, 2):  # no news: no new link
+        assert not any(isinstance(a, rl.Connect) for a in tell(worker, peers(n), 8.6))
     assert not joins(worker.handle(beat, 9.0))
 
 

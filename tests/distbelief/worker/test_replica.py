@@ -1,5 +1,9 @@
 """The replica's state machine: events in, actions out."""
 
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -8,10 +12,14 @@ from typing_extensions import override
 from distbelief import protocol as wire
 from distbelief.data import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
+from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Executor, Started
-from distbelief.worker.config import Async
-from distbelief.worker.training import Items, Trainer
+from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.config import Async, DownpourSettings
+from distbelief.worker.training import Items, Trainer, TrainingObjective
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
 
@@ -50,8 +58,7 @@ def test_a_blocking_replica_fetches_when_its_push_is_applied() -> None:
     bench.compute("push")
     bench.deliver()
     assert not bench.sent(wire.Fetch)
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert len(bench.sent(wire.Fetch)) == 1
 
 
@@ -64,9 +71,23 @@ def test_two_pushes_may_be_in_flight_and_the_third_waits() -> None:
     assert "replica:step" not in bench.pending
     assert "replica:push" not in bench.pending
     assert bench.state == "waiting for shard-0"
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert "replica:push" in bench.pending
+
+
+def test_a_step_behind_a_torn_install_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench().start()
+    install = bench.client.install
+
+    def torn(values: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
+        install(values)
+        return lambda: FetchResult(torn=(0,), clocks=(-1,))
+
+    monkeypatch.setattr(bench.client, "install", torn)
+    bench.deliver()
+    for work in ("read", "install", "step"):
+        bench.compute(work)
+    assert (bench.counters.torn, bench.counters.steps) == (1, 0)
 
 
 def test_only_two_batches_are_held() -> None:
@@ -207,18 +228,24 @@ def test_dropout_is_a_function_of_seed_and_position() -> None:
     assert torch.equal(*pushed)
 
 
-class Spoilt(Frames):
-    """Frames of which some are NaN."""
+class Computing(nn.Module):
+    """A model of one layer that computes what a test says."""
 
-    def spoil(self, indices: list[int]) -> "Spoilt":
-        self.inputs[indices] = float("nan")
-        return self
+    def __init__(self, compute: Callable[[nn.Linear, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.compute = compute
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.layer, x)
 
 
-def spoilt_steps(steps: list[int]) -> Spoilt:
+def spoilt_steps(steps: list[int]) -> Frames:
     """Return data that is NaN in these steps of the first pass."""
-    order = Bench().data_shard.order(0)
-    return Spoilt().spoil([int(i) for step in steps for i in order[4 * step :][:4]])
+    order, dataset = Bench().data_shard.order(0), Frames()
+    dataset.inputs[[int(i) for step in steps for i in order[4 * step :][:4]]] = float("nan")
+    return dataset
 
 
 @pytest.mark.parametrize("n_push", [1, 3])
@@ -237,16 +264,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_named(n_push: int)
 def test_an_infinite_sum_of_finite_losses_is_named_by_its_tensors() -> None:
     """The gradient alone overflows: the client finds it as it is staged."""
 
-    class Steep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 2))
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ self.weight) * 1e38 * 1e38
-
-    bench = Bench(module=Steep(), max_steps=3).run_to_the_end()
+    steep = Computing(lambda layer, x: layer(x) * 1e38 * 1e38)
+    nn.init.zeros_(steep.layer.weight)
+    nn.init.zeros_(steep.layer.bias)
+    bench = Bench(module=steep, max_steps=3).run_to_the_end()
     assert bench.shard.pushed == []
     assert bench.counters.non_finite == 3
     assert len(bench.reports) == 1  # once for each row of them
@@ -279,36 +300,24 @@ def test_a_label_out_of_range_is_named_with_its_sample() -> None:
 
 
 def test_a_failure_that_does_not_repeat_is_reported_as_it_was() -> None:
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-            self.n_calls = 0
+    failures = [OSError("a cold cache")]
 
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.n_calls += 1
-            if self.n_calls == 1:
-                raise OSError("a cold cache")
-            outputs: torch.Tensor = self.layer(x)
-            return outputs
+    def once(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        outputs: torch.Tensor = layer(x)
+        return outputs
 
     with pytest.raises(JobError, match=r"net failed on .*OSError: a cold cache"):
-        Bench(module=Once()).start().run_until_step(1)
+        Bench(module=Computing(once)).start().run_until_step(1)
 
 
 def test_running_out_of_memory_is_reported_with_the_batch_size() -> None:
-    class Huge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise MemoryError(x.shape)
+    def huge(_layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        raise MemoryError(x.shape)
 
     with pytest.raises(JobError, match="a step of 4 samples: use a smaller batch_size"):
-        Bench(module=Huge()).start().run_until_step(1)
+        Bench(module=Computing(huge)).start().run_until_step(1)
 
 
 def test_data_that_fails_is_named() -> None:
@@ -354,8 +363,7 @@ def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
         bench.deliver()
     assert bench.state == "finishing"
     assert not bench.has_halted()  # not before the shard has it
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert bench.has_halted()
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (bench.counters.gradients)
     progress, finished = bench.reported[-2:]
@@ -396,3 +404,35 @@ def test_no_step_begins_after_a_stop() -> None:
 def test_no_batch_beyond_the_last_step_is_read() -> None:
     bench = Bench(max_steps=2).start()
     assert bench.run_while_it_can().count("replica:read") == 2
+
+
+class Client:
+    """A client whose shards have the pushes of 8 samples."""
+
+    samples = 8
+    clocks = (2,)
+    unacknowledged = 0
+    can_push = ready = False
+
+
+def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
+    """The group begins where the rank that has pushed least left off."""
+    config = DownpourSettings(loss="", batch_size=4, rule=SGD(learning_rate=0.1))
+    items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
+    trainer = Trainer(items, config.policy, clip_norm=None, n_ranks=1, is_whole=False)
+    client = cast("ParameterClient", Client())
+    objective = TrainingObjective(config, client=client, trainer=trainer)
+    objective.begin(0, 0.0)
+    counted = []
+    for step in range(4):
+        batch = BatchIndices(position=4 * step, indices=np.arange(4))
+        batch_slice = BatchSlice(generation=1, step=step, samples=batch)
+        objective.open(step, batch, batch_slice)(0, torch.ones(2))
+        found = StepResult(loss=4.0, averages={}, outputs=())
+        objective.closed(objective.close(found), found, batch, 0.0)
+        counted.append(objective.counters.gradients)
+    assert counted == [0, 0, 1, 2]
+    due = [objective.is_due]
+    objective.drop()
+    assert [*due, objective.is_due] == [True, False]
+    assert objective.pushed == 8
