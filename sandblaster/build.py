@@ -1,6 +1,7 @@
 """Builds the coordinator and the workers of a job, in the processes that run them."""
 
 import json
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -12,12 +13,12 @@ from distbelief.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
-from distbelief.roles.role import Role
+from distbelief.roles.role import Address, Role
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.group import EVALUATORS, GroupRank, member_names
+from distbelief.worker.group import EVALUATORS, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeSteps
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.training import Items
@@ -55,7 +56,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
     Raises:
         JobError: a batch would be larger than the data.
     """
-    n_examples = _n_examples(context)
+    n_examples = len(context.train_data()) if context.n_train is None else context.n_train
     if config.batch_size is not None and config.batch_size > n_examples:
         raise JobError(
             f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
@@ -127,15 +128,13 @@ def whole_worker(
     """Return a worker whose process holds the whole model; its executor takes gradients of sums."""
     model = executor.model
     trained = (item for item, spec in enumerate(model.specs()) if spec.kind == "parameter")
-    plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
-    objective = ChunkObjective(
+    objective, plan = _objective(
+        config,
         Items(values=model.values, trained=frozenset(trained)),
-        shards=None,
+        samples,
         client=client,
-        plan=plan,
-        group_tasks=GroupTasks(config, plan=plan, n_ranks=1, await_begin=await_begin),
         names=member_names("replica", 1),
-        retry_seconds=config.retry_seconds,
+        await_begin=await_begin,
     )
     return Replica(
         RankConfig(group="replica"),
@@ -146,6 +145,32 @@ def whole_worker(
         objective=objective,
         leader=wb.leader_on_request(n_ranks=1),
     )
+
+
+def _objective(
+    config: WorkerConfig,
+    items: Items,
+    samples: Samples,
+    *,
+    client: ParameterClient,
+    names: Sequence[Address],
+    await_begin: bool | None,  # of the leader; None on other ranks
+    shards: Sequence[int] | None = None,
+) -> tuple[ChunkObjective, ChunkBatchPlan]:
+    plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
+    tasks = None
+    if await_begin is not None:
+        tasks = GroupTasks(config, plan=plan, n_ranks=len(names), await_begin=await_begin)
+    objective = ChunkObjective(
+        items,
+        shards=shards,
+        client=client,
+        plan=plan,
+        group_tasks=tasks,
+        names=names,
+        retry_seconds=config.retry_seconds,
+    )
+    return objective, plan
 
 
 # A warm start's first part shares client and model with the second.
@@ -170,12 +195,6 @@ def build_first_part(
     )
 
 
-def _n_examples(context: BuildContext) -> int:
-    if context.n_train is not None:
-        return context.n_train
-    return len(context.train_data())
-
-
 def build_rank(
     name: str, *, config: SandblasterSettings, context: BuildContext, split: wb.Split
 ) -> Role:
@@ -188,37 +207,22 @@ def build_rank(
     place = wb.rank_in(name, context=context, split=split)
     if place.group == EVALUATORS:
         return wb.evaluating_rank(place, context=context, split=split)
-    return _summing_machine(place, config=config, context=context, split=split)
-
-
-def _summing_machine(
-    place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: wb.Split
-) -> Replica:
     n_machines = split.plan.cluster.n_machines
     context = wb.with_data(context)
-    batch = "portion", config.portion
-    parts = wb.replica_parts(place, context=context, split=split, batch=batch)
-    flow, settings = parts.flow, worker_config(config, context)
-    samples = Samples(len(context.train_data()), seed=config.order_seed)
-    plan = ChunkBatchPlan(samples, mini_batch_size=settings.chunk_sizes.mini_batch_size)
-    group_tasks = None
-    if place.machine == 0:
-        group_tasks = GroupTasks(
-            settings, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
-        )
+    parts = wb.replica_parts(place, context=context, split=split, batch=("portion", config.portion))
+    flow = parts.flow
     view = PartialView(wb.layout_of(context), flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
-    items = Items(
-        values=wb.zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
-    )
-    objective = ChunkObjective(
-        items,
+    objective, plan = _objective(
+        worker_config(config, context),
+        Items(
+            values=wb.zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
+        ),
+        Samples(len(context.train_data()), seed=config.order_seed),
         shards=view.shards,
         client=parts.client,
-        plan=plan,
-        group_tasks=group_tasks,
         names=member_names(place.group, n_machines),
-        retry_seconds=settings.retry_seconds,
+        await_begin=None if place.machine else context.await_begin,
     )
     return wb.assemble(
         place,

@@ -501,18 +501,23 @@ class WorkQueue:
     def _start_backups(self, now: Seconds) -> None:
         assert self._began_at is not None
         least = max(self._config.backup_seconds_min, _SHARE * (now - self._began_at))
-        unfinished = self._unfinished(least, now)
+        smallest = self._chunks[-1].n_examples
+        idle = [
+            (own, worker)
+            for worker in self._pool
+            if not worker.outstanding and (own := self._seconds_from_idle(worker, smallest)) > 0.0
+        ]
+        if not idle:
+            return
+        # With thousands of workers there is mostly none for which a backup task could pay.
+        quickest = min(own for own, _ in idle)
+        unfinished = self._unfinished(max(_MARGIN * quickest, quickest + least), now)
         if not unfinished:
             return
         # Most workers that are idle would have to fetch parameters first: leave them out.
-        smallest, longest = self._chunks[-1].n_examples, unfinished[0][0]
-        idle = [
-            worker
-            for worker in self._pool
-            if not worker.outstanding
-            and self._is_worth(self._seconds_from_idle(worker, smallest), longest, least)
-        ]
-        for worker in sorted(idle, key=_load):
+        longest = unfinished[0][0]
+        useful = [worker for own, worker in idle if self._is_worth(own, longest, least)]
+        for worker in sorted(useful, key=_load):
             # A worker that pushes a chunk gives no second result of it.
             others = (k for k, (_, one) in enumerate(unfinished) if one.worker is not worker)
             if (k := next(others, None)) is None:
@@ -525,7 +530,7 @@ class WorkQueue:
                 self._assign_one(worker, late.chunk, now)
 
     def _is_worth(self, own: Seconds, seconds: Seconds, least: Seconds) -> bool:
-        return own > 0.0 and seconds > max(_MARGIN * own, own + least)
+        return seconds > max(_MARGIN * own, own + least)
 
     def _seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
         pace = self._pace(worker)

@@ -1,9 +1,8 @@
 """How runs of a whole cluster end: each outcome has a message, and none hangs."""
 
-import json
 import math
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,6 +187,27 @@ def test_a_failed_checkpoint_is_reported_and_the_run_continues() -> None:
     assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
 
 
+@pytest.mark.parametrize(
+    ("role", "error"), [("shard-1", "shard 1: no space left"), (COORDINATOR, "no space left")]
+)
+def test_a_checkpoint_that_one_disk_has_not_taken_has_failed(role: str, error: str) -> None:
+    run = Run(replace(SMALL, saves=(0.05,)))
+
+    def failing(whole: Callable[..., Sequence[rl.Action]]) -> object:
+        def handle(self: object, event: rl.Event, now: float) -> Sequence[rl.Action]:
+            if isinstance(event, rl.Persisted) and self is run.cluster.role(rl.Address(role)):
+                event = rl.Persisted(label=event.label, error="no space left")
+            return whole(self, event, now)
+
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Shard, Coordinator):
+            patch.setattr(kind, "handle", failing(kind.handle))
+        run.play()
+    assert [saved.error for saved in run.checker.saved] == [error]
+
+
 def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
     slow = Slow(at=0.0, role=COORDINATOR, factor=3e3, seconds=60.0)
     run = play(replace(SMALL, saves=(0.05,), faults=(slow,)))
@@ -232,28 +252,6 @@ def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
     run.cluster.observe(see)
     run.play()
     assert n_begun > 3
-
-
-@pytest.mark.parametrize("at", [0.01, 0.03, 0.05])
-def test_no_savepoint_is_settled_before_its_journal_is_on_disk(at: float) -> None:
-    run = Run(replace(SMALL, faults=(DiskFull(at=at, seconds=0.05),)))
-    saving, on_disk, n_failed = 0, 0, 0
-
-    def see(happening: HandledEvent) -> None:
-        nonlocal saving, on_disk, n_failed
-        if happening.name == COORDINATOR and isinstance(happening.event, rl.Persisted):
-            on_disk = saving if happening.event.error is None else on_disk
-            n_failed += happening.event.error is not None
-        for action in happening.actions:
-            if isinstance(action, rl.Persist) and happening.name == COORDINATOR:
-                entries = json.loads(action.snapshot.facts["cuts"])["entries"]
-                saving = max((entry["cut"] for entry in entries), default=0)
-            elif isinstance(action, rl.Send) and isinstance(action.message, wire.ShardCommand):
-                assert action.message.settled <= on_disk
-
-    run.cluster.observe(see)
-    run.play()
-    assert n_failed
 
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:

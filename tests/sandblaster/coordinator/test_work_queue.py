@@ -287,6 +287,10 @@ def test_no_backup_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     table.queue.touch(table.worker(A))
     table.assign(10.0)
     assert not table.queue.n_backups
+    table = Table(A, B, n_chunks=1)
+    for now in (0.0, 100.0):
+        table.assign(now)
+    assert not table.queue.n_backups  # how long a chunk takes is not known
 
 
 def test_many_workers_are_not_all_looked_at_for_every_report(
