@@ -22,7 +22,7 @@ from distbelief.graph.lowering.lower import (
 )
 from distbelief.graph.lowering.pointwise import pointwise
 from distbelief.graph.lowering.views import expanded_layer, permuted
-from distbelief.graph.module_calls import LeafCall
+from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.views import reshape_layer
@@ -391,3 +391,34 @@ def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: obje
         options={"function": "add"},
     )
     return builder[both]
+
+
+# --- mixtures of experts ---
+
+
+@lowers_module(is_experts)
+def experts(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    arguments, keywords = call.arguments(inputs)
+    given = [*arguments, *keywords.values()]
+    if list(keywords) not in ([], list(EXPERTS[len(arguments) :])):
+        raise NotSplitError("its arguments are in another order")
+    x, chosen, weights = (lowerer.as_value(value) for value in given)
+    if any(x.to(value.layer) != value for value in (chosen, weights)):
+        raise NotSplitError("its tensors are arranged in different ways")
+    builder = lowerer.builder
+    tensors = uses(module, call.path)
+    n_experts = next(iter(tensors.values())).shape[0]
+    shape = (*chosen.layer.shape[:-1], n_experts)
+    names = [chosen.layer.name, weights.layer.name]
+    routing = builder.add(f"{call.path}.routing", "routing", names, shape)
+    name = builder.add(
+        call.path,
+        "experts",
+        [routing, x.layer.name, chosen.layer.name],
+        x.layer.shape,
+        options={"module": call.path},
+        tensors=tensors,
+    )
+    return [x.to(builder[name])]

@@ -14,7 +14,7 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
-from distbelief.graph.region import Shape
+from distbelief.graph.region import Region, Shape
 from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
@@ -487,6 +487,43 @@ def test_layers_of_several_results_stay_layers() -> None:
     make = lambda: Applied(forward, lstm=nn.LSTM(4, 2, batch_first=True))  # noqa: E731
     graph = check(Case(make=make, shape=(4,)), whole=1)
     assert graph["lstm"].kind in {"whole", "call"}
+
+
+class Gates(nn.Module):
+    """Experts with the interface of transformers: a loop over those that any token chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 5
+        self.up = nn.Parameter(torch.randn(5, 3, 4))
+        self.down = nn.Parameter(torch.randn(5, 4, 3))
+
+    @override
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        found = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
+            rows = functional.linear(hidden_states[tokens], self.up[expert]).relu()
+            rows = functional.linear(rows, self.down[expert])
+            found = found.index_add(0, tokens, rows * top_k_weights[tokens, places, None])
+        return found
+
+
+def test_experts_are_computed_where_their_weights_are() -> None:
+    def forward(x: torch.Tensor, router: nn.Module, experts: nn.Module) -> object:
+        tokens = x.flatten(0, 1)
+        weights, chosen = router(tokens).softmax(-1).topk(2)
+        return x + experts(tokens, chosen, weights).view_as(x)
+
+    make = lambda: Applied(forward, router=nn.Linear(4, 5), experts=Gates())  # noqa: E731
+    graph = check(Case(make=make, shape=(3, 4)))
+    layer, kind = graph["experts"], operator_of(graph["experts"])
+    assert kind.partial is not None
+    part = Region(((0, 3), (1, 3)))
+    assert kind.partial.uses(layer, part)["up"] == Region(((1, 3), (0, 3), (0, 4)))
+    assert kind.partial.writes(layer, part) == layer.region
 
 
 # --- words ---
