@@ -385,18 +385,27 @@ def _without_memory(module: nn.Module, examples: list[torch.Tensor]) -> list[tor
     # device would make constants of the forward that have no values.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     known: dict[int, torch.Tensor] = {}
+    # Buffers that are not saved with the model are constants of the graph: no shard has them.
+    unsaved = {
+        id(part._buffers[name])  # noqa: SLF001
+        for part in module.modules()
+        for name in part._non_persistent_buffers_set  # noqa: SLF001
+    }
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:
             with mode:
                 made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            values = getattr(tensor, "values_of_buffer", tensor)
+            if id(tensor) in unsaved and not isinstance(values, FakeTensor) and not values.is_meta:
+                made.values_of_buffer = values  # type: ignore[attr-defined] # torch allows it
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             known[id(tensor)] = made
         return known[id(tensor)]
 
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):  # noqa: SLF001 -- torch has no public way
+        for tensors in (part._parameters, part._buffers):  # noqa: SLF001
             tensors.update({n: fake(t) for n, t in tensors.items() if t is not None})  # type: ignore[misc]
     return [fake(example) for example in examples]
 
@@ -497,8 +506,13 @@ def _lowered(
         if node.name in own:
             path = own[node.name].removeprefix(f"{_INNER}.")
             tensor = tensors[path]
+            values = getattr(tensor, "values_of_buffer", None)
             use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
             known = Held(use, not tensor.is_floating_point())
+            if values is not None:  # layers read floats, indices are known to rules
+                known = values
+                if values.is_floating_point():
+                    known = constant_layer(lowerer, values, path)
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:

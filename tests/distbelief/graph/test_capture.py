@@ -556,6 +556,32 @@ def test_words_become_rows_of_a_table(name: str) -> None:
 # --- tensors and modes ---
 
 
+def test_buffers_that_are_not_saved_are_constants() -> None:
+    """No shard has them: rotary frequencies and positions of transformers."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+            self.places: torch.Tensor
+            self.factors: torch.Tensor
+            self.saved: torch.Tensor
+            self.register_buffer("places", torch.arange(3, 6), persistent=False)
+            self.register_buffer("factors", torch.rand(4), persistent=False)
+            self.register_buffer("saved", torch.rand(4))
+
+        @override
+        def forward(self, x: torch.Tensor) -> object:
+            return (x + self.table(self.places)) * self.factors.cos() + self.saved
+
+    case = Case(make=Placed, shape=(3, 4))
+    model = case.model()
+    graph = capture(model, case.specs)
+    assert set(graph.tensors) == {"table.weight", "saved"}
+    for seed in (None, 4):
+        assert_same(graph, model, case, training=True, seed=seed)
+
+
 def test_channels_are_dropped_together() -> None:
     model = Applied(
         lambda x, drop: functional.dropout1d(drop(x).flatten(2), 0.3, drop.training),
