@@ -21,7 +21,7 @@ from distbelief.graph.lowering.lower import (
     lowers_module,
 )
 from distbelief.graph.lowering.pointwise import pointwise
-from distbelief.graph.lowering.views import expanded_layer, permuted
+from distbelief.graph.lowering.views import expanded_layer, permuted, viewed
 from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
@@ -210,10 +210,17 @@ def index(op: Operation) -> object:
     # Rows of a table: a relative position bias.
     table, words = op["self"], op["indices"]
     *before, last = words
-    if not any(before) and isinstance(last, torch.Tensor) and last.dim() == 1:
-        arguments = {"self": table, "dim": len(before), "index": last}
-        target = torch.ops.aten.index_select.default
-        return op.lowerer.in_parts(replace(op, target=target, arguments=arguments))
+    if not any(before) and isinstance(last, torch.Tensor) and last.dtype == torch.int64:
+        arguments = {"self": table, "dim": len(before), "index": last.flatten()}
+        shape = list(op.result.shape)
+        shape[len(before) : len(before) + last.dim()] = [last.numel()]
+        chosen = replace(
+            op,
+            target=torch.ops.aten.index_select.default,
+            arguments=arguments,
+            result=op.result.view(shape),
+        )
+        return viewed(op, op.lowerer.as_value(op.lowerer.in_parts(chosen)), op.result.shape)
     if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
     value = op.lowerer.as_value(words[0])

@@ -483,9 +483,13 @@ class Lowerer:
         return Value(operation.reshaped(found, (*own[:batch], *own[batch + 1 :])), batch)
 
     def _nested(self, name: str, args: list[Any]) -> object:
-        if "autocast" in name:
-            raise NotSplitError("it computes under torch.autocast, which is not split")
-        if name != "wrap_with_set_grad_enabled":
+        if name == "wrap_with_autocast":
+            *_, enabled, _, inner = args[:5]
+            given = args[5:]
+            if enabled:
+                raise NotSplitError("it computes under torch.autocast, which is not split")
+            args = [True, inner, *given]
+        elif name != "wrap_with_set_grad_enabled":
             raise NotSplitError(f"{name} has no split rule")
         enabled, inner, *given = args
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]

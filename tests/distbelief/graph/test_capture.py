@@ -119,6 +119,11 @@ def on_shapes(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if int(x.size(1)) == 3 else x
 
 
+def autocast_disabled(x: torch.Tensor, layer: nn.Module) -> object:
+    with torch.autocast("cpu", enabled=False):
+        return layer(x).tanh()
+
+
 def matching(x: object) -> object:
     """Asks for its class in Python's ways."""
     match x:
@@ -197,6 +202,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
             lambda x, mask: functional.scaled_dot_product_attention(x, x, x, attn_mask=mask),
             (3, 3), buffer=True,
         ), (2, 3, 4),
+    ),
+    "autocast, disabled": (
+        lambda: Applied(autocast_disabled, layer=nn.Linear(4, 4)), (4,),
     ),
     "checkpointed": (
         lambda: Applied(
@@ -353,6 +361,8 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "norms": (lambda x: functional.normalize(x, dim=-1), (3, 4), 0),
     "gated": (lambda x: functional.glu(x, dim=1), (4, 3), 0),
     "indices in a list": (lambda x: x[:, [1, 0, 1]], (4, 2), 0),
+    "indices in a table": (lambda x: x[:, torch.tensor([[1, 0], [3, 3]])], (4, 2), 0),
+    "a slice of zeros": (lambda x: (y := x.clone(), y[:, 1:3].zero_(), y * 2)[2], (4, 2), 0),
     "indices of all samples": (lambda x: x[torch.arange(x.size(0)), 1:], (4,), 1),
     "complex numbers": (lambda x: torch.fft.fft(x).real, (4,), 2),
     "twice another": (lambda x: torch.add(x, x, alpha=2), (4,), 0),
