@@ -25,6 +25,7 @@ from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
 from distbelief.errors import JobError
 from distbelief.graph.graph import Layer, LayerGraph
+from distbelief.graph.lowering.lower import by_name
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
 from distbelief.graph.ops.dropout import Dropout, mask
@@ -71,7 +72,9 @@ class SharedDropoutMasks(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         assert isinstance(func, OpOverload), func
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        # Attention may drop weights, but does not without a probability.
+        idle = "attention" in str(func) and not by_name(func, list(args), kwargs or {})["dropout_p"]
+        if idle or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         if (func is not _DRAW and func not in _UNIFORM) or not self._left:
             raise _refusal(f"torch's {func}")

@@ -5,6 +5,7 @@ their forwards are replaced by a custom operation that gets the tensors of the c
 everything else.
 """
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from distbelief.graph.unsupported import lost_change
 
 
 LEAF: Final = "distbelief::leaf"
+EXPERTS: Final = ("hidden_states", "top_k_index", "top_k_weights")
 _PLAIN: Final = (NoneType, bool, int, float, str, torch.dtype, torch.device, torch.SymInt)
 _LIBRARY: Final = torch.library.Library("distbelief", "DEF")
 _LIBRARY.define("leaf(Tensor[] inputs, int key) -> Tensor[]")
@@ -80,6 +82,10 @@ class LeafCall:
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors like the result's, for fake inputs."""
+        if is_experts(self.module):  # its result is like its tokens; running it may take long
+            _, self._result_spec = pytree.tree_flatten(inputs[0])
+            self._result_others, self.shapes_found = [None], [tuple(inputs[0].shape)]
+            return [torch.empty_like(inputs[0])]
         symbols = (n for x in inputs for n in x.shape if type(n) is not int)
         extent: Any = next(symbols, 1)
         batch = extent if type(extent) is int else extent // n_samples_in(extent, 1)
@@ -162,6 +168,20 @@ class LeafCall:
             self.operations = counter.get_total_flops() / n_samples
             _refuse_change(self.module, before, state)
             return result
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a mixture, as transformers builds them.
+
+    Its tensors have one row for each expert; it returns, for each token, the sum of the experts at
+    `top_k_index` times `top_k_weights`, and computes the first `num_experts`.
+    """
+    n_experts = getattr(module, "num_experts", None)
+    tensors = [*module.parameters(), *module.buffers()]
+    rows = {tensor.shape[0] if tensor.dim() > 1 else 0 for tensor in tensors}
+    if not isinstance(n_experts, int) or rows != {n_experts}:
+        return False
+    return tuple(inspect.signature(type(module).forward).parameters)[1:] == EXPERTS
 
 
 def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a symbol

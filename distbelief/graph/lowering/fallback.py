@@ -34,11 +34,11 @@ from distbelief.graph.lowering.lower import (
 )
 from distbelief.graph.lowering.views import lined_up
 from distbelief.graph.module_calls import LeafCall, OpaqueError
-from distbelief.graph.ops.call import CONSTANT, evaluated
+from distbelief.graph.ops.call import CONSTANT, evaluated, packed
 from distbelief.graph.unsupported import is_replaced
 
 
-_N_VALUES_MAX: Final = 1 << 16  # of a constant that stands in the graph
+_N_CHARACTERS_MAX: Final = 1 << 20  # of a constant that stands in the graph
 _N_TRIED_MAX: Final = 1 << 24  # elements of an operation that is tried on noise
 
 
@@ -113,7 +113,7 @@ def _added(
     return Value(lowerer.builder[added], batch, after=inside)
 
 
-def constant_layer(lowerer: Lowerer, tensor: torch.Tensor) -> Value:
+def constant_layer(lowerer: Lowerer, tensor: torch.Tensor, name: str = "constant") -> Value:
     """Return a layer for a tensor that the forward makes of numbers."""
     encoder = _Encoder(lowerer)
     options: dict[str, Option] = {
@@ -121,7 +121,7 @@ def constant_layer(lowerer: Lowerer, tensor: torch.Tensor) -> Value:
         "arguments": encoder.text([tensor], {}),
         "along": (),
     }
-    return _added("constant", "call", encoder, tensor, options, {}, "")
+    return _added(name, "call", encoder, tensor, options, {}, "")
 
 
 # --- operations, in parts ---
@@ -138,7 +138,7 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **dict.fromkeys(("glu", "index_select", "index_fill", "repeat_interleave"), "dim"),
     **dict.fromkeys(("flip", "roll"), "dims"),
     **dict.fromkeys(("tril", "triu"), (-2, -1)),
-    **dict.fromkeys(("_to_copy", "to", "nan_to_num", "fill"), ()),
+    **dict.fromkeys(("_to_copy", "to", "nan_to_num", "fill", "zero"), ()),
     **{
         f"{kind}{n}d": range(-n, 0)
         for n in (1, 2, 3)
@@ -339,13 +339,13 @@ class _Encoder:
                     place["dtype"] = "bool"
                 return place
             case torch.Tensor():
-                if value.numel() > _N_VALUES_MAX:
+                text = packed(value)
+                if len(text) > _N_CHARACTERS_MAX:
                     raise GraphError(
                         f"the forward makes a tensor of {value.numel()} numbers: register it as a "
                         "buffer of its module"
                     )
-                numbers = {"constant": value.flatten().tolist(), "shape": list(value.shape)}
-                return numbers | self.encoded(value.dtype)
+                return {"constant": text, "shape": list(value.shape)} | self.encoded(value.dtype)
             case Filled():
                 shape = [self.encoded(extent) for extent in value.shape]
                 return {"filled": value.number, "shape": shape} | self.encoded(value.dtype)

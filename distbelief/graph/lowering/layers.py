@@ -21,8 +21,8 @@ from distbelief.graph.lowering.lower import (
     lowers_module,
 )
 from distbelief.graph.lowering.pointwise import pointwise
-from distbelief.graph.lowering.views import expanded_layer, permuted
-from distbelief.graph.module_calls import LeafCall
+from distbelief.graph.lowering.views import expanded_layer, permuted, viewed
+from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.views import reshape_layer
@@ -210,10 +210,17 @@ def index(op: Operation) -> object:
     # Rows of a table: a relative position bias.
     table, words = op["self"], op["indices"]
     *before, last = words
-    if not any(before) and isinstance(last, torch.Tensor) and last.dim() == 1:
-        arguments = {"self": table, "dim": len(before), "index": last}
-        target = torch.ops.aten.index_select.default
-        return op.lowerer.in_parts(replace(op, target=target, arguments=arguments))
+    if not any(before) and isinstance(last, torch.Tensor) and last.dtype == torch.int64:
+        arguments = {"self": table, "dim": len(before), "index": last.flatten()}
+        shape = list(op.result.shape)
+        shape[len(before) : len(before) + last.dim()] = [last.numel()]
+        chosen = replace(
+            op,
+            target=torch.ops.aten.index_select.default,
+            arguments=arguments,
+            result=op.result.view(shape),
+        )
+        return viewed(op, op.lowerer.as_value(op.lowerer.in_parts(chosen)), op.result.shape)
     if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
     value = op.lowerer.as_value(words[0])
@@ -391,3 +398,34 @@ def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: obje
         options={"function": "add"},
     )
     return builder[both]
+
+
+# --- mixtures of experts ---
+
+
+@lowers_module(is_experts)
+def experts(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    arguments, keywords = call.arguments(inputs)
+    given = [*arguments, *keywords.values()]
+    if list(keywords) not in ([], list(EXPERTS[len(arguments) :])):
+        raise NotSplitError("its arguments are in another order")
+    x, chosen, weights = (lowerer.as_value(value) for value in given)
+    if any(x.to(value.layer) != value for value in (chosen, weights)):
+        raise NotSplitError("its tensors are arranged in different ways")
+    builder = lowerer.builder
+    tensors = uses(module, call.path)
+    n_experts = next(iter(tensors.values())).shape[0]
+    shape = (*chosen.layer.shape[:-1], n_experts)
+    names = [chosen.layer.name, weights.layer.name]
+    routing = builder.add(f"{call.path}.routing", "routing", names, shape)
+    name = builder.add(
+        call.path,
+        "experts",
+        [routing, x.layer.name, chosen.layer.name],
+        x.layer.shape,
+        options={"module": call.path},
+        tensors=tensors,
+    )
+    return [x.to(builder[name])]

@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, Option, TensorUse
-from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError, n_samples_in
+from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError, is_experts, n_samples_in
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import lost_change
@@ -166,7 +166,12 @@ class Results:
 Rule = Callable[["Operation"], object]
 RULES: Final[dict[str, Rule]] = {}  # by the operation's name, with or without its overload
 ModuleRule = Callable[["Lowerer", nn.Module, LeafCall, Sequence[object]], object]
-MODULES: Final[dict[type[nn.Module], ModuleRule]] = {}
+MODULES: Final[dict[object, ModuleRule]] = {}  # by type, or by what recognises them
+
+
+def module_rule(module: nn.Module) -> ModuleRule | None:
+    """Return the rule of a module that becomes one operation."""
+    return MODULES.get(is_experts if is_experts(module) else type(module))
 
 
 def lowers(*names: str) -> Callable[[Rule], Rule]:
@@ -179,7 +184,7 @@ def lowers(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def lowers_module(*kinds: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
+def lowers_module(*kinds: object) -> Callable[[ModuleRule], ModuleRule]:
     """Register the rule of modules of exactly these types, which become one operation."""
 
     def register(rule: ModuleRule) -> ModuleRule:
@@ -419,7 +424,7 @@ class Lowerer:
         keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
         if str(target) == f"{LEAF.replace('::', '.')}.default":
             return self._leaf(args, result)
-        arguments = _by_name(target, args, keywords)
+        arguments = by_name(target, args, keywords)
         if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
             folded = _folded(target, args, keywords, result)
             if folded is not None:
@@ -478,9 +483,13 @@ class Lowerer:
         return Value(operation.reshaped(found, (*own[:batch], *own[batch + 1 :])), batch)
 
     def _nested(self, name: str, args: list[Any]) -> object:
-        if "autocast" in name:
-            raise NotSplitError("it computes under torch.autocast, which is not split")
-        if name != "wrap_with_set_grad_enabled":
+        if name == "wrap_with_autocast":
+            *_, enabled, _, inner = args[:5]
+            given = args[5:]
+            if enabled:
+                raise NotSplitError("it computes under torch.autocast, which is not split")
+            args = [True, inner, *given]
+        elif name != "wrap_with_set_grad_enabled":
             raise NotSplitError(f"{name} has no split rule")
         enabled, inner, *given = args
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -508,7 +517,7 @@ class Lowerer:
     def _leaf(self, args: list[Any], result: object) -> object:
         inputs, key = args
         call = self.calls[key]
-        rule = MODULES.get(type(call.module))
+        rule = module_rule(call.module)
         if call.path not in self.whole and rule is not None:
             return rule(self, call.module, call, inputs)
         return self._opaque(self, call, inputs, result)
@@ -642,7 +651,8 @@ def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
     return found
 
 
-def _by_name(target: Any, args: list[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+def by_name(target: Any, args: list[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+    """Return the arguments of an operation by the schema's names, defaults included."""
     schema = target._schema.arguments  # noqa: SLF001 -- torch's own name
     found = {a.name: a.default_value for a in schema}
     found.update(zip((a.name for a in schema), args, strict=False))

@@ -6,12 +6,14 @@ computes it for whole samples, or each rank a part along the dimensions that the
 alike.
 """
 
+import base64
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -157,11 +159,11 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
             case {"tensor": str(word)}:
                 tensor = tensors[word]
                 return tensor.t() if value.get("turned") else tensor
-            case {"samples": int(factor), "plus": int(rest)}:
-                return factor * n_samples + rest
-            case {"constant": numbers, "dtype": str(dtype), "shape": shape}:
-                numbers = torch.tensor(numbers, dtype=_typed(dtype, floats), device=device)
-                return numbers.reshape(shape)
+            case {"samples": int(factor)}:
+                return factor * n_samples + int(value.get("plus", 0))
+            case {"constant": str(packed), "dtype": str(dtype), "shape": shape}:
+                numbers = _unpacked(packed, dtype).reshape(shape)
+                return numbers.to(device=device, dtype=_typed(dtype, floats))
             case {"filled": number, "dtype": str(dtype), "shape": shape}:
                 return torch.full(one(shape), number, dtype=_typed(dtype, floats), device=device)
             case {"made": str(name), "arguments": given, "keywords": keywords}:
@@ -178,6 +180,19 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
 
     given = json.loads(arguments)
     return one(given["arguments"]), {word: one(v) for word, v in given["keywords"].items()}
+
+
+def packed(numbers: torch.Tensor) -> str:
+    """Return the numbers of a tensor as text."""
+    content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
+@lru_cache(maxsize=256)  # a graph's constants are read in each step
+def _unpacked(text: str, dtype: str) -> torch.Tensor:
+    content = bytearray(zlib.decompress(base64.b64decode(text)))
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
 
 
 def _typed(name: str, floats: Sequence[torch.dtype]) -> torch.dtype:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
-from distbelief.graph.region import Shape
+from distbelief.graph.region import Region, Shape
 from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
@@ -119,6 +119,11 @@ def on_shapes(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if int(x.size(1)) == 3 else x
 
 
+def autocast_disabled(x: torch.Tensor, layer: nn.Module) -> object:
+    with torch.autocast("cpu", enabled=False):
+        return layer(x).tanh()
+
+
 def matching(x: object) -> object:
     """Asks for its class in Python's ways."""
     match x:
@@ -197,6 +202,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
             lambda x, mask: functional.scaled_dot_product_attention(x, x, x, attn_mask=mask),
             (3, 3), buffer=True,
         ), (2, 3, 4),
+    ),
+    "autocast, disabled": (
+        lambda: Applied(autocast_disabled, layer=nn.Linear(4, 4)), (4,),
     ),
     "checkpointed": (
         lambda: Applied(
@@ -353,6 +361,8 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "norms": (lambda x: functional.normalize(x, dim=-1), (3, 4), 0),
     "gated": (lambda x: functional.glu(x, dim=1), (4, 3), 0),
     "indices in a list": (lambda x: x[:, [1, 0, 1]], (4, 2), 0),
+    "indices in a table": (lambda x: x[:, torch.tensor([[1, 0], [3, 3]])], (4, 2), 0),
+    "a slice of zeros": (lambda x: (y := x.clone(), y[:, 1:3].zero_(), y * 2)[2], (4, 2), 0),
     "indices of all samples": (lambda x: x[torch.arange(x.size(0)), 1:], (4,), 1),
     "complex numbers": (lambda x: torch.fft.fft(x).real, (4,), 2),
     "twice another": (lambda x: torch.add(x, x, alpha=2), (4,), 0),
@@ -489,6 +499,43 @@ def test_layers_of_several_results_stay_layers() -> None:
     assert graph["lstm"].kind in {"whole", "call"}
 
 
+class Gates(nn.Module):
+    """Experts with the interface of transformers: a loop over those that any token chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 5
+        self.up = nn.Parameter(torch.randn(5, 3, 4))
+        self.down = nn.Parameter(torch.randn(5, 4, 3))
+
+    @override
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        found = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
+            rows = functional.linear(hidden_states[tokens], self.up[expert]).relu()
+            rows = functional.linear(rows, self.down[expert])
+            found = found.index_add(0, tokens, rows * top_k_weights[tokens, places, None])
+        return found
+
+
+def test_experts_are_computed_where_their_weights_are() -> None:
+    def forward(x: torch.Tensor, router: nn.Module, experts: nn.Module) -> object:
+        tokens = x.flatten(0, 1)
+        weights, chosen = router(tokens).softmax(-1).topk(2)
+        return x + experts(tokens, chosen, weights).view_as(x)
+
+    make = lambda: Applied(forward, router=nn.Linear(4, 5), experts=Gates())  # noqa: E731
+    graph = check(Case(make=make, shape=(3, 4)))
+    layer, kind = graph["experts"], operator_of(graph["experts"])
+    assert kind.partial is not None
+    part = Region(((0, 3), (1, 3)))
+    assert kind.partial.uses(layer, part)["up"] == Region(((1, 3), (0, 3), (0, 4)))
+    assert kind.partial.writes(layer, part) == layer.region
+
+
 # --- words ---
 
 
@@ -517,6 +564,32 @@ def test_words_become_rows_of_a_table(name: str) -> None:
 
 
 # --- tensors and modes ---
+
+
+def test_buffers_that_are_not_saved_are_constants() -> None:
+    """No shard has them: rotary frequencies and positions of transformers."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+            self.places: torch.Tensor
+            self.factors: torch.Tensor
+            self.saved: torch.Tensor
+            self.register_buffer("places", torch.arange(3, 6), persistent=False)
+            self.register_buffer("factors", torch.rand(4), persistent=False)
+            self.register_buffer("saved", torch.rand(4))
+
+        @override
+        def forward(self, x: torch.Tensor) -> object:
+            return (x + self.table(self.places)) * self.factors.cos() + self.saved
+
+    case = Case(make=Placed, shape=(3, 4))
+    model = case.model()
+    graph = capture(model, case.specs)
+    assert set(graph.tensors) == {"table.weight", "saved"}
+    for seed in (None, 4):
+        assert_same(graph, model, case, training=True, seed=seed)
 
 
 def test_channels_are_dropped_together() -> None:

@@ -403,6 +403,12 @@ def dropping(model: Two, x: torch.Tensor) -> object:
     [
         lambda: Two(dropping),
         lambda: Inner(frozen),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(inplace=True)),
+        lambda: Two(
+            lambda m, x: functional.scaled_dot_product_attention(
+                x[:, None], x[:, None], x[:, None], dropout_p=0.1 * m.training, scale=0.5
+            )
+        ),
         lambda: Inner(lambda m, x: m.b(x) if x.sum() > 0 else m.b(m.a(x))),
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()),
         lambda: nn.Linear(4, 4),
