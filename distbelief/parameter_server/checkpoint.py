@@ -23,16 +23,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import CheckpointSaved, Count, SessionRecord
-from distbelief.roles.role import (
-    NEWEST,
-    SUPERVISOR,
-    Action,
-    Address,
-    Persisted,
-    Report,
-    Send,
-    Snapshot,
-)
+from distbelief.roles import role as rl
 
 
 @final
@@ -154,7 +145,7 @@ class CheckpointWriter:
     """The requested checkpoints of one shard incarnation, at most `N_SAVES_MAX` waiting."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[str, Address]] = deque()  # label, requester
+        self.waiting: deque[tuple[str, rl.Address]] = deque()  # label, requester
         # After the waiting checkpoints, save once more if the values are newer.
         self.saves_unsaved = False
         self._last = ""
@@ -166,10 +157,12 @@ class CheckpointWriter:
     def begin_next(self, *, clock: int) -> str | None:
         if self.saves_unsaved and not self.waiting and clock != self._clock:
             self.saves_unsaved = False  # one attempt only: the shard is about to exit
-            self.waiting.append((NEWEST, SUPERVISOR))
+            self.waiting.append((rl.NEWEST, rl.SUPERVISOR))
         return self.waiting[0][0] if self.waiting else None
 
-    def ask(self, sender: Address, label: str, *, clock: int, why_not: str | None) -> list[Action]:
+    def ask(
+        self, sender: rl.Address, label: str, *, clock: int, why_not: str | None
+    ) -> list[rl.Action]:
         """Queue a checkpoint, or answer at once: `why_not`, if it cannot be made here."""
         if why_not is None and label != self._last:  # a repeated request is on disk
             if (label, sender) in self.waiting:
@@ -180,21 +173,23 @@ class CheckpointWriter:
             why_not = f"{N_SAVES_MAX} checkpoints are waiting already: request them less often"
         return [_saved(sender, label, clock=clock, error=why_not)]
 
-    def taken(self, event: Persisted, *, clock: int) -> list[Action]:
+    def taken(self, event: rl.Persisted, *, clock: int) -> list[rl.Action]:
         label, requester = self.waiting.popleft()
         error = event.error
         if error is None:
             self._last, self._clock = label, clock
         saved = _saved(requester, label, clock=clock, error=error)
-        if label != NEWEST:
+        if label != rl.NEWEST:
             return [saved]
         if error is None:
-            return [Report(text=f"saved at clock {clock}"), saved]
-        return [Report(text=f"could not save: {error}", level="error"), saved]
+            return [rl.Report(text=f"saved at clock {clock}"), saved]
+        return [rl.Report(text=f"could not save: {error}", level="error"), saved]
 
 
-def _saved(receiver: Address, label: str, *, clock: int, error: str | None) -> Action:
-    return Send(receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error))
+def _saved(receiver: rl.Address, label: str, *, clock: int, error: str | None) -> rl.Action:
+    return rl.Send(
+        receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error)
+    )
 
 
 # --- snapshots ---
@@ -204,14 +199,14 @@ FORMAT = "distbelief-shard-1"
 _DELETE: Final = "; delete it to use the one before"
 
 
-def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
+def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
     """Return a snapshot that shares the arrays of `state`."""
     clients = {one.name: msgspec.structs.asdict(one) for one in state.clients}
     for client in clients.values():
         del client["name"]
     arrays = {"values": state.values}
     arrays |= {f"state.{name}": vector for name, vector in state.state.items()}
-    return Snapshot(
+    return rl.Snapshot(
         label=label,
         arrays=arrays,
         facts={
@@ -234,7 +229,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     steps: str | None = None  # None: written before clients could hold parts
 
 
-def restore(snapshot: Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
+def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
     """Return the state in the snapshot, with arrays of its own.
 
     The shard's incarnation must be later than the snapshot's. None if it is not known yet: the
