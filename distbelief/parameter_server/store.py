@@ -214,8 +214,8 @@ class ShardStore:
     #     block 1                    values[E:2E], then each state vector [E:2E)
     #
     # The values and the state in blocks that fit into one message each. Blocks [0, k) are a prefix
-    # of the elements with all their state, so a backup can apply pushes to it: rules work element by
-    # element. Blocks start at multiples of `ALIGNMENT`, so kernels round alike on prefix and whole.
+    # of the elements with all their state: a backup can apply pushes to it, as rules work by element.
+    # Blocks start at multiples of `ALIGNMENT`, so kernels round alike on prefix and whole.
 
     @property
     def _block_elements(self) -> int:

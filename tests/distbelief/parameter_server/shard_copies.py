@@ -72,8 +72,6 @@ class OneCopy:
         if ready:
             self.work()
 
-    # ---------------------------------------------------------------- what happens
-
     def receive(
         self, message: Message, sender: Address = SUPERVISOR, *, life: int = 1
     ) -> list[Action]:
@@ -113,8 +111,6 @@ class OneCopy:
             elif isinstance(action, SetTimer):
                 self.timers[action.name] = action.at
         return list(actions)
-
-    # -------------------------------------------------------------- what others say
 
     def lead(self, term: int, second: str = "", *, life: int | None = None) -> list[Action]:
         """Promote this incarnation, or another one; the backup is in its first."""
@@ -166,8 +162,6 @@ class OneCopy:
             samples=10 * sequence,
         )
         return self.receive(message, CLIENT)
-
-    # --------------------------------------------------------------------- how it is
 
     @property
     def values(self) -> Vector:

@@ -138,9 +138,6 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
 
-# ------------------------------------------------------------------ what is refused
-
-
 def test_a_client_with_a_part_cannot_limit_what_a_push_changes() -> None:
     pair = Pair(shared=False)
     before = pair.a.shard._values.vector.copy()

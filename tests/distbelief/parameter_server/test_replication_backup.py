@@ -89,9 +89,6 @@ def pushed(copy: OneCopy, clock: int, *, watermark: int = 1) -> list[Action]:
     return copy.receive(forward(clock, watermark=watermark), A)
 
 
-# -------------------------------------------------------------- becoming its equal
-
-
 def test_it_answers_no_client_until_it_is_primary_and_then_all() -> None:
     copy = OneCopy(B)
     assert copy.activity == "waiting"
@@ -160,9 +157,6 @@ def test_state_blocks_hold_values_and_state() -> None:
     assert (copy.shard._values.state["sum_of_squares"] == 4.0).all()
 
 
-# --------------------------------------------------------------------------- pushes
-
-
 def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
     copy = whole_second()
     assert pushed(copy, 6) == []  # the one before is missing
@@ -218,9 +212,6 @@ def test_an_invalid_block_is_refused(index: int) -> None:
     )
     with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
         copy.receive(message, A)
-
-
-# ---------------------------------------------------------------------------- terms
 
 
 def test_messages_of_a_lower_term_are_dropped() -> None:
@@ -289,9 +280,6 @@ def test_a_start_sync_waits_for_the_initial_values() -> None:
     copy = OneCopy(B, ready=False)
     assert follow(copy) == []
     assert only(copy.work(), rp.StateAck).received == 0
-
-
-# -------------------------------------------------------------------------- leading
 
 
 def test_it_becomes_primary_once_all_accepted_pushes_are_applied() -> None:
@@ -402,9 +390,6 @@ def test_messages_to_a_former_incarnation_are_ignored() -> None:
     assert copy.counters()["term"] == 7
 
 
-# ------------------------------------------------------------------------ mistakes
-
-
 def test_a_backup_exits_on_stop_at_once_and_leaves_nothing() -> None:
     copy = whole_second()
     pushed(copy, 5)
@@ -445,9 +430,6 @@ def test_answers_meant_for_an_earlier_incarnation_are_dropped() -> None:
     copy = OneCopy(B)
     credit = rp.StateAck(term=1, clock=0, received=1)
     assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]
-
-
-# ---------------------------------------------------------------------------- names
 
 
 def test_two_copies_know_each_other_and_their_shard() -> None:

@@ -58,9 +58,6 @@ def half_applied() -> OneCopy:
     return copy
 
 
-# ---------------------------------------------------------------------- building
-
-
 def test_without_an_answer_of_the_backup_nothing_is_replicated_and_all_is_acknowledged() -> None:
     copy = OneCopy(A)
     copy.lead(1)
@@ -119,9 +116,6 @@ def test_a_lost_window_is_sent_again_from_where_the_backup_is() -> None:
     copy = leader(whole=False)
     credit(copy, 0)
     assert kinds(copy.wait(TICK_SECONDS), B) == ["StartSync", "StartSync", "StateBlock"]
-
-
-# ---------------------------------------------------------------------- replicating
 
 
 def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
@@ -246,9 +240,6 @@ def test_only_the_named_incarnation_of_the_backup_counts() -> None:
     follow = only(copy.wait(TICK_SECONDS), rp.StartSync)
     assert follow.receiver_incarnation == 1
     assert kinds(credit(copy, 0), B) == ["StartSync", "StateBlock"]
-
-
-# -------------------------------------------------------------------------- silence
 
 
 def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:

@@ -218,9 +218,6 @@ def indices(actions: Sequence[Action]) -> list[int]:
     return [block.block_index for block in sent(actions, pf.ParameterBlock)]
 
 
-# ------------------------------------------------------------------ configuration
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -235,9 +232,6 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], mess
     usual = ShardConfig(index=0, layout=LAYOUT, rule=PLUS_ONE)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(usual, **changes)
-
-
-# -------------------------------------------------------------------- beginning
 
 
 def test_an_early_open_session_is_answered_when_the_values_are_there() -> None:
@@ -329,9 +323,6 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     alone.work(alone.started)
     welcome = only(alone.hello(host=""), pf.SessionOpened)
     assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
-
-
-# ---------------------------------------------------------------------- session
 
 
 def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
@@ -465,9 +456,6 @@ def test_messages_for_another_incarnation_of_the_shard_are_refused() -> None:
     assert alone.counters()["pushes_refused"] == 0  # they are pushed again
 
 
-# ------------------------------------------------------------------------ pushes
-
-
 def test_a_push_is_applied_once_and_acknowledged_again() -> None:
     alone = opened()
     actions = alone.work(alone.push(1))
@@ -598,9 +586,6 @@ def test_a_push_buffer_stays_unchanged_for_a_repeated_push() -> None:
     assert (slot == -1.0).all()
 
 
-# ----------------------------------------------------------------------- buffers
-
-
 def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
     layout = layout_of(n_buffers=1)
     start = layout.n_gradient(0)
@@ -694,9 +679,6 @@ def test_a_reader_has_no_push_buffers_to_release() -> None:
     alone = Alone()
     alone.hello(pushes=False)
     assert alone.shard.handle(LOST, 0.0) == []
-
-
-# ----------------------------------------------------------------------- fetches
 
 
 def large(*, n_copies: int = 2) -> Alone:
@@ -910,9 +892,6 @@ def test_stop_does_not_wait_for_the_rest_of_a_version() -> None:
     assert isinstance(alone.work(copying)[-1], Exit)
 
 
-# --------------------------------------------------------------------- published
-
-
 def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None:
     alone = opened()
     published = alone.shard._values._published
@@ -921,9 +900,6 @@ def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None
     assert published.version % 2 == 1
     alone.work(applying)
     assert (published.version % 2, published.clock) == (0, 1)
-
-
-# --------------------------------------------------------------------- snapshots
 
 
 def test_a_snapshot_is_taken_while_pushes_queue() -> None:
@@ -998,9 +974,6 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     alone.work(alone.receive(said(2, shard_incarnation=2)))
     first._values.begin_push(np.full(N, 2.0), n_clients=1)[0]()
     assert second._values.vector.tobytes() == first._values.vector.tobytes()
-
-
-# --------------------------------------------------------------------------- end
 
 
 def test_stop_finishes_complete_pushes_and_snapshots_then_exits() -> None:
