@@ -213,9 +213,9 @@ class ShardStore:
     #     elements        [0 .... E)[E .... 2E)[2E .... n_gradient .. shard_size)
     #     block 1                    values[E:2E], then each state vector [E:2E)
     #
-    # The values and the state in blocks that fit into one message each. Blocks [0, k) are a prefix
-    # of the elements with all their state: a backup can apply pushes to it, as rules work by element.
-    # Blocks start at multiples of `ALIGNMENT`, so kernels round alike on prefix and whole.
+    # Values and state in blocks that fit into one message each. Blocks [0, k) are a prefix of the
+    # elements with all their state, to which a backup can apply pushes: rules work element by
+    # element. Blocks start at multiples of `ALIGNMENT`, so kernels round alike on prefix and whole.
 
     @property
     def _block_elements(self) -> int:
