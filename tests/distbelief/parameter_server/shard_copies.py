@@ -67,6 +67,7 @@ class OneCopy:
         self.timers: dict[str, Seconds] = {}
         self.executor: deque[Compute | Persist] = deque()
         self.snapshots: list[Snapshot] = []
+        self.disk_error: str | None = None
         config = ShardConfig(
             index=0,
             layout=layout,
@@ -95,8 +96,9 @@ class OneCopy:
         work = self.executor.popleft()
         assert not self.executor
         if isinstance(work, Persist):
-            self.snapshots.append(work.snapshot)
-            event = Persisted(label=work.snapshot.label)
+            if self.disk_error is None:
+                self.snapshots.append(work.snapshot)
+            event = Persisted(label=work.snapshot.label, error=self.disk_error)
             return self._note(self.shard.handle(event, self.now))
         done = Computed(name=work.name, result=work.work())
         return self._note(self.shard.handle(done, self.now))
