@@ -40,9 +40,20 @@ def record_of(
 
 
 def following(
-    term: int, *, clock: int, clients: Sequence[rp.SessionRecord] = (), life: int = 1
+    term: int,
+    *,
+    clock: int,
+    clients: Sequence[rp.SessionRecord] = (),
+    life: int = 1,
+    steps: Sequence[int] | None = None,
 ) -> rp.StartSync:
-    return rp.StartSync(term=term, receiver_incarnation=life, clock=clock, clients=tuple(clients))
+    return rp.StartSync(
+        term=term,
+        receiver_incarnation=life,
+        clock=clock,
+        clients=tuple(clients),
+        steps=None if steps is None else np.array(steps, np.int64),
+    )
 
 
 def follow(
@@ -59,7 +70,14 @@ def piece(copy: OneCopy, *, term: int = 2, clock: int = 5, size: int = N) -> lis
     return copy.receive(message, A)
 
 
-def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) -> rp.ReplicatePush:
+def forward(
+    clock: int,
+    *,
+    term: int = 2,
+    region: str = "",
+    watermark: int = 1,
+    holds: Sequence[int] | None = None,
+) -> rp.ReplicatePush:
     return rp.ReplicatePush(
         term=term,
         clock=clock,
@@ -67,13 +85,13 @@ def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) 
         n_pushing=1,
         push_buffers_region=region,
         slot=watermark % 2,
+        holds=None if holds is None else np.array(holds, np.int64),
     )
 
 
-def block(clock: int, *, term: int = 2, value: float = -1.0) -> pf.PushBlock:
-    return pf.PushBlock(
-        sequence=clock + 1, shard_incarnation=term, block_index=0, values=np.full(N, value)
-    )
+def block(clock: int, *, term: int = 2, size: int = N) -> pf.PushBlock:
+    values = np.full(size, -1.0)
+    return pf.PushBlock(sequence=clock + 1, shard_incarnation=term, block_index=0, values=values)
 
 
 def whole_second() -> OneCopy:
