@@ -19,7 +19,7 @@ import numpy as np
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import CheckpointSaved, Count, SessionRecord
@@ -52,86 +52,75 @@ Arrays have the names that they have in a snapshot: "values", "state.NAME".
 
 _VALUES: Final = "values"
 
-_Move = tuple[int, int, int, int]
-"""A run of elements: index of the old shard, [start, stop) there, and offset in the new one."""
 
+def reshard(
+    old: Layout,
+    new: Layout,
+    k: int,
+    *,
+    rule: UpdateRule,
+    clocks: Sequence[int],
+    steps: Sequence[StepCounts],
+    read: Read,
+) -> ShardState:
+    """Return the state of new shard k, in incarnation 0 and without clients.
 
-@final
-class Resharding:
-    """Moves every element, with its value and its optimizer state, to another number of shards.
-
-    Shards have different clocks (DB-5). A new shard starts at the largest clock of its sources,
-    so that no element's clock falls: a schedule would go back, and Adam would repeat its bias
-    correction.
+    Every element keeps its value and its optimizer state. `clocks` and `steps` (push counts) are
+    those of the old shards, in order. Shards have different clocks (DB-5). A new shard starts at
+    the largest clock of its sources, so that no element's clock falls: a schedule would go back,
+    and Adam would repeat its bias correction.
 
     Raises:
         ValueError: The layouts have different tensors.
     """
-
-    def __init__(self, old: Layout, new: Layout) -> None:
-        if old.tensors != new.tensors or old.dtype != new.dtype:
-            raise ValueError(
-                f"layouts {old.fingerprint} and {new.fingerprint} have different tensors: "
-                "only the number of shards may differ"
-            )
-        self._new = new
-        self._old_segments: dict[int, list[tuple[int, int, int, int]]] = {}
-        for source in range(old.n_shards):
-            for segment in old.segments(source):
-                place = (source, segment.start, segment.stop, segment.offset)
-                self._old_segments.setdefault(segment.tensor_index, []).append(place)
-
-    def _moves(self, k: int) -> Iterator[_Move]:
-        # By rising offset.
-        for segment in self._new.segments(k):
-            for source, start, stop, offset in self._old_segments[segment.tensor_index]:
-                first, last = max(start, segment.start), min(stop, segment.stop)
-                if first < last:
-                    begin, end = offset + first - start, offset + last - start
-                    yield source, begin, end, segment.offset + first - segment.start
-
-    def shard(
-        self,
-        k: int,
-        *,
-        rule: UpdateRule,
-        clocks: Sequence[int],
-        steps: Sequence[StepCounts],
-        read: Read,
-    ) -> ShardState:
-        """Return the state of new shard k, in incarnation 0 and without clients.
-
-        `clocks` and `steps` (push counts) are those of the old shards, in order.
-        """
-        n_gradient, dtype = self._new.n_gradient(k), self._new.dtype
-        values: Vector = np.zeros(self._new.shard_size(k), dtype)
-        state = rule.state(n_gradient, dtype)
-        moves = list(self._moves(k))
-        for source, start, stop, offset in moves:
-            here = slice(offset, offset + stop - start)
-            values[here] = read(source, _VALUES, start, stop)
-            if offset < n_gradient:  # the rule knows nothing of buffers
-                for name, vector in state.items():
-                    vector[here] = read(source, f"state.{name}", start, stop)
-        # An empty shard still needs a clock.
-        sources = {source for source, *_ in moves} or range(len(clocks))
-        counts = StepCounts(max(steps[source].n_whole for source in sources))
-        for source in sources:
-            for ranges, n_pushes in steps[source].parts:
-                moved = IndexRanges.union(
-                    ranges.clipped(start, stop).shifted(offset - start)
-                    for index, start, stop, offset in moves
-                    if index == source
-                )
-                counts.add(ShardSlice(len(values), dtype=dtype, ranges=moved), n_pushes=n_pushes)
-        return ShardState(
-            incarnation=0,
-            clock=max(clocks[source] for source in sources),
-            values=values,
-            state=state,
-            clients=(),
-            steps=counts,
+    if old.tensors != new.tensors or old.dtype != new.dtype:
+        raise ValueError(
+            f"layouts {old.fingerprint} and {new.fingerprint} have different tensors: "
+            "only the number of shards may differ"
         )
+    n_gradient, size = new.n_gradient(k), new.shard_size(k)
+    values: Vector = np.zeros(size, new.dtype)
+    state = rule.state(n_gradient, new.dtype)
+    moves = list(_moves(old, new, k))
+    for source, start, stop, offset in moves:
+        here = slice(offset, offset + stop - start)
+        values[here] = read(source, _VALUES, start, stop)
+        if offset < n_gradient:  # the rule knows nothing of buffers
+            for name, vector in state.items():
+                vector[here] = read(source, f"state.{name}", start, stop)
+    # An empty shard still needs a clock.
+    sources = {source for source, *_ in moves} or range(len(clocks))
+    counts = StepCounts(max(steps[source].n_whole for source in sources))
+    for source in sources:
+        for ranges, n_pushes in steps[source].parts:
+            moved = IndexRanges.union(
+                ranges.clipped(start, stop).shifted(offset - start)
+                for index, start, stop, offset in moves
+                if index == source
+            )
+            counts.add(ShardSlice(size, dtype=new.dtype, ranges=moved), n_pushes=n_pushes)
+    return ShardState(
+        incarnation=0,
+        clock=max(clocks[source] for source in sources),
+        values=values,
+        state=state,
+        clients=(),
+        steps=counts,
+    )
+
+
+def _moves(old: Layout, new: Layout, k: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield old shard, [start, stop) there, and offset in new shard k, by rising offset."""
+    placed: dict[int, list[tuple[int, Segment]]] = {}
+    for source in range(old.n_shards):
+        for one in old.segments(source):
+            placed.setdefault(one.tensor_index, []).append((source, one))
+    for segment in new.segments(k):
+        for source, one in placed[segment.tensor_index]:
+            first, last = max(one.start, segment.start), min(one.stop, segment.stop)
+            if first < last:
+                begin, end = (one.offset + at - one.start for at in (first, last))
+                yield source, begin, end, segment.offset + first - segment.start
 
 
 # --- writer ---

@@ -86,8 +86,6 @@ class CommandExecutor:
             "sum_vectors": float(self._sums.n_vectors),
         }
 
-    # ---------------------------------------------------------------------- restore
-
     def restore_work(
         self, snapshot: rl.Snapshot | None
     ) -> tuple[rl.Snapshot | None, Callable[[], None]]:
@@ -100,8 +98,6 @@ class CommandExecutor:
 
     def ready(self) -> None:
         self._savepoints.begin_at(self._values.clock)
-
-    # --------------------------------------------------------------------- messages
 
     def take(self, event: rl.Received, command: ShardCommand) -> list[rl.Action]:
         answer, is_current = self._answer, command.epoch == self._epoch
@@ -125,8 +121,6 @@ class CommandExecutor:
         elif is_current and command.number != answer.number:
             return []
         return [rl.Send(receiver=event.sender, message=answer)]
-
-    # ------------------------------------------------------------------------- work
 
     def begin_next(self, snapshot: Callable[[str], rl.Snapshot]) -> rl.Action:
         """Start the waiting command; `snapshot` makes the shard's own snapshot."""
@@ -198,8 +192,6 @@ class CommandExecutor:
             error=outcome.error,
         )
         return [rl.Send(receiver=sender, message=self._answer)]
-
-    # ------------------------------------------------------------------- performing
 
     def _execute(self, command: ShardCommand) -> Scalars:
         self._savepoints.forget(command.on_disk)
@@ -281,8 +273,6 @@ class CommandExecutor:
             return rl.Cost()
         n_passes = 3 * len(task.sets) if isinstance(task, Commit) else 3
         return rl.Cost(n_bytes=float(n_passes * self._values.vector.nbytes))
-
-    # ---------------------------------------------------------------------- pushes
 
     def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], rl.Cost]:
         """Return the work that stages a pushed chunk gradient, or work that does nothing."""

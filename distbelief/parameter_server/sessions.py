@@ -277,8 +277,6 @@ class Sessions:
             **self._staleness.counters(),
         }
 
-    # -------------------------------------------------------------------- sessions
-
     def is_older(self, name: Address, incarnation: int) -> bool:
         client = self._clients.get(name)
         return client is not None and incarnation < client.incarnation
@@ -412,8 +410,6 @@ class Sessions:
             self._memory.release(client.region)
         client.push_buffers, client.region = (), ""
 
-    # ---------------------------------------------------------------------- pushes
-
     def is_applying(self, name: Address) -> bool:
         return self.applying is not None and self.applying.client.name == name
 
@@ -529,8 +525,6 @@ class Sessions:
         if client.next_complete() is not None:
             client.queued = True
             self.queue.append(client.name)
-
-    # --------------------------------------------------------------------- replies
 
     def session_opened(self, client: Session) -> Send:
         opened = pf.SessionOpened(

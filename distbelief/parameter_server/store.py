@@ -230,6 +230,10 @@ class ShardStore:
     def n_held(self) -> int:
         return self.n_state_blocks if self._n_held is None else self._n_held
 
+    @property
+    def n_held_elements(self) -> int:
+        return min(self.n_held * self._block_elements, self._n_elements)
+
     def state_block(self, index: int) -> Vector:
         return np.concatenate(self._block_parts(index))
 
@@ -261,8 +265,6 @@ class ShardStore:
         start = index * self._block_elements
         return [vector[start : start + self._block_elements] for vector in self._replicated]
 
-    # -------------------------------------------------------------------- pushes
-
     def why_not(self, touches: Vector | None, shard_slice: ShardSlice) -> str | None:
         """Return why this push may not change only `touches`, or None."""
         if touches is None:
@@ -287,7 +289,7 @@ class ShardStore:
         touched = touched or shard_slice
         rule, values = self._config.rule, self.vector
         self._pushed_slice = touched if rule.needs_clock else shard_slice
-        n_here = min(self.n_held * self._block_elements, self._n_elements)
+        n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
         parameters = self._slice_update(touched, shard_slice, 0, n)
         buffers = self._slice_update(touched, shard_slice, n, n_here)

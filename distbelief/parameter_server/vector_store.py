@@ -54,8 +54,6 @@ class VectorStore:
         ]
         self._vectors: dict[VectorName, Vector] = {}
 
-    # ------------------------------------------------------------------- vectors
-
     def names(self) -> tuple[VectorName, ...]:
         return tuple(sorted(self._vectors))
 
@@ -84,8 +82,6 @@ class VectorStore:
                     "of the run that saved it"
                 )
         self._vectors = {name: vector.copy() for name, vector in vectors.items()}
-
-    # ------------------------------------------------------------------- batches
 
     def check(self, batch: Sequence[Command]) -> None:
         """Raise RemoteProtocolError if the batch cannot be executed now; change nothing."""
@@ -147,8 +143,6 @@ class VectorStore:
                 assert_never(command)
         return ()
 
-    # ------------------------------------------------------------------- changes
-
     def _fill(self, target: Reals, a: float) -> None:
         # Padding stays zero, so that it counts in no norm.
         target.fill(0.0)
@@ -184,8 +178,6 @@ class VectorStore:
         for piece in _pieces(self._n):
             pair = x[piece].astype(np.float64), y[piece].astype(np.float64)
             out[piece] = function(*pair, command.a)
-
-    # ------------------------------------------------------------------ measures
 
     def _measure(self, command: vc.Dot | vc.Gram | vc.Norm) -> Sequence[float]:
         match command:
@@ -228,8 +220,6 @@ class VectorStore:
             least, most = torch.aminmax(torch.from_numpy(x))
             return float(torch.maximum(-least, most)) + 0.0  # -0 becomes 0
         return float(sum(np.sum(np.abs(x[p]), dtype=np.float64) for p in _pieces(self._n)))
-
-    # --------------------------------------------------------------------- names
 
     def _real(self, name: VectorName) -> Reals:
         # The layout has real types only, and dtypes do not narrow an array's type.

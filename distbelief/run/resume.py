@@ -33,7 +33,7 @@ from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import Resharding, restore, take
+from distbelief.parameter_server.checkpoint import reshard, restore, take
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
@@ -542,8 +542,8 @@ class Resharder:
                 return part
 
             for k in range(self.new.n_shards):
-                state = Resharding(self.old, self.new).shard(
-                    k, rule=self.rule, clocks=clocks, steps=steps, read=read
+                state = reshard(
+                    self.old, self.new, k, rule=self.rule, clocks=clocks, steps=steps, read=read
                 )
                 state = replace(state, incarnation=last, clients=clients)
                 config = ShardConfig(index=k, layout=self.new, rule=self.rule)

@@ -117,7 +117,7 @@ def indices(actions: Sequence[Action]) -> list[int]:
         ({"index": 1}, "index is 1; the layout has 1 shards"),
         ({"pin_seconds_max": 0.0}, "pin_seconds_max is 0.0; use more than 0"),
         ({"absence_seconds_max": 0.0}, "absence_seconds_max is 0.0; use more than 0"),
-        ({"n_copies": 0}, "n_copies is 0; use at least 1"),
+        ({"n_copies": 0}, "n_copies is 0; use more than 0"),
         ({"n_clients_max": 0}, "n_clients_max is 0"),
     ],
 )
