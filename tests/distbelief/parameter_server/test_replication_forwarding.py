@@ -5,6 +5,7 @@ import pytest
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
+from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.parameter_server.replication import (
     REPORT_SECONDS,
     SILENCE_SECONDS,
@@ -301,3 +302,13 @@ def test_the_backup_averages_buffers_over_as_many_clients() -> None:
     copy = leader()
     copy.hello(sender=OTHER)
     assert only(pushed(copy, 1), rp.ReplicatePush).n_pushing == 2
+
+
+def test_state_blocks_begin_at_multiples_of_64_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels treat the last elements of an array differently, and a backup updates a prefix."""
+    monkeypatch.setattr("distbelief.core.vectors.BLOCK_BYTES", 1100)  # of 68 elements and state
+    copy = OneCopy(A, rule=Adagrad(learning_rate=1.0))
+    copy.lead(1)
+    copy.lead(2, B)
+    blocks = sent(credit(copy, 0), rp.StateBlock)
+    assert [len(block.values) for block in blocks] == [2 * 64] * (N // 64)
