@@ -195,13 +195,6 @@ def test_adam_is_algorithm_1_of_its_paper() -> None:
     )
 
 
-def test_sgd_multiplies_the_sum_of_gradients_by_its_own_rate() -> None:
-    """DB-7: what is pushed is neither averaged nor scaled."""
-    start = np.zeros(64)
-    pushed = np.full(64, 3.0)  # of three gradients, each 1
-    assert trained(SGD(learning_rate=0.5), start, [pushed]).tolist() == [-1.5] * 64
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rule",
