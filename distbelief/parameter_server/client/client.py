@@ -167,8 +167,9 @@ class ShardLink:
         is_lost = self._note_incarnation(sender, event.incarnation)
         demoted = False
         if not isinstance(message, pf.SessionRefused):
-            is_lost = self._note_term(message.shard_incarnation) or is_lost
+            is_lost = is_lost or message.shard_incarnation > self.term
             demoted = message.shard_incarnation < self.term
+            self.term = max(self.term, message.shard_incarnation)
         actions: list[rl.Action] = []
         if is_lost:
             self._lost()
@@ -193,12 +194,6 @@ class ShardLink:
         before = self._incarnations[copy]
         self._incarnations[copy] = max(before, incarnation)
         return copy == self.primary and 0 < before < incarnation
-
-    def _note_term(self, term: int) -> bool:
-        """Note a term; return whether it is the highest so far."""
-        is_newer = term > self.term
-        self.term = max(self.term, term)
-        return is_newer
 
     def _lost(self) -> None:
         self.is_open = False
