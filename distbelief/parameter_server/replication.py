@@ -223,18 +223,14 @@ class Backup:
             whole = self._values.vector
             self._push_buffers = PushBuffer(np.zeros_like(whole)), PushBuffer(np.zeros_like(whole))
         push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
-        push_buffer.lend(sequence)
-        if message.block_index == push_buffer.received:
-            start, stop = bounds[push_buffer.received]
-            # The last block is shorter if the client holds a part of the shard.
-            if values.dtype != push_buffer.values.dtype or values.size > stop - start:
-                raise RemoteProtocolError(
-                    f"{sender} sent {values.size} elements of {values.dtype} as block "
-                    f"{message.block_index} of a push, which has {stop - start}: use one layout"
-                )
-            push_buffer.values[start : start + values.size] = values
-            push_buffer.received += 1
-            push_buffer.n_elements += values.size
+        start, stop = bounds[message.block_index]
+        # The last block is shorter if the client holds a part of the shard.
+        if values.dtype != push_buffer.values.dtype or values.size > stop - start:
+            raise RemoteProtocolError(
+                f"{sender} sent {values.size} elements of {values.dtype} as block "
+                f"{message.block_index} of a push, which has {stop - start}: use one layout"
+            )
+        push_buffer.take(message, start)
         return [self._block_ack(sequence, push_buffer.received)]
 
     # ------------------------------------------------------------------------- work
