@@ -19,20 +19,11 @@ import numpy as np
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import CheckpointSaved, Count, SessionRecord
-from distbelief.roles.role import (
-    NEWEST,
-    SUPERVISOR,
-    Action,
-    Address,
-    Persisted,
-    Report,
-    Send,
-    Snapshot,
-)
+from distbelief.roles import role as rl
 
 
 @final
@@ -61,86 +52,75 @@ Arrays have the names that they have in a snapshot: "values", "state.NAME".
 
 _VALUES: Final = "values"
 
-_Move = tuple[int, int, int, int]
-"""A run of elements: index of the old shard, [start, stop) there, and offset in the new one."""
 
+def reshard(
+    old: Layout,
+    new: Layout,
+    k: int,
+    *,
+    rule: UpdateRule,
+    clocks: Sequence[int],
+    steps: Sequence[StepCounts],
+    read: Read,
+) -> ShardState:
+    """Return the state of new shard k, in incarnation 0 and without clients.
 
-@final
-class Resharding:
-    """Moves every element, with its value and its optimizer state, to another number of shards.
-
-    Shards have different clocks (DB-5). A new shard starts at the largest clock of its sources,
-    so that no element's clock falls: a schedule would go back, and Adam would repeat its bias
-    correction.
+    Every element keeps its value and its optimizer state. `clocks` and `steps` (push counts) are
+    those of the old shards, in order. Shards have different clocks (DB-5). A new shard starts at
+    the largest clock of its sources, so that no element's clock falls: a schedule would go back,
+    and Adam would repeat its bias correction.
 
     Raises:
         ValueError: The layouts have different tensors.
     """
-
-    def __init__(self, old: Layout, new: Layout) -> None:
-        if old.tensors != new.tensors or old.dtype != new.dtype:
-            raise ValueError(
-                f"layouts {old.fingerprint} and {new.fingerprint} have different tensors: "
-                "only the number of shards may differ"
-            )
-        self._new = new
-        self._old_segments: dict[int, list[tuple[int, int, int, int]]] = {}
-        for source in range(old.n_shards):
-            for segment in old.segments(source):
-                place = (source, segment.start, segment.stop, segment.offset)
-                self._old_segments.setdefault(segment.tensor_index, []).append(place)
-
-    def _moves(self, k: int) -> Iterator[_Move]:
-        # By rising offset.
-        for segment in self._new.segments(k):
-            for source, start, stop, offset in self._old_segments[segment.tensor_index]:
-                first, last = max(start, segment.start), min(stop, segment.stop)
-                if first < last:
-                    begin, end = offset + first - start, offset + last - start
-                    yield source, begin, end, segment.offset + first - segment.start
-
-    def shard(
-        self,
-        k: int,
-        *,
-        rule: UpdateRule,
-        clocks: Sequence[int],
-        steps: Sequence[StepCounts],
-        read: Read,
-    ) -> ShardState:
-        """Return the state of new shard k, in incarnation 0 and without clients.
-
-        `clocks` and `steps` (push counts) are those of the old shards, in order.
-        """
-        n_gradient, dtype = self._new.n_gradient(k), self._new.dtype
-        values: Vector = np.zeros(self._new.shard_size(k), dtype)
-        state = rule.state(n_gradient, dtype)
-        moves = list(self._moves(k))
-        for source, start, stop, offset in moves:
-            here = slice(offset, offset + stop - start)
-            values[here] = read(source, _VALUES, start, stop)
-            if offset < n_gradient:  # the rule knows nothing of buffers
-                for name, vector in state.items():
-                    vector[here] = read(source, f"state.{name}", start, stop)
-        # An empty shard still needs a clock.
-        sources = {source for source, *_ in moves} or range(len(clocks))
-        counts = StepCounts(max(steps[source].n_whole for source in sources))
-        for source in sources:
-            for ranges, n_pushes in steps[source].parts:
-                moved = IndexRanges.union(
-                    ranges.clipped(start, stop).shifted(offset - start)
-                    for index, start, stop, offset in moves
-                    if index == source
-                )
-                counts.add(ShardSlice(len(values), dtype=dtype, ranges=moved), n_pushes=n_pushes)
-        return ShardState(
-            incarnation=0,
-            clock=max(clocks[source] for source in sources),
-            values=values,
-            state=state,
-            clients=(),
-            steps=counts,
+    if old.tensors != new.tensors or old.dtype != new.dtype:
+        raise ValueError(
+            f"layouts {old.fingerprint} and {new.fingerprint} have different tensors: "
+            "only the number of shards may differ"
         )
+    n_gradient, size = new.n_gradient(k), new.shard_size(k)
+    values: Vector = np.zeros(size, new.dtype)
+    state = rule.state(n_gradient, new.dtype)
+    moves = list(_moves(old, new, k))
+    for source, start, stop, offset in moves:
+        here = slice(offset, offset + stop - start)
+        values[here] = read(source, _VALUES, start, stop)
+        if offset < n_gradient:  # the rule knows nothing of buffers
+            for name, vector in state.items():
+                vector[here] = read(source, f"state.{name}", start, stop)
+    # An empty shard still needs a clock.
+    sources = {source for source, *_ in moves} or range(len(clocks))
+    counts = StepCounts(max(steps[source].n_whole for source in sources))
+    for source in sources:
+        for ranges, n_pushes in steps[source].parts:
+            moved = IndexRanges.union(
+                ranges.clipped(start, stop).shifted(offset - start)
+                for index, start, stop, offset in moves
+                if index == source
+            )
+            counts.add(ShardSlice(size, dtype=new.dtype, ranges=moved), n_pushes=n_pushes)
+    return ShardState(
+        incarnation=0,
+        clock=max(clocks[source] for source in sources),
+        values=values,
+        state=state,
+        clients=(),
+        steps=counts,
+    )
+
+
+def _moves(old: Layout, new: Layout, k: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield old shard, [start, stop) there, and offset in new shard k, by rising offset."""
+    placed: dict[int, list[tuple[int, Segment]]] = {}
+    for source in range(old.n_shards):
+        for one in old.segments(source):
+            placed.setdefault(one.tensor_index, []).append((source, one))
+    for segment in new.segments(k):
+        for source, one in placed[segment.tensor_index]:
+            first, last = max(one.start, segment.start), min(one.stop, segment.stop)
+            if first < last:
+                begin, end = (one.offset + at - one.start for at in (first, last))
+                yield source, begin, end, segment.offset + first - segment.start
 
 
 # --- writer ---
@@ -154,7 +134,7 @@ class CheckpointWriter:
     """The requested checkpoints of one shard incarnation, at most `N_SAVES_MAX` waiting."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[str, Address]] = deque()  # label, requester
+        self.waiting: deque[tuple[str, rl.Address]] = deque()  # label, requester
         # After the waiting checkpoints, save once more if the values are newer.
         self.saves_unsaved = False
         self._last = ""
@@ -166,10 +146,12 @@ class CheckpointWriter:
     def begin_next(self, *, clock: int) -> str | None:
         if self.saves_unsaved and not self.waiting and clock != self._clock:
             self.saves_unsaved = False  # one attempt only: the shard is about to exit
-            self.waiting.append((NEWEST, SUPERVISOR))
+            self.waiting.append((rl.NEWEST, rl.SUPERVISOR))
         return self.waiting[0][0] if self.waiting else None
 
-    def ask(self, sender: Address, label: str, *, clock: int, why_not: str | None) -> list[Action]:
+    def ask(
+        self, sender: rl.Address, label: str, *, clock: int, why_not: str | None
+    ) -> list[rl.Action]:
         """Queue a checkpoint, or answer at once: `why_not`, if it cannot be made here."""
         if why_not is None and label != self._last:  # a repeated request is on disk
             if (label, sender) in self.waiting:
@@ -180,21 +162,23 @@ class CheckpointWriter:
             why_not = f"{N_SAVES_MAX} checkpoints are waiting already: request them less often"
         return [_saved(sender, label, clock=clock, error=why_not)]
 
-    def taken(self, event: Persisted, *, clock: int) -> list[Action]:
+    def taken(self, event: rl.Persisted, *, clock: int) -> list[rl.Action]:
         label, requester = self.waiting.popleft()
         error = event.error
         if error is None:
             self._last, self._clock = label, clock
         saved = _saved(requester, label, clock=clock, error=error)
-        if label != NEWEST:
+        if label != rl.NEWEST:
             return [saved]
         if error is None:
-            return [Report(text=f"saved at clock {clock}"), saved]
-        return [Report(text=f"could not save: {error}", level="error"), saved]
+            return [rl.Report(text=f"saved at clock {clock}"), saved]
+        return [rl.Report(text=f"could not save: {error}", level="error"), saved]
 
 
-def _saved(receiver: Address, label: str, *, clock: int, error: str | None) -> Action:
-    return Send(receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error))
+def _saved(receiver: rl.Address, label: str, *, clock: int, error: str | None) -> rl.Action:
+    return rl.Send(
+        receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error)
+    )
 
 
 # --- snapshots ---
@@ -204,14 +188,14 @@ FORMAT = "distbelief-shard-1"
 _DELETE: Final = "; delete it to use the one before"
 
 
-def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
+def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
     """Return a snapshot that shares the arrays of `state`."""
     clients = {one.name: msgspec.structs.asdict(one) for one in state.clients}
     for client in clients.values():
         del client["name"]
     arrays = {"values": state.values}
     arrays |= {f"state.{name}": vector for name, vector in state.state.items()}
-    return Snapshot(
+    return rl.Snapshot(
         label=label,
         arrays=arrays,
         facts={
@@ -234,7 +218,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     steps: str | None = None  # None: written before clients could hold parts
 
 
-def restore(snapshot: Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
+def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
     """Return the state in the snapshot, with arrays of its own.
 
     The shard's incarnation must be later than the snapshot's. None if it is not known yet: the

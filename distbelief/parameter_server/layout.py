@@ -213,10 +213,6 @@ class Layout:
             return np.dtype(np.float64)
         return np.dtype(np.float32)
 
-    @property
-    def n_parameters(self) -> int:
-        return sum(t.n_elements for t in self.tensors if t.kind == "parameter")
-
     def shard_size(self, k: int) -> int:
         """Elements of shard k's vector, padding included: a multiple of 64."""
         return self._shard_size[k]

@@ -174,8 +174,6 @@ class Bench:
     disk_error: str | None = None
     wire: Codec = field(default_factory=lambda: Codec(run="bench"))
 
-    # -------------------------------------------------------------------- roles
-
     def start(self, name: Address, role: Role, *, restored: Snapshot | None = None) -> None:
         """Begin an incarnation of `name`; whatever its last one had under way is gone."""
         self.kill(name)
@@ -234,8 +232,6 @@ class Bench:
         )
         self.start(name, Loop(client))
         return client
-
-    # ------------------------------------------------------------------- driving
 
     def deliver(self, name: Address, event: Event) -> None:
         role = self.roles.get(name)
@@ -323,8 +319,6 @@ class Bench:
             if settle:
                 self.settle()
         self.now = end
-
-    # -------------------------------------------------------------- what a role does
 
     def begin_fetch(self, name: Address = CLIENT) -> None:
         self.perform(name, self.client(name).begin_fetch(self.now))

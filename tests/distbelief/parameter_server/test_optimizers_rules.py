@@ -122,9 +122,6 @@ def start_of(n: int, dtype: ElementType) -> Vector:
     return np.random.default_rng(n + 1).normal(size=n).astype(dtype)
 
 
-# ---------------------------------------------------------------- against torch.optim
-
-
 @pytest.mark.parametrize(
     ("n", "dtype", "clip_value"),
     [
@@ -170,9 +167,6 @@ def test_a_worker_thread_gives_the_bits_of_the_main_thread(rule: UpdateRule) -> 
     assert results[0].tobytes() == expected.tobytes()
 
 
-# ------------------------------------------------------------------ against the papers
-
-
 def test_adagrad_without_epsilon_is_the_formula_of_the_paper() -> None:
     """Dean et al. 2012, section 4.1: eta_i,K = gamma / sqrt(sum_j dw_i,j^2)."""
     gamma = 0.1
@@ -199,16 +193,6 @@ def test_adam_is_algorithm_1_of_its_paper() -> None:
     np.testing.assert_allclose(
         trained(Adam(learning_rate=0.01), start, gradients(n)), w, rtol=1e-12
     )
-
-
-def test_sgd_multiplies_the_sum_of_gradients_by_its_own_rate() -> None:
-    """DB-7: what is pushed is neither averaged nor scaled."""
-    start = np.zeros(64)
-    pushed = np.full(64, 3.0)  # of three gradients, each 1
-    assert trained(SGD(learning_rate=0.5), start, [pushed]).tolist() == [-1.5] * 64
-
-
-# --------------------------------------------------------------------------- 0/0, zero
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -273,9 +257,6 @@ def test_the_guard_changes_no_bit_of_adagrad_where_squares_do_not_vanish(exponen
     gradient = np.full(64, -(10.0**exponent))
     values = trained(rule, np.zeros(64, np.float32), [gradient])
     np.testing.assert_array_max_ulp(values, np.full(64, 0.5, np.float32), maxulp=1)
-
-
-# ------------------------------------------------------------------------ against cuts
 
 
 @st.composite
@@ -364,9 +345,6 @@ def test_shards_of_megabytes_give_the_same_bits_in_pieces_too(
     assert pieces[1].numpy().tobytes() == weights.tobytes()
 
 
-# ------------------------------------------------------------------------ what is left
-
-
 @pytest.mark.parametrize("settings_", SETTINGS)
 @pytest.mark.parametrize("rule", RULES, ids=claim)
 def test_the_gradient_is_left_as_it_was_pushed(
@@ -403,9 +381,6 @@ def test_rules_know_whether_each_element_has_a_rate_of_its_own() -> None:
         "rmsprop": True,
         "adam": True,
     }
-
-
-# --------------------------------------------------------------------------- job file
 
 
 @pytest.mark.parametrize("rule", RULES, ids=claim)

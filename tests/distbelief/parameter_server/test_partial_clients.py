@@ -223,9 +223,6 @@ def test_each_element_is_updated_by_its_own_count_of_pushes(rule: UpdateRule) ->
         assert_same_bits([array[:n] for array in machines.arrays()], wanted)
 
 
-# -------------------------------------------------------------------- who is spoken to
-
-
 def test_shards_that_hold_nothing_of_a_client_never_hear_from_it() -> None:
     heard: set[Address] = set()
 
@@ -274,9 +271,6 @@ def test_a_selection_is_of_the_clients_layout() -> None:
     other = PartialView(layout_of(n_shards=2), [])
     with pytest.raises(ValueError, match="the selection has layout"):
         bench.add_client(LEFT, selection=other)
-
-
-# ------------------------------------------------------------------ what shards refuse
 
 
 def hello_of(machines: Machines, words: list[int]) -> OpenSession:
@@ -330,9 +324,6 @@ def test_a_shard_refuses_parts_whose_counts_need_too_much_room(
     machines.bench.kill(RIGHT)
     machines.add(READER, ITEMS[RIGHT])  # it only fetches: nothing is written down
     assert machines.bench.client(READER).ready
-
-
-# ------------------------------------------------------------------------- lives
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -394,9 +385,6 @@ def test_a_torn_read_of_a_part_gives_way_to_blocks() -> None:
     published.end(clock=1)
 
 
-# ------------------------------------------------------------------------ averages
-
-
 def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=True)
 
@@ -413,9 +401,6 @@ def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
     other = Address("other")
     machines.add(other, [("w", Region(((0, 70), (0, 20))))])  # none of the buffers
     assert buffers_after(LEFT) == [3.0, 3.0, 3.0, 3.0, 3.0]
-
-
-# --------------------------------------------------------------------------- drafts
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -43,16 +43,6 @@ def test_the_staleness_of_a_push_counts_the_pushes_of_its_elements(
     assert found == len(since)
 
 
-def test_one_blocking_replica_of_two_ranks_is_never_stale() -> None:
-    """It said 0.5: the push of one half made the other half's stale."""
-    recent = PartialStaleness()
-    for step in range(4):
-        for offset, half in enumerate((LEFT, RIGHT)):
-            clock = 2 * step + offset
-            assert recent.since(half, fetched_clock=2 * step, clock=clock) == 0
-            recent.add(half, clock=clock)
-
-
 def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = PartialStaleness()
     n = sessions._N_KEPT
@@ -124,11 +114,3 @@ def test_a_push_that_is_not_replicated_keeps_its_buffer_and_is_not_taken_again(
     backup still reads.
     """
     assert room(client(watermark=watermark, n_unconfirmed=n_unconfirmed)) == taken
-
-
-def test_the_next_push_follows_the_last_applied_not_the_last_confirmed() -> None:
-    one = client(watermark=3, n_unconfirmed=1)
-    one.take_push(push(4))
-    complete = one.next_complete()
-    assert complete is not None
-    assert complete.sequence == 4

@@ -191,15 +191,6 @@ def test_regions_of_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -
         PartialView(layout, [("w", half) for half in halves])
 
 
-def test_a_tensor_of_another_shape_is_named() -> None:
-    view = PartialView(layout_of(4), [("w", Region(((1, 3),)))])
-    exchange = view.copier(0, np.zeros(2, np.float32), compact=True)
-    with pytest.raises(ValueError, match="'w' has shape"):
-        exchange.put(0, torch.zeros(3))
-    with pytest.raises(ValueError, match="0 tensors given"):
-        exchange.scatter([])
-
-
 def test_a_whole_part_is_the_layout_itself() -> None:
     layout = layout_of(4)
     view = PartialView(layout)
