@@ -484,7 +484,7 @@ def _reshard(
             for name, n in now.clients(places).items()
         )
         label = f"{previous.label:05d}"
-        reshard(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
+        reshard_all(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
         if read_back.missing or read_back.before.samples != places:
             raise StorageError(
@@ -498,7 +498,7 @@ def _reshard(
     )
 
 
-def reshard(
+def reshard_all(
     source: CheckpointStore,
     target: CheckpointStore,
     *,
