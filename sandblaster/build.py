@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -183,17 +182,16 @@ def build_first_part(
     model: FlatModel,
     context: BuildContext,
 ) -> Replica:
-    config = settings.of_replica()
-    assert config.max_steps is not None
-    # The bound counts samples over all incarnations: a restarted one does the rest only.
-    n_samples = config.max_steps * config.batch_size
+    assert settings.max_steps is not None
     return wb.whole_replica(
-        replace(config, max_steps=None, max_samples=n_samples),
+        settings,
         client=client,
         executor=wb.local_executor(
-            model, context, clip_norm=config.clip_norm, seed=(settings.seed, index)
+            model, context, clip_norm=settings.clip_norm, seed=(settings.seed, index)
         ),
         data_shard=wb.data_shard_of(index, config=settings, context=context),
+        # The bound counts samples over all incarnations: a restarted one does the rest only.
+        samples_max=settings.max_steps * settings.batch_size,
     )
 
 

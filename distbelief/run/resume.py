@@ -33,7 +33,7 @@ from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import Resharding, restore, take
+from distbelief.parameter_server.checkpoint import reshard, restore, take
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
@@ -484,7 +484,7 @@ def _reshard(
             for name, n in now.clients(places).items()
         )
         label = f"{previous.label:05d}"
-        reshard(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
+        reshard_all(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
         if read_back.missing or read_back.before.samples != places:
             raise StorageError(
@@ -498,7 +498,7 @@ def _reshard(
     )
 
 
-def reshard(
+def reshard_all(
     source: CheckpointStore,
     target: CheckpointStore,
     *,
@@ -538,7 +538,7 @@ def reshard(
             return part
 
         for k in range(new.n_shards):
-            state = Resharding(old, new).shard(k, rule=rule, clocks=clocks, steps=steps, read=read)
+            state = reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=read)
             state = replace(state, incarnation=last, clients=clients)
             config = ShardConfig(index=k, layout=new, rule=rule)
             target.save(f"shard-{k}", take(label, state, config=config))

@@ -22,6 +22,7 @@ from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol.vector_commands import Command, Scalars, VectorName, combine
 from sandblaster.optimizers import base
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 Doubles = NDArray[np.float64]
@@ -115,13 +116,13 @@ class Local:
     def get(self, name: VectorName) -> Doubles:
         whole = torch.zeros(self._n, dtype=torch.float64)
         for k, algebra in enumerate(self.algebras):
-            self._layout.scatter(k, algebra.vector(name), self._tensors(whole))
+            scatter(self._layout, k, algebra.vector(name), self._tensors(whole))
         return whole.numpy()
 
     def put(self, name: VectorName, values: Doubles) -> None:
         whole = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
         for k, algebra in enumerate(self.algebras):
-            self._layout.gather(k, self._tensors(whole), algebra.vector(name))
+            gather(self._layout, k, self._tensors(whole), algebra.vector(name))
 
     def export(self, names: tuple[VectorName, ...]) -> list[Mapping[str, Vector]]:
         return [
