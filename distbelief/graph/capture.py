@@ -168,6 +168,7 @@ def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str
 
 
 _DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_ALIKE: Final = (*_DROPOUTS, "contiguous", "clone")  # elements stay, if at other places in memory
 # What layers know of the mode.
 _MODES: Final = {
     "batch_norm": "training",
@@ -201,7 +202,7 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
     found: list[tuple[fx.Node, str]] = []
     for node in program.graph.nodes:
         packet = _packet(node)
-        if packet in _DROPOUTS or str(node.target) == "distbelief.drop.default":
+        if packet in _ALIKE or str(node.target) == "distbelief.drop.default":
             numbers[node] = numbers[node.all_input_nodes[0]]
             continue
         if packet == "add" and "num_batches_tracked" in str(node.args[0]):

@@ -405,8 +405,12 @@ def dropping(model: Two, x: torch.Tensor) -> object:
         lambda: Inner(frozen),
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(inplace=True)),
         lambda: Two(
-            lambda m, x: functional.scaled_dot_product_attention(
-                x[:, None], x[:, None], x[:, None], dropout_p=0.1 * m.training, scale=0.5
+            lambda m, x: (
+                functional.scaled_dot_product_attention(
+                    x[:, None], x[:, None], x[:, None], dropout_p=0.1 * m.training, scale=0.5
+                )
+                .transpose(1, 2)
+                .contiguous()
             )
         ),
         lambda: Inner(lambda m, x: m.b(x) if x.sum() > 0 else m.b(m.a(x))),
