@@ -398,13 +398,7 @@ class Convolution(Windowed):
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         n_weights = math.prod(layer.tensors["weight"].shape[1:])
-        operations = 2.0 * output.n_elements * n_weights
-        (read,) = self.reads(layer, output)
-        return Work(
-            forward=operations,
-            backward=2 * operations,
-            n_elements=float(output.n_elements + read.n_elements),
-        )
+        return self.product_work(layer, output, 2.0 * output.n_elements * n_weights)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
