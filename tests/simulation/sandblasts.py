@@ -63,7 +63,7 @@ from distbelief.simulation.trace import SimulationFailed
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.build import whole_replica
-from distbelief.worker.config import DownpourConfig
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, summed
 from distbelief.worker.replica import Replica
@@ -583,7 +583,9 @@ class Run:
             seed=(3, index),
         )
         return whole_replica(
-            DownpourConfig(batch_size=4, max_steps=scene.warm_steps),
+            DownpourSettings(
+                loss="", batch_size=4, rule=SGD(learning_rate=0.1), max_steps=scene.warm_steps
+            ),
             client=client,
             executor=executor,
             data_shard=DataShard(

@@ -41,7 +41,7 @@ def test_the_table_of_a_job_file_is_read() -> None:
     settings = msgspec.convert(USUAL, DOWNPOUR.config)
     assert settings.rule == Adagrad(learning_rate=0.02)
     assert settings.n_push == 5
-    assert settings.of_replica().batch_size == 256
+    assert settings.batch_size == 256
     # A stated local rate lets an adaptive rule have local steps.
     msgspec.convert(USUAL | {"n_fetch": 5, "local_learning_rate": 0.01}, DOWNPOUR.config)
 
