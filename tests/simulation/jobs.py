@@ -38,6 +38,7 @@ from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 from distbelief.worker.replica import Replica
+from tests.distbelief.parameter_server.pair import scatter
 
 
 EXAMPLES = "tests.distbelief.examples"
@@ -74,7 +75,7 @@ class Direct:
         specs = self.layout.tensors
         tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in specs]
         for k, vector in enumerate(vectors):
-            self.layout.scatter(k, vector, tensors)
+            scatter(self.layout, k, vector, tensors)
         return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
 
     def replica(self, name: Address) -> Replica:

@@ -40,6 +40,7 @@ from distbelief.task.task import (
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.training import Counters, TrainingObjective
+from tests.distbelief.parameter_server.pair import scatter
 from tests.elsewhere import answers
 from tests.simulation.jobs import Direct
 
@@ -251,7 +252,7 @@ def _drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     layout = Layout.of(model.specs(), n_shards=1)
     vector = shard_values(layout, 0, model.initials(), seed=task.model.seed)
     tensors = [torch.zeros(spec.n_elements) for spec in layout.tensors]
-    layout.scatter(0, vector, tensors)
+    scatter(layout, 0, vector, tensors)
     return {s.name: t for s, t in zip(layout.tensors, tensors, strict=True)}
 
 
