@@ -2,23 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.core.memory import Memory
-from distbelief.core.vectors import Vector
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import ElementType, Layout
-from distbelief.parameter_server.shard import Shard
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
-from distbelief.protocol import Evaluate, Message, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Address, Received, Role
+from distbelief.protocol import Stop
+from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
@@ -27,15 +24,11 @@ from distbelief.worker.build import Split, build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import member_names
 from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.replica import Replica
-from tests.distbelief.parameter_server.pair import scatter
 from tests.distbelief.program.plans import random_plan
+from tests.simulation.jobs import Direct
 
 
-M = TypeVar("M", bound=Message)
-
-
-class Group:
+class Group(Direct):
     """A job with one replica of several ranks, without a supervisor."""
 
     def __init__(
@@ -131,51 +124,16 @@ class Group:
         halted = self.simulation.halted
         return any(halted.values()) or all(name in halted for name in self.machines)
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the shards' values: flat tensors by name."""
-        vectors = []
-        for name in self.shards:
-            shard = self.simulation.role(name)
-            assert isinstance(shard, Shard)
-            vectors.append(shard._values.vector)
-        return self._scattered(vectors)
-
     def first_values(self) -> dict[str, torch.Tensor]:
         """Return the shards' initial values."""
         model = self._context.keywords["task"].model
         initials = self._context.keywords["initials"]
-        return self._scattered(
+        return self.scattered(
             [
                 shard_values(self.layout, k, initials, seed=model.seed)
                 for k in range(self.layout.n_shards)
             ]
         )
-
-    def _scattered(self, vectors: Sequence[Vector]) -> dict[str, torch.Tensor]:
-        dtype = torch.float64 if self.layout.dtype.itemsize == 8 else torch.float32
-        specs = self.layout.tensors
-        tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in specs]
-        for k, vector in enumerate(vectors):
-            scatter(self.layout, k, vector, tensors)
-        names = [spec.name for spec in specs]
-        return dict(zip(names, tensors, strict=True))
-
-    def told(self, kind: type[M]) -> list[M]:
-        """Return the messages to the supervisor, of one type."""
-        heard = self.simulation.sent_to(SUPERVISOR)
-        return [event.message for event in heard if isinstance(event.message, kind)]
-
-    def machine(self, name: Address) -> Replica:
-        role = self.simulation.role(name)
-        assert isinstance(role, Replica)
-        return role
-
-    def status(self, name: str) -> dict[str, float]:
-        return dict(self.simulation.role(Address(name)).status()[1])
-
-    def tell(self, name: str, message: StartTraining | Stop | Evaluate) -> None:
-        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
-        self.simulation.post(Address(name), event)
 
 
 def _captured(task: TaskSpec, inputs: tuple[InputSpec, ...]) -> Captured:

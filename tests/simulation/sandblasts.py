@@ -59,7 +59,6 @@ from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
 from distbelief.simulation.network import Link
-from distbelief.simulation.trace import SimulationFailed
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.build import whole_replica
@@ -76,8 +75,6 @@ from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
 from tests.distbelief.parameter_server.pair import scatter
-from tests.simulation.test_seeds import VARIABLE
-from tests.simulation.variants import Variant, broken
 
 
 N_SAMPLES = 30
@@ -375,35 +372,6 @@ def moments(run: Playable, happens: Callable[[HandledEvent], bool]) -> list[Seco
     run.cluster.observe(see)
     run.play()
     return times
-
-
-def sights_of(seeds: range, play: Callable[[int], RunChecker], *, file: str) -> Counter[str]:
-    """Play every seed; return in how many of them each thing happened."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            checker = play(seed)
-        except Exception as error:
-            raise AssertionError(
-                f"seed {seed} fails; alone: {VARIABLE}={seed} .venv/bin/python -m "
-                f"pytest -n 0 {file} -k whatever"
-            ) from error
-        seen.update(what for what, n in checker.sights.items() if n)
-    return seen
-
-
-def catches(variant: Variant, play: Callable[[], object]) -> bool:
-    """Return whether a run fails where this rule is left out."""
-    try:
-        with broken(variant):
-            play()
-    except (SimulationFailed, AssertionError) as error:
-        what = str(error)
-    else:
-        return False
-    mistakes = ("AttributeError", "TypeError", "NameError")
-    assert not any(f"raised {m}" in what for m in mistakes), what
-    return True
 
 
 # ------------------------------------------------------------------------------- scene

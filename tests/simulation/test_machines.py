@@ -106,7 +106,7 @@ def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
         faults=faults,
     )
     group.run()
-    objectives = [group.machine(name).objective for name in group.machines]
+    objectives = [group.replica(name).objective for name in group.machines]
     pushed = {objective.pushed for objective in objectives if objective.pushed is not None}
     assert len(pushed) == 1, pushed
     (position,) = pushed
