@@ -17,15 +17,17 @@ was measured before is read from experiments/zoo/results, unless `--again` is gi
 
 import argparse
 import json
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Timer
+from typing import Final
 
 import msgspec
 
 from experiments.benchmarks.measuring import measurement
+from experiments.zoo.measure import STAGES, Found
 from experiments.zoo.models import MODELS
 
 
@@ -33,88 +35,87 @@ RESULTS: Final = Path(__file__).parents[1] / "zoo" / "results"
 SMALL: Final = {"models": ["squeezenet"], "again": True}
 _SECONDS_MAX: Final = 1200
 
-Found = dict[str, Any]
 
-
-def measured(name: str, *, again: bool) -> Found:
-    """Return what was found for a model; measure it in a process of its own if need be."""
+def measured(name: str, stages: Sequence[str], *, again: bool) -> Found:
+    """Return what was found for a model by stage; measure, in a process of its own, the rest."""
     path = RESULTS / f"{name}.json"
-    if path.is_file() and not again:
-        return dict(msgspec.json.decode(path.read_bytes()))
-    command = [sys.executable, "-m", "experiments.zoo.measure", name]
-    found: Found = {}
-    try:
-        run = subprocess.run(
-            command, stdout=subprocess.PIPE, check=False, text=True, timeout=_SECONDS_MAX
-        )
-        lines, found["exit"] = run.stdout, run.returncode
-    except subprocess.TimeoutExpired as error:
-        lines = (error.stdout or b"").decode()
-        found["error"] = f"took more than {_SECONDS_MAX} s"
-    for line in lines.splitlines():
-        if line.startswith("{"):
-            found |= json.loads(line)
-    RESULTS.mkdir(exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    return found
+    found: Found = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
+    wanted = [stage for stage in stages if again or stage not in found]
+    if wanted:
+        command = [sys.executable, "-m", "experiments.zoo.measure", name, *wanted]
+        with Popen(command, stdout=PIPE, stderr=DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            timer = Timer(_SECONDS_MAX, process.kill)
+            timer.start()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    found |= json.loads(line)
+            timer.cancel()
+        for stage in wanted:
+            found.setdefault(stage, {"error": f"the process ended: {process.returncode}"})
+        RESULTS.mkdir(exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    return {stage: found[stage] for stage in stages if stage in found}
 
 
 def row(found: Found) -> dict[str, str]:
     """Return the cells of a model."""
-    cells: dict[str, str] = {"accepted": "yes" if found.get("accepted") else "no"}
-    if "split_share" in found:
-        cells["split"] = f"{found['split_share']:.1%}"
-    if "speed_ups" in found:
-        cells["2, 4, 8 machines"] = ", ".join(f"{each:.2f}" for each in found["speed_ups"])
-        cells["capture, plan, s"] = (
-            f"{found['capture_seconds']:.1f}, {found['plan_seconds']:.1f}"
-        )
-    if "agrees" in found:
+    captured, planned, verified = (found.get(stage, {}) for stage in STAGES)
+    cells = {}
+    if "split_share" in captured:
+        cells["split"] = f"{captured['split_share']:.1%}"
+        cells["capture, s"] = f"{captured['capture_seconds']:.1f}"
+    if "speed_ups" in planned:
+        cells["plan, s"] = f"{planned['plan_seconds']:.1f}"
+        cells["2, 4, 8 machines"] = ", ".join(f"{each:.2f}" for each in planned["speed_ups"])
+    if "agrees" in verified:
         for word in ("outputs", "loss", "gradients"):
-            plan, alone = found[word]
+            plan, alone = verified[word]
             cells[word] = f"{plan:.0e} ({alone:.0e})"
-        cells["bytes"] = "exact" if found["bytes_exact"] else "differ"
-        cells["agrees"] = "yes" if found["agrees"] else "no"
-        cells["verify, s"] = f"{found['verify_seconds']:.0f}"
+        cells["bytes"] = "exact" if verified["bytes_exact"] else "differ"
+        cells["agrees"] = "yes" if verified["agrees"] else "no"
+        cells["verify, s"] = f"{verified['verify_seconds']:.0f}"
     return cells
 
 
-def figures_of(found: Sequence[tuple[str, Found]]) -> dict[str, float]:
+def figures_of(found: Mapping[str, Found]) -> dict[str, float]:
     shares = [
-        each["split_share"]
-        for name, each in found
-        if "split_share" in each and MODELS[name].kind != "other"
+        each["capture"].get("split_share", 0.0)
+        for name, each in found.items()
+        if "capture" in each and MODELS[name].kind != "other"
     ]
-    seconds = [each["capture_seconds"] + each["plan_seconds"] for _, each in found if "plan_seconds" in each]
+    plans = [each.get("plan", {}) for each in found.values()]
     return {
         "models": len(found),
-        "accepted": sum("plan_seconds" in each for _, each in found),
-        "agreeing": sum(bool(each.get("agrees")) for _, each in found),
+        "accepted": sum("speed_ups" in each for each in plans),
+        "agreeing": sum(bool(each.get("verify", {}).get("agrees")) for each in found.values()),
         "split_share_worst": min(shares, default=0.0),
-        "plan_seconds_worst": max(seconds, default=0.0),
+        "plan_seconds_worst": max((each.get("plan_seconds", 0.0) for each in plans), default=0.0),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--again", action="store_true", help="measure what is known, too")
     parser.add_argument("--markdown", action="store_true", help="print the table of the docs")
     options = measurement.options_of(parser, arguments, small=SMALL)
-    found = []
+    found: dict[str, Found] = {}
     for index, name in enumerate(options.models):
         print(f"{index + 1} of {len(options.models)}: {MODELS[name].title}", flush=True)
-        found.append((name, measured(name, again=options.again)))
-        print(f"    {found[-1][1].get('error') or row(found[-1][1])}", flush=True)
-    rows = {MODELS[name].title: row(each) for name, each in found}
+        found[name] = measured(name, options.stages, again=options.again)
+        errors = [each["error"] for each in found[name].values() if each["error"]]
+        print("   ", *row(found[name]).items(), *errors, flush=True)
+    rows = {MODELS[name].title: row(each) for name, each in found.items()}
+    columns = list(dict.fromkeys(key for cells in rows.values() for key in cells))
     if options.markdown:
-        columns = list(dict.fromkeys(key for cells in rows.values() for key in cells))
         print("|", " | ".join(["model", *columns]), "|")
         print("|---" * (len(columns) + 1) + "|")
         for title, cells in rows.items():
             print("|", " | ".join([title, *(cells.get(key, "") for key in columns)]), "|")
     else:
-        measurement.show("split over two ranks, planned for a rack of 10 Gbit/s", rows)
+        measurement.show("planned for a rack of 10 Gbit/s, run on two ranks", rows)
     measurement.conclude("zoo", figures_of(found))
 
 

@@ -1,8 +1,8 @@
 """Measures models of the zoo, each in a process of its own, and keeps the results.
 
-    python -m experiments.zoo.measure gpt2      # one model, here: a line of JSON for each stage
+    python -m experiments.zoo.measure gpt2 [capture] [plan] [verify]
 
-A stage that fails ends with its reason; results of the stages before it remain.
+It prints a line of JSON for each stage; the line of one that fails has the reason.
 """
 
 import json
@@ -11,8 +11,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -35,46 +35,53 @@ COUNTS: Final = (2, 4, 8)
 LOSS: Final = "cross_entropy"
 # Machines so slow, and a network so fast, that the planner splits whatever can be split.
 SLOW: Final = Cluster(
-    name="slow machines",
-    machines=(Machine(flops=1e6, memory_rate=1e6, bandwidth=1e12),) * 2,
+    name="slow machines", machines=(Machine(flops=1e6, memory_rate=1e6, bandwidth=1e12),) * 2
 )
 _N_STEPS: Final = 1
+
+Found = dict[str, Any]
 _DTYPES: Final = (torch.float32, torch.int64)
 
 
-def stages(name: str) -> Iterator[dict[str, object]]:
-    """Yield what each stage has found: capture, plan, verify."""
-    entry = MODELS[name]
-    torch.set_num_threads(1)
+def captured(name: str) -> Found:
+    """Capture the published size, without its memory."""
+    size = MODELS[name].published
+    model = _without_memory(size)
     capture(nn.Linear(2, 2), [InputSpec(shape=(2,))])  # imports torch's compiler
-    with torch.device("meta"):
-        model = entry.published.make()
     begun = time.process_time()
-    graph = capture(model, entry.published.inputs)
+    graph = capture(model, size.inputs)
     seconds = time.process_time() - begun
     graph = append_loss(graph, LOSS)
-    yield {
-        "accepted": True,
+    return {
         "parameters": graph.n_parameters,
         "layers": len(graph.layers),
         "capture_seconds": seconds,
         **_shares(graph, model),
     }
+
+
+def planned(name: str) -> Found:
+    """Capture the published size, and plan it for a rack."""
+    size = MODELS[name].published
+    model = _without_memory(size)
+    capture(nn.Linear(2, 2), [InputSpec(shape=(2,))])
     begun = time.process_time()
-    result = _planned(name, model, entry.published, cluster=load_cluster("rack-10g"), counts=COUNTS)
-    yield {
-        "plan_seconds": time.process_time() - begun - seconds,  # without the second capture
+    result = _plans(name, model, size, cluster=load_cluster("rack-10g"), counts=COUNTS)
+    return {
+        "plan_seconds": time.process_time() - begun,  # of capture too
         "speed_ups": [done.speed_up for done in result.planned],
         "used": [len(done.used) for done in result.planned],
     }
-    del model, graph, result
+
+
+def verified(name: str) -> Found:
+    """Run the small size on two ranks, every layer split that can be, and in one process."""
     begun = time.monotonic()
-    with torch.device("meta"):
-        small = entry.small.make()
-    result = _planned(name, small, entry.small, cluster=SLOW, counts=[len(SLOW)])
     with LocalLauncher() as launcher:
+        size = MODELS[name].small
+        model = _without_memory(size)
         found = verify(
-            result,
+            _plans(name, model, size, cluster=SLOW, counts=[len(SLOW)]),
             factory=f"experiments.zoo.models:{name}",
             loss=LOSS,
             n_cores=len(os.sched_getaffinity(0)),
@@ -82,22 +89,41 @@ def stages(name: str) -> Iterator[dict[str, object]]:
             n_steps=_N_STEPS,
         )
     errors = {word: (each.plan, each.one_process) for word, each in found.errors.items()}
-    differing = [word for word, each in found.errors.items() if not each.agrees]
     gradients = [word for word in errors if word not in {"outputs", "loss"}]
-    yield {
+    return {
         "verify_seconds": time.monotonic() - begun,
         "outputs": errors["outputs"],
         "loss": errors["loss"],
         "gradients": errors[gradients[-1]],
-        "differing": differing,
+        "differing": [word for word, each in found.errors.items() if not each.agrees],
         "bytes": sum(link.sent_bytes for link in found.links),
         "bytes_exact": all(link.sent_bytes == link.predicted_bytes for link in found.links),
         "agrees": found.passed,
     }
 
 
-def _planned(
-    name: str, model: nn.Module, size: Size, *, cluster: Cluster, counts: list[int] | tuple[int, ...]
+STAGES: Final[Mapping[str, Callable[[str], Found]]] = {
+    "capture": captured,
+    "plan": planned,
+    "verify": verified,
+}
+
+
+def _without_memory(size: Size) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return size.make()
+    except NotImplementedError:  # some read tensors while they are built
+        return size.make()
+
+
+def _plans(
+    name: str,
+    model: nn.Module,
+    size: Size,
+    *,
+    cluster: Cluster,
+    counts: list[int] | tuple[int, ...],
 ) -> PlanningResult:
     request = Request(
         model=name, inputs=size.inputs, batch=size.batch, loss=LOSS, counts=counts, cluster=cluster
@@ -161,14 +187,17 @@ def _work(graph: LayerGraph, layer: Layer, model: nn.Module) -> float:
 
 
 def main() -> None:
-    name = sys.argv[1]
+    name, *wanted = sys.argv[1:]
     warnings.simplefilter("ignore")
-    try:
-        for found in stages(name):
-            print(json.dumps(found), flush=True)
-    except Exception as error:  # noqa: BLE001 -- the table says what it was
-        traceback.print_exc()
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"[:600]}), flush=True)
+    torch.set_num_threads(1)
+    for stage in wanted or STAGES:
+        found: Found = {"error": None}
+        try:
+            found |= STAGES[stage](name)
+        except Exception as error:  # noqa: BLE001 -- the table says what it was
+            traceback.print_exc()
+            found["error"] = f"{type(error).__name__}: {error}"[:600]
+        print(json.dumps({stage: found}), flush=True)
 
 
 if __name__ == "__main__":
