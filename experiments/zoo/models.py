@@ -134,7 +134,13 @@ MODELS: Final[Mapping[str, Model]] = {
 
 
 def __getattr__(name: str) -> Callable[[], nn.Module]:
-    try:
-        return MODELS[name].small.make
-    except KeyError:
-        raise AttributeError(name) from None
+    # "gpt2", or "gpt2_seed1" with other weights.
+    model, _, seed = name.partition("_seed")
+    if model not in MODELS:
+        raise AttributeError(name)
+
+    def make() -> nn.Module:
+        torch.manual_seed(int(seed or 0))
+        return MODELS[model].small.make()
+
+    return make
