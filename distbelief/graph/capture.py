@@ -201,7 +201,9 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
     found: list[tuple[fx.Node, str]] = []
     for node in program.graph.nodes:
         packet = _packet(node)
-        if packet in _DROPOUTS or str(node.target) == "distbelief.drop.default":
+        # The strides of attention's result, and so whether it is copied, differ by mode.
+        same = packet in (*_DROPOUTS, "contiguous")
+        if same or str(node.target) == "distbelief.drop.default":
             numbers[node] = numbers[node.all_input_nodes[0]]
             continue
         if packet == "add" and "num_batches_tracked" in str(node.args[0]):

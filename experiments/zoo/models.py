@@ -68,25 +68,27 @@ _SMALL: Final = {
 }
 
 
-def _import(library: str) -> Any:  # noqa: ANN401 -- of an extra
+def library(name: str) -> Any:  # noqa: ANN401 -- of an extra
     # PyPI's torchvision is compiled for torch with CUDA: beside another torch its own operators
     # are missing, and it fails where it decorates these two, which no model here uses.
     if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
-    return importlib.import_module(library)
+        for missing in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{missing}", "(Tensor a, Tensor b, float c) -> Tensor"
+            )
+    return importlib.import_module(name)
 
 
 def _make(entry: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
     if "timm" in entry:
-        found = _import("timm").create_model(entry["timm"], pretrained=False, **options)
+        found = library("timm").create_model(entry["timm"], pretrained=False, **options)
     elif "torchvision" in entry:
-        found = _import("torchvision.models").get_model(
+        found = library("torchvision.models").get_model(
             entry["torchvision"], weights=None, **options
         )
     else:
-        library = _import("transformers")
-        model, config = (getattr(library, name) for name in entry["classes"].split())
+        found_in = library("transformers")
+        model, config = (getattr(found_in, name) for name in entry["classes"].split())
         names = entry.get("inputs", ["input_ids"])
         found = Scores(model(config(**options)), names, entry.get("result", "logits"))
     assert isinstance(found, nn.Module)

@@ -13,20 +13,24 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from experiments.zoo.models import Scores
+from experiments.zoo.models import Scores, library
 
 
 HELD_OUT_ONE_IN = 10
 N_LETTERS = 128  # those of ASCII
 
 
-def gpt2(*, layers: int = 4, width: int = 128, heads: int = 4, length: int = 64) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 -- of an extra
-
-    config = GPT2Config(
-        vocab_size=N_LETTERS, n_positions=length, n_embd=width, n_layer=layers, n_head=heads
+def gpt2(*, layers: int = 2, width: int = 64, heads: int = 4, length: int = 64) -> nn.Module:
+    transformers = library("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=N_LETTERS,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        use_cache=False,
     )
-    return Scores(GPT2LMHeadModel(config), ["input_ids"], "logits")
+    return Scores(transformers.GPT2LMHeadModel(config), ["input_ids"])
 
 
 def passages(*, part: str, length: int = 64) -> TensorDataset:
