@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     "docs/benchmarks.md",
     "docs/security.md",
+    "docs/zoo.md",
     "experiments/LOG.md",
     "experiments/figures/README.md",
 ]

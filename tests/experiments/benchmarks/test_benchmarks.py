@@ -83,6 +83,7 @@ FIGURES: dict[str, set[str]] = {
         *("kilobytes_per_replica", "step_time_error", "samples_per_second_error"),
         *("staleness_error", "bytes_differ", "others"),
     },
+    "zoo": {*("models", "accepted", "agreeing"), *("split_share_worst", "plan_seconds_worst")},
 }
 """Of each benchmark, with `--small`: what it must tell."""
 
@@ -175,6 +176,8 @@ def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
         pytest.skip(why)
     if name == "ray_hosts":
         pytest.importorskip("ray", reason="ray, an extra, is missing")
+    if name == "zoo":
+        pytest.importorskip("timm", reason="timm, an extra, is missing")
     figures = figures_of(name, "--small")
     assert FIGURES[name] <= figures.keys()
 

@@ -1,0 +1,1 @@
+"""Models of public libraries, split: which are accepted, how well, and whether results agree."""

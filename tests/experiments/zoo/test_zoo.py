@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import LayerGraph
+from experiments.benchmarks import zoo
+from experiments.zoo import measure, models, text
+from tests.experiments.benchmarks.runs import figures_in
+
+
+class Cumulated(nn.Module):
+    """Half of its arithmetic is computed whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(torch.cumsum(self.first(x), 1))
+        return found
+
+
+def graph_of(net: nn.Module) -> LayerGraph:
+    return capture(net, [InputSpec(shape=(8,))])
+
+
+def test_the_table_has_forty_models_and_both_sizes_of_each() -> None:
+    assert len(models.MODELS) >= 40
+    for model in models.MODELS.values():
+        assert model.kind in {"transformer", "convolutional", "other"}
+        assert [len(each.shape) for each in model.published.inputs] == [
+            len(each.shape) for each in model.small.inputs
+        ]
+
+
+def test_a_sum_along_a_whole_dimension_is_no_part_of_the_share() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    assert measure._shares(graph_of(net), net)["split_share"] == 1
+    net = Cumulated()
+    found = measure._shares(graph_of(net), net)
+    assert 0.9 < found["split_share"] <= 1
+
+
+def test_what_was_measured_is_kept_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {
+        "capture": {"error": None, "split_share": 0.98, "capture_seconds": 1.0},
+        "plan": {"error": None, "plan_seconds": 3.0, "speed_ups": [1.5, 2.0, 2.5], "used": [2]},
+        "verify": {
+            "error": None,
+            "agrees": True,
+            "bytes_exact": True,
+            "verify_seconds": 9.0,
+            **{key: [1e-06, 1e-06] for key in ("outputs", "loss", "gradients")},
+        },
+    }
+    monkeypatch.setattr(zoo, "RESULTS", tmp_path)
+    (tmp_path / "gpt2.json").write_text(json.dumps(found))
+    (tmp_path / "bert.json").write_text(json.dumps(found | {"verify": {"error": "lost"}}))
+    zoo.main(["--models", "gpt2", "bert", "--markdown"])
+    told = capsys.readouterr().out
+    assert "| GPT-2 | 98.0% |" in told
+    assert figures_in(told, "zoo") == {
+        "models": 2,
+        "accepted": 2,
+        "agreeing": 1,
+        "split_share_worst": 0.98,
+        "plan_seconds_worst": 3.0,
+    }
+
+
+def test_letters_are_followed_by_the_next_and_none_is_in_both_parts() -> None:
+    train, test = text.passages(part="train"), text.passages(part="test")
+    inputs, targets = train[0]
+    assert torch.equal(inputs[1:], targets[:-1])
+    assert len(train) > 8 * len(test) > 800
