@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Final, final
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
@@ -383,6 +382,8 @@ def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
 def _without_memory(module: nn.Module, examples: list[torch.Tensor]) -> list[torch.Tensor]:
     # Puts tensors without memory, on the CPU, in the place of the module's; those on the meta
     # device would make constants of the forward that have no values.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415 -- takes a second
+
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     known: dict[int, torch.Tensor] = {}
     # Buffers that are not saved with the model are constants of the graph: no shard has them.
