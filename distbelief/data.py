@@ -1,9 +1,13 @@
 """Data sets, and which samples each replica reads in which order.
 
-A data set has a length and returns a pair (input, target) for `dataset[index]`, as in torch. With
-torch's `__getitems__`, it is asked for a whole batch at once. It may return a list of samples, or
-the finished batch as a tuple (inputs, targets), which avoids splitting an array into samples and
-joining them again.
+A data set has a length and returns for `dataset[index]`, as in torch, a pair (input, target), or a
+dictionary. The input is a tensor, a tuple of positional arguments or a dictionary of keyword
+arguments of the model's forward; the target is a tensor, tuple or dictionary. Of an item that is a
+dictionary, forward gets the entries that it names, and the loss gets all of them.
+
+With torch's `__getitems__`, a data set is asked for a whole batch at once. It may return a list of
+samples, or the finished batch as a tuple (inputs, targets) or a dictionary, which avoids splitting
+an array into samples and joining them again.
 
 "We divide the training data into a number of subsets and run a copy of the model on each of these
 subsets" (Dean et al. 2012, section 4.1).
@@ -16,27 +20,140 @@ new order for each pass. Seed, r and pass alone decide it, so a restarted replic
 one number: the samples consumed.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Final, Protocol, final, runtime_checkable
+from typing import Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from distbelief.errors import JobError
 
 
+# --- tensors in tuples, dictionaries and objects with fields ---
+
+Path = tuple[str | int, ...]
+"""Where a tensor stands: ("inputs", "mask"), ("logits",), ()."""
+
+
+def tensors_of(value: object, path: Path = ()) -> dict[Path, torch.Tensor]:
+    """Return the tensors in a value by their paths; everything else is left out."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    found: dict[Path, torch.Tensor] = {}
+    for key, part in _parts(value):
+        found |= tensors_of(part, (*path, key))
+    return found
+
+
+def _parts(value: object) -> Iterable[tuple[str | int, object]]:
+    if isinstance(value, Mapping):
+        return [(str(key), part) for key, part in value.items()]
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        names = getattr(value, "_fields", None) or [f.name for f in dataclasses.fields(value)]  # type: ignore[arg-type]
+        return [(name, getattr(value, name)) for name in names]
+    return enumerate(value) if isinstance(value, tuple | list) else ()
+
+
+@final
+class Fields(dict[str | int, object]):
+    """Entries by key, attribute or position, as an object with fields has them."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"there is no {name!r}, only {', '.join(map(str, self))}")
+
+    @override
+    def __getitem__(self, key: str | int, /) -> object:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+def rebuilt(tensors: Mapping[Path, torch.Tensor]) -> object:
+    """Return the value that has these tensors: a tensor, tuples, and `Fields` for the rest."""
+    if () in tensors:
+        return tensors[()]
+    parts: dict[str | int, dict[Path, torch.Tensor]] = {}
+    for (key, *rest), tensor in tensors.items():
+        parts.setdefault(key, {})[tuple(rest)] = tensor
+    found = {key: rebuilt(part) for key, part in parts.items()}
+    if parts and all(isinstance(key, int) for key in parts):
+        return tuple(found.get(index) for index in range(max(map(int, parts)) + 1))
+    return Fields(found)
+
+
+def shown_path(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
 # --- data sets ---
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs (n_samples, ...) and targets (n_samples, ...)."""
+
+class Batch(NamedTuple):
+    """The tensors of a batch, samples first."""
+
+    inputs: object  # a tensor, a tuple of positional or a dictionary of keyword arguments
+    targets: object  # a tensor, tuple or dictionary; of items that are dictionaries, the inputs
+
+    @property
+    def is_dictionary(self) -> bool:
+        """Whether items are dictionaries, which forward and loss both read."""
+        return self.inputs is self.targets
+
+    def tensors(self) -> dict[Path, torch.Tensor]:
+        """Return all tensors, by paths that begin with "batch", or "inputs" and "targets"."""
+        if self.is_dictionary:
+            return tensors_of(self.inputs, ("batch",))
+        return tensors_of(self.inputs, ("inputs",)) | tensors_of(self.targets, ("targets",))
+
+    @classmethod
+    def of(cls, tensors: Mapping[Path, torch.Tensor]) -> "Batch":
+        """Return the batch that has these tensors."""
+        found = rebuilt(tensors)
+        assert isinstance(found, Fields), found
+        both = found.get("batch")
+        return cls(found.get("inputs", both), found.get("targets", both))
+
+    def arguments(self, module: nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return the arguments of a model's forward.
+
+        Of an item that is a dictionary these are the entries that forward names; all of them if it
+        names none and takes any.
+        """
+        match self.inputs:
+            case dict() if self.is_dictionary:
+                parameters = inspect.signature(module.forward).parameters
+                named = {key: value for key, value in self.inputs.items() if key in parameters}
+                takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+                return (), named if named or not takes_any else dict(self.inputs)
+            case dict():
+                return (), dict(self.inputs)
+            case tuple():
+                return self.inputs, {}
+            case _:
+                return (self.inputs,), {}
+
+    def run(self, module: nn.Module) -> object:
+        """Return what a model's forward returns."""
+        arguments, keywords = self.arguments(module)
+        result: object = module(*arguments, **keywords)
+        return result
+
+
+def n_samples_of(value: object) -> int:
+    """Return the number of samples of inputs or targets."""
+    return len(next(iter(tensors_of(value).values())))
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A map-style data set of pairs (input, target)."""
+    """A map-style data set of pairs (input, target), or of dictionaries."""
 
     def __len__(self) -> int: ...
 
@@ -52,7 +169,7 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
     """Return the samples of these indices, joined in this order; `table` is for messages.
 
     Raises:
-        JobError: The data set fails, or its samples are not pairs or do not join.
+        JobError: The data set fails, or its samples are no pairs or dictionaries or do not join.
     """
     wanted = [int(index) for index in indices]
     try:
@@ -64,7 +181,7 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
         raise JobError(
             f"[{table}] reading samples {_shown(wanted)} failed: {type(error).__name__}: {error}"
         ) from error
-    if isinstance(read, tuple):
+    if isinstance(read, tuple | Mapping):
         return _whole_batch(read, wanted, table=table)
     if not isinstance(read, list) or len(read) != len(wanted):
         raise JobError(
@@ -74,56 +191,112 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
     return _joined(read, wanted, table=table)
 
 
-def _whole_batch(read: tuple[object, ...], wanted: Sequence[int], *, table: str) -> Batch:
-    if len(read) != 2:
+def _whole_batch(
+    read: tuple[object, ...] | Mapping[object, object], wanted: Sequence[int], *, table: str
+) -> Batch:
+    if isinstance(read, tuple) and len(read) != 2:
         raise JobError(
             f"[{table}] __getitems__ returned {_kind(read)}: a batch is a tuple (inputs, targets)"
         )
-    batch = _tensor(read[0], "inputs", table), _tensor(read[1], "targets", table)
-    for name, tensor in zip(("inputs", "targets"), batch, strict=True):
+    batch = _batch_of(read, lambda part: part, table=table)
+    for path, tensor in batch.tensors().items():
         if tensor.ndim == 0 or len(tensor) != len(wanted):
             raise JobError(
-                f"[{table}] __getitems__ of {len(wanted)} samples returned {name} of "
+                f"[{table}] __getitems__ of {len(wanted)} samples returned {shown_path(path)} of "
                 f"shape {tuple(tensor.shape)}: the first size must be {len(wanted)}"
             )
     return batch
 
 
 def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batch:
+    has_entries = isinstance(samples[0], Mapping)
     for index, sample in zip(wanted, samples, strict=True):
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
+        is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+        if not (isinstance(sample, Mapping) if has_entries else is_pair):
             raise JobError(
                 f"[{table}] sample {index} is {_kind(sample)}: it must be a pair (input, target)"
+                + (" or, as all others, a dictionary" if has_entries else " or a dictionary")
             )
     try:
-        inputs, targets = default_collate(samples)
-    except (RuntimeError, TypeError, ValueError) as error:
+        if has_entries:
+            return _batch_of(_stacked(samples), lambda part: part, table=table)
+        columns = list(zip(*cast("list[tuple[object, object]]", samples), strict=True))
+        return _batch_of(tuple(columns), _stacked, table=table)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise JobError(
             f"[{table}] {_misfit(samples, wanted) or f'cannot join samples: {error}'}"
         ) from error
-    return _tensor(inputs, "inputs", table), _tensor(targets, "targets", table)
+
+
+# Joins the values of several samples, each a tensor, a number, or a tuple or dictionary of such.
+def _stacked(parts: Sequence[object]) -> object:
+    first = parts[0]
+    if isinstance(first, Mapping):
+        mappings = cast("Sequence[Mapping[str, object]]", parts)
+        if any(part.keys() != first.keys() for part in mappings):
+            raise ValueError("their entries differ")
+        return {key: _stacked([part[key] for part in mappings]) for key in first}
+    if isinstance(first, tuple):
+        columns = zip(*cast("Sequence[tuple[object, ...]]", parts), strict=True)
+        return tuple(_stacked(column) for column in columns)
+    joined: object = default_collate(parts)  # type: ignore[arg-type] # takes any sequence
+    return joined
+
+
+def _batch_of(read: object, join: Callable[[Sequence[object]], object], *, table: str) -> Batch:
+    if not isinstance(read, tuple):
+        both = _as_tensors(read, "batch", table)
+        return Batch(both, both)
+    inputs, targets = (join(part) for part in read)
+    return Batch(_as_tensors(inputs, "inputs", table), _as_tensors(targets, "targets", table))
 
 
 # Names the first two samples with different shapes, which torch's own error does not.
 def _misfit(samples: list[object], wanted: Sequence[int]) -> str | None:
-    shapes: dict[int, tuple[int, object]] = {}
+    known: dict[str, tuple[int, object]] = {}
     for index, sample in zip(wanted, samples, strict=True):
-        assert isinstance(sample, tuple | list)
-        for place, part in enumerate(sample):
-            shape = tuple(getattr(part, "shape", ()))
-            first, expected = shapes.setdefault(place, (index, shape))
+        parts = [("batch", sample)]
+        if isinstance(sample, tuple | list):
+            parts = list(zip(("inputs", "targets"), sample, strict=True))
+        shapes = {
+            where: shape for name, part in parts for where, shape in _shapes(part, name).items()
+        }
+        first, entries = known.setdefault("", (index, ", ".join(shapes)))
+        if entries != ", ".join(shapes):
+            return (
+                f"samples {first} and {index} have entries {entries} and {', '.join(shapes)}: "
+                "all samples must have the same"
+            )
+        for where, shape in shapes.items():
+            first, expected = known.setdefault(where, (index, shape))
             if shape != expected:
                 return (
-                    f"the {('inputs', 'targets')[place]} of samples {first} and {index}"
+                    f"the {where} of samples {first} and {index}"
                     f" have shapes {expected} and {shape}: all samples must have one "
                     "shape (pad or crop them in the data set)"
                 )
     return None
 
 
-def _tensor(value: object, name: str, table: str) -> torch.Tensor:
+def _shapes(value: object, path: str) -> dict[str, tuple[int, ...]]:
+    if not isinstance(value, Mapping | tuple):
+        return {path: tuple(getattr(value, "shape", ()))}
+    found: dict[str, tuple[int, ...]] = {}
+    for key, part in sorted(_parts(value), key=lambda each: str(each[0])):
+        found |= _shapes(part, f"{path}.{key}")
+    return found
+
+
+# Entries are sorted, so that all processes have them in one order.
+def _as_tensors(value: object, name: str, table: str) -> object:
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, Mapping):
+        return {
+            key: _as_tensors(value[key], f"{name}.{key}", table) for key in sorted(value, key=str)
+        }
+    if isinstance(value, tuple):
+        return tuple(_as_tensors(part, f"{name}.{i}", table) for i, part in enumerate(value))
     try:
         return torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError) as error:

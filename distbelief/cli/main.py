@@ -237,7 +237,8 @@ def partition(  # noqa: PLR0913 -- options
         o.option(
             "SHAPE",
             "Shape of an input without the batch dimension: 3x200x200. For integers add "
-            "how many values there are: 128:30000. Repeat it for each input.",
+            "how many values there are: 128:30000. Repeat it for each input; by keyword: "
+            "ids=128:30000, mask=128:bool.",
             "--input",
         ),
     ] = None,
@@ -246,8 +247,8 @@ def partition(  # noqa: PLR0913 -- options
         str,
         o.option(
             "NAME",
-            "torch's name of the loss function, or one_vs_all. Without it, the step starts "
-            "from given gradients of the outputs.",
+            "torch's name of the loss function, or one_vs_all; model for the loss that the model "
+            "returns. Without it, the step starts from given gradients of the outputs.",
             default=False,
         ),
     ] = "",
@@ -359,7 +360,7 @@ def partition(  # noqa: PLR0913 -- options
         o.look_up_modules_here()
         asked = planner.Request(
             model=model,
-            inputs=[api.input_spec(text) for text in inputs],
+            inputs=api.input_specs(inputs),
             batch=batch,
             loss=loss,
             counts=api.counts(machines),

@@ -8,6 +8,7 @@ everything else.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import count
 from typing import Any, Final, final
 
@@ -264,7 +265,7 @@ def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
         tensors: list[object] = torch.ops.distbelief.leaf(call.tensors, key)
         return call.result(tensors)
 
-    return forward
+    return wraps(part.forward)(forward)  # so that it has the same signature
 
 
 def _keys(path: Sequence[object]) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from distbelief.config.cluster_file import load_cluster
-from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.operator import operator_of
@@ -43,6 +43,9 @@ from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Seconds
 from distbelief.program.step_graph import statistics_of
+from distbelief.task.forward import Entry, Sample
+from distbelief.task.losses import OWN
+from distbelief.task.task import forward_graph, graph_with_loss
 
 
 # --- orders of machines ---
@@ -155,9 +158,9 @@ class Request:
     """What a user asks for."""
 
     model: str  # import path of the function that makes it, or a name for it
-    inputs: Sequence[InputSpec]
+    inputs: Sequence[InputSpec] | Mapping[str, InputSpec]  # of its forward, or by keyword
     batch: int  # samples of a step
-    loss: str = ""  # name; "" to plan inference
+    loss: str = ""  # as in a job file; "" to plan inference
     counts: Sequence[int]  # numbers of machines
     cluster: str | Path | Cluster = "rack-10g"  # name, path, or "here": machines like this one
     pins: Mapping[str, str] = field(default_factory=dict)  # by layer, a required split
@@ -192,12 +195,10 @@ def planning_request(
     if not is_here:
         machines = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
         machines.first(most)
-    graph = capture(model, asked.inputs)
+    sample, graph = _captured(model, asked)
     layers = [layer for layer in graph.layers if layer.inputs]
     if len(layers) == 1 and layers[0].whole:
         raise GraphError(f"no layer of this model can be split: {layers[0].whole}")
-    if loss:
-        graph = append_loss(graph, loss)
     _check_sizes(graph, batch)
     measures = is_here or asked.profile
     slower = recheck(notify) if measures else 1.0
@@ -208,6 +209,7 @@ def planning_request(
     costs = AnalyticCosts(machines, batch=batch, single=single)
     request = PlanningRequest(
         graph=graph,
+        sample=sample,
         model=asked.model,
         loss=loss,
         cluster=machines,
@@ -227,6 +229,28 @@ def planning_request(
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
     return replace(request, costs=ProfiledCosts(measured, machines=costs, host=host, slower=slower))
+
+
+def _captured(model: nn.Module, asked: Request) -> tuple[Sample, LayerGraph]:
+    given, loss = asked.inputs, asked.loss
+    if isinstance(given, Mapping):
+        # A loss of its own reads the same dictionary.
+        root = "batch" if loss == OWN or ":" in loss else "inputs"
+        entries = [Entry((root, name), spec) for name, spec in sorted(given.items())]
+    elif len(given) == 1:
+        entries = [Entry(("inputs",), given[0])]
+    else:
+        entries = [Entry(("inputs", index), spec) for index, spec in enumerate(given)]
+    sample = Sample(entries=tuple(entries))
+    if loss == OWN or ":" in loss:
+        return sample, graph_with_loss(model, sample, loss)[0]
+    graph = forward_graph(model, sample, scores=bool(loss))
+    if loss:
+        graph = append_loss(graph, loss)
+        *_, target = (layer for layer in graph.layers if layer.kind == INPUT)
+        spec = InputSpec(shape=target.shape, n_values=1 if target.is_integer else None)
+        sample = Sample(entries=(*entries, Entry(("targets",), spec)))
+    return sample, graph
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:

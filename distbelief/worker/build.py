@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from distbelief.core.vectors import Vector
-from distbelief.data import DataShard, Indices
+from distbelief.data import DataShard, Indices, rebuilt
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import (
@@ -22,7 +22,6 @@ from distbelief.execution.executor import (
     Seed,
     inference_of,
     mean_over_samples,
-    model_output,
     with_counts,
 )
 from distbelief.execution.operations import Dataflow
@@ -39,10 +38,11 @@ from distbelief.program.plan import Plan, load
 from distbelief.roles.role import Address, Role
 from distbelief.task import dry_run
 from distbelief.task.initializers import reader
-from distbelief.task.losses import Loss, Metric
+from distbelief.task.losses import LOSS_METRIC, OWN, Metric
 from distbelief.task.task import (
     BuildContext,
     RosterEntry,
+    TaskSpec,
     build_loss,
     build_metric,
     build_model,
@@ -60,7 +60,13 @@ from distbelief.worker.batches import (
 from distbelief.worker.config import DownpourConfig, DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
-from distbelief.worker.local_executor import FlatModel, LocalEvaluator, LocalExecutor, WholeSteps
+from distbelief.worker.local_executor import (
+    FlatModel,
+    LocalEvaluator,
+    LocalExecutor,
+    WholeSteps,
+    loss_and_metric,
+)
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
@@ -144,7 +150,6 @@ def build_evaluator(context: BuildContext) -> Role:
         LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
         client=build_client(context, pushes=False),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
-        score=score_of(loss, metric),
     )
 
 
@@ -153,7 +158,6 @@ def whole_evaluator(
     *,
     client: ParameterClient,
     kinds: Sequence[Indices],
-    score: Score,
     chunk: int = CHUNK,
 ) -> Replica:
     batch_plan, model = EvaluationPlan(kinds, chunk=chunk), executor.model
@@ -162,9 +166,7 @@ def whole_evaluator(
         client=client,
         executor=WholeSteps(executor, n_bytes=float, follows_install=False),
         slices=SlicePrefetch(None, batch_plan),
-        objective=EvaluationObjective(
-            client=client, values=model.values, batch_plan=batch_plan, score=score
-        ),
+        objective=EvaluationObjective(client=client, values=model.values, batch_plan=batch_plan),
         leader=leader_on_request(n_ranks=1),
     )
 
@@ -437,7 +439,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     compiled = inference_of(
         graph,
         plan.placements,
-        outputs=[model_output(graph)],
+        outputs=list(dict.fromkeys(evaluated_layers(graph, task))),
         batch=plan.batch,
         n_machines=n_machines,
     )
@@ -459,7 +461,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         client=client,
         values=zeros_of(flow, dtype),
         batch_plan=batch_plan,
-        score=score_of(build_loss(task), build_metric(task, context.sample)),
+        score=score_of(graph, task, build_metric(task, context.sample)),
     )
     return assemble(
         rank,
@@ -483,9 +485,25 @@ def zeros_of(flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.zeros(region.n_elements, dtype=dtype) for _, region in flow.items]
 
 
-def score_of(loss: Loss, metric: Metric) -> Score:
-    def score(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
-        return float(loss(outputs, targets)), float(metric(outputs, targets))
+def evaluated_layers(graph: LayerGraph, task: TaskSpec) -> tuple[str, ...]:
+    """Return the layers from which loss and metric follow; the last is the model's own loss."""
+    if task.loss != OWN:
+        return graph.outputs[:-1]
+    return graph.outputs[-1:] if task.metric in {None, LOSS_METRIC} else graph.outputs
+
+
+def score_of(graph: LayerGraph, task: TaskSpec, metric: Metric) -> Score:
+    """Return what computes loss and metric from `evaluated_layers`."""
+    wanted, loss = evaluated_layers(graph, task), build_loss(task)
+    fields = graph.fields or ((),)
+
+    def score(found: Sequence[torch.Tensor], targets: object) -> tuple[float, float]:
+        by_name = dict(zip(dict.fromkeys(wanted), found, strict=True))
+        outputs = rebuilt({path: by_name[name] for path, name in zip(fields, wanted, strict=False)})
+        if task.loss != OWN:
+            return loss_and_metric(loss, metric, outputs, targets)
+        value = float(by_name[wanted[-1]].mean(dtype=torch.float64))
+        return value, value if len(wanted) == 1 else float(metric(outputs, targets))
 
     return score
 

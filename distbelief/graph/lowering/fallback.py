@@ -55,7 +55,8 @@ def call_whole(operation: Operation, reason: str) -> object:
         if not isinstance(one, torch.Tensor):
             raise NotSplitError("it returns something else than tensors")
         batch = batch_of(one.shape)
-        if batch is None and batched:
+        is_number = operation.lowerer.joins and not one.shape
+        if batch is None and batched and not is_number:
             raise GraphError(f"{operation.name} joins samples: a layer must keep them separate")
         shape = _layer_shape(one, batch)
         options: dict[str, Option] = {
@@ -84,6 +85,19 @@ def call_whole(operation: Operation, reason: str) -> object:
         return Value(operation.builder[name], batch, after=inside)
 
     return Results(make) if several else make(None)
+
+
+def per_sample(lowerer: Lowerer, mean: Value) -> str:
+    """Add a layer that has a mean over the samples for each of them: a loss."""
+    place = {"input": 0, "batch": None, "before": 0, "after": 0}
+    keywords = {"self": place, "size": [{"samples": 1}], "implicit": False}
+    options: dict[str, Option] = {
+        "operation": "aten.expand.default",
+        "arguments": json.dumps({"arguments": [], "keywords": keywords}),
+        "batch": 0,
+    }
+    sources = [mean.layer.name, lowerer.first]
+    return lowerer.builder.add("loss", "call", sources, (), options=options)
 
 
 def constant_layer(lowerer: Lowerer, tensor: torch.Tensor) -> Value:

@@ -50,7 +50,7 @@ def pairs(n: int) -> list[tuple[torch.Tensor, int]]:
 
 @pytest.mark.parametrize("form", [Samples, Lists])
 def test_samples_are_joined_in_the_order_asked_for(form: type[Samples]) -> None:
-    inputs, targets = read_batch(form(pairs(5)), [3, 0, 4])
+    inputs, targets = read_batch(form(pairs(5)), [3, 0, 4]).tensors().values()
     assert inputs.shape == (3, 3)
     assert inputs[:, 0].tolist() == [3.0, 0.0, 4.0]
     assert targets.tolist() == [3, 0, 4]
@@ -59,14 +59,14 @@ def test_samples_are_joined_in_the_order_asked_for(form: type[Samples]) -> None:
 
 def test_a_tuple_is_a_whole_batch() -> None:
     inputs, targets = np.ones((2, 3), np.float32), np.array([1, 2])
-    got = read_batch(Arrays(inputs, targets), [7, 8])
+    got = list(read_batch(Arrays(inputs, targets), [7, 8]).tensors().values())
     assert got[0].dtype == torch.float32
     assert got[0].shape == (2, 3)
     assert got[1].tolist() == [1, 2]
 
 
 def test_indices_may_be_numpy_integers() -> None:
-    _, targets = read_batch(Samples(pairs(5)), np.array([4, 1]).tolist())
+    _, targets = read_batch(Samples(pairs(5)), np.array([4, 1]).tolist()).tensors().values()
     assert targets.tolist() == [4, 1]
 
 
@@ -98,7 +98,7 @@ class Returning(Samples):
             ["inputs of samples 0 and 1 have shapes (3,) and (4,)", "pad or crop"],
         ),
         (Samples([(object(), 0)]), [0], ["cannot join samples"]),
-        (Samples([("word", 0)]), [0], ["inputs are a tuple of 1"]),
+        (Samples([("word", 0)]), [0], ["inputs.0 are of type str"]),
         (
             Arrays(np.zeros((3, 2)), np.zeros(2)),
             [0, 1],
