@@ -22,7 +22,7 @@ one number: the samples consumed.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
@@ -44,21 +44,28 @@ Path = tuple[str | int, ...]
 
 def tensors_of(value: object, path: Path = ()) -> dict[Path, torch.Tensor]:
     """Return the tensors in a value by their paths; everything else is left out."""
-    if isinstance(value, torch.Tensor):
-        return {path: value}
-    found: dict[Path, torch.Tensor] = {}
-    for key, part in _parts(value):
-        found |= tensors_of(part, (*path, key))
-    return found
+    leaves = _leaves(value, path, lists=True)
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
 
 
-def _parts(value: object) -> Iterable[tuple[str | int, object]]:
+def _leaves(value: object, path: Path, *, lists: bool = False) -> dict[Path, object]:
+    parts: Iterable[tuple[str | int, object]]
     if isinstance(value, Mapping):
-        return [(str(key), part) for key, part in value.items()]
-    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        names = getattr(value, "_fields", None) or [f.name for f in dataclasses.fields(value)]  # type: ignore[arg-type]
-        return [(name, getattr(value, name)) for name in names]
-    return enumerate(value) if isinstance(value, tuple | list) else ()
+        parts = [(str(key), part) for key, part in value.items()]
+    elif hasattr(value, "_fields"):  # a named tuple
+        parts = [(name, getattr(value, name)) for name in value._fields]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = [(name, getattr(value, name)) for name in names]
+    elif isinstance(value, (tuple, list) if lists else tuple):
+        parts = list(enumerate(value))
+    else:
+        return {path: value}
+    return {
+        p: leaf
+        for key, part in parts
+        for p, leaf in _leaves(part, (*path, key), lists=lists).items()
+    }
 
 
 @final
@@ -198,7 +205,7 @@ def _whole_batch(
         raise JobError(
             f"[{table}] __getitems__ returned {_kind(read)}: a batch is a tuple (inputs, targets)"
         )
-    batch = _batch_of(read, lambda part: part, table=table)
+    batch = _batch_of(_entries(read), table=table)
     for path, tensor in batch.tensors().items():
         if tensor.ndim == 0 or len(tensor) != len(wanted):
             raise JobError(
@@ -217,86 +224,56 @@ def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batc
                 f"[{table}] sample {index} is {_kind(sample)}: it must be a pair (input, target)"
                 + (" or, as all others, a dictionary" if has_entries else " or a dictionary")
             )
+    entries = [_entries(sample) for sample in samples]
+    first = entries[0]
+    if any(each.keys() != first.keys() for each in entries):
+        raise JobError(f"[{table}] {_misfit(entries, wanted)}")
     try:
-        if has_entries:
-            return _batch_of(_stacked(samples), lambda part: part, table=table)
-        columns = list(zip(*cast("list[tuple[object, object]]", samples), strict=True))
-        return _batch_of(tuple(columns), _stacked, table=table)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        columns = {path: default_collate([each[path] for each in entries]) for path in first}
+    except (RuntimeError, TypeError, ValueError) as error:
         raise JobError(
-            f"[{table}] {_misfit(samples, wanted) or f'cannot join samples: {error}'}"
+            f"[{table}] {_misfit(entries, wanted) or f'cannot join samples: {error}'}"
         ) from error
+    return _batch_of(columns, table=table)
 
 
-# Joins the values of several samples, each a tensor, a number, or a tuple or dictionary of such.
-def _stacked(parts: Sequence[object]) -> object:
-    first = parts[0]
-    if isinstance(first, Mapping):
-        mappings = cast("Sequence[Mapping[str, object]]", parts)
-        if any(part.keys() != first.keys() for part in mappings):
-            raise ValueError("their entries differ")
-        return {key: _stacked([part[key] for part in mappings]) for key in first}
-    if isinstance(first, tuple):
-        columns = zip(*cast("Sequence[tuple[object, ...]]", parts), strict=True)
-        return tuple(_stacked(column) for column in columns)
-    joined: object = default_collate(parts)  # type: ignore[arg-type] # takes any sequence
-    return joined
+def _entries(read: object) -> dict[Path, object]:
+    if isinstance(read, Mapping):
+        return _leaves(read, ("batch",))
+    inputs, targets = cast("tuple[object, object]", read)
+    return _leaves(inputs, ("inputs",)) | _leaves(targets, ("targets",))
 
 
-def _batch_of(read: object, join: Callable[[Sequence[object]], object], *, table: str) -> Batch:
-    if not isinstance(read, tuple):
-        both = _as_tensors(read, "batch", table)
-        return Batch(both, both)
-    inputs, targets = (join(part) for part in read)
-    return Batch(_as_tensors(inputs, "inputs", table), _as_tensors(targets, "targets", table))
+def _batch_of(columns: Mapping[Path, object], *, table: str) -> Batch:
+    # Sorted, so that all processes have the entries in one order.
+    paths = sorted(columns, key=shown_path)
+    return Batch.of({path: _tensor(columns[path], shown_path(path), table) for path in paths})
 
 
 # Names the first two samples with different shapes, which torch's own error does not.
-def _misfit(samples: list[object], wanted: Sequence[int]) -> str | None:
-    known: dict[str, tuple[int, object]] = {}
+def _misfit(samples: Sequence[Mapping[Path, object]], wanted: Sequence[int]) -> str | None:
+    first = samples[0]
     for index, sample in zip(wanted, samples, strict=True):
-        parts = [("batch", sample)]
-        if isinstance(sample, tuple | list):
-            parts = list(zip(("inputs", "targets"), sample, strict=True))
-        shapes = {
-            where: shape for name, part in parts for where, shape in _shapes(part, name).items()
-        }
-        first, entries = known.setdefault("", (index, ", ".join(shapes)))
-        if entries != ", ".join(shapes):
+        if sample.keys() != first.keys():
+            names = [", ".join(map(shown_path, each)) for each in (first, sample)]
             return (
-                f"samples {first} and {index} have entries {entries} and {', '.join(shapes)}: "
-                "all samples must have the same"
+                f"samples {wanted[0]} and {index} have entries {names[0]} and {names[1]}: all "
+                "samples must have the same"
             )
-        for where, shape in shapes.items():
-            first, expected = known.setdefault(where, (index, shape))
+        for path, value in sample.items():
+            shape, expected = (tuple(getattr(x, "shape", ())) for x in (value, first[path]))
             if shape != expected:
                 return (
-                    f"the {where} of samples {first} and {index}"
+                    f"the {shown_path(path)} of samples {wanted[0]} and {index}"
                     f" have shapes {expected} and {shape}: all samples must have one "
                     "shape (pad or crop them in the data set)"
                 )
     return None
 
 
-def _shapes(value: object, path: str) -> dict[str, tuple[int, ...]]:
-    if not isinstance(value, Mapping | tuple):
-        return {path: tuple(getattr(value, "shape", ()))}
-    found: dict[str, tuple[int, ...]] = {}
-    for key, part in sorted(_parts(value), key=lambda each: str(each[0])):
-        found |= _shapes(part, f"{path}.{key}")
-    return found
-
-
-# Entries are sorted, so that all processes have them in one order.
-def _as_tensors(value: object, name: str, table: str) -> object:
+def _tensor(value: object, name: str, table: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, Mapping):
-        return {
-            key: _as_tensors(value[key], f"{name}.{key}", table) for key in sorted(value, key=str)
-        }
-    if isinstance(value, tuple):
-        return tuple(_as_tensors(part, f"{name}.{i}", table) for i, part in enumerate(value))
     try:
         return torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, final
@@ -33,18 +34,18 @@ from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
 from distbelief.data import Batch, n_samples_of, tensors_of
 from distbelief.errors import JobError, StorageError
-from distbelief.graph.graph import GraphError
+from distbelief.graph.graph import INPUT, GraphError
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.preflight import check_device
 from distbelief.launch.role_process import import_from
-from distbelief.program.plan import Plan, load
+from distbelief.program.placement import Placement
+from distbelief.program.plan import Plan, load, packed
 from distbelief.run.directory import RunDirectory
 from distbelief.run.model_file import check_trained
 from distbelief.task.dry_run import check_arguments, shown
 from distbelief.task.forward import Sample, input_specs
 from distbelief.task.task import build_model, forward_graph
-from distbelief.task.validation import check_evaluation
 from distbelief.worker.computation import Computation, output_name, outputs_of
 
 
@@ -179,13 +180,28 @@ def _split(
     check_trained(module, run.model_file, factory=job.model.factory)
     sample = Sample.of(inputs)
     check_arguments(module, inputs, model=job.model.factory, table="predict")
+    trained = plan.captured_graph()
+    words = ("floating-point numbers", "integers")
     for name, spec in input_specs(module, sample.inputs).items():
-        wanted = plan.inputs.get(name, spec.shape)
-        if spec.shape != wanted:
+        wanted = trained.by_name.get(name, spec)
+        if (spec.shape, spec.is_integer) != (wanted.shape, wanted.is_integer):
             raise GraphError(
-                f"each input sample has shape {list(spec.shape)}, and the "
-                f"model takes {list(wanted)}"
+                f"each input sample has shape {list(spec.shape)} of {words[spec.is_integer]}, and "
+                f"the model takes {list(wanted.shape)} of {words[wanted.is_integer]}"
             )
+    if len(sample.inputs) == 1 and trained.fields == ((),):  # all that the model has and returns
+        graph = replace(trained.only(trained.outputs[:-1]), fields=trained.fields)
+    else:
+        graph = forward_graph(module, sample)
+    # The plan may lack what the loss does not need.
+    places = {
+        layer.name: plan.placements.get(layer.name, Placement.whole(len(layer.shape), 0))
+        for layer in graph.layers
+        if layer.kind != INPUT
+    }
+    plan = msgspec.structs.replace(
+        plan, graph=graph.fingerprint, captured=packed(graph), placements=places, micro_batches=1
+    )
     with safe_open(run.model_file, framework="pt") as file:
         kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     dtype = "float64" if "F64" in kinds else "float32"
@@ -201,14 +217,13 @@ def _split(
         )
         for index, tensor in enumerate(inputs.tensors().values()):
             np.save(computation.file("input", index), tensor.numpy())
-        check_evaluation(job.task, sample)
-        graph = forward_graph(module, sample)
+        plan.save(folder / "plan.json")
         layers = outputs_of(graph, has_loss=False)
         computation.make_room([graph[name].shape for name in layers])
         compute(
             job,
             computation,
-            plan=run.plan_file,
+            plan=folder / "plan.json",
             sample=sample,
             n_ranks=plan.cluster.n_machines,
             launcher=launcher,

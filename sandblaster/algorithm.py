@@ -89,7 +89,7 @@ class SandblasterAlgorithm:
     def build(self, name: str, *, config: SandblasterSettings, context: BuildContext) -> Role:
         """Return the role of this name, in the process that runs it."""
         if context.plan is not None and group_rank_of(name) is not None:
-            split = Split.of(name, context)
+            split = Split.of(context)
             return build_rank(name, config=config, context=context, split=split)
         kind, _, index = name.partition("-")
         match kind:

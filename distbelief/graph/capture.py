@@ -48,10 +48,10 @@ from distbelief.graph.lowering.whole import whole_module
 from distbelief.graph.module_calls import LeafCall, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
-    Watch,
     attributes_kept,
     has_gradient_hooks,
     lost_change,
+    no_other_generators,
     opaque_reason,
     refuse_bounded_tables,
     refuse_parameter_hooks,
@@ -271,7 +271,6 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
     module = model.inner
     examples = tuple(_example(spec, module) for spec in inputs.values())
     dim = Dim("batch", min=2)
-    watch = Watch(module)
 
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
@@ -292,6 +291,7 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
             warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
             torch.random.fork_rng(devices=[]),
             _NoStrayParameters(module),
+            no_other_generators(module),
         ):
             program = export(
                 model,
@@ -299,7 +299,6 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
                 dynamic_shapes={"inputs": tuple({0: dim} for _ in examples)},
                 strict=False,
             )
-        watch.check_seeds(str)
     except (JobError, OpaqueError):
         raise
     except Exception as error:  # a forward may do anything with fake tensors

@@ -9,8 +9,10 @@ with the best of all. Hence more machines are never estimated slower, and no bas
 """
 
 import copy
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
@@ -22,7 +24,7 @@ from torch import nn
 from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.losses import append_loss, opaque_loss
+from distbelief.graph.losses import append_loss
 from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import check_pins
@@ -45,7 +47,7 @@ from distbelief.program.step_cost import Costs, Seconds
 from distbelief.program.step_graph import statistics_of
 from distbelief.task.forward import Entry, Sample
 from distbelief.task.losses import OWN
-from distbelief.task.task import forward_graph, graph_with_loss
+from distbelief.task.task import forward_graph, graph_with_loss, loss_module, modules_of
 
 
 # --- orders of machines ---
@@ -226,7 +228,7 @@ def planning_request(
     def progress(n_done: int, n_wanted: int, name: str) -> None:
         notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
 
-    modules = _modules(model, graph, loss=loss)
+    modules = _modules(request, model)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
     return replace(request, costs=ProfiledCosts(measured, machines=costs, host=host, slower=slower))
 
@@ -243,7 +245,7 @@ def _captured(model: nn.Module, asked: Request) -> tuple[Sample, LayerGraph]:
         entries = [Entry(("inputs", index), spec) for index, spec in enumerate(given)]
     sample = Sample(entries=tuple(entries))
     if loss == OWN or ":" in loss:
-        return sample, graph_with_loss(model, sample, loss)[0]
+        return sample, graph_with_loss(model, sample, loss)
     graph = forward_graph(model, sample, scores=bool(loss))
     if loss:
         graph = append_loss(graph, loss)
@@ -269,20 +271,13 @@ def _check_sizes(graph: LayerGraph, batch: int) -> None:
             )
 
 
-def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.Module]:
+def _modules(request: PlanningRequest, model: nn.Module) -> dict[str, nn.Module]:
     # Copies of the modules of opaque layers, by path.
-    found: dict[str, nn.Module] = {}
-    for layer in graph.layers:
-        if "module" not in layer.options or layer.text("module") in found:
-            continue
-        path = layer.text("module")
-        try:
-            found[path] = copy.deepcopy(model.get_submodule(path))
-        except AttributeError:  # a module of the loss, not of the model
-            module = opaque_loss(loss) if loss else None
-            if module is not None:
-                found[path] = module
-    return found
+    own = None
+    if request.loss and request.sample is not None:
+        own = loss_module(request.graph, request.sample, request.loss)
+    found = modules_of(request.graph, model, own)
+    return {path: copy.deepcopy(module) for path, module in found.items()}
 
 
 # --- plans ---
@@ -371,13 +366,27 @@ def each_plan(
     fewer = [] if request.exactly else [n for n in _FEWER if n < most]
     for count in sorted({*counts, *fewer}):
         try:
-            done = planner.plan_for(count)
+            with _no_garbage_collection():
+                done = planner.plan_for(count)
         except GraphError:
             if request.pins and count < most:
                 continue  # a pin needs more machines
             raise
         if count in counts:
             yield done
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # Plans of large models are millions of objects without cycles; looking for cycles among them
+    # would take a third of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:

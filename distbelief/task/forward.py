@@ -69,8 +69,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(entry for entry in self.entries if entry.path[0] != "targets")
 
     @property
-    def is_dictionary(self) -> bool:
-        return self.entries[0].path[0] == "batch"
+    def of_loss(self) -> tuple[Entry, ...]:
+        """What the loss reads: the targets, or all entries of a dictionary."""
+        targets = tuple(entry for entry in self.entries if entry.path[0] == "targets")
+        return targets or self.entries
 
     @property
     def target(self) -> InputSpec | None:

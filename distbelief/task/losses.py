@@ -161,6 +161,11 @@ METRICS: Final[dict[str, _OfTensors]] = {
 }
 
 
+def is_named(loss: str) -> bool:
+    """Return whether a loss is one of `LOSSES`, of one tensor of outputs and one of targets."""
+    return loss != OWN and ":" not in loss
+
+
 def loss_function(name: str) -> Loss:
     """Return the loss of this name or import path."""
     if name == OWN:

@@ -17,7 +17,7 @@ from distbelief.core.memory import Memory
 from distbelief.data import Dataset, Path, read_batch, shown_path
 from distbelief.errors import JobError
 from distbelief.graph.capture import capture
-from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -30,6 +30,7 @@ from distbelief.task.losses import (
     OWN,
     Loss,
     Metric,
+    is_named,
     loss_function,
     metric_function,
     no_label,
@@ -266,68 +267,67 @@ class Captured:
 
 def capture_task(task: TaskSpec, sample: Sample) -> Captured:
     """Return the graph of a task's model with its loss."""
-    module = _build_on_meta(task.model)
+    module = build_on_meta(task.model)
     module.train()
     keeps_outputs = task.metric not in {None, LOSS_METRIC}  # it may read any output
-    graph, own = graph_with_loss(module, sample, task.loss, keeps_outputs=keeps_outputs)
-    return Captured(graph=graph, modules=modules_of(graph, module, own), specs=specs_of(module))
+    graph = graph_with_loss(module, sample, task.loss, keeps_outputs=keeps_outputs)
+    modules = modules_of(graph, module, loss_module(graph, sample, task.loss))
+    return Captured(graph=graph, modules=modules, specs=specs_of(module))
 
 
 def graph_with_loss(
     module: nn.Module, sample: Sample, loss: str, *, keeps_outputs: bool = False
-) -> tuple[LayerGraph, nn.Module | None]:
-    """Return the graph of a model with its loss, and the module of a loss that is computed whole.
+) -> LayerGraph:
+    """Return the graph of a model with its loss.
 
-    A loss with a name, and a user's function of one tensor of outputs and one of floating-point
-    targets, have layers of their own; other losses are captured with the model.
+    A loss with a name has layers of its own. A user's function of one tensor of outputs and one of
+    floating-point targets is computed whole; others are captured with the model, or else whole.
     """
-    is_named = loss != OWN and ":" not in loss
     target = sample.target
-    if target is None and is_named:
-        raise no_label(entry.path for entry in sample.entries)
-    if is_named or (target is not None and not target.is_integer):
-        graph = forward_graph(module, sample, scores=is_named)
-        if is_named or graph.fields == ((),):
-            assert target is not None
-            # torch's losses have layers of their own in the graph; a user's function is one layer.
-            given = loss if is_named else loss_function(loss)
-            soft = loss.removesuffix("_loss") in CLASS_LOSSES and not target.is_integer
-            graph = append_loss(graph, given, targets=target.shape, soft=soft)
-            return graph, opaque_loss(given)
-    function, paths = loss_function(loss), [entry.path for entry in sample.entries]
-    forward = Forward(paths, loss=function, keeps_outputs=keeps_outputs, name=loss)
+    if is_named(loss):
+        if target is None:
+            raise no_label(entry.path for entry in sample.entries)
+        graph = forward_graph(module, sample, scores=True)
+        soft = loss.removesuffix("_loss") in CLASS_LOSSES and not target.is_integer
+        return append_loss(graph, loss, targets=target.shape, soft=soft)
+    if target is not None and not target.is_integer and loss != OWN:
+        graph = forward_graph(module, sample)
+        if graph.fields == ((),):
+            return _with_whole_loss(graph, sample, "a user-defined loss function")
+    paths = [entry.path for entry in sample.entries]
+    forward = Forward(paths, loss=loss_function(loss), keeps_outputs=keeps_outputs, name=loss)
     try:
-        return capture(module, input_specs(module, sample.entries), call=forward), None
+        return capture(module, input_specs(module, sample.entries), call=forward)
     except GraphError as error:
         if loss == OWN:
             raise
         only = () if keeps_outputs else forward.fields
-        return _with_whole_loss(forward_graph(module, sample, only=only), sample, function, error)
+        graph = forward_graph(module, sample, only=only)
+        return _with_whole_loss(graph, sample, f"a loss that cannot be captured: {error}")
 
 
-def _with_whole_loss(
-    graph: LayerGraph, sample: Sample, loss: Loss, error: Exception
-) -> tuple[LayerGraph, nn.Module]:
-    """Return the graph with a loss that cannot be captured, as one layer."""
+def _with_whole_loss(graph: LayerGraph, sample: Sample, reason: str) -> LayerGraph:
+    """Return the graph with a user's loss as one layer."""
     builder = Builder.of(graph)
     names = [layer.name for layer in graph.layers if layer.kind == INPUT]
-    for entry in sample.entries[len(sample.inputs) :]:
+    for entry in sample.entries[len(names) :]:
         name, spec = builder.free_name(shown_path(entry.path[1:]) or "targets"), entry.spec
         names.append(
             builder.input(name, spec.shape, is_integer=spec.is_integer, is_mask=spec.is_mask)
         )
-    given = 0 if sample.is_dictionary else len(sample.inputs)
-    layer = Layer.of(
-        builder.free_name("loss"),
-        "whole",
-        [builder[name] for name in (*graph.outputs, *names[given:])],
-        (),
-        options={"module": builder.free_name("loss")},
-        whole=f"a loss that cannot be captured: {error}",
-    )
-    module = WholeLoss(loss, graph.fields, sample.entries[given:])
-    found = builder.finish([*graph.outputs, builder.add_layer(layer)])
-    return replace(found, fields=graph.fields), module
+    read = (*graph.outputs, *names[-len(sample.of_loss) :])
+    name = builder.free_name("loss")
+    last = builder.add(name, "whole", read, (), options={"module": name}, whole=reason)
+    return replace(builder.finish([*graph.outputs, last]), fields=graph.fields)
+
+
+def loss_module(graph: LayerGraph, sample: Sample, loss: str) -> nn.Module | None:
+    """Return the module of a loss that is computed whole, the graph's last output."""
+    if "module" not in graph[graph.outputs[-1]].options:
+        return None
+    if is_named(loss):
+        return opaque_loss(loss)
+    return WholeLoss(loss_function(loss), graph.fields, sample.of_loss)
 
 
 def forward_graph(
@@ -362,7 +362,7 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     return captured
 
 
-def _build_on_meta(spec: ModelSpec) -> nn.Module:
+def build_on_meta(spec: ModelSpec) -> nn.Module:
     try:
         with torch.device("meta"):
             return build_model(spec)

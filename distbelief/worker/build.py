@@ -46,8 +46,10 @@ from distbelief.task.task import (
     build_loss,
     build_metric,
     build_model,
-    capture_for,
+    build_on_meta,
+    loss_module,
     metric_name,
+    modules_of,
     sample_of,
 )
 from distbelief.worker.batches import (
@@ -345,22 +347,21 @@ class Split:
         )
 
     @classmethod
-    def of(cls, name: str, context: BuildContext) -> "Split":
-        """Return how the job's plan partitions its model, for the role of this name.
+    def of(cls, context: BuildContext, *, has_loss: bool = True) -> "Split":
+        """Return how the job's plan partitions its model.
 
         Raises:
-            LocalProtocolError: the job spec lacks a description of the data.
+            GraphError: the plan has no layer graph.
         """
         assert context.plan is not None
-        if context.sample is None:
-            raise LocalProtocolError(f"{name} has no description of the data")
-        captured = capture_for(context.task, context.sample)
-        return cls(
-            plan=load(context.plan),
-            graph=captured.graph,
-            modules=captured.modules,
-            device=context.device,
-        )
+        plan, task = load(context.plan), context.task
+        graph = plan.captured_graph()
+        # Always built, because operations of the user's own are registered by its imports.
+        module = build_on_meta(task.model)
+        assert context.sample is not None
+        loss = loss_module(graph, context.sample, task.loss) if has_loss else None
+        modules = modules_of(graph, module, loss)
+        return cls(plan=plan, graph=graph, modules=modules, device=context.device)
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:

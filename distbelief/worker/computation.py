@@ -25,16 +25,13 @@ from distbelief.data import Batch, Indices, Path as Keys, shown_path
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import Put, StepResult
 from distbelief.execution.operations import Dataflow
-from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.program.compiler import compile_plan
-from distbelief.program.placement import Placement
-from distbelief.program.plan import load
 from distbelief.protocol import Evaluate, StartTraining, Stop
 from distbelief.roles.role import Action, Address, Role, Seconds
-from distbelief.task.task import BuildContext, build_model, forward_graph, modules_of
+from distbelief.task.task import BuildContext
 from distbelief.worker.batches import (
     BatchIndices,
     BatchPlan,
@@ -212,22 +209,12 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
     """Return the rank of this name: a part of the plan, with its values."""
     assert context.sample is not None
     sample, trains = context.sample, computation.trains
-    split = Split.of(name, context) if trains else split_of_forward(context)
+    split = Split.of(context, has_loss=trains)
     plan, graph = split.plan, split.graph
     rank = rank_in(name, context=context, split=split)
     outputs = outputs_of(graph, has_loss=trains)
-    if trains:
-        compiled = split.compiled()
-    else:  # the plan has the loss, too, but perhaps not all other outputs
-        placements = {
-            layer.name: plan.placements.get(layer.name, Placement.whole(len(layer.shape), 0))
-            for layer in graph.layers
-            if layer.kind != INPUT
-        }
-        n_machines = plan.cluster.n_machines
-        compiled = compile_plan(graph, placements, batch=plan.batch, n_machines=n_machines)
     flow = dataflow(
-        compiled,
+        split.compiled(),
         rank.machine,
         training=trains,
         loss=graph.outputs[-1] if trains else None,
@@ -273,17 +260,6 @@ def outputs_of(graph: LayerGraph, *, has_loss: bool) -> tuple[str, ...]:
 def output_name(path: Keys) -> str:
     """Return what an output is called: "logits"; "outputs" if it is the only one."""
     return shown_path(path) or "outputs"
-
-
-def split_of_forward(context: BuildContext) -> Split:
-    """Return how a plan partitions a model without its loss."""
-    assert context.plan is not None
-    assert context.sample is not None
-    with torch.device("meta"):
-        module = build_model(context.task.model)
-    graph = forward_graph(module, context.sample)
-    modules = modules_of(graph, module)
-    return Split(plan=load(context.plan), graph=graph, modules=modules, device=context.device)
 
 
 def _values(computation: Computation, flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:

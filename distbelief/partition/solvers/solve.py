@@ -7,7 +7,6 @@ elimination        small tables, and the choice fits the caps       -> exact
   else             the best known and the bound
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from distbelief.partition.solvers.problem import (
     Problem,
     Solution,
     fitting,
-    permitted,
     trivial_bound,
     undominated,
 )
@@ -43,22 +41,16 @@ def solve(
     If none fits, the cheapest of those that overrun the caps least.
 
     `seconds` is approximate: elimination alone takes some.
-
-    Raises:
-        GraphError: every choice is forbidden.
     """
     deadline = Deadline(seconds, clock=clock)
-    kept = permitted(problem)
-    small = problem.restricted(kept)
-    order = elimination_order(small)
-    bound = trivial_bound(small)
+    order = elimination_order(problem)
+    bound = trivial_bound(problem)
     if order.fits:
-        free = eliminate(small, order)
+        free = eliminate(problem, order)
         if free.exact:
-            return _lifted(kept, free)
+            return free
         bound = free.bound
-    found = _under_caps(small, bound, deadline) or _least_bad(small, bound, deadline)
-    return _lifted(kept, found)
+    return _under_caps(problem, bound, deadline) or _least_bad(problem, bound, deadline)
 
 
 def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution | None:
@@ -73,10 +65,7 @@ def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution 
     start = independent(small)
     if order.fits:
         start = cheapest(small, small.costs, order)
-        cost = small.cost(start)
-        if math.isinf(cost):
-            return None
-        bound = max(bound, cost)
+        bound = max(bound, small.cost(start))
     known = start
     if small.overrun(start) > 1 + TOLERANCE:
         mended = repair(small, start, limit=1.0, deadline=deadline)
@@ -85,8 +74,6 @@ def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution 
         known = exchange(small, descend(small, mended), deadline=deadline)
     elif order.fits:
         return _lifted(kept, small.solution(start, bound=bound, solver="elimination"))
-    if math.isinf(small.cost(known)):
-        return None
     return _lifted(kept, _finished(small, known, bound, deadline))
 
 

@@ -12,7 +12,7 @@ from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.task import dry_run
 from distbelief.task.imports import installed_imports
-from distbelief.task.losses import higher_is_better
+from distbelief.task.losses import higher_is_better, loss_function
 from distbelief.task.task import (
     DataSpec,
     ModelSpec,
@@ -294,6 +294,59 @@ def test_a_check_leaves_no_gradient_behind() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+# ------------------------------------------------------ several inputs and outputs
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    @override
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> object:
+        return {"logits": self.layer(x * mask), "hidden": x}
+
+
+@pytest.mark.parametrize(
+    ("names", "claim"),
+    [
+        (["x"], "have inputs.x, targets, but forward of m takes (x, mask): missing a required"),
+        (["x", "msk"], "missing a required argument: 'mask'"),
+        (["x", "mask", "more"], "got an unexpected keyword argument 'more'"),
+    ],
+)
+def test_arguments_that_forward_lacks_or_does_not_know_are_named(
+    names: list[str], claim: str
+) -> None:
+    inputs = {name: torch.ones(2, 4) for name in names}
+    names_of = dry_run.Names(model="m", loss="cross_entropy", data="data.train", indices=range(2))
+    batch = Batch(inputs, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(JobError, match=r"\[data.train\] items .*" + re.escape(claim)):
+        dry_run.train(Pair(), batch, loss=loss_function("cross_entropy"), names=names_of)
+
+
+def test_a_loss_with_a_name_takes_one_tensor_of_each() -> None:
+    scores, labels = torch.rand(3, 2), torch.tensor([0, 1, 1])
+    loss = loss_function("cross_entropy")
+    expected = nn.functional.cross_entropy(scores, labels)
+    for outputs in (scores, (scores,), {"logits": scores, "hidden": labels}, [None, scores]):
+        assert loss(outputs, labels) == expected
+    with pytest.raises(JobError, match=r"the model returned 0, 1: return one, call it logits"):
+        loss((scores, scores), labels)
+    with pytest.raises(JobError, match=r"the model returned a NoneType without any"):
+        loss(None, labels)
+    with pytest.raises(JobError, match=r"the data set gives ids, labels: return pairs .*'model'"):
+        loss(scores, {"ids": labels, "labels": labels})
+
+
+def test_the_loss_of_the_model_is_its_field_or_comes_first() -> None:
+    loss, value = loss_function("model"), torch.ones(())
+    for outputs in ({"logits": torch.ones(3), "loss": value}, (value, torch.ones(3)), value):
+        assert loss(outputs, None) is value
+    with pytest.raises(JobError, match=r"it returned logits: does the data set give the labels"):
+        loss({"logits": torch.ones(3), "loss": None}, None)
+
+
 # -------------------------------------------------------------------- metrics
 
 
@@ -306,6 +359,7 @@ def test_a_check_leaves_no_gradient_behind() -> None:
         # Regression: a regression model was reported with an accuracy of 9 %.
         ("a.b:own", True, "accuracy"),
         ("a.b:own", False, "mse"),
+        ("model", True, "loss"),
     ],
 )
 def test_the_usual_metric_goes_with_the_loss_and_the_targets(
