@@ -31,6 +31,7 @@ def test_without_tables_or_programs_bounds_still_hold(problem: Problem) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_programming, "ENTRIES_MAX", 0)
         patch.setattr(solve_module, "VARIABLES_MAX", 0)
+        patch.setattr(solve_module, "DENSE_VARIABLES_MAX", 0)
         solution = solve(problem)
     assert not expected.offending or solution.offending
     if expected.offending or not solution.offending:
@@ -59,6 +60,19 @@ def test_where_tables_are_too_large_a_program_proves() -> None:
     solution = solve(clique)
     assert solution.exact
     assert solution.cost == pytest.approx(solution.bound, rel=PROOF)
+
+
+def test_dense_problems_too_large_for_a_program_are_searched_from_several_choices() -> None:
+    """DenseNet-121 on 8 machines once began with the best split of each layer by itself."""
+    n, k = 12, 30  # 12 * 30 + 66 * 900 variables
+    rng = np.random.default_rng(3)
+    alike = Problem(
+        costs=tuple(rng.random(k) for _ in range(n)),
+        edges={(u, v): 1.0 - np.eye(k) for v in range(n) for u in range(v)},
+    )
+    solution = solve(alike, seconds=1.0)
+    assert solution.solver == "repair"
+    assert solution.cost == pytest.approx(np.sum(alike.costs, axis=0).min())
 
 
 def test_scaling_all_times_changes_nothing_else() -> None:
