@@ -25,6 +25,7 @@ from distbelief.core.signals import ended_by_signals
 from distbelief.data import Batch, Path as Keys, tensors_of
 from distbelief.errors import JobError
 from distbelief.graph.graph import Layer, LayerGraph
+from distbelief.graph.lowering.lower import by_name
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
 from distbelief.graph.ops.dropout import Dropout, mask
@@ -45,6 +46,7 @@ from distbelief.worker.computation import SEED, Computation, output_name, output
 
 
 _DRAW: Final = torch.ops.aten.bernoulli_.float
+_UNIFORM: Final = (torch.ops.aten.rand.default, torch.ops.aten.rand_like.default)
 _USUAL: Final = 0.5  # default probability
 
 
@@ -53,7 +55,8 @@ class SharedDropoutMasks(TorchDispatchMode):
     """Draws in one process the dropout masks that ranks draw, for one forward pass.
 
     Ranks compute masks by a hash of each index. torch draws every mask by `bernoulli_`, in
-    the order of the graph; all other random numbers are rejected.
+    the order of the graph, and some models draw u and compute floor(u + kept); all other random
+    numbers are rejected.
     """
 
     def __init__(self, graph: LayerGraph, *, seed: int) -> None:
@@ -70,18 +73,22 @@ class SharedDropoutMasks(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         assert isinstance(func, OpOverload), func
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        # Attention may drop weights, but does not without a probability.
+        idle = "attention" in str(func) and not by_name(func, list(args), kwargs or {})["dropout_p"]
+        if idle or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        if func is not _DRAW or not self._left:
+        if (func is not _DRAW and func not in _UNIFORM) or not self._left:
             raise _refusal(f"torch's {func}")
         layer = self._left.pop(0)
-        drawn = args[0]
+        left = 1 - _probability(layer)
+        drawn = func(*args, **(kwargs or {})) if func in _UNIFORM else args[0]
         assert isinstance(drawn, torch.Tensor), func
-        probability = args[1] if len(args) > 1 else _USUAL
+        probability = args[1] if func is _DRAW and len(args) > 1 else _USUAL
         kept = self._mask(layer, drawn)
-        if kept.numel() != drawn.numel() or probability != 1 - _probability(layer):
+        if kept.numel() != drawn.numel() or (func is _DRAW and probability != left):
             raise _refusal(repr(layer.name))  # the mask of another layer
-        return drawn.copy_(kept.view_as(drawn) != 0)
+        drawn.copy_(kept.view_as(drawn) != 0)
+        return drawn if func is _DRAW else drawn * (1 - left / 2)
 
     def _mask(self, layer: Layer, like: torch.Tensor) -> torch.Tensor:
         shape = _fates(layer)

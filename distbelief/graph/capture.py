@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
@@ -33,19 +34,26 @@ from typing_extensions import override
 from distbelief.errors import JobError
 from distbelief.graph import lowering, ops
 from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
-from distbelief.graph.lowering.fallback import call_whole, constant_layer, per_sample
+from distbelief.graph.lowering.fallback import (
+    call_in_parts,
+    call_whole,
+    constant_layer,
+    per_sample,
+    whole_module,
+)
 from distbelief.graph.lowering.lower import (
-    MODULES,
     Held,
     Lowerer,
     NeedsFunctionalError,
     NotSplitError,
-    OpaqueError,
     Value,
+    by_name,
+    module_rule,
     place_of,
+    plain_name,
 )
-from distbelief.graph.lowering.whole import whole_module
-from distbelief.graph.module_calls import LeafCall, is_inside, is_outside, leaves
+from distbelief.graph.lowering.noise import replace_noise
+from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
     attributes_kept,
@@ -191,18 +199,31 @@ def evaluation_difference(
 
 
 _DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-_MODES: Final = {"batch_norm": 5, "instance_norm": 5, "scaled_dot_product_attention": 4}
+# What layers know of the mode.
+_MODES: Final = {
+    "batch_norm": "training",
+    "instance_norm": "use_input_stats",
+    "scaled_dot_product_attention": "dropout_p",
+}
 
 
 def _dropping(program: "ExportedProgram") -> str | None:
     # An operation that drops elements whatever the mode.
     for node in program.graph.nodes:
-        packet = str(node.target).removeprefix("aten.").partition(".")[0]
+        packet = _packet(node)
         if packet in _DROPOUTS and node.args[1] and node.args[2]:
             return str(node.name)
-        if packet == "scaled_dot_product_attention" and any(node.args[4:5]):
+        if packet in _MODES and _arguments(node).get("dropout_p"):
             return str(node.name)
     return None
+
+
+def _packet(node: fx.Node) -> str:
+    return plain_name(node.target).partition(".")[0]
+
+
+def _arguments(node: fx.Node) -> dict[str, object]:
+    return by_name(node.target, list(node.args), node.kwargs)
 
 
 def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
@@ -210,19 +231,21 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
     numbers: dict[fx.Node, str] = {}
     found: list[tuple[fx.Node, str]] = []
     for node in program.graph.nodes:
-        packet = str(node.target).removeprefix("aten.").partition(".")[0]
-        if packet in _DROPOUTS:
+        packet = _packet(node)
+        if packet in _DROPOUTS or str(node.target) == "distbelief.drop.default":
             numbers[node] = numbers[node.all_input_nodes[0]]
             continue
-        if packet == "add_" and "num_batches_tracked" in str(node.args[0]):
+        if packet == "add" and "num_batches_tracked" in str(node.args[0]):
             continue
-        args = list(node.args)
-        if packet in _MODES and len(args) > _MODES[packet]:
-            args[_MODES[packet]] = None
+        if packet.startswith("_assert"):
+            continue
+        given: object = (node.args, node.kwargs)
+        if packet in _MODES:
+            given = {w: v for w, v in _arguments(node).items() if w != _MODES[packet]}
         if packet == "distbelief":
-            args = args[:1]  # the key of a call is new each time
+            given = node.args[:1]  # the key of a call is new each time
         numbers[node] = f"%{len(found)}"
-        arguments = map_arg((args, dict(node.kwargs)), lambda n: numbers[n])
+        arguments = map_arg(given, lambda n: numbers[n])  # type: ignore[type-var] # any nesting
         if node.op == "placeholder":
             constants = program.graph_signature.inputs_to_lifted_tensor_constants
             held = program.constants.get(constants.get(str(node.name), ""))
@@ -269,14 +292,14 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
 
     calls: dict[int, LeafCall] = {}
     module = model.inner
-    examples = tuple(_example(spec, module) for spec in inputs.values())
+    examples = tuple(_without_memory(module, [_example(spec, module) for spec in inputs.values()]))
     dim = Dim("batch", min=2)
 
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
         if own in whole:
             return True
-        if type(part) not in MODULES or opaque_reason(part) is not None:
+        if module_rule(part) is None or opaque_reason(part) is not None:
             return False
         return not isinstance(part, nn.MultiheadAttention) or _has_rule(part)
 
@@ -306,6 +329,7 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
         while path and any(path.startswith(f"{other}.") or path == other for other in whole):
             path = path.rpartition(".")[0]
         raise OpaqueError(path, _reason(error)) from error
+    replace_noise(program.graph)
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
     return _Exported(program=program, calls=calls)
@@ -382,6 +406,36 @@ def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
     return torch.empty(_N_SAMPLES, *spec.shape, dtype=dtype, device=device)
 
 
+def _without_memory(module: nn.Module, examples: list[torch.Tensor]) -> list[torch.Tensor]:
+    # Puts tensors without memory, on the CPU, in the place of the module's; those on the meta
+    # device would make constants of the forward that have no values.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    known: dict[int, torch.Tensor] = {}
+    # Buffers that are not saved with the model are constants of the graph: no shard has them.
+    unsaved = {
+        id(part._buffers[name])  # noqa: SLF001
+        for part in module.modules()
+        for name in part._non_persistent_buffers_set  # noqa: SLF001
+    }
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            with mode:
+                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            values = getattr(tensor, "values_of_buffer", tensor)
+            if id(tensor) in unsaved and not isinstance(values, FakeTensor) and not values.is_meta:
+                made.values_of_buffer = values  # type: ignore[attr-defined] # torch allows it
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            known[id(tensor)] = made
+        return known[id(tensor)]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):  # noqa: SLF001
+            tensors.update({n: fake(t) for n, t in tensors.items() if t is not None})  # type: ignore[misc]
+    return [fake(example) for example in examples]
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     # torch logs and prints what export cannot do; the error reports it in one line.
@@ -456,6 +510,7 @@ def _lowered(
         calls=exported.calls,
         whole=whole,
         joins=call is not None and call.joins,
+        in_parts=call_in_parts,
         fallback=call_whole,
         constant=constant_layer,
         opaque=whole_module,
@@ -475,8 +530,13 @@ def _lowered(
         if node.name in own:
             path = own[node.name].removeprefix(f"{_INNER}.")
             tensor = tensors[path]
+            values = getattr(tensor, "values_of_buffer", None)
             use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
             known = Held(use, not tensor.is_floating_point())
+            if values is not None:  # layers read floats, indices are known to rules
+                known = values
+                if values.is_floating_point():
+                    known = constant_layer(lowerer, values, path)
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:

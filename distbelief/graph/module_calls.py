@@ -5,11 +5,13 @@ their forwards are replaced by a custom operation that gets the tensors of the c
 everything else.
 """
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import count
+from types import NoneType
 from typing import Any, Final, final
 
 import torch
@@ -19,12 +21,15 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from distbelief.graph.graph import GraphError
 from distbelief.graph.unsupported import lost_change
 
 
 LEAF: Final = "distbelief::leaf"
+EXPERTS: Final = ("hidden_states", "top_k_index", "top_k_weights")
+_PLAIN: Final = (NoneType, bool, int, float, str, torch.dtype, torch.device, torch.SymInt)
 _LIBRARY: Final = torch.library.Library("distbelief", "DEF")
 _LIBRARY.define("leaf(Tensor[] inputs, int key) -> Tensor[]")
 N_TRIED: Final = 3  # samples of noise for a module that needs values
@@ -44,12 +49,10 @@ class LeafCall:
     def __init__(self, module: nn.Module, path: str, arguments: object) -> None:
         self.module = module
         self.path = path
-        # for each tensor of the result, its key path there
-        self.places: list[tuple[object, ...]] = []
+        self.operations = 0.0  # floating point operations for one sample, if known
+        self.shapes_found: list[tuple[int, ...]] = []  # extents of the batch are symbols
         self._result_spec: pytree.TreeSpec | None = None
         self._result_others: list[tuple[object] | None] = []
-        self.shapes_found: list[tuple[int, ...]] = []  # extents of the batch are symbols
-        self.floats_found: list[bool] = []
         flat, self._spec = pytree.tree_flatten(arguments)
         self.tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         self._others = [None if isinstance(value, torch.Tensor) else (value,) for value in flat]
@@ -61,6 +64,17 @@ class LeafCall:
         arguments, keywords = pytree.tree_unflatten(flat, self._spec)
         return list(arguments), dict(keywords)
 
+    def check_arguments(self) -> None:
+        """Raise `OpaqueError` for the caller if an argument may hide a tensor."""
+        for other in self._others:
+            if other is not None and not isinstance(other[0], _PLAIN):
+                path = self.path.removeprefix("inner").removeprefix(".")
+                raise OpaqueError(
+                    path.rpartition(".")[0],
+                    f"its part {path} cannot be split and gets an object of type "
+                    f"{type(other[0]).__name__}, which cannot be sent",
+                )
+
     def result(self, tensors: Sequence[object]) -> object:
         given = iter(tensors)
         flat = [next(given) if other is None else other[0] for other in self._result_others]
@@ -69,7 +83,13 @@ class LeafCall:
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors like the result's, for fake inputs."""
-        batch = next((x.shape[0] for x in inputs if x.dim() and type(x.shape[0]) is not int), 1)
+        if is_experts(self.module):  # its result is like its tokens; running it may take long
+            _, self._result_spec = pytree.tree_flatten(inputs[0])
+            self._result_others, self.shapes_found = [None], [tuple(inputs[0].shape)]
+            return [torch.empty_like(inputs[0])]
+        symbols = (n for x in inputs for n in x.shape if type(n) is not int)
+        extent: Any = next(symbols, 1)
+        batch = extent if type(extent) is int else extent // n_samples_in(extent, 1)
         with disable_proxy_modes_tracing(), unset_fake_temporarily():
             n_samples = N_WITHOUT_MEMORY
             try:
@@ -84,24 +104,22 @@ class LeafCall:
                     raise
                 except Exception as error:
                     raise GraphError(self._refusal(inputs, error)) from error
-            named, self._result_spec = pytree.tree_flatten_with_path(result)
-            self._result_others = [None if isinstance(x, torch.Tensor) else (x,) for _, x in named]
-            found = [(_keys(path), x) for path, x in named if isinstance(x, torch.Tensor)]
-        self.places = [place for place, _ in found]
-        self.floats_found = [x.is_floating_point() for _, x in found]
+            flat, self._result_spec = pytree.tree_flatten(result)
+        self._result_others = [None if isinstance(x, torch.Tensor) else (x,) for x in flat]
+        found = [x for x in flat if isinstance(x, torch.Tensor)]
         self.shapes_found = [
             tuple(
                 batch * (n // n_samples) if i == _first(x, n_samples) else n
                 for i, n in enumerate(x.shape)
             )
-            for _, x in found
+            for x in found
         ]
         floats = next((x.dtype for x in inputs if x.is_floating_point()), torch.float32)
         return [
-            torch.empty(shape, dtype=floats if is_float else x.dtype, device=inputs[0].device)
-            for shape, is_float, (_, x) in zip(
-                self.shapes_found, self.floats_found, found, strict=True
+            torch.empty(
+                shape, dtype=floats if x.is_floating_point() else x.dtype, device=inputs[0].device
             )
+            for shape, x in zip(self.shapes_found, found, strict=True)
         ]
 
     def _refusal(self, inputs: Sequence[torch.Tensor], error: Exception) -> str:
@@ -127,7 +145,7 @@ class LeafCall:
     def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
         # On zeros in place of the module's tensors; without memory, or for real on a few samples.
         def like(x: torch.Tensor) -> torch.Tensor:
-            shape = [n if type(n) is int else n_samples for n in x.shape]
+            shape = [n_samples_in(n, n_samples) for n in x.shape]
             if x.is_floating_point() and device.type != "meta":
                 return torch.rand(shape)
             dtype = torch.float32 if x.is_floating_point() else x.dtype
@@ -145,10 +163,34 @@ class LeafCall:
             }
             arguments, keywords = self.arguments([like(x) for x in inputs])
             before = dict(state)
-            with _plain_calls():
+            counter = FlopCounterMode(display=False)
+            with _plain_calls(), counter:
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
+            self.operations = counter.get_total_flops() / n_samples
             _refuse_change(self.module, before, state)
             return result
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a mixture, as transformers builds them.
+
+    Its tensors have one row for each expert; it returns, for each token, the sum of the experts at
+    `top_k_index` times `top_k_weights`, and computes the first `num_experts`.
+    """
+    n_experts = getattr(module, "num_experts", None)
+    tensors = [*module.parameters(), *module.buffers()]
+    rows = {tensor.shape[0] if tensor.dim() > 1 else 0 for tensor in tensors}
+    if not isinstance(n_experts, int) or rows != {n_experts}:
+        return False
+    return tuple(inspect.signature(type(module).forward).parameters)[1:] == EXPERTS
+
+
+def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a symbol
+    """Return an extent for n samples."""
+    if type(extent) is int:
+        return extent
+    expression = extent.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, n)))
 
 
 def _refuse_change(
@@ -169,6 +211,20 @@ def _refuse_change(
 
 class LostChangeError(GraphError):
     """An opaque module changes its tensors."""
+
+
+@final
+class OpaqueError(Exception):
+    """A module must be computed whole.
+
+    Args:
+        path: Path of the module; "" for the model itself.
+        reason: Why.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
 
 
 @contextmanager
@@ -260,16 +316,10 @@ def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
         call = LeafCall(part, path, (arguments, keywords))
         if not call.tensors:
             raise GraphError(f"{path} is called without a tensor")
+        call.check_arguments()
         key = next(_KEYS)
         calls[key] = _CALLS[key] = call
         tensors: list[object] = torch.ops.distbelief.leaf(call.tensors, key)
         return call.result(tensors)
 
     return wraps(part.forward)(forward)  # so that it has the same signature
-
-
-def _keys(path: Sequence[object]) -> tuple[object, ...]:
-    return tuple(
-        entry.idx if isinstance(entry, pytree.SequenceKey) else getattr(entry, "key", 0)
-        for entry in path
-    )

@@ -5,7 +5,8 @@ and builds the objects itself. `validation` finds mistakes before any process st
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal, final
 
@@ -130,7 +131,6 @@ class BuildContext:
     # written by the job for "module", else the user's own.
     initial_file: str | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
-    threads: int = 1  # of torch in this process (the process sets them, `build` does not)
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
     await_begin: bool = True
@@ -362,7 +362,35 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     return captured
 
 
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    # Parameters lose their memory as soon as a module gets them; buffers keep their values.
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        without_shape = isinstance(parameter, nn.UninitializedParameter)
+        if parameter is not None and not parameter.is_meta and not without_shape:
+            known = getattr(parameter, "on_meta", None)
+            if known is None:
+                trains = parameter.requires_grad
+                known = nn.Parameter(parameter.detach().to("meta"), requires_grad=trains)
+                parameter.on_meta = known  # type: ignore[attr-defined] # shared ones stay shared
+            parameter = known
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
 def build_on_meta(spec: ModelSpec) -> nn.Module:
+    try:
+        with _parameters_on_meta():
+            return build_model(spec)
+    except JobError:  # it computes with its parameters
+        pass
     try:
         with torch.device("meta"):
             return build_model(spec)

@@ -20,8 +20,9 @@ from distbelief.graph.lowering.lower import (
     lowers,
     lowers_module,
 )
-from distbelief.graph.lowering.views import permuted
-from distbelief.graph.module_calls import LeafCall
+from distbelief.graph.lowering.pointwise import pointwise
+from distbelief.graph.lowering.views import expanded_layer, permuted, viewed
+from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.views import reshape_layer
@@ -56,43 +57,57 @@ def refuse_integers(op: Operation, value: Value) -> None:
 
 @lowers("linear")
 def linear(op: Operation) -> object:
-    weight = op["weight"]
-    if not isinstance(weight, Held):
-        raise NotSplitError("its weight is computed")
-    return _connected(op, op.value("input"), weight, op.use("bias"), turned=weight.turned)
+    weight, bias = op["weight"], op["bias"]
+    if isinstance(weight, Held) and (bias is None or isinstance(bias, Held)):
+        return _connected(op, op.value("input"), weight, op.use("bias"), turned=weight.turned)
+    weight = op.value("weight")
+    found = _product(op, op.value("input"), permuted(op, weight, [1, 0]))
+    return found if bias is None else pointwise(op, [found, op.value("bias")], "add")
 
 
-@lowers("addmm")
-def addmm(op: Operation) -> object:
-    weight = op["mat2"]
-    if not isinstance(weight, Held) or (op["beta"], op["alpha"]) != (1, 1):
-        raise NotSplitError("its weight is computed")
-    value = op.value("mat1")
-    return _connected(op, value, weight, op.use("self"), turned=not weight.turned)
+@lowers("addmm", "baddbmm")
+def product_and_sum(op: Operation) -> object:
+    one, other = (("mat1", "mat2"), ("batch1", "batch2"))["batch1" in op.arguments]
+    weight = op[other]
+    plain = (op["beta"], op["alpha"]) == (1, 1)
+    if plain and isinstance(weight, Held) and isinstance(op["self"], Held):
+        return _connected(op, op.value(one), weight, op.use("self"), turned=not weight.turned)
+    found = _product(op, op.value(one), op.value(other))
+    terms = [found, op.value("self")]
+    for index, word in enumerate(("alpha", "beta")):
+        if op[word] != 1:
+            terms[index] = pointwise(op, [terms[index]], "multiply_number", op.number(word))
+    return pointwise(op, terms, "add")
 
 
 @lowers("matmul", "mm", "bmm", "mv")
 def product(op: Operation) -> object:
     left, right = op["self"], op.arguments.get("other", op.arguments.get("mat2"))
-    if isinstance(right, Held) and len(right.use.shape) == 2:
-        value = op.value("self")
-        if value.batch is not None:
-            return _connected(op, value, right, None, turned=not right.turned)
-    one, other = op.lowerer.as_value(left), op.lowerer.as_value(right)
-    one.dim(-1), one.dim(-2), other.dim(-1), other.dim(-2)  # not the batch
-    if replace(one, layer=other.layer) != other or one.n_dims != other.n_dims:
+    one = op.value("self")
+    if isinstance(right, Held) and len(right.use.shape) == 2 and one.batch is not None:
+        return _connected(op, one, right, None, turned=not right.turned)
+    return _product(op, op.lowerer.as_value(left), op.lowerer.as_value(right))
+
+
+def _product(op: Operation, one: Value, other: Value) -> Value:
+    one.dim(-1)  # not the batch
+    if one.batch is not None and other.batch is None and other.n_dims == 2:
+        shape = one.layer.shape
+        rows = one.to(op.reshaped(one, (math.prod(shape[:-1]), shape[-1])))
+        layer = product_layer(op.free_name, rows.layer, other.layer)
+        found = one.to(op.builder[op.builder.add_layer(layer)])
+        return one.to(op.reshaped(found, (*shape[:-1], other.layer.shape[-1])))
+    one.dim(-2), other.dim(-1), other.dim(-2)
+    like, rest = (one, other) if one.batch is not None else (other, one)
+    if rest.batch is not None:
+        alike = replace(one, layer=other.layer) == other and one.n_dims == other.n_dims
+    else:  # its dimensions are after the batch
+        alike = like.batch is None or rest.n_dims < like.n_dims - like.batch
+    if not alike:
         raise NotSplitError("its tensors are arranged in different ways")
-    one, other = (_lead(op, x, y) for x, y in ((one, other), (other, one)))
-    return one.to(
-        op.builder[op.builder.add_layer(product_layer(op.free_name, one.layer, other.layer))]
-    )
-
-
-def _lead(op: Operation, value: Value, other: Value) -> Value:
-    # Repeats a factor where the other has more than one matrix.
-    shape = value.layer.shape
-    lead = tuple(torch.broadcast_shapes(shape[:-2], other.layer.shape[:-2]))
-    return value if lead == shape[:-2] else op.add("expand", [value], (*lead, *shape[-2:]))
+    lead = tuple(torch.broadcast_shapes(one.layer.shape[:-2], other.layer.shape[:-2]))
+    layers = [expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in (one, other)]
+    return like.to(op.builder[op.builder.add_layer(product_layer(op.free_name, *layers))])
 
 
 # --- einsum: a product, and permutations before and after it ---
@@ -161,8 +176,8 @@ def embedding(op: Operation) -> object:
     if op["scale_grad_by_freq"]:
         raise NotSplitError("it scales gradients by frequency")
     words = op["indices"]
-    if isinstance(words, torch.Tensor):
-        return _rows(op, use, words)
+    if isinstance(words, torch.Tensor) and (rows := _rows(op, use, words)) is not None:
+        return rows
     value = op.value("indices")
     padding = op["padding_idx"]
     return op.add(
@@ -174,12 +189,12 @@ def embedding(op: Operation) -> object:
     )
 
 
-def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value:
-    # Rows of a table that do not depend on the sample: arange(first, last).
+def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value | None:
+    # Rows of a table that follow each other and do not depend on the sample: arange(first, last).
     listed: list[int] = words.flatten().tolist()
     first = listed[0] if listed else 0
     if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
-        raise NotSplitError("words that the forward makes do not follow each other")
+        return None
     table = op.lowerer.as_value(Held(use))
     part = op.add(
         "slice",
@@ -194,6 +209,18 @@ def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value:
 def index(op: Operation) -> object:
     # Rows of a table: a relative position bias.
     table, words = op["self"], op["indices"]
+    *before, last = words
+    if not any(before) and isinstance(last, torch.Tensor) and last.dtype == torch.int64:
+        arguments = {"self": table, "dim": len(before), "index": last.flatten()}
+        shape = list(op.result.shape)
+        shape[len(before) : len(before) + last.dim()] = [last.numel()]
+        chosen = replace(
+            op,
+            target=torch.ops.aten.index_select.default,
+            arguments=arguments,
+            result=op.result.view(shape),
+        )
+        return viewed(op, op.lowerer.as_value(op.lowerer.in_parts(chosen)), op.result.shape)
     if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
     value = op.lowerer.as_value(words[0])
@@ -371,3 +398,34 @@ def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: obje
         options={"function": "add"},
     )
     return builder[both]
+
+
+# --- mixtures of experts ---
+
+
+@lowers_module(is_experts)
+def experts(
+    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    arguments, keywords = call.arguments(inputs)
+    given = [*arguments, *keywords.values()]
+    if list(keywords) not in ([], list(EXPERTS[len(arguments) :])):
+        raise NotSplitError("its arguments are in another order")
+    x, chosen, weights = (lowerer.as_value(value) for value in given)
+    if any(x.to(value.layer) != value for value in (chosen, weights)):
+        raise NotSplitError("its tensors are arranged in different ways")
+    builder = lowerer.builder
+    tensors = uses(module, call.path)
+    n_experts = next(iter(tensors.values())).shape[0]
+    shape = (*chosen.layer.shape[:-1], n_experts)
+    names = [chosen.layer.name, weights.layer.name]
+    routing = builder.add(f"{call.path}.routing", "routing", names, shape)
+    name = builder.add(
+        call.path,
+        "experts",
+        [routing, x.layer.name, chosen.layer.name],
+        x.layer.shape,
+        options={"module": call.path},
+        tensors=tensors,
+    )
+    return [x.to(builder[name])]

@@ -14,13 +14,14 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
 
 from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, Option, TensorUse
-from distbelief.graph.module_calls import LEAF, LeafCall
+from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError, is_experts, n_samples_in
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import lost_change
@@ -33,20 +34,6 @@ class NotSplitError(Exception):
 @final
 class NeedsFunctionalError(Exception):
     """A change in place is seen under another name: the graph must be made functional."""
-
-
-@final
-class OpaqueError(Exception):
-    """A module must be computed whole.
-
-    Args:
-        path: Path of the module; "" for the model itself.
-        reason: Why.
-    """
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(reason)
-        self.path = path
 
 
 @final
@@ -158,8 +145,7 @@ def _for(given: Any, n: int) -> Any:  # noqa: ANN401, PLR0911 -- one for each ty
     if isinstance(given, torch.Tensor):
         return given.clone()
     if isinstance(given, torch.SymInt):
-        expression = given.node.expr
-        return int(expression.subs(dict.fromkeys(expression.free_symbols, n)))
+        return n_samples_in(given, n)
     return given
 
 
@@ -180,7 +166,12 @@ class Results:
 Rule = Callable[["Operation"], object]
 RULES: Final[dict[str, Rule]] = {}  # by the operation's name, with or without its overload
 ModuleRule = Callable[["Lowerer", nn.Module, LeafCall, Sequence[object]], object]
-MODULES: Final[dict[type[nn.Module], ModuleRule]] = {}
+MODULES: Final[dict[object, ModuleRule]] = {}  # by type, or by what recognises them
+
+
+def module_rule(module: nn.Module) -> ModuleRule | None:
+    """Return the rule of a module that becomes one operation."""
+    return MODULES.get(is_experts if is_experts(module) else type(module))
 
 
 def lowers(*names: str) -> Callable[[Rule], Rule]:
@@ -193,7 +184,7 @@ def lowers(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def lowers_module(*kinds: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
+def lowers_module(*kinds: object) -> Callable[[ModuleRule], ModuleRule]:
     """Register the rule of modules of exactly these types, which become one operation."""
 
     def register(rule: ModuleRule) -> ModuleRule:
@@ -203,22 +194,31 @@ def lowers_module(*kinds: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]
     return register
 
 
+def linear(extent: Any) -> tuple[int, int]:  # noqa: ANN401 -- an int or a symbol
+    """Return a and b of an extent of a * n + b for n samples.
+
+    Raises:
+        NotSplitError: It is something else, such as half the batch size.
+    """
+    if isinstance(extent, int):
+        return 0, extent
+    found = [n_samples_in(extent, n) for n in (0, 1, 2, 7)]
+    a, b = found[1] - found[0], found[0]
+    if found != [a * n + b for n in (0, 1, 2, 7)]:
+        raise NotSplitError(f"an extent is {extent}, no multiple of the batch size")
+    return a, b
+
+
 def factor(extent: object) -> int:
     """Return n of an extent of n samples; 0 if it does not depend on the batch.
 
     Raises:
         NotSplitError: It is something else, such as the batch size plus one.
     """
-    if isinstance(extent, int):
-        return 0
-    expression = extent.node.expr  # type: ignore[attr-defined] # a SymInt
-    symbols = expression.free_symbols
-    if not symbols:
-        return 0
-    ratio = expression / next(iter(symbols))
-    if len(symbols) > 1 or not ratio.is_Integer:
-        raise NotSplitError(f"an extent is {expression}, no multiple of the batch size")
-    return int(ratio)
+    a, b = linear(extent)
+    if a and b:
+        raise NotSplitError(f"an extent is {extent}, no multiple of the batch size")
+    return a
 
 
 def batch_of(shape: Sequence[object]) -> int | None:
@@ -341,6 +341,7 @@ class Lowerer:
         calls: Calls of leaf modules, by key.
         whole: Opaque modules, and why.
         joins: Whether one number may be computed of all samples: a loss.
+        in_parts: Adds what has no rule of its own, but is split.
         fallback: Adds what has no rule, for the reason.
         constant: Adds a tensor that the forward makes.
         opaque: Adds a call of an opaque module.
@@ -353,14 +354,16 @@ class Lowerer:
         calls: Mapping[int, LeafCall],
         whole: Mapping[str, str],
         joins: bool,
+        in_parts: Rule,
         fallback: Callable[[Operation, str], object],
         constant: Callable[["Lowerer", torch.Tensor], Value],
-        opaque: Callable[["Lowerer", LeafCall, Sequence[object]], object],
+        opaque: Callable[["Lowerer", LeafCall, Sequence[object], Any], object],
     ) -> None:
         self.builder = builder
         self.calls = calls
         self.whole = whole
         self.joins = joins
+        self.in_parts = in_parts
         self._fallback = fallback
         self._constant = constant
         self._opaque = opaque
@@ -424,13 +427,12 @@ class Lowerer:
             return None
         keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
         if str(target) == f"{LEAF.replace('::', '.')}.default":
-            return self._leaf(args)
-        arguments = _by_name(target, args, keywords)
+            return self._leaf(args, result)
+        arguments = by_name(target, args, keywords)
         if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
-        arguments = {word: self._rows(value) for word, value in arguments.items()}
         operation = Operation(
             name=self._name(node),
             target=target,
@@ -458,14 +460,20 @@ class Lowerer:
         return Value(layer, batch, after=1)
 
     def _lowered(self, operation: Operation) -> object:
-        packet, _, overload = _plain_name(operation.target).partition(".")
+        packet, _, overload = plain_name(operation.target).partition(".")
         rule = RULES.get(f"{packet}.{overload}", RULES.get(packet))
-        if rule is None:
-            return self._fallback(operation, f"{packet} has no split rule")
+        reason = f"{packet} has no split rule"
         try:
-            return self._with_samples(operation, rule(operation))
-        except NotSplitError as error:
-            return self._fallback(operation, f"{packet} has no split rule here: {error}")
+            rows = {word: self._rows(value) for word, value in operation.arguments.items()}
+            with_rows = replace(operation, arguments=rows)
+            if rule is not None:
+                try:
+                    return self._with_samples(operation, rule(with_rows))
+                except NotSplitError as error:
+                    reason = f"{packet} has no split rule here: {error}"
+            return self._with_samples(operation, self.in_parts(with_rows))
+        except NotSplitError:
+            return self._fallback(operation, reason + place_of(operation.node, is_short=True))
 
     def _with_samples(self, operation: Operation, found: object) -> object:
         # What was computed once for all samples is still a tensor with them.
@@ -479,9 +487,13 @@ class Lowerer:
         return Value(operation.reshaped(found, (*own[:batch], *own[batch + 1 :])), batch)
 
     def _nested(self, name: str, args: list[Any]) -> object:
-        if "autocast" in name:
-            raise NotSplitError("it computes under torch.autocast, which is not split")
-        if name != "wrap_with_set_grad_enabled":
+        if name == "wrap_with_autocast":
+            *_, enabled, _, inner = args[:5]
+            given = args[5:]
+            if enabled:
+                raise NotSplitError("it computes under torch.autocast, which is not split")
+            args = [True, inner, *given]
+        elif name != "wrap_with_set_grad_enabled":
             raise NotSplitError(f"{name} has no split rule")
         enabled, inner, *given = args
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -506,13 +518,13 @@ class Lowerer:
         )
         return value.to(self.builder[name])
 
-    def _leaf(self, args: list[Any]) -> object:
+    def _leaf(self, args: list[Any], result: object) -> object:
         inputs, key = args
         call = self.calls[key]
-        rule = MODULES.get(type(call.module))
+        rule = module_rule(call.module)
         if call.path not in self.whole and rule is not None:
             return rule(self, call.module, call, inputs)
-        return self._opaque(self, call, inputs)
+        return self._opaque(self, call, inputs, result)
 
     # --- values ---
 
@@ -588,7 +600,7 @@ class Lowerer:
         detached = any("aten.detach" in str(other.target) for other in shared)
         if detached and isinstance(self.known[changed], Value):
             raise GraphError(
-                f"{_plain_name(node.target)} changes a tensor in place of which a part is "
+                f"{plain_name(node.target)} changes a tensor in place of which a part is "
                 "detached: use the function that returns a new one"
             )
         for other in before:
@@ -603,7 +615,7 @@ class Lowerer:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path, kind = stack[-1] if stack else ("", "")
         path = path.removeprefix("inner").removeprefix(".")
-        word = _plain_name(node.target).partition(".")[0].strip("_")
+        word = plain_name(node.target).split(".")[-2].strip("_")
         simple = str(getattr(kind, "__module__", kind)).startswith("torch.nn.modules")
         if path and simple and self._named.setdefault(path, word) == word:
             return path
@@ -621,8 +633,8 @@ def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return live
 
 
-def _plain_name(target: Any) -> str:  # noqa: ANN401 -- an operation
-    # aten.relu_.default -> relu.default: the rule of the operation that changes nothing.
+def plain_name(target: Any) -> str:  # noqa: ANN401 -- an operation
+    """Return the name of the operation that changes nothing: aten.relu_.default, relu.default."""
     packet, _, overload = str(target).removeprefix("aten.").partition(".")
     if packet.endswith("_") and not packet.startswith("_"):
         packet = packet[:-1]
@@ -635,13 +647,16 @@ def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
     if schema is None or not schema.is_mutable:
         return target
     packet, _, overload = str(target).removeprefix("aten.").partition(".")
+    if target is torch.ops.aten.bernoulli_.float:
+        return torch.ops.aten.bernoulli.p
     found = getattr(getattr(torch.ops.aten, packet.removesuffix("_"), None), overload, None)
     if not packet.endswith("_") or found is None:
         raise NotSplitError(f"{packet} changes a tensor in place")
     return found
 
 
-def _by_name(target: Any, args: list[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+def by_name(target: Any, args: list[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+    """Return the arguments of an operation by the schema's names, defaults included."""
     schema = target._schema.arguments  # noqa: SLF001 -- torch's own name
     found = {a.name: a.default_value for a in schema}
     found.update(zip((a.name for a in schema), args, strict=False))
@@ -672,7 +687,7 @@ _N_ELEMENTS_MAX: Final = 1 << 24
 
 def _is_filling(target: Any) -> bool:  # noqa: ANN401 -- an operation
     # Its result depends on the shape of its input only.
-    packet = _plain_name(target).partition(".")[0]
+    packet = plain_name(target).partition(".")[0]
     return packet in {*_FILLED, "full_like", "new_zeros", "new_ones", "new_full", "empty_like"}
 
 
@@ -680,7 +695,7 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
     # The value of what depends on no input: arange, masks.
     if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(result, torch.Tensor):
         return None
-    packet = _plain_name(target).partition(".")[0]
+    packet = plain_name(target).partition(".")[0]
     said = {word: value for word, value in keywords.items() if word not in _PLACES}
     made = Made(target, args, said, result)
     number = _FILLED.get(packet)
@@ -724,7 +739,11 @@ def _inside(node: fx.Node) -> str:
     return str(stack[-1][0]).removeprefix("inner").removeprefix(".") if stack else ""
 
 
-def place_of(node: fx.Node) -> str:
-    """Return the user's source line of an operation, in brackets."""
+def place_of(node: fx.Node, *, is_short: bool = False) -> str:
+    """Return the user's source line of an operation, in brackets; in short, without folders."""
     lines = re.findall(r'File "(.+?)", line (\d+)', str(node.meta.get("stack_trace", "")))
-    return f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
+    own = [each for each in lines if "module_calls" not in each[0]]
+    if not own:
+        return ""
+    file, line = own[-1]
+    return f" ({PurePath(file).name if is_short else file}, line {line})"

@@ -188,9 +188,16 @@ def instance_norm(op: Operation) -> object:
 
 @lowers("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
 def batch_norm(op: Operation) -> object:
-    value = op.plain("input")
-    tensors = op.uses("weight", "bias", "running_mean", "running_var")
+    value = op.value("input")
     trains = bool(op.arguments.get("training", False))
+    if value.batch is None and trains and op["running_mean"] is None:
+        return _standardised(op, value)
+    folds = value.batch == 0 and value.after and not value.before
+    if folds:  # statistics of all tokens: (tokens, channels, ...) -> (channels, tokens, ...)
+        value = _swapped(op, value)
+    elif not value.is_plain:
+        raise NotSplitError("the batch is not its first dimension")
+    tensors = op.uses("weight", "bias", "running_mean", "running_var")
     layers = batch_norm_layers(
         op.free_name,
         value.layer,
@@ -201,7 +208,39 @@ def batch_norm(op: Operation) -> object:
         frozen="running_mean" in tensors and not trains,
     )
     found = op.extend(value, layers)
+    found = _swapped(op, found) if folds else found
     return [found, *[None] * 4] if isinstance(op.result, tuple | list) else found
+
+
+def _swapped(op: Operation, value: Value) -> Value:
+    dims = (1, 0, *range(2, len(value.layer.shape)))
+    shape = tuple(value.layer.shape[dim] for dim in dims)
+    return op.add("permute", [value], shape, options={"dims": dims})
+
+
+def _standardised(op: Operation, value: Value) -> Value:
+    # A weight whose channels get mean 0 and variance 1: (1, channels, ...), one for all samples.
+    n_channels, *rest = value.layer.shape[1:]
+    row = value.to(op.reshaped(value, (n_channels, *rest)))
+    layers = instance_norm_layers(op.free_name, row.layer, tensors={}, epsilon=float(op["eps"]))
+    found = op.extend(row, layers)
+    for word, function in (("weight", "multiply"), ("bias", "add")):
+        if op[word] is not None:
+            given = op.value(word)
+            given = given.to(op.reshaped(given, (n_channels, *(1,) * len(rest))))
+            found = pointwise(op, [found, given], function)
+    return found.to(op.reshaped(found, value.layer.shape))
+
+
+@lowers("_weight_norm", "_weight_norm_interface")
+def weight_norm(op: Operation) -> object:
+    value, size = op.value("v"), op.value("g")
+    dims = [dim for dim in range(value.n_dims) if dim != op["dim"] % value.n_dims]
+    squares = pointwise(op, [value], "square")
+    total = _reduced(op, squares, "sum", dims, keep=True)
+    factor = pointwise(op, [size, pointwise(op, [total], "sqrt")], "divide")
+    found = pointwise(op, [value, factor], "multiply")
+    return [found, None] if isinstance(op.result, tuple | list) else found
 
 
 @lowers_module(nn.LocalResponseNorm)

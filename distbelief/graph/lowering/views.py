@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 from torch import fx
 
 from distbelief.graph.graph import Layer, Option
@@ -140,7 +141,7 @@ def expanded(op: Operation, value: Value, shape: Sequence[Any]) -> Value:
     batch = batch_of(shape)
     if value.batch is None:
         if batch is None:
-            return _expanded(op, value, tuple(map(int, shape)))
+            return expanded_layer(op, value, tuple(map(int, shape)))
         # A tensor without samples broadcasts over them.
         at = batch - (len(shape) - value.n_dims)
         own = value.layer.shape
@@ -150,16 +151,17 @@ def expanded(op: Operation, value: Value, shape: Sequence[Any]) -> Value:
                 raise NotSplitError("it repeats samples")
             layer = op.reshaped(value, (*own[:at], *own[at + 1 :]))
         rest = tuple(int(n) for dim, n in enumerate(shape) if dim != batch)
-        return _expanded(op, Value(layer, batch), rest)
+        return expanded_layer(op, Value(layer, batch), rest)
     assert batch is not None
     folded = value.layer.shape[value.batch : value.batch + value.before + value.after]
     target = (*map(int, shape[:batch]), *folded, *map(int, shape[batch + 1 :]))
     if factor(shape[batch]) != max(1, math.prod(folded)):
         raise NotSplitError("it repeats samples")
-    return _expanded(op, replace(value, batch=batch), target)
+    return expanded_layer(op, replace(value, batch=batch), target)
 
 
-def _expanded(op: Operation, value: Value, shape: Shape) -> Value:
+def expanded_layer(op: Operation, value: Value, shape: Shape) -> Value:
+    """Return a value repeated to a shape of the layer's."""
     missing = len(shape) - len(value.layer.shape)
     if missing:
         value = value.to(op.reshaped(value, (*(1,) * missing, *value.layer.shape)))
@@ -231,7 +233,9 @@ def unbind(op: Operation) -> object:
 
 @lowers("cat", "concat")
 def cat(op: Operation) -> object:
-    return _joined(op, [op.lowerer.as_value(one) for one in op["tensors"]], op["dim"])
+    # torch joins empty tensors of any shape.
+    parts = [one for one in op["tensors"] if not isinstance(one, torch.Tensor) or one.numel()]
+    return _joined(op, [op.lowerer.as_value(one) for one in parts], op["dim"])
 
 
 def _joined(op: Operation, values: list[Value], dim: int) -> Value:
@@ -241,10 +245,17 @@ def _joined(op: Operation, values: list[Value], dim: int) -> Value:
     if any(replace(value, layer=first.layer) != first for value in values):
         raise NotSplitError("its tensors are arranged in different ways")
     layers = [value.layer for value in values]
-    layer = cat_layer(op.free_name, layers, dim=own)
-    if any(source.is_integer for source in layers):
-        raise NotSplitError("it joins integers")
-    return first.to(op.builder[op.builder.add_layer(layer)])
+    return first.to(joined(op, layers, own))
+
+
+def joined(op: Operation, layers: Sequence[Layer], dim: int) -> Layer:
+    """Return layers joined along a dimension of theirs."""
+    kinds = {layer.is_integer for layer in layers}
+    if len(kinds) > 1:
+        raise NotSplitError("it joins integers and floats")
+    layer = cat_layer(op.free_name, layers, dim=dim)
+    layer = msgspec.structs.replace(layer, is_integer=kinds.pop())
+    return op.builder[op.builder.add_layer(layer)]
 
 
 @lowers("stack")
@@ -268,8 +279,7 @@ def roll(op: Operation) -> object:
         if cut:
             tail = sliced(op, value, own, cut, extent)
             head = sliced(op, value, own, 0, cut)
-            layer = cat_layer(op.free_name, [tail.layer, head.layer], dim=own)
-            value = value.to(op.builder[op.builder.add_layer(layer)])
+            value = value.to(joined(op, [tail.layer, head.layer], own))
     return value
 
 
@@ -323,10 +333,7 @@ def _replaced(op: Operation, whole: Value, part: Value, dim: int, start: int, st
         pieces.insert(0, sliced(op, whole, dim, 0, start).layer)
     if stop < extent:
         pieces.append(sliced(op, whole, dim, stop, extent).layer)
-    if any(piece.is_integer for piece in pieces):
-        raise NotSplitError("it joins integers")
-    layer = cat_layer(op.free_name, pieces, dim=dim)
-    return whole.to(op.builder[op.builder.add_layer(layer)])
+    return whole.to(joined(op, pieces, dim))
 
 
 @lowers("pad", "constant_pad_nd")
@@ -363,8 +370,7 @@ def repeat(op: Operation) -> object:
     for dim, n in enumerate(times):
         if dim != value.batch and n != 1:
             own = value.dim(dim)
-            layer = cat_layer(op.free_name, [value.layer] * n, dim=own)
-            value = value.to(op.builder[op.builder.add_layer(layer)])
+            value = value.to(joined(op, [value.layer] * n, own))
     return value
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from distbelief.graph.graph import Option, uses
 from distbelief.graph.lowering.lower import (
+    Held,
     Lowerer,
     NotSplitError,
     Operation,
@@ -14,6 +15,7 @@ from distbelief.graph.lowering.lower import (
     lowers,
     lowers_module,
 )
+from distbelief.graph.lowering.pointwise import pointwise
 from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
@@ -37,8 +39,13 @@ def convolution(op: Operation) -> object:
     value = op.plain("input")
     if op.arguments.get("transposed"):
         raise NotSplitError("it is transposed")
-    tensors = op.uses("weight", "bias")
-    sizes = tensors["weight"].shape[2:]
+    computed = [op.value(word) for word in ("weight", "bias") if not _is_held(op[word])]
+    sources = [value, *computed[: int(not _is_held(op["weight"]))]]
+    tensors = op.uses(*(word for word in ("weight", "bias") if _is_held(op[word])))
+    if any(source.batch is not None for source in computed):
+        raise NotSplitError("its weight depends on the sample")
+    shape = tensors["weight"].shape if len(sources) == 1 else sources[1].layer.shape
+    sizes = shape[2:]
     n = len(sizes)
     dilation = _several(op["dilation"], n)
     around, extra = (0,) * n, (0,) * n
@@ -55,7 +62,17 @@ def convolution(op: Operation) -> object:
         "dilation": dilation,
         "groups": op["groups"],
     }
-    return op.add("convolution", [value], _shape(op), options=options, tensors=tensors)
+    if len(sources) > 1:
+        options["size"] = sizes
+    found = op.add("convolution", sources, _shape(op), options=options, tensors=tensors)
+    if len(computed) < len(sources):
+        return found
+    bias = computed[-1].to(op.reshaped(computed[-1], (shape[0], *(1,) * n)))
+    return pointwise(op, [found, bias], "add")
+
+
+def _is_held(given: object) -> bool:
+    return given is None or (isinstance(given, Held) and not given.turned)
 
 
 @lowers("max_pool1d", "max_pool2d", "max_pool3d")

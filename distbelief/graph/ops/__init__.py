@@ -4,6 +4,7 @@ from distbelief.graph.operator import Operator, register
 from distbelief.graph.ops.attention import Attention
 from distbelief.graph.ops.call import TorchCall
 from distbelief.graph.ops.dropout import Dropout
+from distbelief.graph.ops.experts import Experts, Routing
 from distbelief.graph.ops.linear import Embedding, Linear, Product
 from distbelief.graph.ops.local_norms import LocalContrast, LocalResponse
 from distbelief.graph.ops.locally_connected import LocallyConnected
@@ -46,6 +47,8 @@ OPERATORS: tuple[Operator, ...] = (
     Softmax(),
     Attention(),
     Product(),
+    Routing(),
+    Experts(),
     Compare(),
     Where(),
     # Elementwise, or elements at other places.

@@ -1,11 +1,19 @@
-"""One operation of torch without a split rule: one rank computes it for whole samples.
+"""One operation of torch without a rule of its own, or a module that is not split.
 
 Its arguments are plain data (JSON), so that a graph can be sent: inputs, tensors of the model and
-the number of samples stand in them as small tables (`encoded` in `lowering.fallback`).
+the number of samples stand in them as small tables (`Encoder` in `lowering.fallback`). One rank
+computes it for whole samples, or each rank a part along the dimensions that the operation treats
+alike.
 """
 
+import base64
+import hashlib
 import json
 import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, reduce
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -13,7 +21,7 @@ from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Call, Cut, Operator, Work
-from distbelief.graph.ops.opaque import seed_of
+from distbelief.graph.ops.pointwise import aligned
 from distbelief.graph.region import Region
 
 
@@ -28,12 +36,15 @@ class TorchCall(Operator):
     # tensors   of the model, by the words in the arguments
     # options   operation: "aten.cumsum.default"; arguments: JSON; output: index of one of several
     #           results; batch: the dimension of the result that is the batch, -1 for none;
-    #           mask: whether its numbers stand for True and False
+    #           mask: whether its numbers stand for True and False; along: the dimensions that it
+    #           works along, it is split by all others; if absent, by none
     name: ClassVar[str] = "call"
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return ()
+        if "along" not in layer.options:
+            return ()
+        return tuple(cut for cut in super().cuts(layer) if cut.dim not in layer.integers("along"))
 
     @override
     def joins_samples(self, layer: Layer) -> bool:
@@ -41,62 +52,105 @@ class TorchCall(Operator):
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(Region.of(*shape) for shape in layer.input_shapes)
+        if "along" not in layer.options:
+            return tuple(Region.of(*shape) for shape in layer.input_shapes)
+        reads = []
+        for shape in layer.input_shapes:
+            read, missing = output.broadcast(shape), len(layer.shape) - len(shape)
+            for dim in layer.integers("along"):
+                if dim >= missing:
+                    read = read.replaced(dim - missing, (0, shape[dim - missing]))
+            reads.append(read)
+        return tuple(reads)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        n_read = sum(math.prod(shape) for shape in layer.input_shapes)
+        n_read = sum(region.n_elements for region in self.reads(layer, output))
         n_tensors = sum(math.prod(use.shape) for use in layer.tensors.values())
         forward = float(output.n_elements + 2 * n_tensors)
         return Work(forward=forward, backward=2 * forward, n_elements=float(n_read) + forward)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
-        layer = call.layer
-        n_samples = max((value.shape[0] for value in call.inputs), default=1)
-        devices = {value.device for value in call.inputs if value.is_cuda}
-        with torch.random.fork_rng(devices=sorted(devices, key=str)):
-            torch.manual_seed(seed_of(layer, call.step))
+        layer, inputs = call.layer, call.inputs
+        if "along" in layer.options:
+            inputs = _promoted([aligned(value, len(layer.shape)) for value in inputs])
+        n_samples = max((value.shape[0] for value in inputs), default=1)
+        with step_numbers(call):
             result = evaluated(
                 layer.text("operation"),
                 layer.text("arguments"),
-                inputs=call.inputs,
+                inputs=inputs,
                 tensors=call.tensors,
                 n_samples=n_samples,
             )
         if "output" in layer.options:
             result = result[layer.integer("output")]  # type: ignore[index] # several results
         assert isinstance(result, torch.Tensor), layer.name
-        if result.dtype == torch.bool:  # masks travel as numbers
-            result = result.to(torch.int64)
-        batch = layer.integer("batch")
-        if batch < 0:
-            return result.unsqueeze(0)
-        shape = (*result.shape[:batch], n_samples, -1, *result.shape[batch + 1 :])
-        return result.reshape(shape).movedim(batch, 0).reshape(n_samples, *layer.shape)
+        if layer.text("operation") == CONSTANT:
+            result = result[call.region.slices]
+        return from_torch(result, call, n_samples)
+
+
+def _promoted(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Numbers that the forward makes get the precision of what they meet.
+    floats = [value.dtype for value in values if value.is_floating_point()]
+    if len(set(floats)) < 2:
+        return list(values)
+    dtype = reduce(torch.promote_types, floats)
+    return [value.to(dtype) if value.is_floating_point() else value for value in values]
+
+
+def from_torch(result: torch.Tensor, call: Call, n_samples: int) -> torch.Tensor:
+    """Return a result of torch as (batch, *shape of the region)."""
+    if result.dtype == torch.bool:  # masks travel as numbers
+        result = result.to(torch.int64)
+    batch = call.layer.integer("batch")
+    if batch < 0:
+        return result.unsqueeze(0)
+    shape = (*result.shape[:batch], n_samples, -1, *result.shape[batch + 1 :])
+    return result.reshape(shape).movedim(batch, 0).reshape(n_samples, *call.region.shape)
+
+
+@contextmanager
+def step_numbers(call: Call) -> Iterator[None]:
+    """Draw torch's random numbers from the seed of the step and the layer's name."""
+    step = call.step
+    name = f"{step.seed}:{step.first_sample}:{call.layer.name}".encode()
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
+    devices = {value.device for value in call.inputs if value.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        torch.manual_seed(seed)
+        yield
 
 
 def evaluated(
     name: str,
     arguments: str,
     *,
-    inputs: Any,  # noqa: ANN401 -- tensors by index
-    tensors: Any,  # noqa: ANN401 -- tensors by word
+    inputs: Sequence[torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     n_samples: int,
 ) -> object:
     """Return the result of an operation for these tensors."""
-    device = next((t.device for t in (*inputs, *tensors.values())), torch.device("cpu"))
+    given, keywords = decoded(arguments, inputs=inputs, tensors=tensors, n_samples=n_samples)
+    return given[0] if name == CONSTANT else operation_of(name)(*given, **keywords)
 
+
+def decoded(  # noqa: C901 -- a case for each kind of argument
+    arguments: str,
+    *,
+    inputs: Sequence[torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    n_samples: int,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and keyword arguments that stand in JSON, with these tensors."""
+    device = next((t.device for t in (*inputs, *tensors.values())), torch.device("cpu"))
     floats = [t.dtype for t in (*inputs, *tensors.values()) if t.is_floating_point()]
 
-    def typed(name: str) -> torch.dtype:
-        # Numbers that the forward makes have the precision of what they meet.
-        dtype: torch.dtype = getattr(torch, name)
-        return floats[0] if dtype.is_floating_point and floats else dtype
-
-    def decoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 -- whatever JSON holds
+    def one(value: Any) -> Any:  # noqa: ANN401, PLR0911 -- whatever JSON holds
         if isinstance(value, list):
-            return [decoded(item) for item in value]
+            return [one(item) for item in value]
         if not isinstance(value, dict):
             return value
         match value:
@@ -106,23 +160,45 @@ def evaluated(
                 tensor = tensors[word]
                 return tensor.t() if value.get("turned") else tensor
             case {"samples": int(factor)}:
-                return factor * n_samples
-            case {"constant": numbers, "dtype": str(dtype), "shape": shape}:
-                numbers = torch.tensor(numbers, dtype=typed(dtype), device=device)
-                return numbers.reshape(shape)
+                return factor * n_samples + int(value.get("plus", 0))
+            case {"constant": str(packed), "dtype": str(dtype), "shape": shape}:
+                numbers = _unpacked(packed, dtype).reshape(shape)
+                return numbers.to(device=device, dtype=_typed(dtype, floats))
             case {"filled": number, "dtype": str(dtype), "shape": shape}:
-                return torch.full(decoded(shape), number, dtype=typed(dtype), device=device)
+                return torch.full(one(shape), number, dtype=_typed(dtype, floats), device=device)
+            case {"made": str(name), "arguments": given, "keywords": keywords}:
+                made = operation_of(name)(*one(given), **{w: one(v) for w, v in keywords.items()})
+                return made.to(device)
             case {"dtype": str(dtype)}:
                 return getattr(torch, dtype)
+            case {"tuple": items}:
+                return tuple(one(items))
+            case {"words": words}:
+                return {word: one(item) for word, item in words.items()}
             case _:
-                raise GraphError(f"{name} has an unknown argument {value!r}")
+                raise GraphError(f"a call has an unknown argument {value!r}")
 
     given = json.loads(arguments)
-    if name == CONSTANT:
-        return decoded(given["arguments"][0])
-    operation = operation_of(name)
-    keywords = {word: decoded(value) for word, value in given["keywords"].items()}
-    return operation(*(decoded(value) for value in given["arguments"]), **keywords)
+    return one(given["arguments"]), {word: one(v) for word, v in given["keywords"].items()}
+
+
+def packed(numbers: torch.Tensor) -> str:
+    """Return the numbers of a tensor as text."""
+    content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
+@lru_cache(maxsize=256)  # a graph's constants are read in each step
+def _unpacked(text: str, dtype: str) -> torch.Tensor:
+    content = bytearray(zlib.decompress(base64.b64decode(text)))
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
+
+
+def _typed(name: str, floats: Sequence[torch.dtype]) -> torch.dtype:
+    # Numbers that the forward makes have the precision of what they meet.
+    dtype: torch.dtype = getattr(torch, name)
+    return floats[0] if dtype.is_floating_point and floats else dtype
 
 
 def _arranged(value: torch.Tensor, place: dict[str, Any], n_samples: int) -> torch.Tensor:

@@ -5,15 +5,17 @@ meta device. Changes of its buffers are lost. It runs with random numbers of the
 that a repeated step gives the same result.
 """
 
-import hashlib
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
 import torch
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import Call, Cut, Operator, Step, Work
+from distbelief.graph.operator import Call, Cut, Operator, Work
+from distbelief.graph.ops.call import decoded, from_torch, step_numbers
 from distbelief.graph.region import Region
 
 
@@ -24,7 +26,9 @@ class Opaque(Operator):
     # inputs    the arguments of its forward, in order, each with the batch first
     # tensors   its parameters and buffers, by their names in the module
     # options   module: its path in the model, a key of `Step.modules`
-    #           output: the index of one of several outputs; (1, 0) is the first of the second
+    #           arguments, batch, mask: as for a call of an operation; without them its arguments
+    #           are the inputs, and the result has the batch first
+    #           output: the index of one of several tensors, however they are nested
     #           operations: floating point operations of its forward pass per sample; if absent,
     #           two per element of its tensors
     name: ClassVar[str] = "whole"
@@ -67,26 +71,23 @@ class Opaque(Operator):
             for word, value in call.tensors.items()
         }
         n_samples = max(value.shape[0] for value in call.inputs)
-        arguments = tuple(value.expand(n_samples, *value.shape[1:]) for value in call.inputs)
-        devices = {value.device for value in call.inputs if value.is_cuda}
-        with torch.random.fork_rng(devices=sorted(devices, key=str)):
-            torch.manual_seed(seed_of(layer, call.step))
-            result: object = functional_call(module, state, arguments)
-        return _chosen(layer, result)
-
-
-def seed_of(layer: Layer, step: Step) -> int:
-    name = f"{step.seed}:{step.first_sample}:{layer.name}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
-
-
-def _chosen(layer: Layer, result: object) -> torch.Tensor:
-    for index in layer.integers("output") if "output" in layer.options else ():
-        assert isinstance(result, tuple | list), (layer.name, type(result))
-        result = result[index]
-    if not isinstance(result, torch.Tensor):
-        raise GraphError(
-            f"the module of {layer.name!r} returns a {type(result).__name__}, not a "
-            "tensor: select one of its outputs with the option `output`"
-        )
-    return result
+        arguments: Sequence[object] = [
+            value.expand(n_samples, *value.shape[1:]) for value in call.inputs
+        ]
+        words: Mapping[str, object] = {}
+        if "arguments" in layer.options:
+            text = layer.text("arguments")
+            arguments, words = decoded(
+                text, inputs=call.inputs, tensors=call.tensors, n_samples=n_samples
+            )
+        with step_numbers(call):
+            result: object = functional_call(module, state, tuple(arguments), dict(words))
+        if "output" in layer.options:
+            leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            result = leaves[layer.integer("output")]
+        if not isinstance(result, torch.Tensor):
+            raise GraphError(
+                f"the module of {layer.name!r} returns a {type(result).__name__}, not a "
+                "tensor: select one of its outputs with the option `output`"
+            )
+        return from_torch(result, call, n_samples) if "batch" in layer.options else result

@@ -371,6 +371,7 @@ class Convolution(Windowed):
 
     # Split in space, a part needs a halo of its input and the whole weight: that is replicated, and
     # its gradient summed. Split by channels, it needs the whole input, or its groups' channels.
+    # inputs    x, and optionally a weight that is computed, one for all samples
     # tensors   weight (channels out, channels in / groups, *window); bias (channels out,)
     # options   those of a window; groups
     name: ClassVar[str] = "convolution"
@@ -386,7 +387,9 @@ class Convolution(Windowed):
         (read,) = super().reads(layer, output)
         first, last = _groups(layer, output)
         n_per_group = layer.input_shapes[0][0] // layer.integer("groups")
-        return (read.replaced(0, (first * n_per_group, last * n_per_group)),)
+        read = read.replaced(0, (first * n_per_group, last * n_per_group))
+        weights = [Region.of(*shape) for shape in layer.input_shapes[1:]]
+        return (read, *(weight.replaced(0, output.intervals[0]) for weight in weights))
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
@@ -397,9 +400,10 @@ class Convolution(Windowed):
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        n_weights = math.prod(layer.tensors["weight"].shape[1:])
-        operations = 2.0 * output.n_elements * n_weights
-        (read,) = self.reads(layer, output)
+        computed = layer.input_shapes[1:]
+        shape = computed[0] if computed else layer.tensors["weight"].shape
+        operations = 2.0 * output.n_elements * math.prod(shape[1:])
+        read, *_ = self.reads(layer, output)
         return Work(
             forward=operations,
             backward=2 * operations,
@@ -413,7 +417,7 @@ class Convolution(Windowed):
         convolve = _FUNCTIONS[len(layer.shape) - 2]
         return convolve(
             tile_of(call),
-            call.tensors["weight"],
+            call.inputs[1][0] if len(call.inputs) > 1 else call.tensors["weight"],
             call.tensors.get("bias"),
             stride=layer.integers("stride"),
             dilation=layer.integers("dilation"),

@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
-from distbelief.graph.region import Shape
+from distbelief.graph.region import Region, Shape
+from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
-from tests.distbelief.graph.zoo.comparison import assert_same
+from tests.distbelief.graph.zoo.comparison import assert_same, tensors_of
 from tests.distbelief.graph.zoo.local import LocalNet
 from tests.elsewhere import answers
 
@@ -117,6 +119,11 @@ def on_shapes(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if int(x.size(1)) == 3 else x
 
 
+def autocast_disabled(x: torch.Tensor, layer: nn.Module) -> object:
+    with torch.autocast("cpu", enabled=False):
+        return layer(x).tanh()
+
+
 def matching(x: object) -> object:
     """Asks for its class in Python's ways."""
     match x:
@@ -139,6 +146,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "rms norm": (lambda: nn.RMSNorm(4), (3, 4)),
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),
     "batch norm, untracked": (lambda: nn.BatchNorm1d(4, track_running_stats=False), (4, 3)),
+    "batch norm of tokens": (
+        lambda: Applied(lambda x, f: f(x.flatten(0, 1)).view_as(x), norm=nn.BatchNorm1d(4)), (3, 4),
+    ),
+    "weight norm": (lambda: weight_norm(nn.Conv1d(4, 6, 3, groups=2)), (4, 9)),
     "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
     "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
     "convolution, reflected": (
@@ -192,6 +203,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
             (3, 3), buffer=True,
         ), (2, 3, 4),
     ),
+    "autocast, disabled": (
+        lambda: Applied(autocast_disabled, layer=nn.Linear(4, 4)), (4,),
+    ),
     "checkpointed": (
         lambda: Applied(
             lambda x, f: {"a": f(checkpoint(f, x * 2, use_reentrant=False)), "b": x.chunk(2, 1)[1]},
@@ -232,6 +246,25 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     ),
     "matrix from the left": (lambda x, w: w @ x, (4, 4), (4, 3)),
     "matrix, computed": (lambda x, w: x @ (w * 2).sum(0)[:, None], (3, 4), (4,)),
+    "weight, computed": (lambda x, w: functional.linear(x, w * 2, w[:, 0].exp()), (3, 4), (2, 4)),
+    "bias, computed": (lambda x, w: functional.linear(x, w, w[:, 0].exp()), (3, 4), (4,)),
+    "filters, computed": (
+        lambda x, w: functional.conv2d(x, w.exp(), w[:, 0, 0, 0] * 2, padding=1, groups=2),
+        (4, 1, 3, 3), (2, 5, 5),
+    ),
+    "filters, standardised": (
+        lambda x, w: functional.conv2d(
+            x, functional.batch_norm(
+                w.reshape(1, 3, -1), None, None, w[:, 0, 0, 0].exp(), w[:, 1, 0, 0], training=True
+            ).reshape_as(w),
+        ), (3, 2, 3, 3), (2, 5, 5),
+    ),
+    "scores and a bias": (
+        lambda x, w: torch.baddbmm(
+            w.expand(x.size(0), 2, 1, 3).flatten(0, 1),
+            *(x.flatten(0, 1), x.flatten(0, 1).mT), alpha=0.3,
+        ).view(-1, 2, 3, 3), (2, 1, 3), (2, 3, 4),
+    ),
     "additive mask": (
         lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3), (2, 3, 4),
     ),
@@ -317,30 +350,40 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "several outputs": (lambda x: {"a": x + 1, "b": x * 2}, (4,)),
 }  # fmt: skip
 
-# No operation here has a rule: each is computed whole.
-WHOLE: dict[str, tuple[Function, Shape, int]] = {
-    "sums": (lambda x: x.cumsum(1), (4,), 1),
-    "sorted": (lambda x: x[:, ::2].sort(1)[0], (4,), 1),
-    "largest": (lambda x: x.topk(3, dim=1).values, (4,), 1),
-    "two results": (lambda x: sum(x.cummax(1)), (4,), 2),
-    "gated": (lambda x: functional.glu(x, dim=1), (4,), 1),
-    "indices in a list": (lambda x: x[:, [0, 1]], (4,), 1),
+# No operation here has a rule of its own: torch computes each in parts, or so many whole.
+BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
+    "sums": (lambda x: x.cumsum(1), (3, 4), 0),
+    "sums, whole": (lambda x: x.cumsum(1), (4,), 1),
+    "sorted": (lambda x: x[:, :, ::2].sort(2)[0], (3, 4), 0),
+    "largest": (lambda x: x.topk(3, dim=1).values, (4, 2), 0),
+    "two results": (lambda x: sum(x.cummax(1)), (4, 2), 0),
+    "smallest": (lambda x: x.amin(1) * x.min(1).values + x.logsumexp(1), (4, 2), 0),
+    "norms": (lambda x: functional.normalize(x, dim=-1), (3, 4), 0),
+    "gated": (lambda x: functional.glu(x, dim=1), (4, 3), 0),
+    "indices in a list": (lambda x: x[:, [1, 0, 1]], (4, 2), 0),
+    "indices in a table": (lambda x: x[:, torch.tensor([[1, 0], [3, 3]])], (4, 2), 0),
+    "a slice of zeros": (lambda x: (y := x.clone(), y[:, 1:3].zero_(), y * 2)[2], (4, 2), 0),
     "indices of all samples": (lambda x: x[torch.arange(x.size(0)), 1:], (4,), 1),
     "complex numbers": (lambda x: torch.fft.fft(x).real, (4,), 2),
-    "twice another": (lambda x: torch.add(x, x, alpha=2), (4,), 1),
-    "whole numbers": (lambda x: x.to(torch.int64) * x, (4,), 1),
-    "powers of a number": (lambda x: 2**x, (4,), 1),
-    "powers of itself": (lambda x: (x.abs() + 1) ** x, (4,), 1),
-    "another slope": (lambda x: functional.softplus(x, 2), (4,), 1),
-    "reflected": (lambda x: functional.pad(x, (1, 1), mode="reflect"), (2, 3), 1),
-    "interpolated": (lambda x: functional.interpolate(x, 5, mode="linear"), (2, 3), 1),
-    "filled in place": (lambda x: x.clone().index_fill_(1, torch.tensor([0, 2]), 0.5), (4,), 1),
-    "scattered": (lambda x: torch.zeros_like(x).scatter_add_(1, x.argsort(1), x), (4,), 2),
-    "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 1),
+    "twice another": (lambda x: torch.add(x, x, alpha=2), (4,), 0),
+    "whole numbers": (lambda x: x.to(torch.int64) * x + (2 * x.long() + 1).to(x.dtype), (4,), 0),
+    "joined numbers": (lambda x: torch.cat([x.long(), -x.long()], 1) * x.repeat(1, 2), (4,), 0),
+    "powers of a number": (lambda x: 2**x, (4,), 0),
+    "powers of itself": (lambda x: (x.abs() + 1) ** x, (4,), 0),
+    "another slope": (lambda x: functional.softplus(x, 2), (4,), 0),
+    "reflected": (lambda x: functional.pad(x, (1, 1), mode="reflect"), (2, 3), 0),
+    "interpolated": (lambda x: functional.interpolate(x, 5, mode="linear"), (2, 3), 0),
+    "filled in place": (lambda x: x.clone().index_fill_(1, torch.tensor([0, 2]), 0.5), (4, 3), 0),
+    "scattered": (lambda x: torch.zeros_like(x).scatter_add_(1, x.argsort(1), x), (4, 3), 0),
+    "gathered": (lambda x: x.gather(1, x.argsort(1)[:, :2]), (4, 3), 0),
+    "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 0),
     "filled for all samples": (lambda x: torch.cat([x, torch.ones(x.size(0), 2)], 1), (4,), 0),
+    "the number of samples in a shape": (
+        lambda x: x.flatten(0, 1).view(x.shape[0], 3, 4) + torch.arange(3)[:, None], (3, 4), 0,
+    ),
     "with the batch inside": (
         lambda x: x.transpose(0, 1).cumsum(2).transpose(0, 1) + x.view(-1, 4).cumsum(1).view_as(x),
-        (3, 4), 2,
+        (3, 4), 0,
     ),
     "inside of a batch of rows": (
         lambda x: x.cumsum(1).reshape(-1, 2).tanh().view(x.size(0), -1), (4,), 1,
@@ -355,17 +398,12 @@ CASES = {
     },
     **{
         f"function, {name}": Case(make=partial(Applied, function), shape=shape)
-        for name, (function, shape, *_) in (FUNCTIONS | WHOLE).items()
+        for name, (function, shape, *_) in (FUNCTIONS | BY_TORCH).items()
     },
 }
-N_WHOLE = {f"function, {name}": n for name, (_, _, n) in WHOLE.items()} | dict.fromkeys(
-    [
-        *(f"module, {n}" for n in ("bilinear", "convolution, reflected")),
-        *(f"module, {n}" for n in ("softplus, another slope", "filled padding")),
-        *(f"tensor, {n}" for n in ("matrix from the left", "matrix, computed")),
-    ],
-    1,
-)
+N_WHOLE = {"module, filled padding": 1} | {
+    f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()
+}
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension", "ignore:Casting complex")
@@ -461,6 +499,43 @@ def test_layers_of_several_results_stay_layers() -> None:
     assert graph["lstm"].kind in {"whole", "call"}
 
 
+class Gates(nn.Module):
+    """Experts with the interface of transformers: a loop over those that any token chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 5
+        self.up = nn.Parameter(torch.randn(5, 3, 4))
+        self.down = nn.Parameter(torch.randn(5, 4, 3))
+
+    @override
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        found = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
+            rows = functional.linear(hidden_states[tokens], self.up[expert]).relu()
+            rows = functional.linear(rows, self.down[expert])
+            found = found.index_add(0, tokens, rows * top_k_weights[tokens, places, None])
+        return found
+
+
+def test_experts_are_computed_where_their_weights_are() -> None:
+    def forward(x: torch.Tensor, router: nn.Module, experts: nn.Module) -> object:
+        tokens = x.flatten(0, 1)
+        weights, chosen = router(tokens).softmax(-1).topk(2)
+        return x + experts(tokens, chosen, weights).view_as(x)
+
+    make = lambda: Applied(forward, router=nn.Linear(4, 5), experts=Gates())  # noqa: E731
+    graph = check(Case(make=make, shape=(3, 4)))
+    layer, kind = graph["experts"], operator_of(graph["experts"])
+    assert kind.partial is not None
+    part = Region(((0, 3), (1, 3)))
+    assert kind.partial.uses(layer, part)["up"] == Region(((1, 3), (0, 3), (0, 4)))
+    assert kind.partial.writes(layer, part) == layer.region
+
+
 # --- words ---
 
 
@@ -473,7 +548,7 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "counted embedding": (lambda: nn.Embedding(7, 3, scale_grad_by_freq=True), 1),
     "own table": (lambda: owning(functional.embedding, (7, 3)), 0),
     "positions": (lambda: owning(partial(placed, torch.arange(1, 5)), (7, 3)), 0),
-    "positions in steps": (lambda: owning(partial(placed, torch.arange(6, -2, -2)), (7, 3)), 1),
+    "positions in steps": (lambda: owning(partial(placed, torch.arange(6, -2, -2)), (7, 3)), 0),
     "whole numbers at other places": (
         lambda: owning(
             lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w), (7, 3)
@@ -491,6 +566,32 @@ def test_words_become_rows_of_a_table(name: str) -> None:
 # --- tensors and modes ---
 
 
+def test_buffers_that_are_not_saved_are_constants() -> None:
+    """No shard has them: rotary frequencies and positions of transformers."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+            self.places: torch.Tensor
+            self.factors: torch.Tensor
+            self.saved: torch.Tensor
+            self.register_buffer("places", torch.arange(3, 6), persistent=False)
+            self.register_buffer("factors", torch.rand(4), persistent=False)
+            self.register_buffer("saved", torch.rand(4))
+
+        @override
+        def forward(self, x: torch.Tensor) -> object:
+            return (x + self.table(self.places)) * self.factors.cos() + self.saved
+
+    case = Case(make=Placed, shape=(3, 4))
+    model = case.model()
+    graph = capture(model, case.specs)
+    assert set(graph.tensors) == {"table.weight", "saved"}
+    for seed in (None, 4):
+        assert_same(graph, model, case, training=True, seed=seed)
+
+
 def test_channels_are_dropped_together() -> None:
     model = Applied(
         lambda x, drop: functional.dropout1d(drop(x).flatten(2), 0.3, drop.training),
@@ -500,6 +601,47 @@ def test_channels_are_dropped_together() -> None:
     dropped = [layer for layer in graph.layers if layer.kind == "dropout"]
     assert [layer.options["n_shared"] for layer in dropped] == [2, 1]
     assert [layer.options["probability"] for layer in dropped] == [0.4, 0.3]
+
+
+def one_draw(x: torch.Tensor) -> tuple[int, ...]:
+    return (x.shape[0],) + (1,) * (x.dim() - 1)
+
+
+STOCHASTIC_DEPTH: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "timm": lambda x, q: x * x.new_empty(one_draw(x)).bernoulli_(q).div_(q),
+    "torchvision": lambda x, q: x * torch.empty(one_draw(x), dtype=x.dtype).bernoulli_(q).div_(q),
+    "transformers": lambda x, q: x.div(q) * (q + torch.rand(one_draw(x), dtype=x.dtype)).floor_(),
+    "channels": lambda x, q: x.new_empty(*x.shape[:2], 1).bernoulli_(q) * (x / q),
+    "elements": lambda x, q: torch.empty_like(x).bernoulli_(q).mul_(1 / q) * x,
+}
+
+
+@pytest.mark.parametrize("name", STOCHASTIC_DEPTH)
+def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -> None:
+    """It was computed in evaluation too, with its last numbers."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @override
+        def forward(self, x: torch.Tensor) -> object:
+            y = self.layer(x)
+            return x + (STOCHASTIC_DEPTH[name](y, 0.7) if self.training else y)
+
+    case = Case(make=Deep, shape=(3, 4))
+    model, graph = case.model(), capture(case.model(), case.specs)
+    assert [layer.kind for layer in graph.layers] == [INPUT, "linear", "dropout", "pointwise"]
+    assert evaluation_difference(model, case.specs) is None
+    assert_same(graph, model, case, training=False)
+    x = case.input(batch=40)
+    with SharedDropoutMasks(graph, seed=3):
+        expected = model.train()(x)
+    step = Step(training=True, seed=3)
+    found = evaluate(graph, {"x": x}, tensors_of(model), step=step)[graph.outputs[0]]
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, evaluate(graph, {"x": x}, tensors_of(model))[graph.outputs[0]])
 
 
 def test_frozen_modules_stay_as_they_are_in_training() -> None:

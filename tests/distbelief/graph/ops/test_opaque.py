@@ -27,7 +27,7 @@ def test_a_recurrent_module_without_memory_is_computed_with_the_tensors_given() 
     module = nn.LSTM(3, 4, 2, batch_first=True, dtype=torch.float64)
     shell = nn.LSTM(3, 4, 2, batch_first=True, device="meta")
     tensors = dict(module.named_parameters())
-    layer = layer_for(module, (5, 4), output=(0,))
+    layer = layer_for(module, (5, 4), output=0)
     assert operator_of(layer).cuts(layer) == ()
     step = Step(modules={"path": shell})
     parts = {"whole": [layer.region]}
