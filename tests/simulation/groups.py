@@ -8,8 +8,8 @@ import torch
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.core.memory import Memory
-from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT
+from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import ElementType, Layout
 from distbelief.program.placement import Placement
@@ -19,11 +19,13 @@ from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.task.forward import Sample
 from distbelief.task.task import BuildContext, Captured, TaskSpec, build_model, capture_task
 from distbelief.worker.build import Split, build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import member_names
 from distbelief.worker.local_executor import FlatModel
+from tests.distbelief.examples import a_sample
 from tests.distbelief.program.plans import random_plan
 from tests.simulation.jobs import Direct
 
@@ -36,7 +38,7 @@ class Group(Direct):
         task: TaskSpec,
         settings: DownpourSettings,
         *,
-        inputs: Sequence[InputSpec],
+        inputs: Shape | Sample,
         n_machines: int = 3,
         n_shards: int = 1,
         plan_seed: int = 0,
@@ -49,7 +51,7 @@ class Group(Direct):
         dtype: ElementType = "float32",
         place: Callable[[str], int] | None = None,
     ) -> None:
-        captured = _captured(task, tuple(inputs))
+        captured = _captured(task, inputs)
         graph = captured.graph
         if place is None:
             generator = np.random.default_rng(plan_seed)
@@ -86,6 +88,7 @@ class Group(Direct):
             seed=0,
             initials=model.initials(),
             evaluation_subset=20,
+            sample=inputs if isinstance(inputs, Sample) else None,
             await_begin=await_begin,
         )
         names = [*self.shards, *self.machines]
@@ -136,15 +139,17 @@ class Group(Direct):
         )
 
 
-def _captured(task: TaskSpec, inputs: tuple[InputSpec, ...]) -> Captured:
+def _captured(task: TaskSpec, inputs: Shape | Sample) -> Captured:
     # Capturing takes longer than most simulations: do it once.
-    key = (task.model.factory, inputs)
+    key = (task.model.factory, task.loss, inputs)
     if key not in _CAPTURED:
-        _CAPTURED[key] = capture_task(task, inputs=inputs, targets=())
+        if not isinstance(inputs, Sample):
+            inputs = a_sample(inputs, labels=":" not in task.loss)
+        _CAPTURED[key] = capture_task(task, inputs)
     return _CAPTURED[key]
 
 
 _CAPTURED: dict[object, Captured] = {}
 
 
-FRAMES = [InputSpec(shape=(40,))]
+FRAMES = (40,)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.data import DataShard, Samples
+from distbelief.data import DataShard, Samples, read_batch
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
@@ -150,7 +150,7 @@ def plain_gradient(
         for begin in range(start, stop, chunk_sizes.mini_batch_size):
             indices = samples.at(begin, min(begin + chunk_sizes.mini_batch_size, stop))
             model.gradient(
-                *points(n_samples, n_inputs).__getitems__(list(indices)), summed(logistic)
+                read_batch(points(n_samples, n_inputs), indices.tolist()), summed(logistic)
             )
             gradients = [g.clone() for g in model.gradients if g is not None]
             total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients

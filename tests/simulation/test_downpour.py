@@ -205,7 +205,7 @@ def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tens
     """
     module = build_model(task.model)
     local: dict[str, torch.Tensor] = dict(module.named_parameters())
-    server = {name: _drawn(task)[name].clone().requires_grad_() for name in local}
+    server = {name: drawn(task)[name].clone().requires_grad_() for name in local}
     optimizer = _optimizer(settings.rule, server)
     alpha = settings.local_learning_rate or settings.rule.learning_rate
     dataset, loss = build_dataset(task.train), loss_function(task.loss)
@@ -247,7 +247,7 @@ def _batches(settings: DownpourSettings, *, n_samples: int) -> Iterator[list[int
         yield indices.tolist()
 
 
-def _drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
+def drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     model = FlatModel(build_model(task.model))
     layout = Layout.of(model.specs(), n_shards=1)
     vector = shard_values(layout, 0, model.initials(), seed=task.model.seed)

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
         (("--input", "3x17x16"), "net", "(3x2176 and 2048x10). Is the shape of the"),
         (("--input", "2048:50"), "linear", "It gets integers: embed them"),
         (("--input", "6"), "words", "(--input 128:30000)"),
-        (("--input", "5", "--loss", "mse"), "Two", "has 2 outputs (a, b), and a loss"),
+        (("--input", "5", "--loss", "mse"), "Two", "the model returned 0, 1: return one"),
         (("--diff", "missing.json", "other.json"), "net", "missing.json: No such file"),
         (("--diff", ".", "."), "net", "name a file written by --out"),
         (
