@@ -57,9 +57,6 @@ class ClientSession:
         address: The server's address.
         keys: Directory of this host's keys, for an address with a key.
 
-    Attributes:
-        values: One flat tensor for each parameter, a view of its memory.
-
     Raises:
         JobError: the address, the keys or the parameters are not valid.
         PeerLostError: a server on this host does not run.
@@ -77,6 +74,7 @@ class ClientSession:
         for parameter in parameters:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
+        # One flat tensor for each parameter, a view of its memory.
         self.values = [parameter.detach().view(-1) for parameter in parameters]
         shards, backups = all_copy_names(address.n_shards, address.shard_copies)
         memory: Memory = PrivateMemory(host="")

@@ -37,8 +37,7 @@ from distbelief.run.directory import RunDirectory
 from distbelief.run.model_file import check_trained
 from distbelief.task.dry_run import shown
 from distbelief.task.task import Sample, build_model
-from distbelief.task.validation import check_evaluation
-from distbelief.worker.computation import OUTPUT, Computation, forward_graph
+from distbelief.worker.computation import OUTPUT, Computation
 
 
 SUFFIXES: Final = (".npy", ".safetensors")
@@ -143,11 +142,13 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
 def _split(
     job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None]
 ) -> Array:
-    wanted = next(iter(plan.inputs.values()))
-    if tuple(inputs.shape[1:]) != wanted:
+    graph = plan.captured_graph()
+    wanted, is_integer = graph.layers[0], not np.issubdtype(inputs.dtype, np.floating)
+    if (inputs.shape[1:], is_integer) != (wanted.shape, wanted.is_integer):
+        words = ("floating-point numbers", "integers")
         raise GraphError(
-            f"each input sample has shape {list(inputs.shape[1:])}, and the "
-            f"model takes {list(wanted)}"
+            f"each input sample has shape {list(inputs.shape[1:])} of {words[is_integer]}, and the "
+            f"model takes {list(wanted.shape)} of {words[wanted.is_integer]}"
         )
     check_device(job.cluster.device, "use --whole, which needs none")
     with torch.device("meta"):
@@ -162,7 +163,7 @@ def _split(
         np.save(given, inputs)
         sample = Sample(
             input_shape=tuple(inputs.shape[1:]),
-            input_is_integer=not np.issubdtype(inputs.dtype, np.floating),
+            input_is_integer=is_integer,
             target_shape=(),
             target_is_integer=False,
         )
@@ -174,8 +175,6 @@ def _split(
             n_steps=-(-len(inputs) // plan.batch),
             dtype=dtype,
         )
-        check_evaluation(job.task, sample)
-        graph, _ = forward_graph(job.task, sample)
         place = computation.path(OUTPUT)
         np.lib.format.open_memmap(
             place,

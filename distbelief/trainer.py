@@ -25,8 +25,7 @@ from typing import Final, Self, final
 import msgspec
 from rich.console import Console
 
-from distbelief.cluster.address import JobAddress
-from distbelief.cluster.listen import JoinServer
+from distbelief.cluster.listen import JobAddress, JoinServer
 from distbelief.cluster.ray import RayHosts
 from distbelief.config.algorithms import algorithm_of, find, roster_of
 from distbelief.config.job import Job, VerdictOf, done

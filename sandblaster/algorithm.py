@@ -12,15 +12,7 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, RosterEntry
-from distbelief.worker.build import (
-    Split,
-    build_evaluator,
-    build_shard,
-    evaluator_entries,
-    replica_entries,
-    shard_entries,
-    shard_names,
-)
+from distbelief.worker import build as wb
 from distbelief.worker.group import group_rank_of
 from sandblaster.build import build_coordinator, build_rank, build_replica
 from sandblaster.chunks import COORDINATOR
@@ -80,29 +72,29 @@ class SandblasterAlgorithm:
         """
         del config  # all methods have the same
         return [
-            *shard_entries(n_shards, shard_copies),
+            *wb.shard_entries(n_shards, shard_copies),
             RosterEntry(name=COORDINATOR, kind="coordinator"),
-            *replica_entries(n_replicas, n_machines),
-            *(evaluator_entries(n_machines) if evaluates else []),
+            *wb.replica_entries(n_replicas, n_machines),
+            *(wb.evaluator_entries(n_machines) if evaluates else []),
         ]
 
     def build(self, name: str, *, config: SandblasterSettings, context: BuildContext) -> Role:
         """Return the role of this name, in the process that runs it."""
         if context.plan is not None and group_rank_of(name) is not None:
-            split = Split.of(name, context)
+            split = wb.Split.of(context)
             return build_rank(name, config=config, context=context, split=split)
         kind, _, index = name.partition("-")
         match kind:
-            case "shard" if name in shard_names(context):
+            case "shard" if name in wb.shard_names(context):
                 warm_start = config.warm_start
                 rule = _NO_RULE if warm_start is None else warm_start.rule
-                return build_shard(name, rule=rule, context=context)
+                return wb.build_shard(name, rule=rule, context=context)
             case "replica" if index.isdecimal() and int(index) < context.n_replicas:
                 return build_replica(config, index=int(index), context=context)
             case "coordinator" if not index:
                 return build_coordinator(config, context=context)
             case "evaluator" if not index:
-                return build_evaluator(context)
+                return wb.build_evaluator(context)
             case _:
                 raise LocalProtocolError(
                     f"no role {name!r} in a job of {context.n_shards} shards and "

@@ -1,7 +1,7 @@
 """Builds the coordinator and the workers of a job, in the processes that run them."""
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -13,26 +13,12 @@ from distbelief.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
-from distbelief.roles.role import Role
+from distbelief.roles.role import Address, Role
 from distbelief.task.task import BuildContext, build_model
+from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
-from distbelief.worker.build import (
-    Split,
-    assemble,
-    build_client,
-    data_shard_of,
-    evaluating_rank,
-    layout_of,
-    leader_on_request,
-    local_executor,
-    rank_in,
-    replica_parts,
-    whole_replica,
-    with_data,
-    zeros_of,
-)
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.group import EVALUATORS, GroupRank, member_names
+from distbelief.worker.group import EVALUATORS, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeSteps
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.training import Items
@@ -70,14 +56,14 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
     Raises:
         JobError: a batch would be larger than the data.
     """
-    n_examples = _n_examples(context)
+    n_examples = len(context.train_data()) if context.n_train is None else context.n_train
     if config.batch_size is not None and config.batch_size > n_examples:
         raise JobError(
             f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
             f"{n_examples} samples: use at most that, or remove batch_size to use all"
         )
     shards, _ = all_copy_names(context.n_shards, 1)
-    rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
+    rounding = float(np.finfo(wb.layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
             chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
@@ -104,16 +90,16 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
-    context, task = with_data(context), context.task
+    context, task = wb.with_data(context), context.task
     module = build_model(task.model)
     module.train()
     model = FlatModel(module)
     n_examples = len(context.train_data())
-    client = build_client(context, pushes=True)
+    client = wb.build_client(context, pushes=True)
     chunks = whole_worker(
         worker_config(config, context),
         client=client,
-        executor=local_executor(model, context, seed=(config.seed, 0), sums=True),
+        executor=wb.local_executor(model, context, seed=(config.seed, 0), sums=True),
         samples=Samples(n_examples, seed=config.order_seed),
         await_begin=context.await_begin and config.warm_start is None,
     )
@@ -139,26 +125,16 @@ def whole_worker(
     samples: Samples,
     await_begin: bool = True,
 ) -> Replica:
-    """Return a worker whose process holds the whole model.
-
-    Args:
-        config: Its settings.
-        client: Of all shards; it pushes.
-        executor: Takes gradients of sums.
-        samples: The order of the data.
-        await_begin: Wait for `StartTraining` before it asks for work.
-    """
+    """Return a worker whose process holds the whole model; its executor takes gradients of sums."""
     model = executor.model
     trained = (item for item, spec in enumerate(model.specs()) if spec.kind == "parameter")
-    plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
-    objective = ChunkObjective(
+    objective, plan = _objective(
+        config,
         Items(values=model.values, trained=frozenset(trained)),
-        shards=None,
+        samples,
         client=client,
-        plan=plan,
-        group_tasks=GroupTasks(config, plan=plan, n_ranks=1, await_begin=await_begin),
         names=member_names("replica", 1),
-        retry_seconds=config.retry_seconds,
+        await_begin=await_begin,
     )
     return Replica(
         RankConfig(group="replica"),
@@ -167,8 +143,34 @@ def whole_worker(
         executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=False),
         slices=SlicePrefetch(executor, plan, reuses=True),
         objective=objective,
-        leader=leader_on_request(n_ranks=1),
+        leader=wb.leader_on_request(n_ranks=1),
     )
+
+
+def _objective(
+    config: WorkerConfig,
+    items: Items,
+    samples: Samples,
+    *,
+    client: ParameterClient,
+    names: Sequence[Address],
+    await_begin: bool | None,  # of the leader; None on other ranks
+    shards: Sequence[int] | None = None,
+) -> tuple[ChunkObjective, ChunkBatchPlan]:
+    plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
+    tasks = None
+    if await_begin is not None:
+        tasks = GroupTasks(config, plan=plan, n_ranks=len(names), await_begin=await_begin)
+    objective = ChunkObjective(
+        items,
+        shards=shards,
+        client=client,
+        plan=plan,
+        group_tasks=tasks,
+        names=names,
+        retry_seconds=config.retry_seconds,
+    )
+    return objective, plan
 
 
 # A warm start's first part shares client and model with the second.
@@ -180,28 +182,21 @@ def build_first_part(
     model: FlatModel,
     context: BuildContext,
 ) -> Replica:
-    config = settings.of_replica()
-    assert config.max_steps is not None
-    # The bound counts samples over all incarnations: a restarted one does the rest only.
-    n_samples = config.max_steps * config.batch_size
-    return whole_replica(
-        replace(config, max_steps=None, max_samples=n_samples),
+    assert settings.max_steps is not None
+    return wb.whole_replica(
+        settings,
         client=client,
-        executor=local_executor(
-            model, context, clip_norm=config.clip_norm, seed=(settings.seed, index)
+        executor=wb.local_executor(
+            model, context, clip_norm=settings.clip_norm, seed=(settings.seed, index)
         ),
-        data_shard=data_shard_of(index, config=settings, context=context),
+        data_shard=wb.data_shard_of(index, config=settings, context=context),
+        # The bound counts samples over all incarnations: a restarted one does the rest only.
+        samples_max=settings.max_steps * settings.batch_size,
     )
 
 
-def _n_examples(context: BuildContext) -> int:
-    if context.n_train is not None:
-        return context.n_train
-    return len(context.train_data())
-
-
 def build_rank(
-    name: str, *, config: SandblasterSettings, context: BuildContext, split: Split
+    name: str, *, config: SandblasterSettings, context: BuildContext, split: wb.Split
 ) -> Role:
     """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
 
@@ -209,48 +204,33 @@ def build_rank(
         JobError: the data cannot be built, or the plan is not for this job.
         LocalProtocolError: the plan has no such rank.
     """
-    place = rank_in(name, context=context, split=split)
+    place = wb.rank_in(name, context=context, split=split)
     if place.group == EVALUATORS:
-        return evaluating_rank(place, context=context, split=split)
-    return _summing_machine(place, config=config, context=context, split=split)
-
-
-def _summing_machine(
-    place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: Split
-) -> Replica:
+        return wb.evaluating_rank(place, context=context, split=split)
     n_machines = split.plan.cluster.n_machines
-    context = with_data(context)
-    batch = "portion", config.portion
-    parts = replica_parts(place, context=context, split=split, batch=batch)
-    flow, settings = parts.flow, worker_config(config, context)
-    samples = Samples(len(context.train_data()), seed=config.order_seed)
-    plan = ChunkBatchPlan(samples, mini_batch_size=settings.chunk_sizes.mini_batch_size)
-    group_tasks = None
-    if place.machine == 0:
-        group_tasks = GroupTasks(
-            settings, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
-        )
-    view = PartialView(layout_of(context), flow.items)
+    context = wb.with_data(context)
+    parts = wb.replica_parts(place, context=context, split=split, batch=("portion", config.portion))
+    flow = parts.flow
+    view = PartialView(wb.layout_of(context), flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
-    items = Items(
-        values=zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
-    )
-    objective = ChunkObjective(
-        items,
+    objective, plan = _objective(
+        worker_config(config, context),
+        Items(
+            values=wb.zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
+        ),
+        Samples(len(context.train_data()), seed=config.order_seed),
         shards=view.shards,
         client=parts.client,
-        plan=plan,
-        group_tasks=group_tasks,
         names=member_names(place.group, n_machines),
-        retry_seconds=settings.retry_seconds,
+        await_begin=None if place.machine else context.await_begin,
     )
-    return assemble(
+    return wb.assemble(
         place,
         split,
         parts,
         batch_plan=plan,
         objective=objective,
-        leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        leader=wb.leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
         seed=(config.seed, 0),  # the same in all replicas: so are their sums
         seed_gradient=_sum_over_samples,
     )

@@ -12,11 +12,11 @@ rule = { name = "adagrad", learning_rate = 0.02 }
 """
 
 import math
-from difflib import get_close_matches
 from typing import Final, Literal, get_args
 
 import msgspec
 
+from distbelief.core.formatting import nearest
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.worker.config import DownpourSettings
 from sandblaster.chunks import ChunkSizes
@@ -29,8 +29,6 @@ from sandblaster.optimizers.owlqn import OWLQN
 
 MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn"]
 METHODS: Final = get_args(MethodName)
-_OTHER_NAMES: Final = {"cg": "conjugate-gradient"}
-"""Names that scipy uses, where they are not similar."""
 
 HISTORY: Final = 10
 BATCH_MIN: Final = 3
@@ -112,7 +110,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     def _check_method(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"method is {self.method!r}{_meant(self.method)}")
+            raise ValueError(f"method is {self.method!r}. {nearest(self.method, METHODS)}")
         if self.l1 and self.method != "owl-qn":
             raise ValueError(
                 f"l1 is {self.l1} with method {self.method!r}, which needs a smooth loss: "
@@ -187,12 +185,3 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 def _at_least(least: int, name: str, value: int | None) -> None:
     if value is not None and value < least:
         raise ValueError(f"{name} is {value}; use {least} or more")
-
-
-def _meant(method: str) -> str:
-    name = method.lower()
-    near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else []
-    near = near or get_close_matches(name, METHODS, n=1)
-    if near:
-        return f". Did you mean {near[0]!r}?"
-    return f"; it must be one of {', '.join(METHODS)}"

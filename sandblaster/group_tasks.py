@@ -17,20 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from distbelief import protocol as wire
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.data import Samples
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    Assignment,
-    ChunkOrder,
-    ChunkResult,
-    Evaluate,
-    PushChunk,
-    ShardVersion,
-    StartTraining,
-    Stop,
-    WorkReport,
-)
 from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
 from distbelief.worker.batches import BatchIndices
 from distbelief.worker.group import GroupLeader, Outgoing
@@ -74,15 +64,15 @@ class ChunkBatchPlan:
 
     def __init__(self, samples: Samples, *, mini_batch_size: int) -> None:
         # The chunk of the present generation; None if there is none.
-        self.order: ChunkOrder | None = None
+        self.order: wire.ChunkOrder | None = None
         # Where known, positions [start, stop) of the chunks that come after it.
         self.ahead: Sequence[tuple[int, int]] = ()
         self._samples = samples
         self._mini_batch_size = mini_batch_size
         self._generation = 0
-        self._next: ChunkOrder | None = None  # of the generation that begins
+        self._next: wire.ChunkOrder | None = None  # of the generation that begins
 
-    def set_order(self, generation: int, order: ChunkOrder | None) -> None:
+    def set_order(self, generation: int, order: wire.ChunkOrder | None) -> None:
         """Note the chunk of a generation; messages of older generations change nothing.
 
         Raises:
@@ -163,7 +153,7 @@ class ChunkAttempts:
         self.epoch = 0  # of the coordinator
         self.evaluation = 0  # its number
         # Versions of the shards' values at which it is computed.
-        self.versions: tuple[ShardVersion, ...] = ()
+        self.versions: tuple[wire.ShardVersion, ...] = ()
         self.n_computed = 0  # examples computed for this evaluation
 
     @property
@@ -180,7 +170,7 @@ class ChunkAttempts:
         # Each epoch counts attempts from 1: the same number may be another attempt.
         return self._attempts.get(one.attempt) is one
 
-    def update(self, message: Assignment) -> bool:
+    def update(self, message: wire.Assignment) -> bool:
         """Take an assignment; return whether it is newer than the last one.
 
         Raises:
@@ -224,9 +214,9 @@ class ChunkAttempts:
             return ()
         return [one for one in self if not one.is_computed]
 
-    def report(self, generation: int = 0) -> WorkReport:
+    def report(self, generation: int = 0) -> wire.WorkReport:
         results = tuple(
-            ChunkResult(
+            wire.ChunkResult(
                 attempt=one.attempt,
                 n_examples=one.stop - one.start,
                 loss=one.loss,
@@ -236,7 +226,7 @@ class ChunkAttempts:
             for one in self
             if one.loss is not None
         )
-        return WorkReport(
+        return wire.WorkReport(
             generation=generation,
             epoch=self.epoch,
             version=self._version,
@@ -263,11 +253,7 @@ class ChunkOutcome:
 class GroupTasks:
     """Tracks the attempts of one worker and how far its ranks are.
 
-    Args:
-        config: Settings of the worker.
-        plan: The batch plan of the leader's own rank.
-        n_ranks: Ranks of the worker, the leader included.
-        await_begin: Wait for `StartTraining` before it asks for work.
+    `plan` is that of the leader's own rank; `n_ranks` counts the leader.
     """
 
     def __init__(
@@ -305,19 +291,22 @@ class GroupTasks:
         return None if has_work else "waiting for work"
 
     def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+        self,
+        leader: GroupLeader,
+        message: wire.StartTraining | wire.Evaluate | wire.Stop,
+        now: Seconds,
     ) -> Outgoing:
         match message:
-            case StartTraining():
+            case wire.StartTraining():
                 self._begun = self._is_due = True
-            case Stop():
+            case wire.Stop():
                 self._stopping = True
                 return leader.stop(now)
-            case Evaluate():
+            case wire.Evaluate():
                 pass  # evaluators do that
         return []
 
-    def take(self, message: Assignment) -> None:
+    def take(self, message: wire.Assignment) -> None:
         """Take an assignment.
 
         Raises:
@@ -370,10 +359,7 @@ class GroupTasks:
     ) -> tuple[Sequence[Action], Outgoing]:
         """Return what follows from the state of the group.
 
-        Args:
-            leader: The leader of the group.
-            now: The time.
-            has_opened: Whether the first mini-batch of this generation has begun.
+        `has_opened`: whether the first mini-batch of this generation has begun.
         """
         if self._stopping:
             return [], []
@@ -439,7 +425,7 @@ class GroupTasks:
         one = self._current = attempts.to_compute[0]
         self._began_at = self._outcome = None
         self._n_counted = 0
-        order = ChunkOrder(
+        order = wire.ChunkOrder(
             epoch=attempts.epoch,
             evaluation=attempts.evaluation,
             versions=attempts.versions,
@@ -458,7 +444,7 @@ class GroupTasks:
             self._plan.ahead = [(one.start, one.stop) for one in left]
 
     def _new_generation(
-        self, leader: GroupLeader, now: Seconds, order: ChunkOrder | None
+        self, leader: GroupLeader, now: Seconds, order: wire.ChunkOrder | None
     ) -> Outgoing:
         plan = self._plan
         n_steps = 0 if order is None else plan.n_steps(order.start, order.stop)
@@ -483,7 +469,7 @@ class GroupTasks:
         return out
 
     def _push(self, one: ChunkAttempt) -> Outgoing:
-        message = PushChunk(
+        message = wire.PushChunk(
             epoch=self._attempts.epoch, attempt=one.attempt, commit_token=one.commit_token
         )
         return [(m, message) for m in sorted(self._waiting[one.commit_token])]

@@ -61,9 +61,7 @@ Factory = object
 def factory_table(factory: object, *, what: str) -> dict[str, object]:
     """Return keys `factory` and `arguments` of a table of a job file.
 
-    Args:
-        factory: An import path, a function or class, or a partial of one.
-        what: Name for error messages: "model", ...
+    It is an import path, a function or class, or a partial of one; messages call it `what`.
     """
     if isinstance(factory, str):
         return {"factory": factory}

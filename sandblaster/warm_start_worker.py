@@ -17,20 +17,7 @@ from enum import Enum
 from typing import Final, final
 
 from distbelief.protocol import Assignment, Finished, StartTraining, Stop, WorkReport
-from distbelief.roles.role import (
-    Action,
-    Compute,
-    Computed,
-    Event,
-    Exit,
-    PeerJoined,
-    Received,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.worker.replica import Replica
 from sandblaster.chunks import COORDINATOR
 from sandblaster.worker import ChunkObjective
@@ -50,11 +37,8 @@ class _Part(Enum):
 class WarmStartWorker:
     """The role `replica-INDEX` of a Sandblaster job with a warm start.
 
-    Args:
-        downpour: The first part; it waits for `StartTraining`, and ends by itself.
-        chunks: The second part, with the same client and model; it does not wait.
-        await_begin: Wait for `StartTraining` of the supervisor.
-        retry_seconds: Seconds after which it reports again that it is ready.
+    `downpour` waits for `StartTraining` and ends by itself; `chunks`, with the same client and
+    model, does not wait.
     """
 
     accepts: Final = Replica.accepts | ChunkObjective.accepts
@@ -65,7 +49,7 @@ class WarmStartWorker:
         downpour: Replica,
         chunks: Replica,
         await_begin: bool = True,
-        retry_seconds: Seconds = 0.5,
+        retry_seconds: rl.Seconds = 0.5,
     ) -> None:
         self._downpour = downpour
         self._chunks = chunks
@@ -75,25 +59,25 @@ class WarmStartWorker:
         self._stopping = False
         self._incarnation = 0
         self._n_under_way = 0  # works of the first part in the executors
-        self._early: list[Event] = []  # for the second part, until it begins
+        self._early: list[rl.Event] = []  # for the second part, until it begins
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         """Return the actions that `event` calls for.
 
         Raises:
             JobError: model, data or learning rate make it impossible to go on.
             PeerLostError: a shard has been silent for too long.
         """
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         match event:
-            case Started():
+            case rl.Started():
                 self._incarnation = event.incarnation
                 actions += self._train(event, now) + self._report(now)
-            case TimerFired(name=name) if name == _REPORT_TIMER:
+            case rl.TimerFired(name=name) if name == _REPORT_TIMER:
                 actions += self._report(now)
-            case PeerJoined(peer=peer) if peer == COORDINATOR:
+            case rl.PeerJoined(peer=peer) if peer == COORDINATOR:
                 actions += self._report(now) + self._forward(event, now)
-            case Received():
+            case rl.Received():
                 actions += self._receive(event, now)
             case _:
                 actions += self._forward(event, now)
@@ -101,7 +85,7 @@ class WarmStartWorker:
         if self._part is _Part.ENDING and not self._n_under_way:
             self._part = _Part.CHUNKS
             actions.append(self._finished())
-            for each in (Started(incarnation=self._incarnation), *self._early):
+            for each in (rl.Started(incarnation=self._incarnation), *self._early):
                 actions += self._chunks.handle(each, now)
         return actions
 
@@ -112,7 +96,7 @@ class WarmStartWorker:
         is_there = self._part is _Part.CHUNKS
         return state if is_there else self._part.value, counters
 
-    def _receive(self, event: Received, now: Seconds) -> list[Action]:
+    def _receive(self, event: rl.Received, now: rl.Seconds) -> list[rl.Action]:
         from_coordinator = event.sender == COORDINATOR
         match event.message:
             case StartTraining():
@@ -129,7 +113,7 @@ class WarmStartWorker:
                 pass
         return self._forward(event, now)
 
-    def _begin(self, event: Received, now: Seconds) -> list[Action]:
+    def _begin(self, event: rl.Received, now: rl.Seconds) -> list[rl.Action]:
         if event.sender != COORDINATOR:
             self._begun = True
             return self._report(now)
@@ -138,21 +122,21 @@ class WarmStartWorker:
             return self._train(event, now)
         return [] if self._part is _Part.TRAINING else [self._finished()]
 
-    def _report(self, now: Seconds) -> list[Action]:
+    def _report(self, now: rl.Seconds) -> list[rl.Action]:
         if not self._begun or self._part not in {_Part.WAITING, _Part.TRAINING}:
             return []
         here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
-        actions: list[Action] = [Send(receiver=COORDINATOR, message=here)]
+        actions: list[rl.Action] = [rl.Send(receiver=COORDINATOR, message=here)]
         if self._part is _Part.WAITING:
-            actions.append(SetTimer(name=_REPORT_TIMER, at=now + self._retry_seconds))
+            actions.append(rl.SetTimer(name=_REPORT_TIMER, at=now + self._retry_seconds))
         return actions
 
-    def _finished(self) -> Send:
+    def _finished(self) -> rl.Send:
         _, counters = self._downpour.status()
-        return Send(receiver=COORDINATOR, message=Finished(counters=dict(counters)))
+        return rl.Send(receiver=COORDINATOR, message=Finished(counters=dict(counters)))
 
-    def _forward(self, event: Event, now: Seconds) -> list[Action]:
-        if isinstance(event, Computed) and self._n_under_way:
+    def _forward(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
+        if isinstance(event, rl.Computed) and self._n_under_way:
             self._n_under_way -= 1
             if self._part is _Part.ENDING:
                 return []  # a batch that was read ahead
@@ -165,16 +149,16 @@ class WarmStartWorker:
             case _Part.CHUNKS:
                 return [*self._chunks.handle(event, now)]
 
-    def _train(self, event: Event, now: Seconds) -> list[Action]:
+    def _train(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
         # The end of Downpour is not the end of this role: `Finished` and `Exit` are dropped.
         actions = self._downpour.handle(event, now)
-        self._n_under_way += sum(isinstance(one, Compute) for one in actions)
-        if self._stopping or not any(isinstance(one, Exit) for one in actions):
+        self._n_under_way += sum(isinstance(one, rl.Compute) for one in actions)
+        if self._stopping or not any(isinstance(one, rl.Exit) for one in actions):
             return [*actions]
         self._part = _Part.ENDING
         return [one for one in actions if not _is_end(one)]
 
 
-def _is_end(action: Action) -> bool:
-    says_so = isinstance(action, Send) and isinstance(action.message, Finished)
-    return says_so or isinstance(action, Exit)
+def _is_end(action: rl.Action) -> bool:
+    says_so = isinstance(action, rl.Send) and isinstance(action.message, Finished)
+    return says_so or isinstance(action, rl.Exit)

@@ -20,36 +20,12 @@ from typing import Final, final
 import torch
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import (
-    Assignment,
-    ChunkStaged,
-    Evaluate,
-    Message,
-    PushChunk,
-    StartEpoch,
-    StartTraining,
-    Stop,
-)
-from distbelief.roles.role import (
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    PeerJoined,
-    Received,
-    Report,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import GroupLeader, Outgoing
 from distbelief.worker.objective import LocalNorm, Objective
@@ -90,22 +66,17 @@ class _PushInFlight:
 class ChunkPushes:
     """Holds the sums of a rank and pushes those that have a commit token.
 
-        kept --> token --> staging --> pushed --> staged: all shards hold it
-          |        |
-          +--------+--> no longer named: dropped
-
-    Args:
-        client: Client of the shards that hold this rank's parameters.
-        n_bytes: Bytes of one sum.
-        has_parts: Whether this rank holds any parameters.
+    kept --> token --> staging --> pushed --> staged: all shards hold it
+      |        |
+      +--------+--> no longer named: dropped
     """
 
     def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
         # Tokens whose parts all shards hold, the newest last.
         self.staged: deque[int] = deque(maxlen=N_STAGED_REPEATED)
         self._client = client
-        self._n_bytes = n_bytes
-        self._has_parts = has_parts
+        self._n_bytes = n_bytes  # of one sum
+        self._has_parts = has_parts  # whether this rank holds any parameters
         self._sums: dict[Key, KeptChunk] = {}
         self._to_push: dict[int, Key] = {}  # by token, the oldest first
         self._pushing: _PushInFlight | None = None  # in the executor
@@ -123,7 +94,7 @@ class ChunkPushes:
     def retain(self, keys: Collection[Key]) -> None:
         self._sums = {key: one for key, one in self._sums.items() if key in keys}
 
-    def request_push(self, message: PushChunk) -> None:
+    def request_push(self, message: wire.PushChunk) -> None:
         # The leader repeats `PushChunk`: a sum is pushed once for each token.
         key, commit_token = (message.epoch, message.attempt), message.commit_token
         known = (
@@ -143,7 +114,7 @@ class ChunkPushes:
         self._to_push[commit_token] = key
         self._has_work = True
 
-    def stage(self) -> Sequence[Action]:
+    def stage(self) -> Sequence[rl.Action]:
         """Start to stage the next sum that has a token, once every shard has a free slot."""
         client = self._client
         if not self._to_push or not (client.ready and client.can_push):
@@ -155,9 +126,9 @@ class ChunkPushes:
         kept = self._sums.pop(self._to_push.pop(commit_token))
         self._pushing = _PushInFlight(commit_token, kept)
         stage = client.stage(kept.gradients, kept.values)
-        return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._n_bytes))]
+        return [rl.Compute(name=PUSH, work=stage, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))]
 
-    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.name != PUSH or self._pushing is None:
             raise LocalProtocolError(f"unexpected result of {event.name!r}")
         result = event.result
@@ -197,19 +168,10 @@ class ChunkObjective(Objective):
     """Sums gradients of a rank over a chunk; see `distbelief.worker.objective.Objective`.
 
     The sum depends on the mini-batches and the parameters alone, so every attempt at a chunk
-    gives the same bits.
-
-    Args:
-        items: What the rank holds; items without a gradient are buffers.
-        shards: Those that hold any of the items; None: all.
-        client: Connects to them.
-        plan: The mini-batches of the chunk.
-        group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
-        names: Addresses of all ranks of the replica, the leader first.
-        retry_seconds: Seconds after which the staged tokens are reported again.
+    gives the same bits. Only the leader, the first of `names`, has `group_tasks`.
     """
 
-    accepts = frozenset({Assignment, ChunkStaged, PushChunk})
+    accepts = frozenset({wire.Assignment, wire.ChunkStaged, wire.PushChunk})
 
     def __init__(
         self,
@@ -219,13 +181,13 @@ class ChunkObjective(Objective):
         client: ParameterClient,
         plan: ChunkBatchPlan,
         group_tasks: GroupTasks | None,
-        names: Sequence[Address],
-        retry_seconds: Seconds,
+        names: Sequence[rl.Address],
+        retry_seconds: rl.Seconds,
     ) -> None:
         self.values = items.values
         self._items = items
         self._buffers = [item for item in range(len(items.values)) if item not in items.trained]
-        self._shards = shards
+        self._shards = shards  # those that hold any of the items; None: all
         self._client = client
         self._plan = plan
         self._group_tasks = group_tasks
@@ -262,7 +224,7 @@ class ChunkObjective(Objective):
         return "waiting for work" if self._plan.order is None else None
 
     @override
-    def begin(self, position: int, now: Seconds) -> None:
+    def begin(self, position: int, now: rl.Seconds) -> None:
         del position, now
         self._collect()
         self._opened = False
@@ -293,7 +255,7 @@ class ChunkObjective(Objective):
         return step == 0 and self._plan.order is not None and self._installed is None
 
     @override
-    def fetched(self, seconds: Seconds) -> bool:
+    def fetched(self, seconds: rl.Seconds) -> bool:
         """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
         order = self._plan.order
         assert order is not None
@@ -369,7 +331,7 @@ class ChunkObjective(Objective):
         if self._is_alone:
             return self._bad is None
         square = 0.0 if self._bad is None else math.nan
-        return LocalNorm(square=square, settle=_ignore_vote, cost=Cost())
+        return LocalNorm(square=square, settle=_ignore_vote, cost=rl.Cost())
 
     def _note_bad(self, positions: tuple[int, int]) -> None:
         if self._bad is None:
@@ -390,8 +352,8 @@ class ChunkObjective(Objective):
 
     @override
     def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
-    ) -> Sequence[Action]:
+        self, result: object, found: StepResult, chosen: BatchIndices, now: rl.Seconds
+    ) -> Sequence[rl.Action]:
         del result, found, chosen, now
         self._collect()
         tasks = self._group_tasks
@@ -400,7 +362,7 @@ class ChunkObjective(Objective):
                 tasks.computed(self._outcome())
             return []
         blame, self._blame = self._blame, None
-        return [] if blame is None else [Report(text=blame, level="warning")]
+        return [] if blame is None else [rl.Report(text=blame, level="warning")]
 
     def _outcome(self) -> ChunkOutcome:
         if self._bad is None:
@@ -409,21 +371,21 @@ class ChunkObjective(Objective):
         return ChunkOutcome(loss=math.nan, bad=self._bad, blame=self._blame)
 
     @override
-    def computing(self, seconds: Seconds) -> None:
+    def computing(self, seconds: rl.Seconds) -> None:
         self._seconds += seconds
 
     # --- pushes ---
 
-    def push(self, message: PushChunk) -> None:
+    def push(self, message: wire.PushChunk) -> None:
         self._collect()
         self.pushes.request_push(message)
 
     @override
-    def work(self, *, final: bool) -> Sequence[Action]:
+    def work(self, *, final: bool) -> Sequence[rl.Action]:
         return [] if final else self.pushes.stage()
 
     @override
-    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         actions = self.pushes.computed(event, now)
         if self._group_tasks is not None and self._is_alone:
             self._group_tasks.pushed(self.pushes.newest)
@@ -432,40 +394,40 @@ class ChunkObjective(Objective):
     # --- the coordinator's protocol ---
 
     @override
-    def handle(self, event: Event, rank: int | None, now: Seconds) -> list[Action] | None:
+    def handle(self, event: rl.Event, rank: int | None, now: rl.Seconds) -> list[rl.Action] | None:
         tasks = self._group_tasks
         match event:
-            case Started():
+            case rl.Started():
                 if tasks is None:
                     self._tells_staged = True
                 else:
                     tasks.start(event.incarnation)
                 return None
-            case Received():
+            case rl.Received():
                 if tasks is not None and rank is not None:
                     tasks.note_alive(rank, now)
                 return [] if self._receive(event.message, rank) else None
-            case TimerFired(name=name) if name == STAGED_TIMER:
+            case rl.TimerFired(name=name) if name == STAGED_TIMER:
                 self._tells_staged = True
                 return []
-            case TimerFired(name=name) if name == GROUP_TIMER and tasks is not None:
+            case rl.TimerFired(name=name) if name == GROUP_TIMER and tasks is not None:
                 out = self._take_own(tasks.resend())
-                return [Send(receiver=self._names[to], message=message) for to, message in out]
-            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                return [rl.Send(receiver=self._names[to], message=message) for to, message in out]
+            case rl.PeerJoined(peer=peer) if peer == COORDINATOR:
                 if tasks is not None:
                     tasks.request_report()
                 return []
             case _:
                 return None
 
-    def _receive(self, message: Message, rank: int | None) -> bool:
+    def _receive(self, message: wire.Message, rank: int | None) -> bool:
         tasks = self._group_tasks
         match message:
-            case Assignment() if tasks is not None:
+            case wire.Assignment() if tasks is not None:
                 tasks.take(message)
-            case ChunkStaged() if tasks is not None and rank is not None:
+            case wire.ChunkStaged() if tasks is not None and rank is not None:
                 tasks.staged(rank, message.commit_tokens)
-            case PushChunk() if rank == 0:
+            case wire.PushChunk() if rank == 0:
                 self.push(message)
                 self._tells_staged |= message.commit_token in self.pushes.staged
             case _:
@@ -474,12 +436,12 @@ class ChunkObjective(Objective):
 
     def _take_own(self, out: Outgoing) -> Outgoing:
         for rank, message in out:
-            if isinstance(message, PushChunk) and rank == 0:
+            if isinstance(message, wire.PushChunk) and rank == 0:
                 self.push(message)
-        return [(rank, m) for rank, m in out if not (isinstance(m, PushChunk) and rank == 0)]
+        return [(rank, m) for rank, m in out if not (isinstance(m, wire.PushChunk) and rank == 0)]
 
     @override
-    def prepare(self, message: StartEpoch) -> None:
+    def prepare(self, message: wire.StartEpoch) -> None:
         self._plan.set_order(message.generation, message.order)
 
     @override
@@ -492,27 +454,30 @@ class ChunkObjective(Objective):
         return has_work
 
     @override
-    def due(self, now: Seconds) -> list[Action]:
+    def due(self, now: rl.Seconds) -> list[rl.Action]:
         if self._group_tasks is not None:
             return [*self._group_tasks.due_report(now)]
         if not self._tells_staged:
             return []
         self._tells_staged = False
-        staged = ChunkStaged(commit_tokens=tuple(self.pushes.staged))
-        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
-        return [Send(receiver=self._names[0], message=staged), timer]
+        staged = wire.ChunkStaged(commit_tokens=tuple(self.pushes.staged))
+        timer = rl.SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
+        return [rl.Send(receiver=self._names[0], message=staged), timer]
 
     @override
     def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+        self,
+        leader: GroupLeader,
+        message: wire.StartTraining | wire.Evaluate | wire.Stop,
+        now: rl.Seconds,
     ) -> Outgoing:
         assert self._group_tasks is not None
         return self._group_tasks.command(leader, message, now)
 
     @override
     def report(
-        self, leader: GroupLeader, now: Seconds, *, final: bool
-    ) -> tuple[Sequence[Action], Outgoing]:
+        self, leader: GroupLeader, now: rl.Seconds, *, final: bool
+    ) -> tuple[Sequence[rl.Action], Outgoing]:
         """Begin the next generation, if there is a chunk to compute; `final` ends the reports."""
         assert self._group_tasks is not None
         if final:

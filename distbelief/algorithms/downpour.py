@@ -60,7 +60,7 @@ class DownpourAlgorithm:
         """
         kind, _, index = name.partition("-")
         if context.plan is not None and group_rank_of(name) is not None:
-            split = Split.of(name, context)
+            split = Split.of(context)
             return build_rank(name, config=config, context=context, split=split)
         match kind:
             case "shard" if name in shard_names(context):

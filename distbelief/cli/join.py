@@ -1,7 +1,6 @@
 """The command `distbelief join`."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -10,53 +9,41 @@ from distbelief.cli.options import argument, flag, option, reported
 
 @reported
 def join(  # noqa: PLR0913 -- options
-    address: Annotated[
-        str,
-        argument(
-            "tcp://HOST:PORT?key=...",
-            "The job's address, as `distbelief train --listen` prints it.",
-        ),
-    ],
+    address: str = argument(
+        "tcp://HOST:PORT?key=...", "The job's address, as `distbelief train --listen` prints it."
+    ),
     *,
-    keys: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Directory with this host's keys (see: distbelief keys). Not needed if the "
-            "address has a secret.",
-        ),
-    ] = None,
-    cores: Annotated[
-        int | None,
-        option("N", "Cores that the job may use on this host. Default: all.", least=1, most=4096),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        option("SIZE", 'Memory that the job may use on this host, such as "4 GiB". Default: all.'),
-    ] = None,
-    devices: Annotated[
-        list[str] | None,
-        option(
-            "D",
-            "A GPU that the job may use: cuda. Repeat it for each GPU. Default: none.",
-            "--device",
-        ),
-    ] = None,
-    allow_import: Annotated[
-        list[str] | None,
-        option(
-            "MODULE",
-            "A module or package whose functions the job may call on this host. "
-            "May be repeated. Default: none.",
-        ),
-    ] = None,
-    directory: Annotated[
-        Path, option("DIR", "Where to write the logs of the roles that run here.")
-    ] = Path("runs/joined"),
-    stay: Annotated[bool, flag("--stay", "When a job has ended, wait for the next one.")] = False,
-    wait: Annotated[
-        float, option("S", "Wait at most S seconds for a job to accept this host.", least=1.0)
-    ] = 600.0,
+    keys: Path | None = option(
+        None,
+        "DIR",
+        "Directory with this host's keys (see: distbelief keys). Not needed if the "
+        "address has a secret.",
+    ),
+    cores: int | None = option(
+        None, "N", "Cores that the job may use on this host. Default: all.", least=1, most=4096
+    ),
+    memory: str | None = option(
+        None, "SIZE", 'Memory that the job may use on this host, such as "4 GiB". Default: all.'
+    ),
+    devices: list[str] | None = option(
+        None,
+        "D",
+        "A GPU that the job may use: cuda. Repeat it for each GPU. Default: none.",
+        "--device",
+    ),
+    allow_import: list[str] | None = option(
+        None,
+        "MODULE",
+        "A module or package whose functions the job may call on this host. "
+        "May be repeated. Default: none.",
+    ),
+    directory: Path = option(
+        Path("runs/joined"), "DIR", "Where to write the logs of the roles that run here."
+    ),
+    stay: bool = flag("--stay", "When a job has ended, wait for the next one."),
+    wait: float = option(
+        600.0, "S", "Wait at most S seconds for a job to accept this host.", least=1.0
+    ),
 ) -> int:
     """Let a job on another host use this host too.
 

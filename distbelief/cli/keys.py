@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT: Final = Path("~/.distbelief/keys")
 
-KeysOption = Annotated[
-    Path, o.option("DIR", "Directory with this host's keys and allow-list.", "--keys")
-]
+_KEYS = o.option(DEFAULT, "DIR", "Directory with this host's keys and allow-list.", "--keys")
 
 keys = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +27,7 @@ keys = typer.Typer(
 
 @keys.command()
 @o.reported
-def new(*, directory: KeysOption = DEFAULT) -> None:
+def new(*, directory: Path = _KEYS) -> None:
     """Create this host's key pair and print the public key.
 
     The secret key is stored in a file that only you can read. It is never
@@ -40,7 +38,7 @@ def new(*, directory: KeysOption = DEFAULT) -> None:
 
 @keys.command()
 @o.reported
-def show(*, directory: KeysOption = DEFAULT, as_json: o.JsonOption = False) -> None:
+def show(*, directory: Path = _KEYS, as_json: bool = o.AS_JSON) -> None:
     """Print this host's public key and the keys that it allows."""
     files = _files(directory)
     next_pair = files.next_pair()
@@ -69,20 +67,18 @@ def show(*, directory: KeysOption = DEFAULT, as_json: o.JsonOption = False) -> N
 @keys.command()
 @o.reported
 def allow(
-    key: Annotated[str, o.argument("KEY", "The public key of the other host.")],
-    name: Annotated[str, o.argument("NAME", "Your name for this key.")],
+    key: str = o.argument("KEY", "The public key of the other host."),
+    name: str = o.argument("NAME", "Your name for this key."),
     *,
-    roles: Annotated[
-        list[str] | None,
-        o.option(
-            "ROLE",
-            "What the owner of the key may connect as: worker (a training loop of its "
-            "own), host (joins jobs) or server. May be repeated.",
-            "--role",
-            default="worker",
-        ),
-    ] = None,
-    directory: KeysOption = DEFAULT,
+    roles: list[str] | None = o.option(
+        None,
+        "ROLE",
+        "What the owner of the key may connect as: worker (a training loop of its "
+        "own), host (joins jobs) or server. May be repeated.",
+        "--role",
+        shown="worker",
+    ),
+    directory: Path = _KEYS,
 ) -> None:
     """Allow a public key to connect to this host.
 
@@ -109,9 +105,9 @@ def allow(
 @keys.command()
 @o.reported
 def revoke(
-    which: Annotated[str, o.argument("KEY or NAME", "A key, or all keys with this name.")],
+    which: str = o.argument("KEY or NAME", "A key, or all keys with this name."),
     *,
-    directory: KeysOption = DEFAULT,
+    directory: Path = _KEYS,
 ) -> None:
     """Stop allowing a key, or all keys with a name.
 
@@ -124,9 +120,7 @@ def revoke(
 @keys.command()
 @o.reported
 def rotate(
-    *,
-    finish: Annotated[bool, o.flag("--finish", "Start using the new key.")] = False,
-    directory: KeysOption = DEFAULT,
+    *, finish: bool = o.flag("--finish", "Start using the new key."), directory: Path = _KEYS
 ) -> None:
     """Replace this host's key in two steps.
 

@@ -12,7 +12,6 @@ from contextlib import closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -45,16 +44,14 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001 -- typer calls it so
 @app.callback()
 def distbelief(
     *,
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            metavar=" ",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the version.",
-        ),
-    ] = False,
+    _version: bool = typer.Option(
+        False,  # noqa: FBT003 -- positional in typer
+        "--version",
+        metavar=" ",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version.",
+    ),
 ) -> None:
     """Train neural networks on many processes that may be slow, unequal or fail.
 
@@ -72,48 +69,39 @@ def distbelief(
 @app.command()
 @o.reported
 def train(  # noqa: PLR0913 -- options
-    job_file: o.JobArgument = None,
+    job_file: Path | None = o.JOB,
     *,
-    overrides: o.SetOption = None,
-    resume: Annotated[
-        Path | None, o.option("RUN_DIR", "Resume an earlier run from its newest checkpoints.")
-    ] = None,
-    from_scratch: o.FromScratchOption = False,
-    listen: Annotated[
-        str | None,
-        o.option(
-            "tcp://HOST:PORT",
-            "Let other hosts join the job at this address (see: distbelief join). "
-            "0.0.0.0 listens on all interfaces.",
-        ),
-    ] = None,
-    keys: o.KeysOption = None,
-    insecure: o.InsecureOption = False,
-    hosts: Annotated[
-        int, o.option("N", "Start training when N hosts have joined.", least=0, most=1024)
-    ] = 0,
-    hosts_seconds: Annotated[
-        float,
-        o.option(
-            "S",
-            "Wait at most S seconds for --hosts, then start with the hosts that have joined.",
-            least=0.0,
-        ),
-    ] = 600.0,
-    cores: Annotated[
-        int | None,
-        o.option(
-            "N",
-            "With --listen: cores of this host that replicas may use. Default: all.",
-            least=0,
-            most=4096,
-        ),
-    ] = None,
-    on: Annotated[
-        str | None,
-        o.option("ray", "Let a Ray cluster start and restart the hosts, as many as --hosts says."),
-    ] = None,
-    as_json: o.JsonOption = False,
+    overrides: list[str] | None = o.SET,
+    resume: Path | None = o.option(
+        None, "RUN_DIR", "Resume an earlier run from its newest checkpoints."
+    ),
+    from_scratch: bool = o.FROM_SCRATCH,
+    listen: str | None = o.option(
+        None,
+        "tcp://HOST:PORT",
+        "Let other hosts join the job at this address (see: distbelief join). "
+        "0.0.0.0 listens on all interfaces.",
+    ),
+    keys: Path | None = o.KEYS,
+    insecure: bool = o.INSECURE,
+    hosts: int = o.option(0, "N", "Start training when N hosts have joined.", least=0, most=1024),
+    hosts_seconds: float = o.option(
+        600.0,
+        "S",
+        "Wait at most S seconds for --hosts, then start with the hosts that have joined.",
+        least=0.0,
+    ),
+    cores: int | None = o.option(
+        None,
+        "N",
+        "With --listen: cores of this host that replicas may use. Default: all.",
+        least=0,
+        most=4096,
+    ),
+    on: str | None = o.option(
+        None, "ray", "Let a Ray cluster start and restart the hosts, as many as --hosts says."
+    ),
+    as_json: bool = o.AS_JSON,
 ) -> int:
     """Train a model on this host, and on other hosts that join the job.
 
@@ -187,29 +175,23 @@ app.command()(status)
 @app.command()
 @o.reported
 def predict(
-    run_directory: Annotated[Path, o.argument("RUN_DIR", "The directory of a run.")],
-    inputs: Annotated[
-        Path,
-        o.argument(
-            "INPUT",
-            "Inputs, the first dimension being samples: a .npy file, or a .safetensors file with "
-            "one tensor.",
-        ),
-    ],
+    run_directory: Path = o.argument("RUN_DIR", "The directory of a run."),
+    inputs: Path = o.argument(
+        "INPUT",
+        "Inputs, the first dimension being samples: a .npy file, or a .safetensors file with "
+        "one tensor.",
+    ),
     *,
-    out: Annotated[
-        Path | None,
-        o.option(
-            "FILE",
-            "Where to write the outputs: a .npy or .safetensors file.",
-            default="INPUT.outputs.npy",
-        ),
-    ] = None,
-    whole: Annotated[
-        bool,
-        o.flag("--whole", "Compute in one process, even if the run split its model over machines."),
-    ] = False,
-    as_json: o.JsonOption = False,
+    out: Path | None = o.option(
+        None,
+        "FILE",
+        "Where to write the outputs: a .npy or .safetensors file.",
+        shown="INPUT.outputs.npy",
+    ),
+    whole: bool = o.flag(
+        "--whole", "Compute in one process, even if the run split its model over machines."
+    ),
+    as_json: bool = o.AS_JSON,
 ) -> None:
     """Compute the outputs of a trained model for a file of inputs.
 
@@ -230,88 +212,63 @@ def predict(
 @app.command()
 @o.reported
 def partition(  # noqa: PLR0913 -- options
-    model: o.ModelArgument = None,
+    model: str | None = o.MODEL,
     *,
-    inputs: Annotated[
-        list[str] | None,
-        o.option(
-            "SHAPE",
-            "Shape of an input without the batch dimension: 3x200x200. For integers add "
-            "how many values there are: 128:30000. Repeat it for each input.",
-            "--input",
-        ),
-    ] = None,
-    batch: Annotated[int, o.option("N", "Samples in one step.", least=1)] = 32,
-    loss: Annotated[
-        str,
-        o.option(
-            "NAME",
-            "torch's name of the loss function, or one_vs_all. Without it, the step starts "
-            "from given gradients of the outputs.",
-            default=False,
-        ),
-    ] = "",
-    machines: Annotated[
-        str, o.option("N,N,...", "Numbers of machines, one row for each.")
-    ] = "1,2,4,8",
-    cluster: Annotated[
-        str | None,
-        o.option(
-            "NAME or FILE",
-            "A built-in cluster, or a TOML file with speed, memory and network of its "
-            "machines. `here` measures this host and assumes machines like it.",
-            default="rack-10g",
-        ),
-    ] = None,
-    profile: Annotated[
-        bool,
-        o.flag(
-            "--profile",
-            "Measure the layers on this host (at most a minute), and correct the computed times "
-            "of the cluster's machines by the result.",
-        ),
-    ] = False,
-    pins: Annotated[
-        list[str] | None,
-        o.option(
-            "LAYER=SPLIT",
-            "Fix the split of a layer: conv1=grid:3x3, fc=units:8, fc=inputs:4, "
-            "loss=whole@0. May be repeated.",
-            "--pin",
-        ),
-    ] = None,
-    exactly: Annotated[
-        bool, o.flag("--exactly", "Use all machines, even if fewer are faster.")
-    ] = False,
-    explain: Annotated[
-        list[str] | None,
-        o.option(
-            "LAYER",
-            "List every split of a layer, its cost, and why it was not chosen. May be repeated.",
-        ),
-    ] = None,
-    out: Annotated[Path | None, o.option("FILE", "Write the plan as JSON.")] = None,
-    picture: Annotated[
-        Path | None, o.option("FILE.png", "Draw which machine holds which part of each layer.")
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        o.option(
-            "FILE.json", "Write one step as a Chrome trace: what each machine does, and when."
-        ),
-    ] = None,
-    verify: Annotated[
-        bool,
-        o.flag(
-            "--verify",
-            "Run the plan with the most machines in processes on this host. Compare outputs, "
-            "gradients, bytes and times with one process and with the prediction.",
-        ),
-    ] = False,
-    diff: Annotated[
-        tuple[Path, Path] | None, o.option("A B", "Show where two plan files differ.")
-    ] = None,
-    as_json: o.JsonOption = False,
+    inputs: list[str] | None = o.option(
+        None,
+        "SHAPE",
+        "Shape of an input without the batch dimension: 3x200x200. For integers add "
+        "how many values there are: 128:30000. Repeat it for each input.",
+        "--input",
+    ),
+    batch: int = o.option(32, "N", "Samples in one step.", least=1),
+    loss: str = o.option(
+        "",
+        "NAME",
+        "torch's name of the loss function, or one_vs_all. Without it, the step starts "
+        "from given gradients of the outputs.",
+        shown=False,
+    ),
+    machines: str = o.option("1,2,4,8", "N,N,...", "Numbers of machines, one row for each."),
+    cluster: str | None = o.option(
+        None,
+        "NAME or FILE",
+        "A built-in cluster, or a TOML file with speed, memory and network of its "
+        "machines. `here` measures this host and assumes machines like it.",
+        shown="rack-10g",
+    ),
+    profile: bool = o.flag(
+        "--profile",
+        "Measure the layers on this host (at most a minute), and correct the computed times "
+        "of the cluster's machines by the result.",
+    ),
+    pins: list[str] | None = o.option(
+        None,
+        "LAYER=SPLIT",
+        "Fix the split of a layer: conv1=grid:3x3, fc=units:8, fc=inputs:4, "
+        "loss=whole@0. May be repeated.",
+        "--pin",
+    ),
+    exactly: bool = o.flag("--exactly", "Use all machines, even if fewer are faster."),
+    explain: list[str] | None = o.option(
+        None,
+        "LAYER",
+        "List every split of a layer, its cost, and why it was not chosen. May be repeated.",
+    ),
+    out: Path | None = o.option(None, "FILE", "Write the plan as JSON."),
+    picture: Path | None = o.option(
+        None, "FILE.png", "Draw which machine holds which part of each layer."
+    ),
+    timeline: Path | None = o.option(
+        None, "FILE.json", "Write one step as a Chrome trace: what each machine does, and when."
+    ),
+    verify: bool = o.flag(
+        "--verify",
+        "Run the plan with the most machines in processes on this host. Compare outputs, "
+        "gradients, bytes and times with one process and with the prediction.",
+    ),
+    diff: tuple[Path, Path] | None = o.option(None, "A B", "Show where two plan files differ."),
+    as_json: bool = o.AS_JSON,
 ) -> int:
     """Split a model over machines, and predict the time of a training step.
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Final, ParamSpec
+from types import EllipsisType
+from typing import Final, ParamSpec, TypeVar, cast
 
 import typer
 
@@ -19,6 +20,7 @@ MISTAKEN: Final = 2
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # An OSError without a file name that was raised inside these came from standard output.
 _PRINTERS: Final = frozenset({"click", "rich", "typer"})
@@ -76,10 +78,7 @@ def reported(command: Callable[_P, int | None]) -> Callable[_P, None]:
     signature = inspect.signature(command)
     shown = flag("--traceback", "Print the traceback of an error.")
     added = inspect.Parameter(
-        "show_traceback",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, shown],
+        "show_traceback", inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=bool
     )
     parameters = [*signature.parameters.values(), added]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -87,23 +86,30 @@ def reported(command: Callable[_P, int | None]) -> Callable[_P, None]:
     return run
 
 
-def flag(name: str, text: str) -> object:
+def flag(name: str, text: str) -> bool:
     """Return an option without a value."""
-    return typer.Option(name, metavar=" ", help=text)
+    return option(False, " ", text, name)  # noqa: FBT003 -- of typer
 
 
 def option(
+    default: _T,
     metavar: str,
     text: str,
     *names: str,
     least: float | None = None,
     most: float | None = None,
-    default: str | bool = True,
-) -> object:
-    """Return an option with a value; `default` is what its help shows instead of the default."""
-    return typer.Option(
-        *names, metavar=metavar, help=text, min=least, max=most, show_default=default
+    shown: str | bool = True,
+) -> _T:
+    """Return an option with a value; `shown` is what its help shows instead of the default."""
+    made: object = typer.Option(
+        default, *names, metavar=metavar, help=text, min=least, max=most, show_default=shown
     )
+    return cast("_T", made)
+
+
+def argument(metavar: str, text: str, default: "_T | EllipsisType" = ...) -> _T:
+    made: object = typer.Argument(default, metavar=metavar, help=text, show_default=False)
+    return cast("_T", made)
 
 
 def look_up_modules_here() -> None:
@@ -112,44 +118,29 @@ def look_up_modules_here() -> None:
     sys.path[:0] = [] if here in sys.path else [here]
 
 
-def argument(metavar: str, text: str) -> object:
-    return typer.Argument(metavar=metavar, help=text, show_default=False)
-
-
-JobArgument = Annotated[Path | None, argument("JOB.toml", "The job file.")]
-ModelArgument = Annotated[
-    str | None,
-    argument("MODULE:FUNCTION", "The function that makes the model; it takes no arguments."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    option(
-        "KEY=VALUE",
-        "Replace one value of the job file, such as algorithm.n_push=5. May be repeated.",
-        "--set",
-    ),
-]
-FromScratchOption = Annotated[
-    bool,
-    flag(
-        "--from-scratch",
-        "Start again in a directory that already has checkpoints. They are kept, in its "
-        "subdirectory aside-1.",
-    ),
-]
-KeysOption = Annotated[
-    Path | None,
-    option(
-        "DIR",
-        "Directory with this host's keys and allow-list (see: distbelief keys). "
-        "Needed to listen on a network.",
-    ),
-]
-InsecureOption = Annotated[
-    bool,
-    flag(
-        "--insecure", "Listen on a network without key files. Anyone with the address can connect."
-    ),
-]
-SeedOption = Annotated[int, option("N", "Seed of all random numbers.", least=0)]
-JsonOption = Annotated[bool, flag("--json", "Print JSON instead of text.")]
+JOB: Path | None = argument("JOB.toml", "The job file.", None)
+MODEL: str | None = argument(
+    "MODULE:FUNCTION", "The function that makes the model; it takes no arguments.", None
+)
+SET: list[str] | None = option(
+    None,
+    "KEY=VALUE",
+    "Replace one value of the job file, such as algorithm.n_push=5. May be repeated.",
+    "--set",
+)
+FROM_SCRATCH = flag(
+    "--from-scratch",
+    "Start again in a directory that already has checkpoints. They are kept, in its "
+    "subdirectory aside-1.",
+)
+KEYS: Path | None = option(
+    None,
+    "DIR",
+    "Directory with this host's keys and allow-list (see: distbelief keys). "
+    "Needed to listen on a network.",
+)
+INSECURE = flag(
+    "--insecure", "Listen on a network without key files. Anyone with the address can connect."
+)
+SEED = option(0, "N", "Seed of all random numbers.", least=0)
+AS_JSON = flag("--json", "Print JSON instead of text.")

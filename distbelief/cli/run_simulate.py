@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distbelief.chaos.local_faults import run_local_chaos
-from distbelief.chaos.report import ChaosReport, rendered
+from distbelief.chaos.report import rendered
 from distbelief.chaos.simulated import N_RUNS, run_simulated_chaos
 from distbelief.config.load import load_job
 from distbelief.core.signals import ended_by_signals
@@ -97,12 +97,8 @@ def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as
             progress.say("Trying model and data")
             prepared = preparation.stage(job)
             report = run_simulated_chaos(prepared, seed=seed, progress=progress)
-    _show(report, console, as_json=as_json)
-    return report.exit_code
-
-
-def _show(report: ChaosReport, console: Console, *, as_json: bool) -> None:
     if as_json:
         console.out(msgspec.json.encode(report).decode(), highlight=False)
     else:
         console.print(rendered(report))
+    return report.exit_code

@@ -1,7 +1,7 @@
 """The command `distbelief serve`: a parameter server that runs without a job."""
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import typer
 
@@ -14,50 +14,42 @@ RULES: Final = ("sgd", "momentum", "adagrad", "rmsprop", "adam")
 
 @o.reported
 def serve(  # noqa: PLR0913 -- options
-    model: o.ModelArgument = None,
+    model: str | None = o.MODEL,
     *,
-    rule: Annotated[
-        str, o.option("NAME", f"Update rule of the shards: {', '.join(RULES)}.")
-    ] = "sgd",
-    learning_rate: Annotated[float, o.option("R", "Learning rate of the rule.")] = 0.01,
-    options: Annotated[
-        list[str] | None,
-        o.option(
-            "KEY=VALUE",
-            "Another setting of the rule, such as momentum=0.9. May be repeated.",
-            "--set",
-        ),
-    ] = None,
-    shards: Annotated[
-        int, o.option("N", "Number of parameter-server shards.", least=1, most=4096)
-    ] = 1,
-    shard_copies: Annotated[
-        int,
-        o.option(
-            "N",
-            "Processes per shard; 2 adds a backup that takes over if the primary fails.",
-            least=1,
-            most=2,
-        ),
-    ] = 1,
-    bind: Annotated[
-        str | None,
-        o.option(
-            "tcp://HOST:PORT",
-            "Address to listen on. 0.0.0.0 means all interfaces, port 0 any free port. "
-            "Default: only your own processes on this host can connect.",
-        ),
-    ] = None,
-    keys: o.KeysOption = None,
-    insecure: o.InsecureOption = False,
-    directory: Annotated[
-        Path, o.option("DIR", "For checkpoints and logs. The same directory continues from them.")
-    ] = Path("runs/server"),
-    from_scratch: o.FromScratchOption = False,
-    snapshot_every: Annotated[
-        float, o.option("S", "Seconds between two checkpoints of a shard.", least=0.1)
-    ] = 30.0,
-    seed: o.SeedOption = 0,
+    rule: str = o.option("sgd", "NAME", f"Update rule of the shards: {', '.join(RULES)}."),
+    learning_rate: float = o.option(0.01, "R", "Learning rate of the rule."),
+    options: list[str] | None = o.option(
+        None,
+        "KEY=VALUE",
+        "Another setting of the rule, such as momentum=0.9. May be repeated.",
+        "--set",
+    ),
+    shards: int = o.option(1, "N", "Number of parameter-server shards.", least=1, most=4096),
+    shard_copies: int = o.option(
+        1,
+        "N",
+        "Processes per shard; 2 adds a backup that takes over if the primary fails.",
+        least=1,
+        most=2,
+    ),
+    bind: str | None = o.option(
+        None,
+        "tcp://HOST:PORT",
+        "Address to listen on. 0.0.0.0 means all interfaces, port 0 any free port. "
+        "Default: only your own processes on this host can connect.",
+    ),
+    keys: Path | None = o.KEYS,
+    insecure: bool = o.INSECURE,
+    directory: Path = o.option(
+        Path("runs/server"),
+        "DIR",
+        "For checkpoints and logs. The same directory continues from them.",
+    ),
+    from_scratch: bool = o.FROM_SCRATCH,
+    snapshot_every: float = o.option(
+        30.0, "S", "Seconds between two checkpoints of a shard.", least=0.1
+    ),
+    seed: int = o.SEED,
 ) -> int:
     """Run a parameter server for training loops that use DownpourSGD.
 

@@ -1,7 +1,6 @@
 """The commands `distbelief simulate` and `distbelief chaos`: jobs in virtual time."""
 
 from pathlib import Path
-from typing import Annotated
 
 from distbelief.cli import options as o
 from distbelief.errors import JobError
@@ -9,68 +8,48 @@ from distbelief.errors import JobError
 
 @o.reported
 def simulate(  # noqa: PLR0913 -- options
-    job_file: o.JobArgument = None,
+    job_file: Path | None = o.JOB,
     *,
-    overrides: o.SetOption = None,
-    cluster: Annotated[
-        str | None,
-        o.option(
-            "NAME or FILE",
-            "A built-in cluster, or a TOML file with speed, memory and network of its "
-            "machines. `here` assumes --machines machines like this host.",
-            default="this host",
-        ),
-    ] = None,
-    machines: Annotated[
-        int | None,
-        o.option(
-            "N", "Number of machines of the cluster that may be used.", least=1, default="all"
-        ),
-    ] = None,
-    seed: o.SeedOption = 0,
-    seeds: Annotated[
-        int,
-        o.option("K", "Run each configuration with K seeds; show median, p10 and p90.", least=1),
-    ] = 1,
-    sweep: Annotated[
-        list[str] | None,
-        o.option(
-            "KEY=V,V,...",
-            "Try several values of a job-file key, such as replicas=1,2,4. If repeated, "
-            "all combinations are tried.",
-        ),
-    ] = None,
-    suggest: Annotated[
-        bool,
-        o.flag(
-            "--suggest",
-            "Search for the configuration, within --machines, that reaches the target in "
-            "\\[stop] first. Without a target: that computes the most samples per second.",
-        ),
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        o.option(
-            "FILE.json", "Write the first run as a Chrome trace: what each role does, and when."
-        ),
-    ] = None,
-    counted: Annotated[
-        bool,
-        o.flag(
-            "--counted",
-            "Compute the cost of work from its operations and bytes instead of measuring it on "
-            "this host.",
-        ),
-    ] = False,
-    priced: Annotated[
-        bool,
-        o.flag(
-            "--priced",
-            "Simulate times and bytes only, without running the model. For clusters of "
-            "thousands of machines.",
-        ),
-    ] = False,
-    as_json: o.JsonOption = False,
+    overrides: list[str] | None = o.SET,
+    cluster: str | None = o.option(
+        None,
+        "NAME or FILE",
+        "A built-in cluster, or a TOML file with speed, memory and network of its "
+        "machines. `here` assumes --machines machines like this host.",
+        shown="this host",
+    ),
+    machines: int | None = o.option(
+        None, "N", "Number of machines of the cluster that may be used.", least=1, shown="all"
+    ),
+    seed: int = o.SEED,
+    seeds: int = o.option(
+        1, "K", "Run each configuration with K seeds; show median, p10 and p90.", least=1
+    ),
+    sweep: list[str] | None = o.option(
+        None,
+        "KEY=V,V,...",
+        "Try several values of a job-file key, such as replicas=1,2,4. If repeated, "
+        "all combinations are tried.",
+    ),
+    suggest: bool = o.flag(
+        "--suggest",
+        "Search for the configuration, within --machines, that reaches the target in "
+        "\\[stop] first. Without a target: that computes the most samples per second.",
+    ),
+    trace: Path | None = o.option(
+        None, "FILE.json", "Write the first run as a Chrome trace: what each role does, and when."
+    ),
+    counted: bool = o.flag(
+        "--counted",
+        "Compute the cost of work from its operations and bytes instead of measuring it on "
+        "this host.",
+    ),
+    priced: bool = o.flag(
+        "--priced",
+        "Simulate times and bytes only, without running the model. For clusters of "
+        "thousands of machines.",
+    ),
+    as_json: bool = o.AS_JSON,
 ) -> int:
     """Forecast how a job would run on a cluster that you do not have.
 
@@ -111,14 +90,12 @@ def simulate(  # noqa: PLR0913 -- options
 
 @o.reported
 def chaos(
-    job_file: o.JobArgument = None,
+    job_file: Path | None = o.JOB,
     *,
-    seed: o.SeedOption = 0,
-    real: Annotated[
-        bool, o.flag("--real", "Use real processes on this host instead of simulated ones.")
-    ] = False,
-    overrides: o.SetOption = None,
-    as_json: o.JsonOption = False,
+    seed: int = o.SEED,
+    real: bool = o.flag("--real", "Use real processes on this host instead of simulated ones."),
+    overrides: list[str] | None = o.SET,
+    as_json: bool = o.AS_JSON,
 ) -> int:
     """Inject faults into a job, and report how it recovers.
 

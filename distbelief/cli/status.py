@@ -2,11 +2,11 @@
 
 import datetime as dt
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
-from distbelief.cli.options import JsonOption, argument, reported
+from distbelief.cli.options import AS_JSON, argument, reported
 from distbelief.errors import JobError
 
 
@@ -22,12 +22,11 @@ RUNS: Final = Path("runs")
 
 @reported
 def status(
-    run_directory: Annotated[
-        Path | None,
-        argument("RUN_DIR", "A run directory. Default: the newest running one in runs/."),
-    ] = None,
+    run_directory: Path | None = argument(
+        "RUN_DIR", "A run directory. Default: the newest running one in runs/.", None
+    ),
     *,
-    as_json: JsonOption = False,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show the state of each role of a job.
 

@@ -27,28 +27,8 @@ from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
 from distbelief.launch.local import PREPARE, LocalLauncher
 from distbelief.launch.preflight import VERDICT_BYTES_MAX, verdict_file
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
+from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
-from distbelief.roles.role import (
-    SUPERVISOR,
-    USER,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Event,
-    Exit,
-    Launch,
-    PeerLost,
-    Received,
-    Report,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    Terminate,
-    TimerFired,
-    message_types,
-)
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 
@@ -56,7 +36,6 @@ from distbelief.transport.shared_memory import FileMemory
 PROBE_SECONDS: Final = 0.15  # enough to measure the link
 PROBE_SECONDS_MAX: Final = 3.0  # a lost chunk ends the measurement
 N_SIBLINGS_MAX: Final = 10_000  # run directories of one host
-
 _TIMER: Final = "host:beat"
 _STORE: Final = "host:store"
 _VERDICT: Final = "host:verdict"
@@ -87,15 +66,15 @@ class HostAgentConfig:
 
     offer: wire.Offer  # its incarnation is set for each offer
     stays: bool = False  # whether it waits for another job when one is over
-    heartbeat_seconds: Seconds = 0.5  # between two reports to the supervisor
+    heartbeat_seconds: rl.Seconds = 0.5  # between two reports to the supervisor
     # Silence of the supervisor after which the host offers itself again; a run with a longer
     # patience goes on meanwhile
-    silence_seconds_max: Seconds = 15.0
-    wait_seconds_max: Seconds = 600.0  # for a job to take it
-    leave_seconds_max: Seconds = 30.0  # for its roles to be moved when the user asks it to leave
+    silence_seconds_max: rl.Seconds = 15.0
+    wait_seconds_max: rl.Seconds = 600.0  # for a job to take it
+    leave_seconds_max: rl.Seconds = 30.0  # for its roles to be moved when the user asks it to leave
     # Silence after which a job whose port is closed is over; until then a supervisor that died may
     # be restarted
-    over_seconds: Seconds = 60.0
+    over_seconds: rl.Seconds = 60.0
 
 
 @final
@@ -108,35 +87,31 @@ class RunningRoles:
     """
 
     def __init__(self) -> None:
-        self._assigned: dict[Address, int] = {}
-        self.running: dict[Address, int] = {}  # also of earlier incarnations, until they end
-        self.ended: dict[Address, wire.RoleEnded] = {}  # kept until they are no longer assigned
+        self._assigned: dict[rl.Address, int] = {}
+        self.running: dict[rl.Address, int] = {}  # also of earlier incarnations, until they end
+        self.ended: dict[rl.Address, wire.RoleEnded] = {}  # kept until they are no longer assigned
 
     def assign(self, message: wire.Assignments) -> None:
-        """Store the roles assigned to this host; `reconcile` acts on them.
-
-        Raises:
-            RemoteProtocolError: a role name is invalid.
-        """
-        assigned: dict[Address, int] = {}
+        """Store the roles assigned to this host; `reconcile` acts on them."""
+        assigned: dict[rl.Address, int] = {}
         for role in message.assignments:
             if _NAME.fullmatch(role.name) is None or role.name == PREPARE:
                 raise RemoteProtocolError(f"a host cannot run a role {role.name!r:.80}")
-            assigned[Address(role.name)] = role.incarnation
+            assigned[rl.Address(role.name)] = role.incarnation
         self._assigned = assigned
         self.ended = {n: e for n, e in self.ended.items() if assigned.get(n) == e.incarnation}
 
-    def start(self, name: Address, incarnation: int) -> list[Action]:
+    def start(self, name: rl.Address, incarnation: int) -> list[rl.Action]:
         """Start a process, unless an older one of its name must end first."""
         if name in self.running:
             return []
         self.running[name] = incarnation
-        return [Launch(name=name, incarnation=incarnation)]
+        return [rl.Launch(name=name, incarnation=incarnation)]
 
-    def reconcile(self) -> list[Action]:
+    def reconcile(self) -> list[rl.Action]:
         """End what is not assigned; start what is and has not been started."""
-        actions: list[Action] = [
-            Terminate(name=name)
+        actions: list[rl.Action] = [
+            rl.Terminate(name=name)
             for name, incarnation in self.running.items()
             if self._assigned.get(name) != incarnation
         ]
@@ -145,7 +120,7 @@ class RunningRoles:
                 actions += self.start(name, incarnation)
         return actions
 
-    def lose(self, event: PeerLost) -> bool:
+    def lose(self, event: rl.PeerLost) -> bool:
         """Handle the end of a process; return whether its role is assigned."""
         del self.running[event.peer]
         is_assigned = self._assigned.get(event.peer) == event.incarnation
@@ -155,23 +130,19 @@ class RunningRoles:
             )
         return is_assigned
 
-    def drop(self) -> list[Action]:
+    def drop(self) -> list[rl.Action]:
         """Forget all assignments and end all processes."""
         self._assigned, self.ended = {}, {}
-        return [Terminate(name=name) for name in self.running]
+        return [rl.Terminate(name=name) for name in self.running]
 
 
 class HostStorage(Protocol):
     """Stores what a host receives for a run. Called as work, never concurrently."""
 
-    def store_job_spec(self, job_spec: bytes) -> Seconds:
+    def store_job_spec(self, job_spec: bytes) -> rl.Seconds:
         """Check a run's job spec, and write the files that the processes of roles read.
 
-        Returns:
-            How long roles of that run wait for a silent supervisor.
-
-        Raises:
-            DistBeliefError: this host cannot serve that run.
+        Return how long they wait for a silent supervisor; DistBeliefError if this host is unfit.
         """
         ...
 
@@ -194,7 +165,7 @@ class HostAgent:
     * Asked to leave, a host waits a little until its roles have been moved; asked twice, it ends.
     """
 
-    accepts: Final = message_types(HostMessage)
+    accepts: Final = rl.message_types(HostMessage)
 
     def __init__(self, config: HostAgentConfig, *, storage: HostStorage) -> None:
         self._config = config
@@ -207,30 +178,30 @@ class HostAgent:
         self._ready = False
         self._to_prepare = False  # as soon as an older process has ended
         self._refusal: str | None = None
-        self._leaves_at: Seconds | None = None  # deadline, once it was asked to leave
+        self._leaves_at: rl.Seconds | None = None  # deadline, once it was asked to leave
         self._roles = RunningRoles()
-        self._patience: Seconds = config.silence_seconds_max
-        self._offered_since: Seconds = 0.0
+        self._patience: rl.Seconds = config.silence_seconds_max
+        self._offered_since: rl.Seconds = 0.0
         # Of the supervisor; progress: a message to this incarnation.
         self._silence = Silence()
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         """Return the actions that `event` calls for."""
         match event:
-            case Started():
+            case rl.Started():
                 self._silence.start(now)
                 actions = [*self._restart(now), *self._beat(now)]
-            case TimerFired(name=name) if name == _TIMER:
+            case rl.TimerFired(name=name) if name == _TIMER:
                 actions = self._beat(now)
-            case Computed():
+            case rl.Computed():
                 actions = self._computed(event, now)
-            case PeerLost(peer=peer) if peer == SUPERVISOR:
+            case rl.PeerLost(peer=peer) if peer == rl.SUPERVISOR:
                 actions = self._supervisor_gone(event, now)
-            case PeerLost():
+            case rl.PeerLost():
                 actions = self._process_ended(event)
-            case Received(sender=sender, message=message) if sender == USER:
+            case rl.Received(sender=sender, message=message) if sender == rl.USER:
                 actions = self._leave(message, now)
-            case Received(sender=sender, message=message) if sender == SUPERVISOR:
+            case rl.Received(sender=sender, message=message) if sender == rl.SUPERVISOR:
                 actions = self._dispatch(message, now)
             case _:
                 actions = []
@@ -246,17 +217,15 @@ class HostAgent:
             state = "ready" if self._ready else "preparing"
         return state, {"roles": float(len(self._roles.running))}
 
-    def is_supervisor_silent(self, now: Seconds) -> bool:
+    def is_supervisor_silent(self, now: rl.Seconds) -> bool:
         """Return whether a job that has taken this host is silent now."""
         was_of_one = self.was_taken and not self._config.stays
         return was_of_one and self._silence.silent(now) > _ALONE_SECONDS
 
-    # --- beat
-
-    def _beat(self, now: Seconds) -> list[Action]:
+    def _beat(self, now: rl.Seconds) -> list[rl.Action]:
         self._silence.woke(now)
         at = self._silence.expect(now + self._config.heartbeat_seconds)
-        timer = SetTimer(name=_TIMER, at=at)
+        timer = rl.SetTimer(name=_TIMER, at=at)
         if self._leaves_at is not None and now >= self._leaves_at:
             return self._exit("the roles of this host could not be moved in time")
         if self._run is None:
@@ -272,17 +241,17 @@ class HostAgent:
             actions.append(self._offer_message())
         return actions
 
-    def _offer(self, now: Seconds) -> list[Action]:
+    def _offer(self, now: rl.Seconds) -> list[rl.Action]:
         waited = now - self._offered_since
         if waited > self._config.wait_seconds_max:
             return self._exit(f"no job has taken this host in {waited:.0f} s")
         return [self._offer_message()]
 
-    def _offer_message(self) -> Action:
+    def _offer_message(self) -> rl.Action:
         offer = self._config.offer
         return _to_supervisor(msgspec.structs.replace(offer, incarnation=self._incarnation))
 
-    def _report(self) -> Action:
+    def _report(self) -> rl.Action:
         report = wire.HostReport(
             incarnation=self._incarnation,
             ready=self._ready,
@@ -293,7 +262,7 @@ class HostAgent:
         )
         return _to_supervisor(report)
 
-    def _restart(self, now: Seconds) -> list[Action]:
+    def _restart(self, now: rl.Seconds) -> list[rl.Action]:
         self._incarnation += 1
         self._run = self._download = self._refusal = None
         self._ready = self._to_prepare = False
@@ -301,10 +270,10 @@ class HostAgent:
         self._offered_since = now
         return self._roles.drop()
 
-    def _exit(self, error: str | None) -> list[Action]:
-        return [*self._roles.drop(), Exit(error=error)]
+    def _exit(self, error: str | None) -> list[rl.Action]:
+        return [*self._roles.drop(), rl.Exit(error=error)]
 
-    def _leave(self, message: wire.Message, now: Seconds) -> list[Action]:
+    def _leave(self, message: wire.Message, now: rl.Seconds) -> list[rl.Action]:
         if not isinstance(message, wire.Stop):
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
         if self._run is None or self._leaves_at is not None:
@@ -312,15 +281,13 @@ class HostAgent:
         self._leaves_at = now + self._config.leave_seconds_max
         return [_said("leaving", reason=message.reason), self._report()]
 
-    def _supervisor_gone(self, event: PeerLost, now: Seconds) -> list[Action]:
+    def _supervisor_gone(self, event: rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
         silent = self._silence.silent(now)
         if not self.is_supervisor_silent(now) or silent < self._config.over_seconds:
             return []
         return [_said("supervisor_gone", reason=event.reason), *self._exit(None)]
 
-    # --- messages of the supervisor
-
-    def _dispatch(self, message: wire.Message, now: Seconds) -> list[Action]:
+    def _dispatch(self, message: wire.Message, now: rl.Seconds) -> list[rl.Action]:
         self._silence.heard(now, progress=False)
         match message:
             case wire.Assignments(incarnation=incarnation) if incarnation == self._incarnation:
@@ -334,7 +301,7 @@ class HostAgent:
             case _:
                 raise RemoteProtocolError(f"the supervisor sent a host {type(message).__name__}")
 
-    def _assigned(self, message: wire.Assignments, now: Seconds) -> list[Action]:
+    def _assigned(self, message: wire.Assignments, now: rl.Seconds) -> list[rl.Action]:
         if self._run not in {None, message.run}:  # the supervisor of another run
             return [*self._restart(now), *self._offer(now)]
         self._silence.heard(now)
@@ -344,7 +311,7 @@ class HostAgent:
         self._roles.assign(message)
         return self._roles.reconcile() if self._ready else []
 
-    def _released(self, message: wire.Release, now: Seconds) -> list[Action]:
+    def _released(self, message: wire.Release, now: rl.Seconds) -> list[rl.Action]:
         if self._leaves_at is not None:
             return self._exit(None)
         sent_away = message.refused or self._refusal is not None
@@ -356,13 +323,11 @@ class HostAgent:
             return self._exit(message.reason)
         return [_said("released", reason=message.reason), *self._exit(None)]
 
-    # --- downloads
-
-    def _begin_download(self, document: str, now: Seconds) -> Action:
+    def _begin_download(self, document: str, now: rl.Seconds) -> rl.Action:
         self._download = FileDownload(document, now)
         return _to_supervisor(self._download.ask(now))
 
-    def _ask_again(self, now: Seconds) -> list[Action]:
+    def _ask_again(self, now: rl.Seconds) -> list[rl.Action]:
         download = self._download
         if download is None:
             return []
@@ -371,11 +336,11 @@ class HostAgent:
         again = download.ask_again(now)
         return [] if again is None else [_to_supervisor(again)]
 
-    def _probed(self, probe: FileDownload, now: Seconds) -> Action:
+    def _probed(self, probe: FileDownload, now: rl.Seconds) -> rl.Action:
         self._bandwidth = probe.rate
         return self._begin_download(JOB_SPEC, now)
 
-    def _take_chunk(self, chunk: wire.FileChunk, now: Seconds) -> list[Action]:
+    def _take_chunk(self, chunk: wire.FileChunk, now: rl.Seconds) -> list[rl.Action]:
         download = self._download
         if download is None:
             return []
@@ -388,12 +353,10 @@ class HostAgent:
                 return [self._probed(download, now)]
         elif content is not None:
             name = f"{_STORE}:{self._incarnation}"
-            return [Compute(name=name, work=lambda: self._storage.store_job_spec(content))]
+            return [rl.Compute(name=name, work=lambda: self._storage.store_job_spec(content))]
         return [_to_supervisor(download.ask(now))]
 
-    # --- preflight and roles
-
-    def _computed(self, event: Computed, now: Seconds) -> list[Action]:
+    def _computed(self, event: rl.Computed, now: rl.Seconds) -> list[rl.Action]:
         what, _, incarnation = event.name.rpartition(":")
         if incarnation != str(self._incarnation):
             return []
@@ -411,16 +374,16 @@ class HostAgent:
         self._silence.heard(now)
         return [_said("prepared"), self._report()]
 
-    def _refuse(self, why: str) -> list[Action]:
+    def _refuse(self, why: str) -> list[rl.Action]:
         self._refusal = why[:8192]
         return [_said("refused", reason=why), self._report()]
 
-    def _prepare(self) -> list[Action]:
+    def _prepare(self) -> list[rl.Action]:
         launches = self._roles.start(PREPARE, self._incarnation)
         self._to_prepare = not launches
         return launches
 
-    def _process_ended(self, event: PeerLost) -> list[Action]:
+    def _process_ended(self, event: rl.PeerLost) -> list[rl.Action]:
         if self._roles.running.get(event.peer) != event.incarnation:
             return []
         is_assigned = self._roles.lose(event)
@@ -430,20 +393,20 @@ class HostAgent:
             return [self._report()]
         return self._roles.reconcile() if self._ready else []
 
-    def _prepared(self, incarnation: int) -> list[Action]:
+    def _prepared(self, incarnation: int) -> list[rl.Action]:
         if self._to_prepare:
             return self._prepare()
         if incarnation != self._incarnation:
             return []
-        return [Compute(name=f"{_VERDICT}:{self._incarnation}", work=self._storage.verdict)]
+        return [rl.Compute(name=f"{_VERDICT}:{self._incarnation}", work=self._storage.verdict)]
 
 
-def _to_supervisor(message: wire.Message) -> Action:
-    return Send(receiver=SUPERVISOR, message=message)
+def _to_supervisor(message: wire.Message) -> rl.Action:
+    return rl.Send(receiver=rl.SUPERVISOR, message=message)
 
 
-def _said(what: str, *, reason: str = "", detail: str = "", seconds: Seconds = 0.0) -> Action:
-    return Report.of(LogEvent(what, reason=reason, detail=detail, seconds=seconds))
+def _said(what: str, *, reason: str = "", detail: str = "", seconds: rl.Seconds = 0.0) -> rl.Action:
+    return rl.Report.of(LogEvent(what, reason=reason, detail=detail, seconds=seconds))
 
 
 @final
@@ -460,7 +423,7 @@ class AgentStorage:
     spec: Path = field(default_factory=Path)  # what the processes of roles read
     memory: FileMemory | None = None
 
-    def store_job_spec(self, job_spec: bytes) -> Seconds:
+    def store_job_spec(self, job_spec: bytes) -> rl.Seconds:
         self.clear()
         received = read_job_spec(job_spec)
         job, patience = localized(received.spec.job, self.code)

@@ -55,11 +55,7 @@ def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
 
 
 def read_job_spec(content: bytes) -> JobSpec:
-    """Decode what `write_job_spec` wrote on another host.
-
-    Raises:
-        JobError: it is not a job spec.
-    """
+    """Decode what `write_job_spec` wrote on another host, or raise JobError."""
     try:
         return msgspec.json.decode(content, type=JobSpec)
     except _UNREADABLE as error:
@@ -70,13 +66,7 @@ def read_job_spec(content: bytes) -> JobSpec:
 
 
 def localized(job: msgspec.Raw, directory: Path) -> tuple[msgspec.Raw, Seconds]:
-    """Return a job as if its user had started it in this directory, and its patience.
-
-    The patience is how long its roles wait for a silent supervisor.
-
-    Raises:
-        JobError: it is not a job.
-    """
+    """Return a job as if started in this directory, and how long its roles wait in silence."""
     try:
         tables = msgspec.json.decode(bytes(job), type=dict[str, object])
         source = msgspec.convert(tables["source"], type=dict[str, object])
@@ -145,11 +135,7 @@ class FileDownload:
         return FileRequest(document=self.document, offset=len(self._content))
 
     def take(self, chunk: FileChunk, now: Seconds) -> bool:
-        """Append a chunk; return whether it is new.
-
-        Raises:
-            RemoteProtocolError: it contradicts what has come.
-        """
+        """Append a chunk; return whether it is new. RemoteProtocolError if it makes no sense."""
         if chunk.document != self.document or chunk.offset != len(self._content):
             return False  # answer to a repeated request
         end = chunk.offset + len(chunk.content)

@@ -17,8 +17,8 @@ from typing import Final, final
 
 import torch
 
-from distbelief.cluster.address import JobAddress
 from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig, JoinOptions
+from distbelief.cluster.listen import JobAddress
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.errors import JobError
@@ -81,10 +81,8 @@ class SupervisorMonitor:
     def look(self, *, is_alone: bool, is_known: bool) -> str | None:
         """Show the user what is new; return why the run seems to be over, if it does.
 
-        Args:
-            is_alone: Whether this host was part of the run, and hears nothing now.
-            is_known: Whether the supervisor has sent it a message. If the connection closes after
-                that, the supervisor is busy or suspended: its key is the right one.
+        `is_alone`: this host was part of the run, and hears nothing now. `is_known`: the supervisor
+        has sent it a message, so its key is the right one: it is busy or suspended.
         """
         now, where = time.monotonic(), self._place.endpoint
         if self._dial_at is not None and now >= self._dial_at:
@@ -135,12 +133,7 @@ class SupervisorMonitor:
 
 
 def join(options: JoinOptions, *, tell: Tell) -> int:
-    """Offer this host until it ends; return the exit code.
-
-    Raises:
-        JobError: the address or the keys are invalid.
-        StorageError: a directory or shared memory cannot be created.
-    """
+    """Offer this host until it ends; return the exit code."""
     address = JobAddress.parse(options.address)
     reach = _reach(address, options)
     keys = reach.keys

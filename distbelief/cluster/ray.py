@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Final, Protocol, cast, final
+from typing import Final, final
 
 from distbelief.cluster.agent import JoinOptions
 from distbelief.config.job import Job
@@ -68,25 +68,10 @@ class RayMachine:
         return join(options, tell=print)
 
 
-class _Actor(Protocol):
-    """What Ray makes of `RayMachine`."""
-
-    @property
-    def join(self) -> "_Method": ...
-
-
-class _Method(Protocol):
-    def remote(self, options: JoinOptions) -> object: ...
-
-
 def connect(*, is_local: bool) -> None:
     """Connect to the Ray cluster, or start one on this host, as Ray itself decides.
 
-    Args:
-        is_local: Whether the job listens where only this host can reach it.
-
-    Raises:
-        JobError: Ray is not installed, there is no cluster, or it cannot reach the job.
+    A JobError if it cannot reach the job, which `is_local` to this host.
     """
     try:
         import ray  # noqa: PLC0415 -- an extra
@@ -110,11 +95,7 @@ def connect(*, is_local: bool) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Reject an address where nothing listens: Ray would try for minutes.
-
-    Raises:
-        JobError: naming it, and why.
-    """
+    """Raise JobError for an address where nothing listens: Ray would try for minutes."""
     found = _ADDRESS.fullmatch(address)
     if found is None:  # empty, or a form that only Ray understands
         return
@@ -140,7 +121,7 @@ class RayHosts:
 
     def __init__(self, options: RayOptions) -> None:
         self._options = options
-        self._actors: list[_Actor] = []
+        self._actors: list[object] = []
         self._ends: list[object] = []  # result of each actor's `join`
         self._group: object = None
         self._pending: list[object] = []  # ready once the group has its resources
@@ -163,7 +144,7 @@ class RayHosts:
                 self._group, placement_group_bundle_index=index
             )
             machine = make(RayMachine).options(scheduling_strategy=strategy)
-            actor = cast("_Actor", machine.remote())
+            actor = machine.remote()
             host = JoinOptions(
                 address=address,
                 keys=Path(options.keys) if options.keys else None,

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final, TypeVar, cast, final, get_args
+from typing import Annotated, Final, cast, final, get_args
 
 import msgspec
 
@@ -27,15 +27,7 @@ from distbelief.core import units
 from distbelief.core.formatting import nearest
 from distbelief.errors import JobFileError
 from distbelief.graph.graph import GraphError
-from distbelief.program.cluster import (
-    Cluster,
-    Machine,
-    Origin,
-    Outages,
-    OutageTrace,
-    Switch,
-    read_trace,
-)
+from distbelief.program import cluster as spec
 
 
 N_BYTES_MAX: Final = 1 << 20
@@ -67,7 +59,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class _Group(Machine, frozen=True, kw_only=True):
+class _Group(spec.Machine, frozen=True, kw_only=True):
     # Equal machines.
     count: _Count = 1
     cores: _Count = 1
@@ -86,15 +78,8 @@ class _Trace(msgspec.Struct, frozen=True):
     file: str
 
 
-_S = TypeVar("_S", bound=msgspec.Struct)
-
-
-def load_cluster(name_or_path: str | Path) -> Cluster:
-    """Return a cluster that comes with this package, or one from a file.
-
-    Raises:
-        GraphError: neither exists, or the file has a mistake.
-    """
+def load_cluster(name_or_path: str | Path) -> spec.Cluster:
+    """Return a cluster of this package, or one from a file; GraphError if it has a mistake."""
     if isinstance(name_or_path, str) and name_or_path in names():
         file = resources.files("distbelief.config") / "clusters"
         content = (file / f"{name_or_path}{_SUFFIX}").read_bytes()
@@ -129,16 +114,13 @@ def names() -> list[str]:
     )
 
 
-def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> Cluster:
-    """Return the cluster in a TOML document.
+def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> spec.Cluster:
+    """Return the cluster in a TOML document; a trace file lies in `directory`.
 
-    A trace file lies in `directory`; without one, a trace is an error.
-
-    Raises:
-        GraphError: a mistake; names the key and the fix.
+    A mistake is a GraphError, which names the key and the fix.
     """
     try:
-        return _cluster(_decoded(_parsed(content), _File), name, directory)
+        return _cluster(tables.decode(_parsed(content), _File, path=()), name, directory)
     except tables.TableError as error:  # its words for places are those of a job file
         text = re.sub(r"\[(machines|switches)\.(\d+)\]", r"[[\1]] \2", error.text)
         text = re.sub(r"^The job file (\w+ = )", r"\1", text)
@@ -146,16 +128,16 @@ def read_cluster(content: bytes, *, name: str, directory: Path | None = None) ->
         raise GraphError(text.replace("The job file", "the cluster")) from None
 
 
-def _cluster(file: _File, name: str, directory: Path | None) -> Cluster:
+def _cluster(file: _File, name: str, directory: Path | None) -> spec.Cluster:
     if not file.machines:
         raise GraphError(
             "there is no machine: write [[machines]] for each group of equal ones, "
             "and below it count, flops, memory_rate, bandwidth"
         )
-    if file.origin not in get_args(Origin):
+    if file.origin not in get_args(spec.Origin):
         raise GraphError(f"origin = {excerpt(file.origin)} is unknown: use measured or assumed")
     groups = [
-        _decoded(group, _Group, "machines", str(index))
+        tables.decode(group, _Group, path=("machines", str(index)))
         for index, group in enumerate(file.machines, start=1)
     ]
     n_machines = sum(group.count for group in groups)
@@ -167,21 +149,25 @@ def _cluster(file: _File, name: str, directory: Path | None) -> Cluster:
                 "[[machines]] flops: a group is faster than the one before it: write "
                 "the fastest first, because plans use the first machines"
             )
-    machines = [msgspec.convert(group, Machine, from_attributes=True) for group in groups]
+    machines = [msgspec.convert(group, spec.Machine, from_attributes=True) for group in groups]
+    outages = {
+        key: None if table is None else tables.decode(table, spec.Outages, path=(key,))
+        for key, table in (("failures", file.failures), ("preemptions", file.preemptions))
+    }
     counted = zip(machines, groups, strict=True)
-    figures = (*_File.__struct_fields__, *Machine.__struct_fields__)
+    figures = (*_File.__struct_fields__, *spec.Machine.__struct_fields__)
     tables.check_known(file.origins, figures, ("origins",))
-    return Cluster(
+    return spec.Cluster(
         name=file.name or name,
         machines=tuple(machine for machine, group in counted for _ in range(group.count)),
         latency=file.latency,
         message_overhead=file.message_overhead,
         links=_links(file.links, n_machines=n_machines),
-        origin=cast("Origin", file.origin),
+        origin=cast("spec.Origin", file.origin),
         note=file.note,
         switches=tuple(_switch(entry, i) for i, entry in enumerate(file.switches, start=1)),
-        failures=_outages(file.failures, "failures"),
-        preemptions=_outages(file.preemptions, "preemptions"),
+        failures=outages["failures"],
+        preemptions=outages["preemptions"],
         trace=_trace(file.trace, directory, n_machines=n_machines),
         origins=file.origins,
     )
@@ -200,10 +186,6 @@ def _parsed(content: bytes) -> Table:
         raise GraphError(f"is not TOML: {error}") from None
 
 
-def _decoded(value: object, struct: type[_S], *path: str) -> _S:
-    return tables.decode(value, struct, path=path)
-
-
 def _links(links: Mapping[str, object], *, n_machines: int) -> dict[str, float]:
     rates = {}
     for ends, rate in links.items():
@@ -220,25 +202,21 @@ def _links(links: Mapping[str, object], *, n_machines: int) -> dict[str, float]:
     return rates
 
 
-def _switch(entry: object, index: int) -> Switch:
-    switch = _decoded(entry, _Switch, "switches", str(index))
+def _switch(entry: object, index: int) -> spec.Switch:
+    switch = tables.decode(entry, _Switch, path=("switches", str(index)))
     ends = _ENDS.fullmatch(switch.machines)
     if ends is None:
         raise GraphError(
             f"[[switches]] {index} machines = {excerpt(switch.machines)}: write the "
             'first and the last of a group, like "0-15"'
         )
-    return Switch(first=int(ends[1]), last=int(ends[2]), bandwidth=switch.bandwidth)
+    return spec.Switch(first=int(ends[1]), last=int(ends[2]), bandwidth=switch.bandwidth)
 
 
-def _outages(table: object, key: str) -> Outages | None:
-    return None if table is None else _decoded(table, Outages, key)
-
-
-def _trace(table: object, directory: Path | None, *, n_machines: int) -> OutageTrace | None:
+def _trace(table: object, directory: Path | None, *, n_machines: int) -> spec.OutageTrace | None:
     if table is None:
         return None
-    file = _decoded(table, _Trace, "trace").file
+    file = tables.decode(table, _Trace, path=("trace",)).file
     if not file or directory is None:
         raise GraphError(
             f"[trace] file = {excerpt(file)}: write the name of a CSV file in the same directory"
@@ -252,7 +230,7 @@ def _trace(table: object, directory: Path | None, *, n_machines: int) -> OutageT
     if len(content) > N_TRACE_BYTES_MAX:
         raise GraphError(f"[trace] {file} is larger than {N_TRACE_BYTES_MAX} bytes")
     try:
-        return read_trace(content.decode("utf-8-sig"), n_machines=n_machines)
+        return spec.read_trace(content.decode("utf-8-sig"), n_machines=n_machines)
     except UnicodeDecodeError as error:
         raise GraphError(f"[trace] {file} is not UTF-8 text: {error.reason}") from None
     except GraphError as error:

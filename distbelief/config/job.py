@@ -213,10 +213,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
                 if spec is not None
             },
             "algorithm": {"name": self.algorithm_name} | tables.encode(self.algorithm),
-            "cluster": tables.encode(self.cluster),
-            "evaluation": tables.encode(self.evaluation),
-            "stop": tables.encode(self.stop),
-            "output": tables.encode(self.output),
+            **{
+                name: tables.encode(getattr(self, name))
+                for name in ("cluster", "evaluation", "stop", "output")
+            },
             "source": source,
         }
 

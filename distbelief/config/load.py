@@ -24,16 +24,8 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from distbelief.config import algorithms, tables, toml
-from distbelief.config.job import (
-    ClusterTable,
-    DataTables,
-    EvaluationTable,
-    Job,
-    OutputTable,
-    SourceTable,
-    StopTable,
-)
+from distbelief.config import algorithms, job as jobs, tables, toml
+from distbelief.config.job import Job
 from distbelief.config.tables import TableError
 from distbelief.errors import JobError, JobFileError
 
@@ -57,13 +49,13 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
             raise _no_table(needed)
     here = Path.cwd()
     origin = {"file": file, "import_paths": [str((here / file).parent), str(here)]}
-    source = tables.decode(given["source"] or origin, SourceTable, path=("source",))
+    source = tables.decode(given["source"] or origin, jobs.SourceTable, path=("source",))
     base = Path(source.file).parent
     cluster = _cluster(given["cluster"], base=base)
-    evaluation = tables.decode(given["evaluation"], EvaluationTable, path=("evaluation",))
+    evaluation = tables.decode(given["evaluation"], jobs.EvaluationTable, path=("evaluation",))
     stop = _stop(given["stop"])
     usual = {"directory": f"runs/{Path(source.file).stem}"}
-    output = tables.decode(usual | given["output"], OutputTable, path=("output",))
+    output = tables.decode(usual | given["output"], jobs.OutputTable, path=("output",))
     name: object = content.get("name", Path(output.directory).name or "job")
     if not isinstance(name, str) or not name.strip():
         raise TableError(("name",), f"name = {toml.excerpt(name)}: wants text in quotes")
@@ -111,8 +103,8 @@ def _no_table(name: str) -> TableError:
     return TableError((name.partition(".")[0],), f"there is no table [{name}]: add one")
 
 
-def _cluster(table: dict[str, object], *, base: Path) -> ClusterTable:
-    cluster = tables.decode(table, ClusterTable, path=("cluster",))
+def _cluster(table: dict[str, object], *, base: Path) -> jobs.ClusterTable:
+    cluster = tables.decode(table, jobs.ClusterTable, path=("cluster",))
     plan, machines = cluster.plan, cluster.machines
     return msgspec.structs.replace(
         cluster,
@@ -121,12 +113,12 @@ def _cluster(table: dict[str, object], *, base: Path) -> ClusterTable:
     )
 
 
-def _stop(table: dict[str, object]) -> StopTable:
+def _stop(table: dict[str, object]) -> jobs.StopTable:
     # The key names its unit, so a bare number is allowed too.
     seconds = table.get("seconds")
     if isinstance(seconds, int | float) and not isinstance(seconds, bool):
         table = table | {"seconds": f"{seconds!r} s"}
-    return tables.decode(table, StopTable, path=("stop",))
+    return tables.decode(table, jobs.StopTable, path=("stop",))
 
 
 def _model(table: dict[str, object], *, base: Path) -> ModelSpec:
@@ -138,7 +130,7 @@ def _model(table: dict[str, object], *, base: Path) -> ModelSpec:
     return model
 
 
-def _data(table: dict[str, object], *, base: Path) -> DataTables:
+def _data(table: dict[str, object], *, base: Path) -> jobs.DataTables:
     from distbelief.task.task import DataSpec  # noqa: PLC0415 -- torch
 
     tables.check_known(table, ("train", "test"), ("data",))
@@ -149,7 +141,7 @@ def _data(table: dict[str, object], *, base: Path) -> DataTables:
         path = ("data", name)
         part = _with_arguments(tables.as_table(value, path), path, base)
         specs[name] = tables.decode(part, DataSpec, path=path)
-    return DataTables(train=specs["train"], test=specs.get("test"))
+    return jobs.DataTables(train=specs["train"], test=specs.get("test"))
 
 
 def _with_arguments(table: dict[str, object], path: tables.Path, base: Path) -> dict[str, object]:

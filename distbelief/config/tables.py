@@ -20,7 +20,6 @@ from distbelief.errors import JobError, JobFileError
 
 Path = tuple[str, ...]  # keys, from the top of the file
 S = TypeVar("S", bound=msgspec.Struct)
-
 _WORDS = {
     "int": "a whole number",
     "float": "a number",

@@ -109,9 +109,7 @@ def remove_if_free(path: Path) -> bool:
 
 
 TEMPORARY: Final = ".tmp"  # suffix of files and directories that are being written
-
 _DRAFT: Final = ".distbelief-draft-"
-
 _FIXES: Final = {
     errno.ENOSPC: "there is no space left: free some, then go on with --resume",
     errno.EDQUOT: "your quota is used up: free some space, then go on with --resume",
@@ -131,11 +129,9 @@ def explained(error: OSError, path: Path, *, doing: str) -> StorageError:
 
 @final
 class LineFile:
-    """Appends lines to a file. A line that cannot be written is dropped; nothing is raised.
+    """Appends lines to a file, which the first line creates.
 
-    Args:
-        path: The file; created by the first line.
-        tell: Called once, with a message, when a line cannot be written.
+    A line that cannot be written is dropped, and `tell` is called once; nothing is raised.
     """
 
     def __init__(self, path: Path, *, tell: Callable[[str], object]) -> None:

@@ -7,9 +7,7 @@ from typing import Final
 
 
 DASH: Final = "-"  # a value that was not measured; never shown as zero
-
 N_KNOWN_MAX: Final = 40  # names in a hint
-
 _SHARES: Final = frozenset({"accuracy", "top5"})
 _SHARE: Final = "_share"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -148,6 +146,7 @@ SYNONYMS: Final = {
     "dataset": "data",
     "network": "model",
     "output_dir": "directory",
+    "cg": "conjugate-gradient",
 }
 
 

@@ -39,16 +39,10 @@ KEPT_BYTES_MAX: Final = 1 << 25
 
 
 def keep_memory(*, block_bytes_max: int | None = None) -> bool:
-    """Make the C library keep freed memory until this process ends.
+    """Make the C library (glibc only) keep freed memory; return whether it worked.
 
-    Call it before threads start: they then share one arena, so that one thread can reuse
-    memory that another has freed.
-
-    Args:
-        block_bytes_max: Larger blocks are returned at once; None keeps all of them.
-
-    Returns:
-        Whether it worked: it needs glibc.
+    Blocks beyond `block_bytes_max`, if given, are returned at once. Call it before threads start:
+    they then share one arena, so that one thread can reuse memory that another has freed.
     """
     if sys.platform != "linux":
         return False
@@ -65,8 +59,6 @@ def keep_memory(*, block_bytes_max: int | None = None) -> bool:
 
 
 Region = NDArray[np.uint8]  # (n_bytes,), zeroed when created, 64-byte aligned
-
-_ALIGNMENT_BYTES = 64
 
 
 class Memory(Protocol):

@@ -20,8 +20,7 @@ from distbelief.errors import RemoteProtocolError
 Item = TypeVar("Item")
 Sent = TypeVar("Sent")
 
-WINDOW: Final = 32
-"""Items under way to one peer."""
+WINDOW: Final = 32  # items under way to one peer
 
 
 @final
@@ -98,18 +97,12 @@ class Silence:
 
 @final
 class ReliableStream(Generic[Item, Sent]):
-    """Numbered items to one peer; each is sent again until the peer acknowledges it.
-
-    Args:
-        send: Makes what is sent of a number and an item. It is called again for a repetition.
-        backoff: Pauses between repetitions.
-        window: Items under way; the rest wait.
-    """
+    """Numbered items to one peer; each is sent again until the peer acknowledges it."""
 
     def __init__(
         self, send: Callable[[int, Item], Sent], *, backoff: Backoff, window: int = WINDOW
     ) -> None:
-        self._send = send
+        self._send = send  # makes what is sent of a number and an item, also for a repetition
         self._backoff = backoff
         self._window = window
         self._waiting: deque[Item] = deque()
@@ -123,11 +116,7 @@ class ReliableStream(Generic[Item, Sent]):
         return self._fill(now)
 
     def acked(self, count: int, now: float) -> list[Sent]:
-        """The peer has every item with a number below `count`.
-
-        Raises:
-            RemoteProtocolError: some of them were never sent.
-        """
+        """The peer has every item below `count`; RemoteProtocolError if some were never sent."""
         if count > self.next:
             raise RemoteProtocolError(
                 f"acknowledged all items before {count}, but {self.next} is the next to be sent"
@@ -158,23 +147,15 @@ class ReliableStream(Generic[Item, Sent]):
 
 @final
 class Arrivals:
-    """The numbers of a stream that arrived, in any order.
-
-    Args:
-        window: That of the sender: a number farther ahead breaks the protocol.
-    """
+    """The numbers of a stream that arrived, in any order."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
-        self._window = window
+        self._window = window  # of the sender: a number farther ahead breaks the protocol
         self._ahead: set[int] = set()
         self.count = 0  # all numbers below it arrived: the acknowledgement
 
     def is_new(self, number: int) -> bool:
-        """Return whether a number has not been noted.
-
-        Raises:
-            RemoteProtocolError: it is beyond the window.
-        """
+        """Return whether a number is new; RemoteProtocolError if it is beyond the window."""
         if number >= self.count + self._window:
             raise RemoteProtocolError(
                 f"item {number} came before {self.count}: at most {self._window} may be under way"
@@ -215,11 +196,7 @@ class Window:
         return blocks
 
     def acked(self, received: int) -> bool:
-        """The peer has blocks [0, received); return whether that is news.
-
-        Raises:
-            RemoteProtocolError: there are not so many.
-        """
+        """The peer has blocks [0, received); return whether that is news."""
         if received > self.n:
             raise RemoteProtocolError(f"acknowledged {received} blocks of a transfer of {self.n}")
         if received <= self.received:

@@ -65,10 +65,8 @@ _TEXT_MAX = 64
 def parse(value: object, dimension: Dimension) -> float:
     """Return a quantity in seconds, bytes, bytes per second or FLOP/s.
 
-    The result is the nearest float, and never negative.
-
-    Raises:
-        JobFileError: `value` is not a quantity of this dimension; says how to fix it.
+    The result is the nearest float, and never negative. Raises JobFileError: `value` is not a
+    quantity of this dimension; says how to fix it.
     """
     example = _EXAMPLES[dimension]
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:

@@ -97,8 +97,6 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- the thread ---
-
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:

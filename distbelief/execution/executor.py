@@ -25,7 +25,7 @@ from distbelief.execution.operations import (
 )
 from distbelief.execution.schedule import MicroBatchSchedule
 from distbelief.execution.slots import Activations
-from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
 from distbelief.graph.operator import Call, Step
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled, compile_plan
@@ -381,27 +381,14 @@ def inference_of(
     unknown = [name for name in outputs if name not in graph.by_name]
     if unknown or not outputs:
         raise GraphError(f"no layer {unknown[0]!r}" if unknown else "no output is named")
-    wanted = set(outputs)
-    # Keep only the layers that the outputs depend on.
-    for layer in reversed(graph.layers):
-        if layer.name in wanted:
-            wanted.update(layer.inputs)
-    layers = [layer for layer in graph.layers if layer.name in wanted]
-    builder = Builder.of(LayerGraph(tuple(layers), tuple(outputs)))
-    places = {layer.name: placements[layer.name] for layer in layers if layer.kind != INPUT}
+    needed = graph.only(outputs)
+    builder = Builder.of(needed)
+    places = {layer.name: placements[layer.name] for layer in needed.layers if layer.kind != INPUT}
     ends = []
     for name in outputs:
         layer = graph[name]
-        end = builder.free_name(f"{name}.whole")
-        builder.add_layer(
-            Layer(
-                name=end,
-                kind="reshape",
-                inputs=(name,),
-                input_shapes=(layer.shape,),
-                shape=layer.shape,
-                is_integer=layer.is_integer,
-            )
+        end = builder.add(
+            f"{name}.whole", "reshape", [name], layer.shape, is_integer=layer.is_integer
         )
         places[end] = Placement.whole(len(layer.shape), 0)
         ends.append(end)

@@ -149,7 +149,6 @@ class PreparedJob:
             initials=preflight.initials,
             initial_file=preflight.initial_file,
             evaluation_subset=job.evaluation.subset,
-            threads=job.cluster.threads,
             shard_copies=job.cluster.shard_copies,
             plan=self.plan,
             sample=preflight.sample,

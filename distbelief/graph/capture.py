@@ -54,10 +54,10 @@ from distbelief.graph.lowering.noise import replace_noise
 from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
-    Watch,
     attributes_kept,
     has_gradient_hooks,
     lost_change,
+    no_other_generators,
     opaque_reason,
     refuse_bounded_tables,
     refuse_parameter_hooks,
@@ -268,7 +268,6 @@ def _exported(
     model = _Model(module)
     examples = tuple(_without_memory(module, [_example(spec, module) for spec in inputs]))
     dim = Dim("batch", min=2)
-    watch = Watch(module)
 
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
@@ -289,6 +288,7 @@ def _exported(
             warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
             torch.random.fork_rng(devices=[]),
             _NoStrayParameters(module),
+            no_other_generators(module),
         ):
             program = export(
                 model,
@@ -296,7 +296,6 @@ def _exported(
                 dynamic_shapes={"inputs": tuple({0: dim} for _ in examples)},
                 strict=False,
             )
-        watch.check_seeds(str)
     except (GraphError, OpaqueError):
         raise
     except Exception as error:  # a forward may do anything with fake tensors

@@ -42,7 +42,7 @@ class TensorUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
+class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One layer."""
 
     name: str  # unique in its graph
@@ -87,6 +87,17 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     def region(self) -> Region:
         """All of its output."""
         return Region.of(*self.shape)
+
+    @cached_property
+    def signature(self) -> bytes:
+        # Everything that its costs depend on: all but names.
+        tensors = {argument: (use.shape, use.trains) for argument, use in self.tensors.items()}
+        options = {name: value for name, value in self.options.items() if name != "module"}
+        inputs = [self.inputs.index(name) for name in self.inputs]
+        return msgspec.json.encode(
+            (self.kind, self.shape, self.input_shapes, inputs, options, tensors, bool(self.whole)),
+            order="sorted",
+        )
 
     def integer(self, option: str) -> int:
         value = self.options[option]
@@ -168,6 +179,15 @@ class LayerGraph:
         """Every tensor of the model that a layer uses, by name, sorted."""
         uses = {use.name: use for layer in self.layers for use in layer.tensors.values()}
         return MappingProxyType(dict(sorted(uses.items())))
+
+    def only(self, outputs: Sequence[str]) -> "LayerGraph":
+        """Return the graph of these outputs, with nothing that they do not depend on."""
+        needed = set(outputs)
+        for layer in reversed(self.layers):
+            if layer.name in needed:
+                needed.update(layer.inputs)
+        kept = tuple(layer for layer in self.layers if layer.name in needed)
+        return LayerGraph(kept, tuple(outputs))
 
     @property
     def n_parameters(self) -> int:

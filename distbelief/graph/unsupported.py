@@ -7,9 +7,9 @@ tables           with `max_norm`: they rewrite rows behind the parameter server'
 """
 
 import random  # noqa: TID251 -- to see whether a forward has used it
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Final
 
 import numpy as np
 import torch
@@ -32,12 +32,6 @@ def has_gradient_hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether anything runs before or after the forward or backward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001
-    return any(hooks) or has_gradient_hooks(module)
-
-
 def is_replaced(module: nn.Module) -> bool:
     """Return whether the instance's forward differs from its class's."""
     return "forward" in vars(module)
@@ -47,7 +41,7 @@ def opaque_reason(module: nn.Module) -> str | None:
     """Return why a module cannot be split although its type could; None if it can."""
     for path, part in module.named_modules():
         whose = f"its part {path!r}" if path else "it"
-        if has_hooks(part):
+        if part._forward_hooks or part._forward_pre_hooks or has_gradient_hooks(part):  # noqa: SLF001
             return f"{whose} has hooks, so it cannot be split"
         if is_replaced(part):
             return f"{whose} has a forward that was replaced on the instance"
@@ -79,40 +73,29 @@ def refuse_bounded_tables(module: nn.Module) -> None:
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
 
-@final
-class Watch:
-    """Compares the state before and after parts of a trace.
+@contextmanager
+def no_other_generators(root: nn.Module) -> Iterator[None]:
+    """Raise `GraphError` if numbers are drawn from any generator but torch's own meanwhile."""
+    before = _states(root)
+    yield
+    for name, state in _states(root).items():
+        if before.get(name, state) != state:
+            raise GraphError(
+                f"the forward draws random numbers of {name}: the ranks of a replica would draw "
+                "different ones: use torch.nn.Dropout, or torch.rand in its own module"
+            )
 
-    Args:
-        root: The traced module.
-    """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._own = [
-            (f"{path}.{word}".lstrip("."), value)
-            for path, part in root.named_modules()
-            for word, value in vars(part).items()
-            if isinstance(value, Generator)
-        ]
-        self._seeds = self._drawn()
-
-    def check_seeds(self, place: Callable[[], str]) -> None:
-        """Raise `GraphError` if numbers were drawn from any generator but torch's own."""
-        drawn = self._drawn()
-        for (name, before), (_, now) in zip(self._seeds, drawn, strict=True):
-            if before != now:
-                raise GraphError(
-                    f"the forward draws random numbers of {name} at or before"
-                    f"{place() or ' its end'}: the ranks of a replica would draw different "
-                    "ones: use torch.nn.Dropout, or torch.rand in its own module"
-                )
-
-    def _drawn(self) -> list[tuple[str, object]]:
-        return [
-            ("Python's `random`", random.getstate()),
-            ("numpy.random", _plain(np.random.get_state())),  # noqa: NPY002 -- the user's
-            *((f"its {name!r}", _state(value)) for name, value in self._own),
-        ]
+def _states(root: nn.Module) -> dict[str, object]:
+    found = {
+        "Python's `random`": random.getstate(),
+        "numpy.random": _plain(np.random.get_state()),  # noqa: NPY002 -- the user's
+    }
+    for path, part in root.named_modules():
+        for word, value in vars(part).items():
+            if isinstance(value, Generator):
+                found[f"its {f'{path}.{word}'.lstrip('.')!r}"] = _state(value)
+    return found
 
 
 def _state(generator: Generator) -> object:
@@ -133,14 +116,20 @@ def _plain(state: object) -> object:
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules, whatever a forward writes into them."""
-    before = [(part, dict(vars(part)), _tensors(part)) for part in module.modules()]
+    # torch changes the dictionaries of tensors in place.
+    before = [
+        (part, {name: dict(v) if name in _TENSORS else v for name, v in vars(part).items()})
+        for part in module.modules()
+    ]
     try:
         yield
     finally:
-        for part, attributes, tensors in before:
+        for part, attributes in before:
             vars(part).clear()
             vars(part).update(attributes)
-            _put_back(part, tensors)
+
+
+_TENSORS: Final = frozenset({"_parameters", "_buffers"})
 
 
 def lost_change(name: str) -> str:
@@ -148,18 +137,3 @@ def lost_change(name: str) -> str:
         f"the forward changes {name!r}, a tensor of the model, in place or by assigning "
         "another: the change would be lost: keep such state outside of the model"
     )
-
-
-Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
-
-
-def _tensors(part: nn.Module) -> Tensors:
-    return dict(part._parameters), dict(part._buffers)  # noqa: SLF001 -- torch has no public way
-
-
-def _put_back(part: nn.Module, tensors: Tensors) -> None:
-    parameters, buffers = tensors
-    part._parameters.clear()  # noqa: SLF001
-    part._parameters.update(parameters)  # type: ignore[arg-type] # noqa: SLF001 -- what was there
-    part._buffers.clear()  # noqa: SLF001
-    part._buffers.update(buffers)  # noqa: SLF001

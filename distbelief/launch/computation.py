@@ -40,9 +40,6 @@ def compute(
 
     `tell` receives a line about a rank that is silent, or back; `show` what the ranks are doing,
     four times a second. The caller closes the launcher.
-
-    Raises:
-        DistBeliefError: a rank failed, or was silent for too long.
     """
     folder, run = Path(computation.folder), secrets.token_hex(16)
     reach = ListenConfig(directory=str(folder))
@@ -70,8 +67,6 @@ def compute(
             memory="",
             snapshots=str(folder),
             layout=Layout.of([], n_shards=1).spec,
-            initials={},
-            initial_file=None,
             plan=str(plan.absolute()),
             sample=sample,
             reach=reach,

@@ -46,15 +46,10 @@ MODULES: Final = (
 # What the ranks of a split replica need as well: each captures the model on meta tensors, which
 # imports torch's compiler. That is 80 MB and 1.4 s of CPU time (5 s without cached bytecode).
 MODULES_OF_RANKS: Final = ("torch._dynamo",)
-
 REQUEST_BYTES_MAX: Final = 1 << 20
-
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
-
 SAVE_SECONDS_MAX: Final = 30.0  # for children without a supervisor; normally they take a second
-
 _REAP_SECONDS: Final = 0.02
-
 _N_SWEEPS: Final = 30
 _SWEEP_SECONDS: Final = 0.1
 

@@ -23,10 +23,8 @@ from distbelief.roles.role import Address, Event, PeerLost
 
 
 CLOSE_SECONDS_MAX: Final = 5.0  # for the fork server to end its children
-
 # The preflight process of a joining host: can the run's roles be built here?
 PREPARE: Final = Address("prepare")
-
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 

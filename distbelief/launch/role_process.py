@@ -86,8 +86,8 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory: str  # directory of shared memory; "" if none is shared
     snapshots: str  # directory of checkpoints
     layout: LayoutSpec  # of the model's tensors on the shards
-    initials: dict[str, Initial]  # how shards draw each tensor, if they do
-    initial_file: str | None  # file of the initial values, if they do not
+    initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
+    initial_file: str | None = None  # file of the initial values, if they do not
     plan: str | None = None  # file of the plan by which replicas are split; None if they are not
     sample: Sample | None = None  # shapes and types of the data, for that plan
     n_train: int | None = None  # training samples
@@ -193,7 +193,6 @@ def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
         initials=spec.initials,
         initial_file=spec.initial_file,
         evaluation_subset=job.evaluation.subset,
-        threads=job.cluster.threads,
         shard_copies=job.cluster.shard_copies,
         plan=spec.plan,
         sample=spec.sample,

@@ -11,7 +11,7 @@ completion record is written with the object that it describes).
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, final
+from typing import Final, final
 
 import msgspec
 import numpy as np
@@ -19,20 +19,11 @@ import numpy as np
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
-from distbelief.protocol import CheckpointSaved, SessionRecord
-from distbelief.roles.role import (
-    NEWEST,
-    SUPERVISOR,
-    Action,
-    Address,
-    Persisted,
-    Report,
-    Send,
-    Snapshot,
-)
+from distbelief.protocol import CheckpointSaved, Count, SessionRecord
+from distbelief.roles import role as rl
 
 
 @final
@@ -61,86 +52,75 @@ Arrays have the names that they have in a snapshot: "values", "state.NAME".
 
 _VALUES: Final = "values"
 
-_Move = tuple[int, int, int, int]
-"""A run of elements: index of the old shard, [start, stop) there, and offset in the new one."""
 
+def reshard(
+    old: Layout,
+    new: Layout,
+    k: int,
+    *,
+    rule: UpdateRule,
+    clocks: Sequence[int],
+    steps: Sequence[StepCounts],
+    read: Read,
+) -> ShardState:
+    """Return the state of new shard k, in incarnation 0 and without clients.
 
-@final
-class Resharding:
-    """Moves every element, with its value and its optimizer state, to another number of shards.
-
-    Shards have different clocks (DB-5). A new shard starts at the largest clock of its sources,
-    so that no element's clock falls: a schedule would go back, and Adam would repeat its bias
-    correction.
+    Every element keeps its value and its optimizer state. `clocks` and `steps` (push counts) are
+    those of the old shards, in order. Shards have different clocks (DB-5). A new shard starts at
+    the largest clock of its sources, so that no element's clock falls: a schedule would go back,
+    and Adam would repeat its bias correction.
 
     Raises:
         ValueError: The layouts have different tensors.
     """
-
-    def __init__(self, old: Layout, new: Layout) -> None:
-        if old.tensors != new.tensors or old.dtype != new.dtype:
-            raise ValueError(
-                f"layouts {old.fingerprint} and {new.fingerprint} have different tensors: "
-                "only the number of shards may differ"
-            )
-        self._new = new
-        self._old_segments: dict[int, list[tuple[int, int, int, int]]] = {}
-        for source in range(old.n_shards):
-            for segment in old.segments(source):
-                place = (source, segment.start, segment.stop, segment.offset)
-                self._old_segments.setdefault(segment.tensor_index, []).append(place)
-
-    def _moves(self, k: int) -> Iterator[_Move]:
-        # By rising offset.
-        for segment in self._new.segments(k):
-            for source, start, stop, offset in self._old_segments[segment.tensor_index]:
-                first, last = max(start, segment.start), min(stop, segment.stop)
-                if first < last:
-                    begin, end = offset + first - start, offset + last - start
-                    yield source, begin, end, segment.offset + first - segment.start
-
-    def shard(
-        self,
-        k: int,
-        *,
-        rule: UpdateRule,
-        clocks: Sequence[int],
-        steps: Sequence[StepCounts],
-        read: Read,
-    ) -> ShardState:
-        """Return the state of new shard k, in incarnation 0 and without clients.
-
-        `clocks` and `steps` (push counts) are those of the old shards, in order.
-        """
-        n_gradient, dtype = self._new.n_gradient(k), self._new.dtype
-        values: Vector = np.zeros(self._new.shard_size(k), dtype)
-        state = rule.state(n_gradient, dtype)
-        moves = list(self._moves(k))
-        for source, start, stop, offset in moves:
-            here = slice(offset, offset + stop - start)
-            values[here] = read(source, _VALUES, start, stop)
-            if offset < n_gradient:  # the rule knows nothing of buffers
-                for name, vector in state.items():
-                    vector[here] = read(source, f"state.{name}", start, stop)
-        # An empty shard still needs a clock.
-        sources = {source for source, *_ in moves} or range(len(clocks))
-        counts = StepCounts(max(steps[source].n_whole for source in sources))
-        for source in sources:
-            for ranges, n_pushes in steps[source].parts:
-                moved = IndexRanges.union(
-                    ranges.clipped(start, stop).shifted(offset - start)
-                    for index, start, stop, offset in moves
-                    if index == source
-                )
-                counts.add(ShardSlice.of(moved, dtype=dtype), n_pushes=n_pushes)
-        return ShardState(
-            incarnation=0,
-            clock=max(clocks[source] for source in sources),
-            values=values,
-            state=state,
-            clients=(),
-            steps=counts,
+    if old.tensors != new.tensors or old.dtype != new.dtype:
+        raise ValueError(
+            f"layouts {old.fingerprint} and {new.fingerprint} have different tensors: "
+            "only the number of shards may differ"
         )
+    n_gradient, size = new.n_gradient(k), new.shard_size(k)
+    values: Vector = np.zeros(size, new.dtype)
+    state = rule.state(n_gradient, new.dtype)
+    moves = list(_moves(old, new, k))
+    for source, start, stop, offset in moves:
+        here = slice(offset, offset + stop - start)
+        values[here] = read(source, _VALUES, start, stop)
+        if offset < n_gradient:  # the rule knows nothing of buffers
+            for name, vector in state.items():
+                vector[here] = read(source, f"state.{name}", start, stop)
+    # An empty shard still needs a clock.
+    sources = {source for source, *_ in moves} or range(len(clocks))
+    counts = StepCounts(max(steps[source].n_whole for source in sources))
+    for source in sources:
+        for ranges, n_pushes in steps[source].parts:
+            moved = IndexRanges.union(
+                ranges.clipped(start, stop).shifted(offset - start)
+                for index, start, stop, offset in moves
+                if index == source
+            )
+            counts.add(ShardSlice(size, dtype=new.dtype, ranges=moved), n_pushes=n_pushes)
+    return ShardState(
+        incarnation=0,
+        clock=max(clocks[source] for source in sources),
+        values=values,
+        state=state,
+        clients=(),
+        steps=counts,
+    )
+
+
+def _moves(old: Layout, new: Layout, k: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield old shard, [start, stop) there, and offset in new shard k, by rising offset."""
+    placed: dict[int, list[tuple[int, Segment]]] = {}
+    for source in range(old.n_shards):
+        for one in old.segments(source):
+            placed.setdefault(one.tensor_index, []).append((source, one))
+    for segment in new.segments(k):
+        for source, one in placed[segment.tensor_index]:
+            first, last = max(one.start, segment.start), min(one.stop, segment.stop)
+            if first < last:
+                begin, end = (one.offset + at - one.start for at in (first, last))
+                yield source, begin, end, segment.offset + first - segment.start
 
 
 # --- writer ---
@@ -154,7 +134,7 @@ class CheckpointWriter:
     """The requested checkpoints of one shard incarnation, at most `N_SAVES_MAX` waiting."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[str, Address]] = deque()  # label, requester
+        self.waiting: deque[tuple[str, rl.Address]] = deque()  # label, requester
         # After the waiting checkpoints, save once more if the values are newer.
         self.saves_unsaved = False
         self._last = ""
@@ -166,10 +146,12 @@ class CheckpointWriter:
     def begin_next(self, *, clock: int) -> str | None:
         if self.saves_unsaved and not self.waiting and clock != self._clock:
             self.saves_unsaved = False  # one attempt only: the shard is about to exit
-            self.waiting.append((NEWEST, SUPERVISOR))
+            self.waiting.append((rl.NEWEST, rl.SUPERVISOR))
         return self.waiting[0][0] if self.waiting else None
 
-    def ask(self, sender: Address, label: str, *, clock: int, why_not: str | None) -> list[Action]:
+    def ask(
+        self, sender: rl.Address, label: str, *, clock: int, why_not: str | None
+    ) -> list[rl.Action]:
         """Queue a checkpoint, or answer at once: `why_not`, if it cannot be made here."""
         if why_not is None and label != self._last:  # a repeated request is on disk
             if (label, sender) in self.waiting:
@@ -180,21 +162,23 @@ class CheckpointWriter:
             why_not = f"{N_SAVES_MAX} checkpoints are waiting already: request them less often"
         return [_saved(sender, label, clock=clock, error=why_not)]
 
-    def taken(self, event: Persisted, *, clock: int) -> list[Action]:
+    def taken(self, event: rl.Persisted, *, clock: int) -> list[rl.Action]:
         label, requester = self.waiting.popleft()
         error = event.error
         if error is None:
             self._last, self._clock = label, clock
         saved = _saved(requester, label, clock=clock, error=error)
-        if label != NEWEST:
+        if label != rl.NEWEST:
             return [saved]
         if error is None:
-            return [Report(text=f"saved at clock {clock}"), saved]
-        return [Report(text=f"could not save: {error}", level="error"), saved]
+            return [rl.Report(text=f"saved at clock {clock}"), saved]
+        return [rl.Report(text=f"could not save: {error}", level="error"), saved]
 
 
-def _saved(receiver: Address, label: str, *, clock: int, error: str | None) -> Action:
-    return Send(receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error))
+def _saved(receiver: rl.Address, label: str, *, clock: int, error: str | None) -> rl.Action:
+    return rl.Send(
+        receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error)
+    )
 
 
 # --- snapshots ---
@@ -203,17 +187,15 @@ FORMAT = "distbelief-shard-1"
 
 _DELETE: Final = "; delete it to use the one before"
 
-_Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
-
-def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
+def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
     """Return a snapshot that shares the arrays of `state`."""
     clients = {one.name: msgspec.structs.asdict(one) for one in state.clients}
     for client in clients.values():
         del client["name"]
     arrays = {"values": state.values}
     arrays |= {f"state.{name}": vector for name, vector in state.state.items()}
-    return Snapshot(
+    return rl.Snapshot(
         label=label,
         arrays=arrays,
         facts={
@@ -229,7 +211,14 @@ def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
     )
 
 
-def restore(snapshot: Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
+class _Facts(msgspec.Struct, frozen=True, kw_only=True):
+    incarnation: Count
+    clock: Count
+    clients: str
+    steps: str | None = None  # None: written before clients could hold parts
+
+
+def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
     """Return the state in the snapshot, with arrays of its own.
 
     The shard's incarnation must be later than the snapshot's. None if it is not known yet: the
@@ -240,79 +229,58 @@ def restore(snapshot: Snapshot, *, config: ShardConfig, incarnation: int | None)
     """
     layout, index = config.layout, config.index
     size, n_gradient = layout.shard_size(index), layout.n_gradient(index)
-    reader = _Reader(snapshot, index)
-    reader.expect("format", FORMAT, fix="it was written by another version")
-    reader.expect(
-        "layout", layout.fingerprint, fix="resume with the model and number of shards of its run"
-    )
-    reader.expect("index", str(index), fix="it belongs to another shard")
-    reader.expect("rule", config.rule.name, fix="resume with that rule, or start a new run")
-    earlier = reader.count("incarnation")
+
+    def error(what: str) -> StorageError:
+        name = f"snapshot {snapshot.label!r} of shard {index}"
+        return StorageError(f"{name} cannot be restored: {what}")
+
+    def array(name: str, size: int, dtype: np.dtype[Element]) -> Vector:
+        found = snapshot.arrays.get(name)
+        if found is None:
+            raise error(f"array {name!r} is missing{_DELETE}")
+        if found.shape != (size,) or found.dtype != dtype:
+            raise error(
+                f"array {name!r} has shape {found.shape} and dtype {found.dtype}, not "
+                f"({size},) and {dtype}{_DELETE}"
+            )
+        return found.copy()
+
+    for name, value, fix in (
+        ("format", FORMAT, "it was written by another version"),
+        ("layout", layout.fingerprint, "resume with the model and number of shards of its run"),
+        ("index", str(index), "it belongs to another shard"),
+        ("rule", config.rule.name, "resume with that rule, or start a new run"),
+    ):
+        if snapshot.facts.get(name) != value:
+            raise error(f"{name} is {snapshot.facts.get(name)!r}, not {value!r}: {fix}")
+    try:
+        facts = msgspec.convert(snapshot.facts, _Facts, strict=False)  # counts are texts
+        by_name = msgspec.json.decode(facts.clients, type=dict[str, dict[str, int]])
+        records = [{**client, "name": name} for name, client in by_name.items()]
+        clients = msgspec.convert(records, tuple[SessionRecord, ...])
+        steps = StepCounts(facts.clock)
+        if facts.steps is not None:
+            words = msgspec.json.decode(facts.steps, type=list[Count])
+            steps = StepCounts.read(np.array(words, np.int64), size=size)
+    except (msgspec.MsgspecError, RemoteProtocolError) as damage:
+        raise error(f"its facts cannot be read ({damage}){_DELETE}") from None
     # Watermarks of the same or a later incarnation belong to other pushes of the clients.
-    if incarnation is not None and earlier >= incarnation:
-        raise reader.error(
-            f"its incarnation is {earlier} and the shard's is {incarnation}: "
+    if incarnation is not None and facts.incarnation >= incarnation:
+        raise error(
+            f"its incarnation is {facts.incarnation} and the shard's is {incarnation}: "
             "continue the count of incarnations in a resumed run"
         )
     state = config.rule.state(n_gradient, layout.dtype)
     unknown = snapshot.arrays.keys() - {_VALUES, *(f"state.{name}" for name in state)}
     if unknown:
-        raise reader.error(f"arrays {sorted(unknown)} are unknown to this shard")
-    try:
-        facts = msgspec.json.decode(reader.fact("clients"), type=dict[str, dict[str, int]])
-        records = [{**client, "name": name} for name, client in facts.items()]
-        clients = msgspec.convert(records, tuple[SessionRecord, ...])
-        steps = StepCounts(reader.count("clock"))
-        if "steps" in snapshot.facts:  # otherwise written before clients could hold parts
-            words = msgspec.json.decode(snapshot.facts["steps"], type=list[_Word])
-            steps = StepCounts.read(np.array(words, np.int64), size=size)
-    except (msgspec.MsgspecError, RemoteProtocolError) as error:
-        raise reader.error(f"clients or steps cannot be read ({error}){_DELETE}") from None
+        raise error(f"arrays {sorted(unknown)} are unknown to this shard")
     return ShardState(
-        incarnation=earlier if incarnation is None else incarnation,
-        clock=reader.count("clock"),
-        values=reader.array(_VALUES, size, layout.dtype),
+        incarnation=facts.incarnation if incarnation is None else incarnation,
+        clock=facts.clock,
+        values=array(_VALUES, size, layout.dtype),
         state={
-            name: reader.array(f"state.{name}", n_gradient, vector.dtype)
-            for name, vector in state.items()
+            name: array(f"state.{name}", n_gradient, vector.dtype) for name, vector in state.items()
         },
         clients=clients,
         steps=steps,
     )
-
-
-@final
-class _Reader:
-    def __init__(self, snapshot: Snapshot, index: int) -> None:
-        self._snapshot = snapshot
-        self._index = index
-
-    def error(self, what: str) -> StorageError:
-        snapshot = f"snapshot {self._snapshot.label!r} of shard {self._index}"
-        return StorageError(f"{snapshot} cannot be restored: {what}")
-
-    def fact(self, name: str) -> str:
-        if name not in self._snapshot.facts:
-            raise self.error(f"fact {name!r} is missing{_DELETE}")
-        return self._snapshot.facts[name]
-
-    def expect(self, name: str, value: str, *, fix: str) -> None:
-        if self.fact(name) != value:
-            raise self.error(f"{name} is {self.fact(name)!r}, not {value!r}: {fix}")
-
-    def count(self, name: str) -> int:
-        text = self.fact(name)
-        if not text.isdecimal() or len(text) > 18:
-            raise self.error(f"{name} is {text!r}, not a count{_DELETE}")
-        return int(text)
-
-    def array(self, name: str, size: int, dtype: np.dtype[Element]) -> Vector:
-        array = self._snapshot.arrays.get(name)
-        if array is None:
-            raise self.error(f"array {name!r} is missing{_DELETE}")
-        if array.shape != (size,) or array.dtype != dtype:
-            raise self.error(
-                f"array {name!r} has shape {array.shape} and dtype {array.dtype}, not "
-                f"({size},) and {dtype}{_DELETE}"
-            )
-        return array.copy()

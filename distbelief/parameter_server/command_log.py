@@ -40,18 +40,7 @@ from distbelief.protocol import (
     Task,
 )
 from distbelief.protocol.vector_commands import Batch, Fill, Scalars, targets
-from distbelief.roles.role import (
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Persist,
-    Persisted,
-    Received,
-    Send,
-    Snapshot,
-)
+from distbelief.roles import role as rl
 
 
 @final
@@ -79,8 +68,8 @@ class CommandExecutor:
         self._epoch = 0
         self._answer = CommandDone(epoch=0, number=0)
         self.is_driven = False  # from `BeginEpoch` to `Publish`
-        self.waiting: tuple[Address, ShardCommand] | None = None
-        self.running: tuple[Address, ShardCommand] | None = None
+        self.waiting: tuple[rl.Address, ShardCommand] | None = None
+        self.running: tuple[rl.Address, ShardCommand] | None = None
 
     @property
     def was_driven(self) -> bool:
@@ -97,9 +86,9 @@ class CommandExecutor:
             "sum_vectors": float(self._sums.n_vectors),
         }
 
-    # ---------------------------------------------------------------------- restore
-
-    def restore_work(self, snapshot: Snapshot | None) -> tuple[Snapshot | None, Callable[[], None]]:
+    def restore_work(
+        self, snapshot: rl.Snapshot | None
+    ) -> tuple[rl.Snapshot | None, Callable[[], None]]:
         """Split a snapshot: return the shard's own part, and the work that restores the vectors.
 
         Run the work when the values are there. Both raise StorageError if the snapshot is damaged.
@@ -110,9 +99,7 @@ class CommandExecutor:
     def ready(self) -> None:
         self._savepoints.begin_at(self._values.clock)
 
-    # --------------------------------------------------------------------- messages
-
-    def take(self, event: Received, command: ShardCommand) -> list[Action]:
+    def take(self, event: rl.Received, command: ShardCommand) -> list[rl.Action]:
         answer, is_current = self._answer, command.epoch == self._epoch
         if self._config.is_replicated:
             error = (
@@ -133,16 +120,14 @@ class CommandExecutor:
                 return []
         elif is_current and command.number != answer.number:
             return []
-        return [Send(receiver=event.sender, message=answer)]
+        return [rl.Send(receiver=event.sender, message=answer)]
 
-    # ------------------------------------------------------------------------- work
-
-    def begin_next(self, snapshot: Callable[[str], Snapshot]) -> Action:
+    def begin_next(self, snapshot: Callable[[str], rl.Snapshot]) -> rl.Action:
         """Start the waiting command; `snapshot` makes the shard's own snapshot."""
         if self.running is not None:  # the second half of a `Checkpoint`: write to disk
             task = self.running[1].task
             assert isinstance(task, Checkpoint)
-            return Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
+            return rl.Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
         assert self.waiting is not None
         self.running, self.waiting = self.waiting, None
         command = self.running[1]
@@ -156,9 +141,9 @@ class CommandExecutor:
             except RemoteProtocolError as error:
                 return _Outcome(error=str(error))
 
-        return Compute(name="order", work=work, cost=cost)
+        return rl.Compute(name="order", work=work, cost=cost)
 
-    def computed(self, event: Computed) -> list[Action]:
+    def computed(self, event: rl.Computed) -> list[rl.Action]:
         """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
         assert self.running is not None
         assert isinstance(event.result, _Outcome), event.result
@@ -169,7 +154,7 @@ class CommandExecutor:
             return []
         return self._end(event.result)
 
-    def persisted(self, event: Persisted) -> list[Action]:
+    def persisted(self, event: rl.Persisted) -> list[rl.Action]:
         assert self.running is not None
         task = self.running[1].task
         assert isinstance(task, Checkpoint)
@@ -177,7 +162,7 @@ class CommandExecutor:
             self._savepoints.on_disk(task.cut)
         return self._end(_Outcome(error=event.error))
 
-    def with_vectors(self, snapshot: Snapshot) -> Snapshot:
+    def with_vectors(self, snapshot: rl.Snapshot) -> rl.Snapshot:
         """Add the named vectors to a snapshot that no coordinator requested, if that is consistent.
 
         It is if the vectors are exactly at a savepoint and the coordinator has left. Then a run
@@ -188,7 +173,7 @@ class CommandExecutor:
             return snapshot
         return self._savepoints.extend(snapshot, cut=cut)
 
-    def _end(self, outcome: _Outcome) -> list[Action]:
+    def _end(self, outcome: _Outcome) -> list[rl.Action]:
         assert self.running is not None
         (sender, command), self.running = self.running, None
         if command.epoch != self._epoch:
@@ -206,9 +191,7 @@ class CommandExecutor:
             cuts=self._savepoints.records() if isinstance(command.task, BeginEpoch) else (),
             error=outcome.error,
         )
-        return [Send(receiver=sender, message=self._answer)]
-
-    # ------------------------------------------------------------------- performing
+        return [rl.Send(receiver=sender, message=self._answer)]
 
     def _execute(self, command: ShardCommand) -> Scalars:
         self._savepoints.forget(command.on_disk)
@@ -283,22 +266,20 @@ class CommandExecutor:
         self._buffers = total[n:].copy()
         return self._run(task.after)
 
-    def _cost(self, task: Task) -> Cost:
+    def _cost(self, task: Task) -> rl.Cost:
         if isinstance(task, Execute):
             return self._vector_store.cost(task.commands)
         if isinstance(task, BeginEpoch):
-            return Cost()
+            return rl.Cost()
         n_passes = 3 * len(task.sets) if isinstance(task, Commit) else 3
-        return Cost(n_bytes=float(n_passes * self._values.vector.nbytes))
+        return rl.Cost(n_bytes=float(n_passes * self._values.vector.nbytes))
 
-    # ---------------------------------------------------------------------- pushes
-
-    def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], Cost]:
+    def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], rl.Cost]:
         """Return the work that stages a pushed chunk gradient, or work that does nothing."""
         push, values = applying.push, applying.push_buffer.values
         shard_slice, token = applying.client.shard_slice, push.commit_token
         if not self._sums.wants(values, commit_token=token, shard_slice=shard_slice):
-            return lambda: None, Cost()
+            return lambda: None, rl.Cost()
         work = self._sums.stage_work(
             values,
             commit_token=token,
@@ -306,4 +287,4 @@ class CommandExecutor:
             shard_slice=shard_slice,
             buffers=self._values.vector[self._n_gradient :],
         )
-        return work, Cost(n_bytes=2.0 * values.nbytes)
+        return work, rl.Cost(n_bytes=2.0 * values.nbytes)

@@ -42,9 +42,7 @@ class ShardConfig:
                 f"index is {self.index}; the layout has {self.layout.n_shards} shards, "
                 "counted from 0"
             )
-        for name in ("pin_seconds_max", "absence_seconds_max"):
+        times = "pin_seconds_max", "absence_seconds_max"
+        for name in (*times, "n_copies", "n_clients_max", "n_vectors_max"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
-        for name in ("n_copies", "n_clients_max", "n_vectors_max"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")

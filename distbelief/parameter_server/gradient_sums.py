@@ -78,8 +78,6 @@ class GradientSums:
         self.n_examples = self.digest = 0
         self._is_open = False
 
-    # ---------------------------------------------------------------------- staging
-
     def wants(self, pushed: Vector, *, commit_token: int, shard_slice: ShardSlice) -> bool:
         """Return whether this push, of `shard_slice` of the sum, must be staged."""
         is_whole, known = shard_slice.ranges is None, self._staged.get(commit_token)
@@ -127,8 +125,6 @@ class GradientSums:
             shard_slice.scatter(pushed, total)
 
         return work
-
-    # -------------------------------------------------------------------- committing
 
     def check(self, chunks: Collection[tuple[int, int]]) -> None:
         """Raise RemoteProtocolError unless all (chunk index, commit token) can be committed."""

@@ -28,7 +28,7 @@ from distbelief.parameter_server.slices import (
     N_RANGES_MAX,
     N_STRIPES_MAX,
     IndexRanges,
-    Place,
+    Piece,
     ShardSlice,
     TensorCopier,
     as_tensor,
@@ -188,7 +188,6 @@ class Layout:
         self._segments = [segments for segments, _, _ in placed]
         self._n_gradient = [n_gradient for _, n_gradient, _ in placed]
         self._shard_size = [shard_size for _, _, shard_size in placed]
-        self.sizes = tuple((spec.name, spec.n_elements) for spec in tensors)
         text = msgspec.json.encode([_CUTTING, ALIGNMENT, self.spec])
         # 16 hexadecimal digits, equal for equal layouts only.
         self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
@@ -214,10 +213,6 @@ class Layout:
             return np.dtype(np.float64)
         return np.dtype(np.float32)
 
-    @property
-    def n_parameters(self) -> int:
-        return sum(t.n_elements for t in self.tensors if t.kind == "parameter")
-
     def shard_size(self, k: int) -> int:
         """Elements of shard k's vector, padding included: a multiple of 64."""
         return self._shard_size[k]
@@ -230,38 +225,8 @@ class Layout:
         """What lies on shard k, by rising offset."""
         return self._segments[k]
 
-    def copier(self, k: int, vector: Vector) -> TensorCopier:
-        """Return a copier for shard k's vector, which must have its size and dtype."""
-        size = self.shard_size(k)
-        if vector.shape != (size,) or vector.dtype != self.dtype:
-            raise ValueError(
-                f"the vector of shard {k} has shape {vector.shape} and dtype {vector.dtype}; "
-                f"layout {self.fingerprint} needs ({size},) and {self.dtype}"
-            )
-        pieces: dict[int, tuple[int, int, Place]] = {
-            one.tensor_index: (one.start, one.stop, one.offset) for one in self.segments(k)
-        }
-        return TensorCopier(self.sizes, pieces, vector, has_padding=True)
-
-    def gather(self, k: int, tensors: Sequence[torch.Tensor | None], out: Vector) -> None:
-        """Copy shard k's part of `tensors` into `out`; see `TensorCopier.gather`."""
-        self.copier(k, out).gather(tensors)
-
-    def scatter(self, k: int, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `vector` into `tensors`; see `TensorCopier.scatter`."""
-        self.copier(k, vector).scatter(tensors)
-
 
 # --- what a client holds ---
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    item_index: int
-    start: int  # [start, stop) of the item's elements
-    stop: int
-    ranges: IndexRanges  # of the shard's vector
 
 
 @final
@@ -285,34 +250,32 @@ class PartialView:
         self.layout = layout
         self.is_whole = items is None  # else the items are names of tensors with a region each
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
-        self.shards = tuple(range(layout.n_shards))  # those that hold something of them
-        self._pieces: list[tuple[_Piece, ...]] = []  # per shard
+        self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
+        self._pieces: list[list[Piece]] = []  # per shard, in its vector
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
-            self.shards = tuple(k for k, pieces in enumerate(self._pieces) if pieces)
+        for k in range(layout.n_shards):
+            if items is None:
+                ranges, held = None, layout.segments(k)
+                self._pieces.append([(s.tensor_index, s.start, s.stop, s.offset) for s in held])
+            elif self._pieces[k]:
+                ranges = _united(self._pieces[k], k=k)
+            else:
+                continue
+            self.slices[k] = ShardSlice(layout.shard_size(k), dtype=layout.dtype, ranges=ranges)
+        self.shards = tuple(self.slices)  # those that hold something of the tensors
         self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
-        # By shard: what the client holds of its vector.
-        self.slices = {
-            k: ShardSlice(layout.shard_size(k), dtype=layout.dtype)
-            if items is None
-            else ShardSlice.of(_united(self._pieces[k], items, k=k), dtype=layout.dtype)
-            for k in self.shards
-        }
 
     def copier(self, k: int, vector: Vector, *, compact: bool = False) -> TensorCopier:
         """Return a copier between the client's tensors and shard k's vector, or the compact one."""
-        if self.is_whole:
-            return self.layout.copier(k, vector)
-        pieces: dict[int, tuple[int, int, Place]] = {
-            one.item_index: (
-                one.start,
-                one.stop,
-                self.slices[k].positions_of(one.ranges) if compact else one.ranges,
-            )
-            for one in self._pieces[k]
-        }
-        return TensorCopier(self.sizes, pieces, vector, has_padding=False)
+        pieces = [
+            (index, start, stop, self.slices[k].positions_of(place))
+            if compact and isinstance(place, IndexRanges)
+            else (index, start, stop, place)
+            for index, start, stop, place in self._pieces[k]
+        ]
+        return TensorCopier(self.sizes, pieces, vector, has_padding=self.is_whole)
 
     def scatter_blocks(
         self, k: int, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor], *, begin: int = 0
@@ -372,15 +335,23 @@ def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
     return TensorSpec(name=name, shape=(region.n_elements,), kind=spec.kind)
 
 
-def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_Piece, ...]]:
+def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Piece]]:
+    """Return what each shard holds of these regions."""
     indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
     flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
     of_tensor: dict[int, list[int]] = {}
-    for item_index, (name, _) in enumerate(items):
-        of_tensor.setdefault(indices[name], []).append(item_index)
+    for item_index, (name, region) in enumerate(items):
+        others = of_tensor.setdefault(indices[name], [])
+        for other in others:
+            if (items[other][1] & region).n_elements:
+                raise ValueError(
+                    f"regions {items[other][1]} and {region} of tensor {name!r} overlap: "
+                    "each element is held once"
+                )
+        others.append(item_index)
     return [
-        tuple(
-            _Piece(
+        [
+            (
                 i,
                 start := flat[i].n_below(segment.start),
                 start + n,
@@ -390,7 +361,7 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_
             for i in of_tensor.get(segment.tensor_index, ())
             for inside in [flat[i].clipped(segment.start, segment.stop)]
             if (n := inside.n_elements)
-        )
+        ]
         for k in range(layout.n_shards)
     ]
 
@@ -419,13 +390,8 @@ def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
     return IndexRanges.of(starts, starts + run)
 
 
-def _united(
-    pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int
-) -> IndexRanges:
-    try:
-        ranges = IndexRanges.union(piece.ranges for piece in pieces)
-    except ValueError:
-        raise _overlap(pieces, items) from None
+def _united(pieces: Sequence[Piece], *, k: int) -> IndexRanges:
+    ranges = IndexRanges.union(place for *_, place in pieces if isinstance(place, IndexRanges))
     n = len(ranges.stripes()) // 4
     if n > N_STRIPES_MAX or len(ranges.starts) > N_RANGES_MAX:
         raise ValueError(
@@ -434,16 +400,3 @@ def _united(
             "shards, or cut tensors along their first dimension"
         )
     return ranges
-
-
-def _overlap(pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]]) -> ValueError:
-    regions = [items[piece.item_index] for piece in pieces]
-    name, one, other = next(
-        (name, one, other)
-        for i, (name, one) in enumerate(regions)
-        for tensor, other in regions[i + 1 :]
-        if tensor == name and (one & other).n_elements
-    )
-    return ValueError(
-        f"regions {one} and {other} of tensor {name!r} overlap: each element is held once"
-    )

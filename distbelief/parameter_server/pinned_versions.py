@@ -78,8 +78,6 @@ class PinnedVersions:
         self.waiting: dict[Address, tuple[Session, pf.Fetch]] = {}
         self.bytes_out = 0
 
-    # -------------------------------------------------------------------- messages
-
     def fetch(self, client: Session, message: pf.Fetch, now: Seconds) -> list[Action]:
         """Start a fetch, or handle a repeated request."""
         name = client.name
@@ -128,8 +126,6 @@ class PinnedVersions:
             return [SetTimer(name=name, at=pin.expires)]
         self.expire(pin.client)
         return []
-
-    # ---------------------------------------------------------------------- copies
 
     @property
     def wants_copy(self) -> bool:

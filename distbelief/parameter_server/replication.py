@@ -23,6 +23,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import Silence, Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
+from distbelief.parameter_server.client.buffers import OutgoingPush
 from distbelief.parameter_server.optimizers import StepCounts
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
 from distbelief.parameter_server.slices import N_PUSH_BUFFERS, ShardSlice, push_buffer_views
@@ -222,18 +223,14 @@ class Backup:
             whole = self._values.vector
             self._push_buffers = PushBuffer(np.zeros_like(whole)), PushBuffer(np.zeros_like(whole))
         push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
-        push_buffer.lend(sequence)
-        if message.block_index == push_buffer.received:
-            start, stop = bounds[push_buffer.received]
-            # The last block is shorter if the client holds a part of the shard.
-            if values.dtype != push_buffer.values.dtype or values.size > stop - start:
-                raise RemoteProtocolError(
-                    f"{sender} sent {values.size} elements of {values.dtype} as block "
-                    f"{message.block_index} of a push, which has {stop - start}: use one layout"
-                )
-            push_buffer.values[start : start + values.size] = values
-            push_buffer.received += 1
-            push_buffer.n_elements += values.size
+        start, stop = bounds[message.block_index]
+        # The last block is shorter if the client holds a part of the shard.
+        if values.dtype != push_buffer.values.dtype or values.size > stop - start:
+            raise RemoteProtocolError(
+                f"{sender} sent {values.size} elements of {values.dtype} as block "
+                f"{message.block_index} of a push, which has {stop - start}: use one layout"
+            )
+        push_buffer.take(message, start)
         return [self._block_ack(sequence, push_buffer.received)]
 
     # ------------------------------------------------------------------------- work
@@ -345,12 +342,10 @@ REPORT_SECONDS: Final = 0.25  # between two BackupUnresponsive
 @final
 @dataclass(slots=True, eq=False)
 class _OutstandingPush:
-    message: rp.ReplicatePush
+    out: OutgoingPush[rp.ReplicatePush]
     push: PushInProgress
-    blocks: Window
     applied: bool = False  # here
     acknowledged: bool = False  # by the backup
-    is_sent: bool = False  # the ReplicatePush after the last block
 
 
 @final
@@ -417,12 +412,14 @@ class Primary:
         )
         if not self._is_waiting:
             self._silence.start(now)
-        self._outstanding.append(_OutstandingPush(message, push, Window(len(shard_slice.bounds))))
+        blocks = Window(len(shard_slice.bounds))
+        out = OutgoingPush(message, push.push_buffer.values, blocks)
+        self._outstanding.append(_OutstandingPush(out, push))
         return [*self._send_due(), *self._arm(now)]
 
     def applied(self, *, clock: int) -> bool:
         """Note that the push of this clock is applied here; return whether its client must wait."""
-        if not self._outstanding or self._outstanding[-1].message.clock != clock:
+        if not self._outstanding or self._outstanding[-1].out.message.clock != clock:
             return False
         last = self._outstanding[-1]
         last.applied = True
@@ -459,7 +456,7 @@ class Primary:
     def push_acked(self, event: Received, message: pf.PushApplied, now: Seconds) -> list[Action]:
         if not self._is_from_backup(event, message.shard_incarnation):
             return []
-        acked = [one for one in self._outstanding if one.message.clock < message.sequence]
+        acked = [one for one in self._outstanding if one.out.message.clock < message.sequence]
         self._silence.heard(now, progress=bool(acked))
         for one in acked:
             one.acknowledged = True
@@ -477,14 +474,14 @@ class Primary:
             return []
         is_news = False
         for one in self._outstanding:
-            if one.message.clock + 1 != message.sequence:
+            if one.out.message.clock + 1 != message.sequence:
                 continue
             if self._shares_memory and one.push.client.region:
-                if message.received < one.blocks.n:
+                if message.received < one.out.blocks.n:
                     self._shares_memory = False  # the backup cannot attach that memory
                     self._rewind()
             else:
-                is_news = one.blocks.acked(message.received)
+                is_news = one.out.blocks.acked(message.received)
         self._silence.heard(now, progress=is_news)
         return self._send_due()
 
@@ -548,49 +545,38 @@ class Primary:
         )
 
     def _confirm(self, one: _OutstandingPush) -> Action:
-        return self._sessions.confirm(one.push.client, staleness=one.message.client.staleness)
+        return self._sessions.confirm(one.push.client, staleness=one.push.staleness)
 
     def _rewind(self) -> None:
         for one in self._outstanding:
-            one.blocks.again()
-            one.is_sent = False
+            one.out.again()
 
     def _send_due(self) -> list[Action]:
         actions: list[Action] = []
         # In order only, because the backup drops a push that has a gap before it.
         waiting = [one for one in self._outstanding if not one.acknowledged]
         for index, one in enumerate(waiting):
-            if one.is_sent:
+            out, client = one.out, one.push.client
+            if out.is_sent:
                 continue
-            region = one.push.client.region if self._shares_memory else ""
-            if region:
-                one.is_sent = True
-                message = msgspec.structs.replace(one.message, push_buffers_region=region)
+            if client.region and self._shares_memory:
+                out.is_sent = True
+                message = msgspec.structs.replace(out.message, push_buffers_region=client.region)
                 actions.append(self._to_backup(message))
                 continue
             if index >= N_PUSH_BUFFERS:
                 break
-            actions += map(self._to_backup, self._blocks_of(one))
-            if not one.is_sent:
+            messages = out.due(
+                client.shard_slice.bounds,
+                sequence=out.message.clock + 1,
+                shard_incarnation=self.term,
+                credit=WINDOW_BLOCKS,
+                per_answer=1,
+            )
+            actions += map(self._to_backup, messages)
+            if not out.is_sent:
                 break
         return actions
-
-    def _blocks_of(self, one: _OutstandingPush) -> list[Message]:
-        """Return the blocks of a push that are due, and the push itself after the last one."""
-        bounds, values = one.push.client.shard_slice.bounds, one.push.push_buffer.values
-        messages: list[Message] = [
-            pf.PushBlock(
-                sequence=one.message.clock + 1,
-                shard_incarnation=self.term,
-                block_index=index,
-                values=values[slice(*bounds[index])],
-            )
-            for index in one.blocks.due(WINDOW_BLOCKS)
-        ]
-        if one.blocks.is_sent:
-            one.is_sent = True
-            messages.append(one.message)
-        return messages
 
     def _to_backup(self, message: Message) -> Send:
         assert self.backup is not None

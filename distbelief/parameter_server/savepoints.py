@@ -97,8 +97,6 @@ class Savepoints:
             records.append(CheckpointRecord(cut=0, whole=False, clock=self._base_clock))
         return tuple(records)
 
-    # ---------------------------------------------------------------------- create
-
     def add(self, savepoint: Savepoint, *, settled: int) -> None:
         """Create a savepoint of the present vectors, and drop those before `settled`."""
         self.drop_before(settled)
@@ -131,8 +129,6 @@ class Savepoints:
             for live in self._live:
                 if name in live.names:
                     live.saved.setdefault(name, copy)
-
-    # ---------------------------------------------------------------------- return
 
     def return_to(self, cut: int, *, whole: bool, values: Callable[[], Vector]) -> None:
         """Return to a savepoint: to all of its vectors if `whole`, or only to the parameters.
@@ -167,8 +163,6 @@ class Savepoints:
     def _unknown(self, cut: int) -> RemoteProtocolError:
         held = [(record.cut, record.whole) for record in self.records()]
         return RemoteProtocolError(f"no savepoint {cut} here; (number, whole) are: {held}")
-
-    # ------------------------------------------------------------------------- disk
 
     def check_current(self, cut: int) -> None:
         if self.current != cut:

@@ -96,7 +96,7 @@ class PushBuffer:
     values: Vector  # (n_elements,) of what the client holds: gradient, then buffers
     sequence: int = 0  # of the push in it; 0 for none
     received: int = 0  # blocks [0, received) are in it
-    n_elements: int = 0  # of those blocks, on a backup
+    n_elements: int = 0  # of those blocks
     push: pf.Push | None = None  # set when it has come
 
     def lend(self, sequence: int) -> None:
@@ -104,6 +104,14 @@ class PushBuffer:
         if self.sequence != sequence:
             self.sequence, self.received, self.push = sequence, 0, None
             self.n_elements = 0
+
+    def take(self, block: pf.PushBlock, start: int) -> None:
+        """Store a block at `start` if it is the next one: the sender repeats the others."""
+        self.lend(block.sequence)
+        if block.block_index == self.received:
+            self.values[start : start + block.values.size] = block.values
+            self.received += 1
+            self.n_elements += block.values.size
 
 
 @final
@@ -158,15 +166,9 @@ class Session:
                 f"{self.name} sent a block of push {message.sequence}, but its push buffers "
                 f"are in shared memory ({self.region!r})"
             )
-        start, stop = self.shard_slice.check_block(index, message.values, sender=self.name)
-        push_buffer.lend(message.sequence)
-        # Blocks are stored in order; the client resends from the first missing one.
-        if index > push_buffer.received:
-            return None
-        if index == push_buffer.received:
-            push_buffer.values[start:stop] = message.values
-            push_buffer.received += 1
-        return push_buffer.received
+        start, _ = self.shard_slice.check_block(index, message.values, sender=self.name)
+        push_buffer.take(message, start)
+        return push_buffer.received if index < push_buffer.received else None
 
     def take_push(self, message: pf.Push) -> PushBuffer:
         push_buffer = self._push_buffer_of(message.sequence)
@@ -276,8 +278,6 @@ class Sessions:
             "queue": float(len(self.queue) + (self.applying is not None)),
             **self._staleness.counters(),
         }
-
-    # -------------------------------------------------------------------- sessions
 
     def is_older(self, name: Address, incarnation: int) -> bool:
         client = self._clients.get(name)
@@ -412,8 +412,6 @@ class Sessions:
             self._memory.release(client.region)
         client.push_buffers, client.region = (), ""
 
-    # ---------------------------------------------------------------------- pushes
-
     def is_applying(self, name: Address) -> bool:
         return self.applying is not None and self.applying.client.name == name
 
@@ -529,8 +527,6 @@ class Sessions:
         if client.next_complete() is not None:
             client.queued = True
             self.queue.append(client.name)
-
-    # --------------------------------------------------------------------- replies
 
     def session_opened(self, client: Session) -> Send:
         opened = pf.SessionOpened(

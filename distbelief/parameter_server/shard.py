@@ -39,28 +39,7 @@ from distbelief.protocol import (
     push_fetch as pf,
     replication as rp,
 )
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Event,
-    Exit,
-    PeerJoined,
-    PeerLost,
-    Persist,
-    Persisted,
-    Received,
-    Report,
-    Seconds,
-    Send,
-    SetTimer,
-    Snapshot,
-    Started,
-    TimerFired,
-    message_types,
-)
+from distbelief.roles import role as rl
 
 
 __all__ = ["Shard", "ShardConfig"]
@@ -105,7 +84,7 @@ class Shard:
             snapshot.
     """
 
-    accepts: Final = message_types(ShardMessage)
+    accepts: Final = rl.message_types(ShardMessage)
 
     def __init__(
         self, config: ShardConfig, *, memory: Memory, initialise: Callable[[], Vector]
@@ -119,7 +98,7 @@ class Shard:
         self._versions = PinnedVersions(config, self._values, self._sessions, memory=memory)
         self._commands = CommandExecutor(config, self._values)
         self._saves = CheckpointWriter()  # requested checkpoints
-        self._deferred: dict[Address, tuple[Received, pf.OpenSession]] = {}
+        self._deferred: dict[rl.Address, tuple[rl.Received, pf.OpenSession]] = {}
         self._serves = False  # clients
         # Replication.
         self._incarnation = 0
@@ -131,30 +110,30 @@ class Shard:
         self._promotion: rp.Promote | None = None  # received, but not yet carried out
         self._restored_term = 0  # recorded in the snapshot
         self._unrestored: str | None = None  # why no snapshot is usable
-        self._former_primary: Address | None = None  # this copy was its backup
+        self._former_primary: rl.Address | None = None  # this copy was its backup
         # Work.
         self._work: _Work | None = None
         self._ready = False
         self._copied_last = False
         self._is_sealed = False  # whether the last checkpoint was requested
-        self._stopped_by: Address | None = None
+        self._stopped_by: rl.Address | None = None
         self._abandoned: str | None = None  # why the supervisor counts as lost
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 actions = self._start(event)
-            case Received():
+            case rl.Received():
                 actions = self._receive(event, now)
-            case TimerFired():
+            case rl.TimerFired():
                 actions = self._timer(event.name, now)
-            case Computed():
+            case rl.Computed():
                 actions = self._computed(event, now)
-            case Persisted():
+            case rl.Persisted():
                 actions = self._persisted(event)
-            case PeerLost():
+            case rl.PeerLost():
                 actions = self._lost(event, now)
-            case PeerJoined():
+            case rl.PeerJoined():
                 actions = []
             case _:
                 assert_never(event)
@@ -194,7 +173,7 @@ class Shard:
 
     # ------------------------------------------------------------- start and stop
 
-    def _start(self, event: Started) -> list[Action]:
+    def _start(self, event: rl.Started) -> list[rl.Action]:
         is_primary = self._backup is None
         # Without this error the shard would start from the initial values and lose the run.
         if event.unrestored is not None and is_primary:
@@ -215,13 +194,13 @@ class Shard:
             return state
 
         self._work = _Work.INITIALISE
-        actions: list[Action] = [Compute(name="initialise", work=work, cost=cost)]
+        actions: list[rl.Action] = [rl.Compute(name="initialise", work=work, cost=cost)]
         if why_not is not None:
             text = f"clients on this host fetch by messages, not shared memory: {why_not}"
-            actions.append(Report(text=text, level="warning"))
+            actions.append(rl.Report(text=text, level="warning"))
         return actions
 
-    def _initialised(self, state: ShardState) -> list[Action]:
+    def _initialised(self, state: ShardState) -> list[rl.Action]:
         self._values.initialised(state)
         self._saves.begin_at(state.clock)
         self._commands.ready()
@@ -231,22 +210,22 @@ class Shard:
         self._restored_term = state.incarnation
         return self._backup.restored(state.clients)
 
-    def _stop(self, sender: Address) -> list[Action]:
+    def _stop(self, sender: rl.Address) -> list[rl.Action]:
         self._stopped_by = sender
         return self._primary.stop()
 
-    def _end(self, stopped_by: Address) -> list[Action]:
+    def _end(self, stopped_by: rl.Address) -> list[rl.Action]:
         self._sessions.release()
         if self._backup is not None:
             self._backup.release()
         self._memory.release(self._values.region)
         if self._abandoned is not None:
-            return [Exit(error=self._abandoned)]  # an error exit makes the launcher restart it
+            return [rl.Exit(error=self._abandoned)]  # an error exit makes the launcher restart it
         finished = Finished(counters=dict(self.status()[1]))
-        return [Send(receiver=stopped_by, message=finished), Exit()]
+        return [rl.Send(receiver=stopped_by, message=finished), rl.Exit()]
 
-    def _lost(self, event: PeerLost, now: Seconds) -> list[Action]:
-        if not (event.peer == SUPERVISOR and event.for_good):
+    def _lost(self, event: rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
+        if not (event.peer == rl.SUPERVISOR and event.for_good):
             return self._client_lost(event, now)
         if self._stopped_by is not None:
             return []
@@ -256,11 +235,11 @@ class Shard:
         if self._will_be_primary and not self._commands.was_driven:
             self._is_sealed = True
             self._saves.saves_unsaved = True
-        return self._stop(SUPERVISOR)
+        return self._stop(rl.SUPERVISOR)
 
     # ------------------------------------------------------------------- messages
 
-    def _receive(self, event: Received, now: Seconds) -> list[Action]:
+    def _receive(self, event: rl.Received, now: rl.Seconds) -> list[rl.Action]:
         message = cast("ShardMessage", event.message)  # the driver refuses all others
         match message:
             case pf.OpenSession():
@@ -280,22 +259,22 @@ class Shard:
                 actions = self._replicate(event, message, now)
         return actions
 
-    def _timer(self, name: str, now: Seconds) -> list[Action]:
+    def _timer(self, name: str, now: rl.Seconds) -> list[rl.Action]:
         if name == BACKUP_TIMER:
             return self._primary.timer(now)
         if name.startswith(_ABSENT):
-            return self._absent(Address(name.removeprefix(_ABSENT)), now)
+            return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
         return self._versions.timer(name, now)
 
     # ------------------------------------------------------------------- sessions
 
-    def _serve(self, clients: Sequence[rp.SessionRecord]) -> list[Action]:
+    def _serve(self, clients: Sequence[rp.SessionRecord]) -> list[rl.Action]:
         """Serve from now on, deferred OpenSession messages first."""
         self._sessions.restore(clients)
         self._serves = True
         return self._answer_deferred()
 
-    def _open_session(self, event: Received, request: pf.OpenSession) -> list[Action]:
+    def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
         sender, sessions = event.sender, self._sessions
         if self._backup is not None:  # it answers nobody until it is promoted
             self._defer(event, request)
@@ -315,21 +294,21 @@ class Shard:
         )
         if client is not before:
             self._versions.end(sender)  # of its former incarnation
-        actions: list[Action] = [sessions.session_opened(client)]
+        actions: list[rl.Action] = [sessions.session_opened(client)]
         if warning is not None:
-            actions.append(Report(text=warning, level="warning"))
+            actions.append(rl.Report(text=warning, level="warning"))
         return actions
 
-    def _defer(self, event: Received, request: pf.OpenSession) -> None:
+    def _defer(self, event: rl.Received, request: pf.OpenSession) -> None:
         held = self._deferred.get(event.sender)
         if held is None and len(self._deferred) >= self._config.n_clients_max:
             return  # the client repeats it
         if held is None or held[0].incarnation <= event.incarnation:
             self._deferred[event.sender] = event, request
 
-    def _answer_deferred(self) -> list[Action]:
+    def _answer_deferred(self) -> list[rl.Action]:
         held, self._deferred = self._deferred, {}
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         for sender, (event, request) in held.items():
             if not self._serves or self._sessions.must_wait(event, request):
                 self._deferred[sender] = event, request
@@ -337,7 +316,7 @@ class Shard:
                 actions += self._open_session(event, request)
         return actions
 
-    def _client_lost(self, event: PeerLost, now: Seconds) -> list[Action]:
+    def _client_lost(self, event: rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
         """Note that a client is gone: its pin ends, and its buffers are no longer averaged."""
         held = self._deferred.get(event.peer)
         if held is not None and held[0].incarnation <= event.incarnation:
@@ -349,7 +328,7 @@ class Shard:
         self._versions.expire(client)
         return [self._wait_for(client, now)] if client.push_buffers else []
 
-    def _absent(self, name: Address, now: Seconds) -> list[Action]:
+    def _absent(self, name: rl.Address, now: rl.Seconds) -> list[rl.Action]:
         """Release the push buffers of a client that is gone for too long."""
         client = self._sessions.get(name)
         if client is None or client.connected or not client.push_buffers:
@@ -363,13 +342,15 @@ class Shard:
             f"{name} has been gone for {self._config.absence_seconds_max:g} s: released its "
             f"push buffers ({n_bytes:,} bytes)"
         )
-        return [Report(text=text)]
+        return [rl.Report(text=text)]
 
-    def _wait_for(self, client: Session, now: Seconds) -> SetTimer:
+    def _wait_for(self, client: Session, now: rl.Seconds) -> rl.SetTimer:
         at = now + self._config.absence_seconds_max
-        return SetTimer(name=f"{_ABSENT}{client.name}", at=at)
+        return rl.SetTimer(name=f"{_ABSENT}{client.name}", at=at)
 
-    def _serve_client(self, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
+    def _serve_client(
+        self, event: rl.Received, message: ClientMessage, now: rl.Seconds
+    ) -> list[rl.Action]:
         """Serve a client that has an open session; ask others to open one."""
         sender, sessions = event.sender, self._sessions
         if self._commands.is_driven and isinstance(message, pf.Push) and not message.commit_token:
@@ -411,8 +392,8 @@ class Shard:
         return self._backup is None or self._promotion is not None
 
     def _replicate(
-        self, event: Received, message: ReplicationMessage, now: Seconds
-    ) -> list[Action]:
+        self, event: rl.Received, message: ReplicationMessage, now: rl.Seconds
+    ) -> list[rl.Action]:
         """Handle a message of the supervisor or of the other copy.
 
         Raises:
@@ -444,7 +425,7 @@ class Shard:
                 assert_never(message)
         return actions
 
-    def _promote(self, promote: rp.Promote, now: Seconds) -> list[Action]:
+    def _promote(self, promote: rp.Promote, now: rl.Seconds) -> list[rl.Action]:
         backup = self._backup
         if backup is None:
             if promote.term <= self._primary.term:
@@ -461,7 +442,7 @@ class Shard:
         self._promotion = promote
         return []
 
-    def _from_primary(self, sender: Address, message: FromPrimary) -> list[Action]:
+    def _from_primary(self, sender: rl.Address, message: FromPrimary) -> list[rl.Action]:
         backup = self._backup
         if backup is None:
             if isinstance(message, rp.StartSync) and message.term > self._primary.term:
@@ -482,7 +463,9 @@ class Shard:
             case _:
                 assert_never(message)
 
-    def _become_primary(self, backup: Backup, promote: rp.Promote, now: Seconds) -> list[Action]:
+    def _become_primary(
+        self, backup: Backup, promote: rp.Promote, now: rl.Seconds
+    ) -> list[rl.Action]:
         # A copy that never synced serves its snapshot, so the snapshot must be readable and older
         # than this term. Otherwise acknowledged pushes would silently disappear.
         if backup.primary is None and self._unrestored is not None:
@@ -497,10 +480,10 @@ class Shard:
         backup.release()
         self._sessions.incarnation = promote.term
         clients = tuple(backup.clients.values())
-        unheard = [Address(one.name) for one in clients if one.name not in self._deferred]
+        unheard = [rl.Address(one.name) for one in clients if one.name not in self._deferred]
         text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
-            Report(text=text),
+            rl.Report(text=text),
             *self._serve(clients),
             *map(self._sessions.primary_changed, unheard),
             *self._primary.promote(promote, now),
@@ -508,7 +491,7 @@ class Shard:
 
     # ----------------------------------------------------------------------- work
 
-    def _next(self, now: Seconds) -> list[Action]:
+    def _next(self, now: rl.Seconds) -> list[rl.Action]:
         """Begin the next piece of work, unless one is running.
 
             initialise --> serving --+--> command  a shard command; before everything else
@@ -523,7 +506,7 @@ class Shard:
         """
         if self._work is not None or not self._ready:
             return []
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         backup, is_stopping = self._backup, self._stopped_by is not None
         if backup is not None:
             replicated = None if is_stopping else backup.begin_next()
@@ -540,7 +523,7 @@ class Shard:
             actions += self._become_primary(backup, self._promotion, now)
         return [*actions, *self._next_as_primary(now, is_stopping=is_stopping)]
 
-    def _next_as_primary(self, now: Seconds, *, is_stopping: bool) -> list[Action]:
+    def _next_as_primary(self, now: rl.Seconds, *, is_stopping: bool) -> list[rl.Action]:
         commands, saves = self._commands, self._saves
         if self._versions.copying is not None and not is_stopping:
             return self._begin_copy()  # the next piece, before anything changes the values
@@ -553,12 +536,12 @@ class Shard:
         if label is not None:
             self._work = _Work.SAVE
             # The snapshot shares the arrays, so no work runs until it is written; pushes queue.
-            return [Persist(snapshot=commands.with_vectors(self._snapshot(label)))]
-        may_copy = bool(self._versions.waiting) and self._versions.wants_copy and not is_stopping
+            return [rl.Persist(snapshot=commands.with_vectors(self._snapshot(label)))]
+        may_copy = self._versions.wants_copy and not is_stopping
         # Copies and pushes alternate, so neither fetches nor pushes starve.
         if may_copy and not self._copied_last:
             return self._begin_copy()
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         may_apply = not self._is_sealed
         if self._primary.backup is not None:
             actions += self._primary.transfer(now)
@@ -570,14 +553,14 @@ class Shard:
             actions += self._begin_copy()
         return actions
 
-    def _begin_push(self, push: PushInProgress, now: Seconds) -> list[Action]:
+    def _begin_push(self, push: PushInProgress, now: rl.Seconds) -> list[rl.Action]:
         if push.push.commit_token:
             self._work = _Work.STAGE
             self._copied_last = False
             work, cost = self._commands.stage_work(push)
-            return [Compute(name="collect", work=work, cost=cost)]
+            return [rl.Compute(name="collect", work=work, cost=cost)]
         client = push.client
-        replications: list[Action] = []
+        replications: list[rl.Action] = []
         n_clients = self._sessions.n_averaged(client.shard_slice)
         if self._primary.backup is not None:
             replications = self._primary.replicate(push, n_clients=n_clients, now=now)
@@ -591,22 +574,22 @@ class Shard:
 
     def _apply(
         self, pushed: Vector, *, n_clients: int, shard_slice: ShardSlice, touches: Vector | None
-    ) -> list[Action]:
+    ) -> list[rl.Action]:
         self._work = _Work.APPLY
         self._copied_last = False
         touched = None if touches is None else self._values.slice_table.get(touches)
         work, cost = self._values.begin_push(
             pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched
         )
-        return [Compute(name="apply", work=work, cost=cost)]
+        return [rl.Compute(name="apply", work=work, cost=cost)]
 
-    def _begin_copy(self) -> list[Action]:
+    def _begin_copy(self) -> list[rl.Action]:
         self._work = _Work.COPY
         self._copied_last = True
         work, cost = self._versions.copy_work()
-        return [Compute(name="copy", work=work, cost=cost)]
+        return [rl.Compute(name="copy", work=work, cost=cost)]
 
-    def _computed(self, event: Computed, now: Seconds) -> list[Action]:
+    def _computed(self, event: rl.Computed, now: rl.Seconds) -> list[rl.Action]:
         """Finish the running work, or raise the exception that it raised."""
         if event.error is not None:
             raise event.error
@@ -637,7 +620,7 @@ class Shard:
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _save(self, sender: Address, label: str) -> list[Action]:
+    def _save(self, sender: rl.Address, label: str) -> list[rl.Action]:
         why_not = None
         if self._commands.is_driven:
             why_not = "a coordinator drives this shard: ask it to save"
@@ -645,7 +628,7 @@ class Shard:
             why_not = "this copy of the shard is a backup: send the request to the primary"
         return self._saves.ask(sender, label, clock=self._values.clock, why_not=why_not)
 
-    def _snapshot(self, label: str) -> Snapshot:
+    def _snapshot(self, label: str) -> rl.Snapshot:
         state = ShardState(
             incarnation=self._sessions.incarnation,
             clock=self._values.clock,
@@ -656,7 +639,7 @@ class Shard:
         )
         return take(label, state, config=self._config)
 
-    def _persisted(self, event: Persisted) -> list[Action]:
+    def _persisted(self, event: rl.Persisted) -> list[rl.Action]:
         work, self._work = self._work, None
         if work is _Work.COMMAND:
             return self._commands.persisted(event)

@@ -10,7 +10,7 @@ Nothing here knows a message, a role or how tensors lie on shards.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, final
 
 import numpy as np
@@ -307,25 +307,21 @@ class ShardSlice:
 
     def __init__(
         self,
-        n_elements: int,
+        size: int,  # of the vector
         *,
         dtype: np.dtype[Element],
         ranges: IndexRanges | None = None,
-        stripes: Vector | None = None,
     ) -> None:
-        self.n_elements = n_elements  # of the compact vector
+        # Of the compact vector.
+        self.n_elements = n_elements = size if ranges is None else ranges.n_elements
         self.dtype = dtype  # of the shard's vector
         self.ranges = ranges  # of the shard's vector; None for all of it
-        self.stripes = stripes  # the ranges as on the wire
+        self.stripes = None if ranges is None else ranges.stripes()  # the ranges as on the wire
         # (start, stop) of each block of the compact vector.
         self.bounds: Bounds = tuple(block_bounds(n_elements, itemsize=dtype.itemsize))
         # Equal for equal parts; empty for everything.
         self.key = b"" if ranges is None else ranges.key
         self._copiers: dict[int, RangeCopier] = {}  # by block; -1 for all blocks at once
-
-    @classmethod
-    def of(cls, ranges: IndexRanges, *, dtype: np.dtype[Element]) -> "ShardSlice":
-        return cls(ranges.n_elements, dtype=dtype, ranges=ranges, stripes=ranges.stripes())
 
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:
@@ -395,9 +391,7 @@ class SliceTable:
         if known is None:
             size, dtype = self.whole.n_elements, self.whole.dtype
             ranges = IndexRanges.from_wire(stripes, size=size)
-            known = ShardSlice(
-                ranges.n_elements, dtype=dtype, ranges=ranges, stripes=stripes.copy()
-            )
+            known = ShardSlice(size, dtype=dtype, ranges=ranges)
             if len(self._known) >= _N_KNOWN_MAX:
                 self._known.clear()  # sessions keep their own references
             self._known[words] = known
@@ -409,11 +403,14 @@ class SliceTable:
 _PIECE: Final = 1 << 16  # elements copied and summed at a time
 
 Sizes = Sequence[tuple[str, int]]  # name and elements of each of a client's tensors
-Place = int | IndexRanges  # of a run of elements in a vector: the first of them, or their ranges
+
+Piece = tuple[int, int, int, int | IndexRanges]
+"""Elements [start, stop) of a tensor, and where they lie in a vector: index of the tensor, start,
+stop, and the first element there or their ranges."""
 
 
-def check_tensors(sizes: Sizes, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raise ValueError unless these are flat tensors of these sizes; None is always valid."""
+def check_tensors(sizes: Sizes, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless these are flat tensors of these sizes."""
     if len(tensors) != len(sizes):
         raise ValueError(
             f"{len(tensors)} tensors given, the layout has {len(sizes)}: "
@@ -423,9 +420,7 @@ def check_tensors(sizes: Sizes, tensors: Sequence[torch.Tensor | None]) -> None:
         _check_tensor(size, tensor)
 
 
-def _check_tensor(size: tuple[str, int], tensor: torch.Tensor | None) -> None:
-    if tensor is None:
-        return
+def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
     name, n_elements = size
     if tensor.shape != (n_elements,):
         raise ValueError(
@@ -460,16 +455,15 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 class TensorCopier:
     """Copies between a client's tensors and a vector; made once for many copies.
 
-    The tensors given to `gather` and `scatter` are flat, in the order of `sizes` and of any real
-    dtype; those that do not fit raise ValueError.
+    Tensors are flat, in the order of `sizes` and of any real dtype; those that do not fit raise
+    ValueError.
     """
 
     def __init__(
         self,
         sizes: Sizes,
-        # By tensor: which elements [start, stop) of it lie in the vector, and where.
-        pieces: Mapping[int, tuple[int, int, Place]],
-        vector: Vector,  # may be read-only if nothing is gathered into it
+        pieces: Iterable[Piece],
+        vector: Vector,  # may be read-only if nothing is put into it
         *,
         has_padding: bool,  # a gap of zeros follows a piece that ends at no multiple of 64
     ) -> None:
@@ -477,7 +471,7 @@ class TensorCopier:
         self._vector = whole = as_tensor(vector)
         self._pieces: dict[int, tuple[int, int, torch.Tensor | RangeCopier]] = {}
         self._padding: list[torch.Tensor] = []
-        for index, (start, stop, place) in pieces.items():
+        for index, start, stop, place in pieces:
             if isinstance(place, IndexRanges):
                 self._pieces[index] = start, stop, RangeCopier(place)
                 continue
@@ -486,23 +480,16 @@ class TensorCopier:
             if has_padding and end % ALIGNMENT:
                 self._padding.append(whole[end : padded(end)])
 
-    def gather(self, tensors: Sequence[torch.Tensor | None]) -> float:
-        """Copy the elements of `tensors` into the vector; None for zeros. Return as `put` does."""
-        check_tensors(self._sizes, tensors)
-        total = sum(self._put(index, tensors[index]) for index in self._pieces)
-        self.zero_padding()
-        return total
-
     def put(self, index: int, tensor: torch.Tensor | None) -> float:
         """Copy the elements of one tensor into the vector; return their sum.
 
         The sum shows NaN and infinity at a fortieth of the cost of a look at each element. It may
         also overflow although all elements are finite.
         """
-        _check_tensor(self._sizes[index], tensor)
-        return self._put(index, tensor) if index in self._pieces else 0.0
-
-    def _put(self, index: int, tensor: torch.Tensor | None) -> float:
+        if tensor is not None:
+            _check_tensor(self._sizes[index], tensor)
+        if index not in self._pieces:
+            return 0.0
         start, stop, place = self._pieces[index]
         total = 0.0
         with torch.no_grad():
@@ -564,19 +551,18 @@ class SeqlockVector:
 
     @classmethod
     def create(
-        cls, memory: Memory, name: str, *, n_elements: int, dtype: np.dtype[Element]
+        cls, memory: Memory | None, name: str, *, n_elements: int, dtype: np.dtype[Element]
     ) -> "SeqlockVector":
-        """Return a vector that others may attach but not yet read, or raise StorageError."""
-        n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
-        published = cls(name, memory.create(name, n_bytes=n_bytes), dtype=dtype)
-        published.begin()
-        return published
+        """Return a vector that others may attach but not yet read, or raise StorageError.
 
-    @classmethod
-    def private(cls, *, n_elements: int, dtype: np.dtype[Element]) -> "SeqlockVector":
-        """Return a vector in memory of this process alone."""
+        Without `memory` it lies in memory of this process alone.
+        """
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
-        published = cls("", np.zeros(n_bytes, np.uint8), dtype=dtype)
+        if memory is None:
+            name, region = "", np.zeros(n_bytes, np.uint8)
+        else:
+            region = memory.create(name, n_bytes=n_bytes)
+        published = cls(name, region, dtype=dtype)
         published.begin()
         return published
 

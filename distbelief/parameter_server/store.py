@@ -115,55 +115,6 @@ def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> 
         yield last - first, RangeCopier(target.part(first, last)), place
 
 
-# --- state blocks for replication ---
-
-
-@final
-class StateBlocks:
-    """The values and the optimizer state in blocks that fit into one message each.
-
-        elements        [0 .... E)[E .... 2E)[2E .... n_gradient .. shard_size)
-        block 1                    values[E:2E], then each state vector [E:2E)
-
-    Blocks [0, k) are a prefix of the elements with all their state, so a backup can apply pushes to
-    it: rules work element by element. Blocks start at multiples of `ALIGNMENT`, so that kernels
-    round alike on the prefix and on the whole.
-    """
-
-    def __init__(self, values: Vector, state: State) -> None:
-        self._whole = [values, *(state[name] for name in sorted(state))]
-        bytes_per_element = values.itemsize * len(self._whole)
-        n_aligned = vectors.BLOCK_BYTES // (bytes_per_element * ALIGNMENT)
-        self._n_elements = ALIGNMENT * max(1, n_aligned)
-
-    def __len__(self) -> int:
-        return max(1, -(-len(self._whole[0]) // self._n_elements))
-
-    def n_elements(self, n_state_blocks: int) -> int:
-        return min(n_state_blocks * self._n_elements, len(self._whole[0]))
-
-    def pack(self, index: int) -> Vector:
-        return np.concatenate(self._parts(index))
-
-    def unpack(self, index: int, packed: Vector) -> None:
-        """Write one block into the arrays, or raise RemoteProtocolError if it does not fit."""
-        parts = self._parts(index)
-        n, dtype = sum(map(len, parts)), self._whole[0].dtype
-        if packed.dtype != dtype or len(packed) != n:
-            raise RemoteProtocolError(
-                f"state block {index} has {len(packed)} elements of {packed.dtype}, not {n} "
-                f"of {dtype}: use one layout and one rule on both copies"
-            )
-        start = 0
-        for part in parts:
-            part[:] = packed[start : start + len(part)]
-            start += len(part)
-
-    def _parts(self, index: int) -> list[Vector]:
-        start = index * self._n_elements
-        return [vector[start : start + self._n_elements] for vector in self._whole]
-
-
 # --- all arrays ---
 
 _N_SLICE_UPDATES_MAX: Final = 256
@@ -184,8 +135,8 @@ class ShardStore:
         self._n_elements = layout.shard_size(index)
         self._n_gradient = layout.n_gradient(index)
         self._dtype = layout.dtype
-        self._published = SeqlockVector.private(n_elements=0, dtype=self._dtype)
-        self._state_blocks = StateBlocks(self.vector, {})
+        self._published = SeqlockVector.create(None, "", n_elements=0, dtype=self._dtype)
+        self._replicated: list[Vector] = []  # the values, then the state by name
         self._n_held: int | None = None  # state blocks, while it syncs as a backup
         self.state: State = {}
         self.slice_table = SliceTable(self._n_elements, dtype=self._dtype)  # what clients hold
@@ -205,17 +156,14 @@ class ShardStore:
 
     def publish(self, region: str) -> str | None:
         """Create the memory for the values; return why it cannot be shared, if that is an error."""
-        n_elements, dtype, why_not = self._n_elements, self._dtype, None
-        if self._memory.host:
-            try:
-                self._published = SeqlockVector.create(
-                    self._memory, region, n_elements=n_elements, dtype=dtype
-                )
-            except StorageError as error:
-                why_not = str(error)
-        if not self._published.name:  # it is not shared
-            self._published = SeqlockVector.private(n_elements=n_elements, dtype=dtype)
-        return why_not
+        create = partial(SeqlockVector.create, n_elements=self._n_elements, dtype=self._dtype)
+        shared = bool(self._memory.host)
+        try:
+            self._published = create(self._memory if shared else None, region if shared else "")
+        except StorageError as error:
+            self._published = create(None, "")
+            return str(error)
+        return None
 
     def initialise_work(
         self,
@@ -256,22 +204,38 @@ class ShardStore:
 
     def initialised(self, state: ShardState) -> None:
         self.state, self.clock, self.steps = state.state, state.clock, state.steps
-        self._state_blocks = StateBlocks(self.vector, self.state)
+        self._replicated = [self.vector, *(state.state[name] for name in sorted(state.state))]
         self.n_restored = state.steps.n_pushes
         self._published.end(clock=self.clock)
 
-    # -------------------------------------------------------------- replication
+    # ------------------------------------------------------------------ replication
+    #
+    #     elements        [0 .... E)[E .... 2E)[2E .... n_gradient .. shard_size)
+    #     block 1                    values[E:2E], then each state vector [E:2E)
+    #
+    # Values and state in blocks that fit into one message each. Blocks [0, k) are a prefix of the
+    # elements with all their state, to which a backup can apply pushes: rules work element by
+    # element. Blocks start at multiples of `ALIGNMENT`, so kernels round alike on prefix and whole.
+
+    @property
+    def _block_elements(self) -> int:
+        bytes_per_element = self._dtype.itemsize * max(1, len(self._replicated))
+        return ALIGNMENT * max(1, vectors.BLOCK_BYTES // (bytes_per_element * ALIGNMENT))
 
     @property
     def n_state_blocks(self) -> int:
-        return len(self._state_blocks)
+        return max(1, -(-self._n_elements // self._block_elements))
 
     @property
     def n_held(self) -> int:
-        return len(self._state_blocks) if self._n_held is None else self._n_held
+        return self.n_state_blocks if self._n_held is None else self._n_held
+
+    @property
+    def n_held_elements(self) -> int:
+        return min(self.n_held * self._block_elements, self._n_elements)
 
     def state_block(self, index: int) -> Vector:
-        return self._state_blocks.pack(index)
+        return np.concatenate(self._block_parts(index))
 
     def start_sync(self, *, clock: int, steps: StepCounts) -> None:
         """Drop the values and start as a backup at this clock."""
@@ -280,14 +244,26 @@ class ShardStore:
         self._n_held, self.clock, self.steps = 0, clock, steps
 
     def take_state_block(self, packed: Vector) -> None:
+        """Write the next block into the arrays, or raise RemoteProtocolError if it does not fit."""
         assert self._n_held is not None
-        self._state_blocks.unpack(self._n_held, packed)
+        parts = self._block_parts(self._n_held)
+        n = sum(map(len, parts))
+        if packed.dtype != self._dtype or len(packed) != n:
+            raise RemoteProtocolError(
+                f"state block {self._n_held} has {len(packed)} elements of {packed.dtype}, not {n} "
+                f"of {self._dtype}: use one layout and one rule on both copies"
+            )
+        ends = np.cumsum([len(part) for part in parts])
+        for part, values in zip(parts, np.split(packed, ends[:-1]), strict=True):
+            part[:] = values
         self._n_held += 1
-        if self._n_held == len(self._state_blocks):
+        if self._n_held == self.n_state_blocks:
             self._n_held = None
             self._published.end(clock=self.clock)
 
-    # -------------------------------------------------------------------- pushes
+    def _block_parts(self, index: int) -> list[Vector]:
+        start = index * self._block_elements
+        return [vector[start : start + self._block_elements] for vector in self._replicated]
 
     def why_not(self, touches: Vector | None, shard_slice: ShardSlice) -> str | None:
         """Return why this push may not change only `touches`, or None."""
@@ -313,7 +289,7 @@ class ShardStore:
         touched = touched or shard_slice
         rule, values = self._config.rule, self.vector
         self._pushed_slice = touched if rule.needs_clock else shard_slice
-        n_here = self._state_blocks.n_elements(self.n_held)
+        n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
         parameters = self._slice_update(touched, shard_slice, 0, n)
         buffers = self._slice_update(touched, shard_slice, n, n_here)

@@ -53,9 +53,6 @@ class VectorStore:
             if segment.offset < self._n
         ]
         self._vectors: dict[VectorName, Vector] = {}
-        self._stack = _Stack(self._n)
-
-    # ------------------------------------------------------------------- vectors
 
     def names(self) -> tuple[VectorName, ...]:
         return tuple(sorted(self._vectors))
@@ -85,8 +82,6 @@ class VectorStore:
                     "of the run that saved it"
                 )
         self._vectors = {name: vector.copy() for name, vector in vectors.items()}
-
-    # ------------------------------------------------------------------- batches
 
     def check(self, batch: Sequence[Command]) -> None:
         """Raise RemoteProtocolError if the batch cannot be executed now; change nothing."""
@@ -148,8 +143,6 @@ class VectorStore:
                 assert_never(command)
         return ()
 
-    # ------------------------------------------------------------------- changes
-
     def _fill(self, target: Reals, a: float) -> None:
         # Padding stays zero, so that it counts in no norm.
         target.fill(0.0)
@@ -165,11 +158,11 @@ class VectorStore:
         elif len(terms) > _FEW:
             factors = torch.tensor([weights], dtype=torch.float64)
             for piece in _pieces(self._n):
-                matrix = self._stack.loaded(xs, piece)
+                matrix = _stacked(xs, piece)
                 out[piece] = torch.mm(factors, matrix)[0].numpy()
         else:
             for piece in _pieces(self._n, _PIECE_OF_FEW):
-                matrix = self._stack.loaded(xs, piece)
+                matrix = _stacked(xs, piece)
                 for row, a in zip(matrix, weights, strict=True):
                     if a != 1.0:
                         row.mul_(a)  # not fused, so that every element rounds alike
@@ -185,8 +178,6 @@ class VectorStore:
         for piece in _pieces(self._n):
             pair = x[piece].astype(np.float64), y[piece].astype(np.float64)
             out[piece] = function(*pair, command.a)
-
-    # ------------------------------------------------------------------ measures
 
     def _measure(self, command: vc.Dot | vc.Gram | vc.Norm) -> Sequence[float]:
         match command:
@@ -206,7 +197,7 @@ class VectorStore:
         vectors = [self._real(x)] if x == y else [self._real(x), self._real(y)]
         total = 0.0
         for piece in _pieces(self._n, _PIECE_OF_FEW):
-            matrix = self._stack.loaded(vectors, piece)
+            matrix = _stacked(vectors, piece)
             total += torch.dot(matrix[0], matrix[-1]).item()
         return total
 
@@ -216,7 +207,7 @@ class VectorStore:
         n_rows = len(set(rows))  # the first of the names
         sums = torch.zeros(n_rows, len(names), dtype=torch.float64)
         for piece in _pieces(self._n):
-            matrix = self._stack.loaded(vectors, piece)
+            matrix = _stacked(vectors, piece)
             sums.addmm_(matrix[:n_rows], matrix.T)
         totals = dict(zip(names, sums.tolist(), strict=False))
         column_indices = [names.index(column) for column in columns]
@@ -230,35 +221,19 @@ class VectorStore:
             return float(torch.maximum(-least, most)) + 0.0  # -0 becomes 0
         return float(sum(np.sum(np.abs(x[p]), dtype=np.float64) for p in _pieces(self._n)))
 
-    # --------------------------------------------------------------------- names
-
     def _real(self, name: VectorName) -> Reals:
         # The layout has real types only, and dtypes do not narrow an array's type.
         return cast("Reals", self._vectors[name])
 
 
-@final
-class _Stack:
-    def __init__(self, n_elements: int) -> None:
-        self._width = min(_PIECE, n_elements)
-        self._width_of_few = min(_PIECE_OF_FEW, n_elements)
-        self._grow(1)
-
-    def loaded(self, vectors: Sequence[Reals], piece: "slice[int, int, None]") -> torch.Tensor:
-        n, size = len(vectors), piece.stop - piece.start
-        if n > self._n:
-            self._grow(n)
-        tensor = self._room[: n * size].view(n, size)
-        rows: Doubles = tensor.numpy()
-        for row, vector in zip(rows, vectors, strict=True):
-            row[:] = vector[piece]
-        return tensor
-
-    def _grow(self, n: int) -> None:
-        # Torch aligns the memory, so that its kernels round alike in every call.
-        self._n = n
-        size = max(n * self._width, min(n, _FEW) * self._width_of_few)
-        self._room = torch.empty(size, dtype=torch.float64)
+def _stacked(vectors: Sequence[Reals], piece: "slice[int, int, None]") -> torch.Tensor:
+    """Return a piece of each vector in float64, (n_vectors, piece size)."""
+    # Torch aligns the memory, so that its kernels round alike in every call.
+    tensor = torch.empty(len(vectors), piece.stop - piece.start, dtype=torch.float64)
+    rows: Doubles = tensor.numpy()
+    for row, vector in zip(rows, vectors, strict=True):
+        row[:] = vector[piece]
+    return tensor
 
 
 def _pieces(n_elements: int, size: int = _PIECE) -> Iterator["slice[int, int, None]"]:

@@ -12,6 +12,8 @@ model: it is captured on the meta device.
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
@@ -24,7 +26,7 @@ from distbelief.partition.report import lack
 from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan
-from distbelief.program.plan import Plan, load
+from distbelief.program.plan import Plan, load, packed
 
 
 SOLVER_SECONDS: Final = 5.0
@@ -47,6 +49,8 @@ def plan_for_job(
         plan = _given(job, graph, Path(job.cluster.plan))
     else:
         plan = _of_before(job, graph, kept) or _made(job, graph, notify)
+    # A plan of an older version has no graph.
+    plan = msgspec.structs.replace(plan, captured=packed(graph))
     plan.save(kept)
     return plan
 

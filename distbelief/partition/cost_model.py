@@ -9,7 +9,6 @@ Variance            quantiles of a step, because machines vary
 from collections.abc import Mapping, Sequence
 from typing import Final, final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,41 +25,6 @@ from distbelief.program.tasks import rule_of, work_of
 # --- by arithmetic ---
 
 N_BYTES: Final = 4  # per number
-
-Signature = bytes  # everything that a layer's costs depend on
-
-
-@final
-class Signatures:
-    """Cache of layer signatures."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Layer, Signature]] = {}
-
-    def of(self, layer: Layer) -> Signature:
-        known = self._known.get(id(layer))
-        if known is None:
-            # The layer is kept, so that no other object gets its id.
-            known = self._known[id(layer)] = (layer, signature(layer))
-        return known[1]
-
-
-def signature(layer: Layer) -> Signature:
-    """Return everything that a layer's costs depend on: all but names."""
-    tensors = {argument: (use.shape, use.trains) for argument, use in sorted(layer.tensors.items())}
-    options = {name: value for name, value in layer.options.items() if name != "module"}
-    return msgspec.json.encode(
-        (
-            layer.kind,
-            layer.shape,
-            layer.input_shapes,
-            [layer.inputs.index(name) for name in layer.inputs],
-            options,
-            tensors,
-            bool(layer.whole),
-        ),
-        order="sorted",
-    )
 
 
 def single_sample(graph: LayerGraph) -> frozenset[str]:
@@ -87,8 +51,7 @@ class AnalyticCosts:
         # Equal machines share the index of the first: it is a quicker key than the machine.
         self._first = [cluster.machines.index(machine) for machine in cluster.machines]
         self._single = single
-        self._signatures = Signatures()
-        self._known: dict[tuple[Signature, int, bool, bool], dict[Region, Passes]] = {}
+        self._known: dict[tuple[bytes, int, bool, bool], dict[Region, Passes]] = {}
 
     def with_batch(self, n_samples: int) -> "AnalyticCosts":
         return AnalyticCosts(self._cluster, batch=n_samples, single=self._single)
@@ -99,7 +62,7 @@ class AnalyticCosts:
         if layer.kind == INPUT or not region.n_elements:
             return Passes(0.0, 0.0)
         first, single = self._first[machine], layer.name in self._single
-        key = (self._signatures.of(layer), first, partial, single)
+        key = (layer.signature, first, partial, single)
         known = self._known.setdefault(key, {})
         seconds = known.get(region)
         if seconds is None:
@@ -220,17 +183,16 @@ class ProfiledCosts:
         self.is_absolute = host is None
         self.machines = machines
         self._host = host
-        self._signatures = Signatures()
-        self._digests: dict[Signature, str] = {}
-        self._summed_dims: dict[Signature, tuple[int, ...]] = {}
-        self._known: dict[tuple[Signature, Region, int, bool], Passes] = {}
+        self._digests: dict[bytes, str] = {}
+        self._summed_dims: dict[bytes, tuple[int, ...]] = {}
+        self._known: dict[tuple[bytes, Region, int, bool], Passes] = {}
 
     def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> Passes:
         if not self.knows(layer) or not region.n_elements:
             return self.machines.passes(layer, region, machine, partial=partial)
-        key = (self._signatures.of(layer), region, machine, partial)
+        key = (layer.signature, region, machine, partial)
         if key not in self._known:
             taken = self._scaled(layer, region, machine, partial=partial)
             of = Region.of(*layer.input_shapes[0]) if partial else layer.region
@@ -279,13 +241,13 @@ class ProfiledCosts:
         return Passes(forward, backward)
 
     def _slices(self, layer: Layer) -> Mapping[str, Slices]:
-        signature = self._signatures.of(layer)
+        signature = layer.signature
         if signature not in self._digests:
             self._digests[signature] = digest(signature, batch=self.machines.batch)
         return self.profile.layers.get(self._digests[signature], {})
 
     def _summed(self, layer: Layer) -> tuple[int, ...]:
-        signature = self._signatures.of(layer)
+        signature = layer.signature
         if signature not in self._summed_dims:
             self._summed_dims[signature] = summed_dims(layer)[:1]
         return self._summed_dims[signature]

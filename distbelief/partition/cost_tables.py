@@ -17,7 +17,7 @@ import numpy.typing as npt
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import Operator, PartialSums
 from distbelief.graph.region import Region, disjoint
-from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
+from distbelief.partition.cost_model import N_BYTES, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import index_bytes, with_gradient
@@ -321,7 +321,6 @@ class Tables:
         self._graph = graph
         self._cluster = cluster
         self._costs = costs
-        self._signatures = Signatures()
         self._bytes_each = index_bytes(graph, batch=batch)
         self._single = single_sample(graph)
         self._backward = with_gradient(graph)
@@ -336,7 +335,7 @@ class Tables:
         self._placed[group.root.name] = self._shared(group.root, placements)
         for follower in group.followers:
             leader, layer = self._placed[follower.leader.name], follower.layer
-            key = (self._signatures.of(layer), leader)
+            key = (layer.signature, leader)
             if key not in self._followed:
                 self._followed[key] = list(map(follower.placement, leader.placements))
             self._placed[layer.name] = self._shared(layer, self._followed[key])
@@ -380,7 +379,7 @@ class Tables:
         return sum(each, np.zeros(()))
 
     def _shared(self, layer: Layer, placements: Sequence[Placement]) -> NodeCosts:
-        key = (self._signatures.of(layer), tuple(placements))
+        key = (layer.signature, tuple(placements))
         return _once(self._alike, key, lambda: NodeCosts(layer, placements))
 
     def _computing(self, layer: Layer) -> Floats:

@@ -9,8 +9,10 @@ with the best of all. Hence more machines are never estimated slower, and no bas
 """
 
 import copy
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
@@ -347,13 +349,27 @@ def each_plan(
     fewer = [] if request.exactly else [n for n in _FEWER if n < most]
     for count in sorted({*counts, *fewer}):
         try:
-            done = planner.plan_for(count)
+            with _no_garbage_collection():
+                done = planner.plan_for(count)
         except GraphError:
             if request.pins and count < most:
                 continue  # a pin needs more machines
             raise
         if count in counts:
             yield done
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # Plans of large models are millions of objects without cycles; looking for cycles among them
+    # would take a third of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:

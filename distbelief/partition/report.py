@@ -265,8 +265,6 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
             reason = "chosen"
         elif problem.overrun(choice) > max(1.0, solved.solution.overrun) * (1 + 1e-9):
             reason = f"does not fit the memory of machine {int(problem.used(choice).argmax())}"
-        elif math.isinf(more):
-            reason = "forbidden"
         elif more <= 0:
             reason = f"{seconds(-more)} less, but more elsewhere" if more else "as good"
         costs = float(own[index]), float(transfers[index])

@@ -270,7 +270,7 @@ def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
         cheapest = [int(k) for k in order if k != choice[node]][:_MOVES_PER_NODE]
         found += [(float(deltas[k]), node, k) for k in cheapest]
     found.sort()
-    return [(node, k) for delta, node, k in found if np.isfinite(delta)]
+    return [(node, k) for _, node, k in found]
 
 
 _EVENTS_MAX: Final = 250_000  # tasks and messages that one search simulates: a second or two

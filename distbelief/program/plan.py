@@ -14,6 +14,7 @@ was edited or cut off is rejected before anything runs.
 
 import hashlib
 import math
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, final
@@ -76,6 +77,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     placements: Mapping[str, Placement]  # of each layer except inputs
     predicted: Prediction | None = None  # None for a plan that the planner has not made
     micro_batches: int = 1
+    captured: bytes = b""  # the layer graph, by `packed`: ranks need not capture the model again
 
     def __post_init__(self) -> None:
         for name, count in (
@@ -102,6 +104,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def save(self, path: Path | str) -> None:
         # Written whole or not at all.
         files.write(Path(path), encode(self))
+
+    def captured_graph(self) -> LayerGraph:
+        """Return the layer graph that the plan is for, its loss included.
+
+        Raises:
+            GraphError: the plan has none, or another one.
+        """
+        try:
+            content = zlib.decompressobj().decompress(self.captured, N_BYTES_MAX)
+            graph = msgspec.msgpack.decode(content, type=LayerGraph)
+        except (zlib.error, msgspec.DecodeError, RecursionError) as error:
+            raise GraphError(f"the plan has no layer graph ({error}): plan again") from None
+        if graph.fingerprint != self.graph:
+            raise GraphError(
+                f"the plan is for layer graph {self.graph}, but holds {graph.fingerprint}: plan "
+                "again"
+            )
+        return graph
 
     def check(self, graph: LayerGraph, *, batch: int, loss: str, cluster: Cluster | None) -> None:
         """Check that the plan is valid for this job.
@@ -174,9 +194,15 @@ def plan_for(
         cluster=target,
         placements={name: placements[name] for name in names},
         predicted=predicted,
+        captured=packed(graph),
     )
     plan.check(graph, batch=batch, loss=loss, cluster=cluster)
     return plan
+
+
+def packed(graph: LayerGraph) -> bytes:
+    """Return a graph as it is in plans: JSON would lose infinite numbers."""
+    return zlib.compress(msgspec.msgpack.encode(graph))
 
 
 def load(path: Path | str) -> Plan:

@@ -272,17 +272,16 @@ def _seconds(task: Task, compiled: Compiled, cluster: Cluster, costs: Costs) -> 
 
 # --- Chrome trace ---
 
-Track = Literal["compute", "send", "receive"]
 TraceEvent = dict[str, str | int | float | dict[str, str | int]]
 
-_TRACKS: tuple[Track, ...] = ("compute", "send", "receive")
+_TRACKS: Final = ("compute", "send", "receive")  # rows of a machine
 
 
 class Event(NamedTuple):
     """A task, or a message as seen by one of its ends."""
 
     machine: int
-    track: Track  # row in the trace
+    track: Literal["compute", "send", "receive"]
     what: str  # phase of a task, kind of a message
     name: str  # of the layer or tensor
     start: float  # seconds from the start of the step
@@ -293,11 +292,19 @@ class Event(NamedTuple):
 
 def events(step_cost: StepCost) -> Iterator[Event]:
     """Yield all events of a step; messages twice, at the sender and at the receiver."""
-    for index in range(len(step_cost.simulated.starts)):
-        event = _event(step_cost, index)
-        yield event
-        if event.peer is not None:
-            yield event._replace(machine=event.peer, peer=event.machine, track="receive")
+    simulated, n_tasks = step_cost.simulated, step_cost.simulated.n_tasks
+    spans = list(zip(simulated.starts.tolist(), simulated.ends.tolist(), strict=True))
+    for task, (start, end) in zip(step_cost.tasks, spans[:n_tasks], strict=True):
+        yield Event(task.machine, "compute", task.phase, task.layer, start, end - start)
+    ends = (simulated.senders, simulated.receivers, simulated.n_bytes, simulated.flows)
+    messages = zip(*(numbers.tolist() for numbers in ends), strict=True)
+    for (sender, receiver, n_bytes, index), (start, end) in zip(
+        messages, spans[n_tasks:], strict=True
+    ):
+        flow = step_cost.traffic[index]
+        span = (flow.kind, flow.name, start, end - start)
+        yield Event(sender, "send", *span, receiver, n_bytes)
+        yield Event(receiver, "receive", *span, sender, n_bytes)
 
 
 def chrome_trace(step_cost: StepCost) -> list[TraceEvent]:
@@ -332,17 +339,3 @@ def chrome_trace(step_cost: StepCost) -> list[TraceEvent]:
             }
         )
     return trace
-
-
-def _event(step_cost: StepCost, index: int) -> Event:
-    simulated = step_cost.simulated
-    start = float(simulated.starts[index])
-    seconds = float(simulated.ends[index]) - start
-    if index < simulated.n_tasks:
-        task = step_cost.tasks[index]
-        return Event(task.machine, "compute", task.phase, task.layer, start, seconds)
-    message = index - simulated.n_tasks
-    flow = step_cost.traffic[int(simulated.flows[message])]
-    sender, receiver = int(simulated.senders[message]), int(simulated.receivers[message])
-    n_bytes = flow.n_bytes_between(sender, receiver)
-    return Event(sender, "send", flow.kind, flow.name, start, seconds, receiver, n_bytes)

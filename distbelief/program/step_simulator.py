@@ -45,6 +45,7 @@ class SimulatedStep:
     flows: IntArray  # (n_messages,) index of the traffic
     senders: IntArray  # (n_messages,) machine
     receivers: IntArray  # (n_messages,) machine
+    n_bytes: IntArray  # (n_messages,)
 
 
 @final
@@ -323,6 +324,7 @@ class StepSimulator:
             flows=np.array(self._flows, dtype=np.int64),
             senders=self._machines[np.array(self._senders, dtype=np.int64)],
             receivers=self._machines[np.array(self._receivers, dtype=np.int64)],
+            n_bytes=np.array(self._sizes, dtype=np.int64),
         )
 
 

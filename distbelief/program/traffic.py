@@ -7,12 +7,15 @@ disjoint, and so are those that one rank needs: each index arrives exactly once 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self, final
+from typing import Final, Self, final
 
 import numpy as np
 
 from distbelief.graph.region import IntArray, Region, n_elements, overlaps, to_array, to_regions
 from distbelief.program.tasks import Message, MessageKind
+
+
+_NONE: Final = np.zeros(0, dtype=np.int64)
 
 
 @final
@@ -45,7 +48,11 @@ class Traffic:
 
         The regions of owners are disjoint; `n_bytes` is of one index, for the whole batch.
         """
+        kind, name = subject
         wanted = [(q, region) for q, regions in needs.items() for region in regions]
+        if set(owners).issuperset(wanted):  # as of most layers
+            boxes = _NONE.reshape(0, n_dims, 2)
+            return cls(kind, name, _NONE, _NONE, _NONE, np.append(_NONE, 0), boxes)
         i, j, boxes = overlaps(
             to_array([region for _, region in owners], n_dims),
             to_array([region for _, region in wanted], n_dims),
@@ -62,7 +69,6 @@ class Traffic:
         starts = np.flatnonzero(news)
         sizes = n_elements(boxes)
         totals = np.add.reduceat(sizes, starts) if len(starts) else sizes
-        kind, name = subject
         return cls(
             kind=kind,
             name=name,
@@ -78,6 +84,8 @@ class Traffic:
 
     def back(self, kind: MessageKind, *, senders: Collection[int]) -> "Traffic":
         """Return the reverse messages of those receivers that are in `senders`."""
+        if not len(self):
+            return self  # nobody asks for the kind of no message
         key = (kind, frozenset(senders))
         if key not in self._returned:
             self._returned[key] = self._back(kind, senders)
@@ -110,14 +118,6 @@ class Traffic:
             regions=to_regions(self.boxes[self.first[index] : self.first[index + 1]]),
             n_bytes=int(self.n_bytes[index]),
         )
-
-    def n_bytes_between(self, sender: int, receiver: int) -> int:
-        """Return the bytes of the message from `sender` to `receiver`, which must exist."""
-        own = self.sending[sender]
-        receivers = self.receivers[own.start : own.stop]
-        index = own.start + int(np.searchsorted(receivers, receiver))
-        assert self.receivers[index] == receiver, (self.name, sender, receiver)
-        return int(self.n_bytes[index])
 
     @cached_property  # by rank: the messages that it sends
     def sending(self) -> Mapping[int, range]:

@@ -59,15 +59,10 @@ def write_model_file(
     dtypes: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the model that is in these checkpoints to `path`, replaced atomically.
+    """Write the model that is in these checkpoints, one per shard, to `path`, replaced atomically.
 
-    Args:
-        path: A .safetensors file.
-        layout: How the shards hold it.
-        snapshots: Intact checkpoints, one per shard, in order.
-        dtypes: torch's name of the type of each tensor, where it is not that of the shards.
-        aliases: Other names of shared tensors, which `load_state_dict` needs; each name has its
-            own data in the file.
+    `dtypes` are torch's names of types that are not that of the shards, `aliases` other names of
+    shared tensors, which `load_state_dict` needs: each name has its own data in the file.
     """
     if len(snapshots) != layout.n_shards:
         raise ValueError(f"got {len(snapshots)} checkpoints of {layout.n_shards} shards")

@@ -33,7 +33,7 @@ from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import Resharding, restore, take
+from distbelief.parameter_server.checkpoint import reshard, restore, take
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
@@ -475,16 +475,16 @@ def _reshard(
             sum(samples.values()), n_samples=now.train.n_samples, n_replicas=now.n_replicas
         )
     places = dict(zip(now.replicas, starts, strict=True))
-    resharder = Resharder(
-        source=store,
-        old=Layout.of(layout.tensors, n_shards=was.n_shards, dtype=layout.spec.dtype),
-        new=layout,
-        rule=rule,
-        incarnation=previous.incarnation,
-    )
+    old = Layout.of(layout.tensors, n_shards=was.n_shards, dtype=layout.spec.dtype)
     with making_checkpoint_set(run, previous.label, now) as (written, kept):
         fresh = CheckpointStore(written, report=store.report)
-        resharder.write(fresh, label=f"{previous.label:05d}", samples=now.clients(places))
+        last = previous.incarnation - 1
+        clients = tuple(
+            SessionRecord(name=name, incarnation=last, samples=n)
+            for name, n in now.clients(places).items()
+        )
+        label = f"{previous.label:05d}"
+        reshard_all(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
         if read_back.missing or read_back.before.samples != places:
             raise StorageError(
@@ -498,57 +498,51 @@ def _reshard(
     )
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Resharder:
-    """Rewrites the newest checkpoints of S shards as those of S' shards; the old ones stay.
+def reshard_all(
+    source: CheckpointStore,
+    target: CheckpointStore,
+    *,
+    old: Layout,
+    new: Layout,
+    rule: UpdateRule,
+    label: str,
+    clients: tuple[SessionRecord, ...],
+) -> None:
+    """Write the newest checkpoints of the old shards as those of the new ones, with these clients.
 
-    Little more than one old and one new shard is in memory at a time.
+    All clients have the newest incarnation so far. Little more than one old and one new shard is
+    in memory at a time.
     """
+    last = clients[0].incarnation
+    paths: list[Path] = []
+    clocks: list[int] = []
+    steps: list[StepCounts] = []
+    for k in range(old.n_shards):
+        snapshot = source.newest(f"shard-{k}")
+        if snapshot is None:
+            raise StorageError(f"{source.directory} has no intact shard-{k}")
+        config = ShardConfig(index=k, layout=old, rule=rule)
+        state = restore(snapshot, config=config, incarnation=last + 1)
+        # Values are read again, in parts: not all of them are in memory at once.
+        clocks.append(state.clock)
+        steps.append(state.steps)
+        paths.append(source.path(f"shard-{k}", snapshot.label))
+    with ExitStack() as stack:
+        try:
+            opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"checkpoints cannot be read again: {error}") from error
 
-    source: CheckpointStore  # the old checkpoints
-    old: Layout  # their layout
-    new: Layout  # layout of the new shards
-    rule: UpdateRule  # update rule whose state they contain
-    incarnation: int  # above all in them; the new roles begin with it
+        def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
+            part: Vector = opened[shard_index].get_slice(array)[start:stop]
+            return part
 
-    def write(self, target: CheckpointStore, *, label: str, samples: Mapping[str, int]) -> None:
-        """Write the new shards' checkpoints, with the data position of each new client."""
-        last = self.incarnation - 1
-        clients = tuple(
-            SessionRecord(name=name, incarnation=last, samples=n) for name, n in samples.items()
-        )
-        paths: list[Path] = []
-        clocks: list[int] = []
-        steps: list[StepCounts] = []
-        for k in range(self.old.n_shards):
-            snapshot = self.source.newest(f"shard-{k}")
-            if snapshot is None:
-                raise StorageError(f"{self.source.directory} has no intact shard-{k}")
-            config = ShardConfig(index=k, layout=self.old, rule=self.rule)
-            state = restore(snapshot, config=config, incarnation=self.incarnation)
-            # Values are read again, in parts: not all of them are in memory at once.
-            clocks.append(state.clock)
-            steps.append(state.steps)
-            paths.append(self.source.path(f"shard-{k}", snapshot.label))
-        with ExitStack() as stack:
-            try:
-                opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
-            except (OSError, SafetensorError) as error:
-                raise StorageError(f"checkpoints cannot be read again: {error}") from error
-
-            def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
-                part: Vector = opened[shard_index].get_slice(array)[start:stop]
-                return part
-
-            for k in range(self.new.n_shards):
-                state = Resharding(self.old, self.new).shard(
-                    k, rule=self.rule, clocks=clocks, steps=steps, read=read
-                )
-                state = replace(state, incarnation=last, clients=clients)
-                config = ShardConfig(index=k, layout=self.new, rule=self.rule)
-                target.save(f"shard-{k}", take(label, state, config=config))
-                del state  # free them before the next one is made
+        for k in range(new.n_shards):
+            state = reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=read)
+            state = replace(state, incarnation=last, clients=clients)
+            config = ShardConfig(index=k, layout=new, rule=rule)
+            target.save(f"shard-{k}", take(label, state, config=config))
+            del state  # free them before the next one is made
 
 
 def _notes(

@@ -47,11 +47,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.endpoint}?{urlencode(query)}"
 
     def place(self) -> Endpoint:
-        """Return the endpoint to connect to.
-
-        Raises:
-            JobError: the host name cannot be resolved.
-        """
+        """Return the endpoint to connect to, or raise JobError."""
         parts = urlsplit(self.endpoint)
         if parts.scheme == "ipc":
             return Endpoint(path=parts.path)
@@ -59,12 +55,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return Endpoint(host=number_of(parts.hostname or ""), port=parts.port or 0, key=key)
 
     def listen_config(self, keys: str | Path | None = None) -> ListenConfig:
-        """Return where a worker of this server listens.
-
-        Raises:
-            JobError: the host name cannot be resolved.
-            TransportError: there is no route to the server.
-        """
+        """Return where a worker of this server listens."""
         place = self.place()
         if place.path:
             return ListenConfig(directory=str(Path(place.path).parent))
@@ -77,11 +68,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse an address, as `str` writes it.
-
-        Raises:
-            JobError: `text` is not an address of a parameter server.
-        """
+        """Parse an address, as `str` writes it, or raise JobError."""
         if not isinstance(text, str):
             raise JobError(
                 f"server is {text!r}, which is no address: use "
@@ -123,11 +110,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpec, ...]:
-    """Return the specs of a training loop's parameters, named by their positions.
-
-    Raises:
-        JobError: there are no parameters, or one is not float32.
-    """
+    """Return the specs of a training loop's parameters, named by their positions."""
     specs = []
     for index, parameter in enumerate(parameters):
         if not isinstance(cast("object", parameter), torch.Tensor):

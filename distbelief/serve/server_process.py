@@ -26,14 +26,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distbelief.config.job import (
-    ClusterTable,
-    DataTables,
-    EvaluationTable,
-    Job,
-    OutputTable,
-    StopTable,
-)
+from distbelief.config import job as jobs
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
 from distbelief.core.writer import Writer
@@ -120,16 +113,10 @@ Tell = Callable[[str], None]
 Watch = Callable[[RoleRunner, Supervisor, ServerAddress], None]
 
 
-# --- the server ---
-
-
 def serve(request: ServerRequest, watch: Watch, *, tell: Tell | None = None) -> str | None:
     """Run a parameter server until it ends; return its error, if any.
 
     `watch` runs the node until the server should end; `tell` gets warnings about damaged files.
-
-    Raises:
-        DistBeliefError: the server cannot start.
     """
     FileMemory.sweep()
     memory = FileMemory.make()  # its directory also contains the sockets
@@ -211,15 +198,15 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
     # The shards' processes need a job: this one has no data and no replicas.
     layout = Layout.of(request.tensors, n_shards=request.n_shards)
     nothing = "none:none"  # a shard builds neither model nor data
-    job = Job(
+    job = jobs.Job(
         model=ModelSpec(factory=nothing),
-        data=DataTables(train=DataSpec(factory=nothing)),
+        data=jobs.DataTables(train=DataSpec(factory=nothing)),
         algorithm_name="downpour",
         algorithm=DownpourSettings(loss="mse", batch_size=1, rule=request.rule),
-        cluster=ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
-        evaluation=EvaluationTable(),
-        stop=StopTable(samples=1),
-        output=OutputTable(directory=request.directory),
+        cluster=jobs.ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
+        evaluation=jobs.EvaluationTable(),
+        stop=jobs.StopTable(samples=1),
+        output=jobs.OutputTable(directory=request.directory),
         name="server",
         source="server.toml",
         import_paths=(),
@@ -231,7 +218,6 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
         memory=memory,
         snapshots=str(Path(request.directory) / "snapshots"),
         layout=layout.spec,
-        initials={},
         initial_file=str(request.initial_file),
         reach=request.reach,
     )
@@ -241,9 +227,6 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
 def _warn_on_stderr(text: str) -> None:
     with suppress(OSError):  # standard output is only for the line of JSON
         sys.stderr.write(f"parameter server: {text}. It continues without this log\n")
-
-
-# --- of `ParameterServer`: its parent process decides when it ends ---
 
 
 def main(path: str) -> int:
@@ -283,9 +266,6 @@ def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, address: Server
     node.run(tick, tick_seconds=TICK_SECONDS)
 
 
-# --- of `distbelief serve`: the terminal decides ---
-
-
 def run_server(
     request: ServerRequest,
     parameters: Sequence[torch.Tensor],
@@ -305,19 +285,8 @@ def run_server(
           aside-N/            earlier files, moved there by --from-scratch
 
     A server in the same directory continues from its checkpoints, with the same address if it has
-    the same port. Model, rule and number of shards must be the same.
-
-    Args:
-        request: What to serve; its directory and the name of its run are set here.
-        parameters: The initial ones.
-        directory: For checkpoints and logs.
-        tell: Prints a line for the user.
-        from_scratch: Start again; earlier files are moved to a subdirectory.
-
-    Raises:
-        JobError: the options are not valid, or differ from those of the directory.
-        StorageError: a server runs in the directory, or the disk cannot be written.
-        TransportError: the address cannot be bound.
+    the same port. Model, rule and number of shards must be the same. The directory and the name of
+    the run in `request` are set here.
     """
     request.reach.check()
     if request.reach.keys is not None:

@@ -98,9 +98,6 @@ class PrimaryElection:
             self.in_sync = True
         return self._choose_backup(now)
 
-    def backup_in_sync(self, copy: Address, term: int, now: Seconds) -> list[Action]:
-        return self.heard(copy, {"in_sync": float(term)}, now)
-
     def backup_unresponsive(self, copy: Address, term: int, now: Seconds) -> list[Action]:
         """Let a primary acknowledge alone because its backup of that term does not answer."""
         if copy != self.primary or copy not in self._heard:
@@ -302,7 +299,7 @@ class ShardFailover:
         if isinstance(message, BackupInSync):
             if is_of_now and name == election.backup and not election.in_sync:
                 event = LogEvent("backup_in_sync", role=name)
-            actions = election.backup_in_sync(name, term, self._out.now)
+            actions = election.heard(name, {"in_sync": float(term)}, self._out.now)
         else:
             if is_of_now and name == election.primary and election.backup:
                 event = LogEvent("backup_unresponsive", role=name, other=election.backup)

@@ -16,39 +16,19 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, final
 
+from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    Assignments,
-    Failed,
-    FileChunk,
-    FileRequest,
-    HostReport,
-    Offer,
-    Release,
-    RoleAssignment,
-    Stop,
-)
 from distbelief.protocol.hosts import JOB_SPEC, PROBE, PROBE_BYTES
+from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Address,
-    AssignName,
-    Connect,
-    Launch,
-    Received,
-    Seconds,
-    Send,
-    Terminate,
-)
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.view import Phase
 
 
-HostToSupervisor = Offer | FileRequest | HostReport
+HostToSupervisor = wire.Offer | wire.FileRequest | wire.HostReport
 
 FIRST: Final = "replica-0"  # all other replicas wait for it
 DEATHS_MAX: Final = 3  # early deaths in a row on one host, after which it gets no more roles
@@ -75,13 +55,13 @@ class ShutdownStage(IntEnum):
 
 FAILED_DRAIN_SECONDS: Final = 20.0  # in place of the usual limit if the job has failed
 
-_USUAL: Final[Mapping[ShutdownStage, Seconds]] = {
+_USUAL: Final[Mapping[ShutdownStage, rl.Seconds]] = {
     ShutdownStage.DRAIN: 120.0,  # a step, and acknowledgements of the last pushes
     ShutdownStage.KEEP: 1800.0,  # the last checkpoint, and the evaluation of all samples
     ShutdownStage.CLOSE: 15.0,  # work in progress in shards and evaluator
 }
 # 1.3 s in all: two seconds after Ctrl+C nothing may be left running.
-_INTERRUPTED: Final[Mapping[ShutdownStage, Seconds]] = {
+_INTERRUPTED: Final[Mapping[ShutdownStage, rl.Seconds]] = {
     ShutdownStage.DRAIN: 0.3,
     ShutdownStage.KEEP: 0.8,
     ShutdownStage.CLOSE: 0.2,
@@ -97,9 +77,9 @@ class Shutdown:
     reason: str | None = None
     error: str | None = None
     interrupted: bool = False
-    deadline: Seconds = math.inf
+    deadline: rl.Seconds = math.inf
 
-    def begin(self, reason: str, now: Seconds, *, error: str | None = None) -> None:
+    def begin(self, reason: str, now: rl.Seconds, *, error: str | None = None) -> None:
         """Begin the shutdown; only the first reason, and the first error, count."""
         if self.stage is not ShutdownStage.RUN:
             self.error = self.error or error
@@ -107,7 +87,7 @@ class Shutdown:
         self.reason, self.error = reason, error
         self.enter(ShutdownStage.DRAIN, now)
 
-    def interrupt(self, reason: str, now: Seconds) -> None:
+    def interrupt(self, reason: str, now: rl.Seconds) -> None:
         """Shorten all limits: the user wants the job to end now."""
         self.interrupted = True
         if self.stage is ShutdownStage.RUN:
@@ -115,14 +95,14 @@ class Shutdown:
         else:
             self.enter(self.stage, now)
 
-    def enter(self, stage: ShutdownStage, now: Seconds) -> None:
+    def enter(self, stage: ShutdownStage, now: rl.Seconds) -> None:
         self.stage = stage
         bound = (_INTERRUPTED if self.interrupted else _USUAL).get(stage, math.inf)
         if stage is ShutdownStage.DRAIN and self.error is not None:
             bound = min(bound, FAILED_DRAIN_SECONDS)
         self.deadline = now + bound
 
-    def add_delay(self, seconds: Seconds) -> None:
+    def add_delay(self, seconds: rl.Seconds) -> None:
         """Extend the deadline by a time in which the supervisor was suspended."""
         if not self.interrupted:
             self.deadline += seconds
@@ -147,10 +127,7 @@ class PlacementPolicy(Protocol):
     ) -> Sequence[Host] | None:
         """Return the host of each rank of a role; None: it waits for a host with free slots.
 
-        Args:
-            role: The ranks to place; one, unless the role is a model-parallel group.
-            hosts: All hosts.
-            begun: Whether other ranks of its group run.
+        A role is one rank unless it is a model-parallel group, of which others may have `begun`.
         """
         ...
 
@@ -183,7 +160,7 @@ class Ended(Protocol):
     """
 
     def __call__(
-        self, name: Address, incarnation: int, reason: str, *, at_once: bool = False
+        self, name: rl.Address, incarnation: int, reason: str, *, at_once: bool = False
     ) -> None: ...
 
 
@@ -197,7 +174,7 @@ class Scheduler:
         out: Output,
         shutdown: Shutdown,
         *,
-        stable_seconds: Seconds,
+        stable_seconds: rl.Seconds,
         on_end: Ended,
         cluster: ClusterConfig | None,
         policy: PlacementPolicy,
@@ -210,9 +187,9 @@ class Scheduler:
         self._cluster = cluster
         self._policy = policy
         self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
-        self._waiting: dict[Address, int] = {}  # roles without a host, their incarnations
-        self._moving: dict[Address, Seconds] = {}  # roles that leave their host: deadline
-        self._begins_at: Seconds = math.inf
+        self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
+        self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
+        self._begins_at: rl.Seconds = math.inf
 
     # --- start
 
@@ -240,14 +217,14 @@ class Scheduler:
         """Start the present incarnation of a role, as soon as there is a host for it."""
         self._waiting[record.name] = record.incarnation
 
-    def terminate(self, name: Address) -> None:
+    def terminate(self, name: rl.Address) -> None:
         """End the process of a role."""
         self._waiting.pop(name, None)
         self._moving.pop(name, None)
         if self.hosts.leave(name) in {None, self.hosts.here}:
-            self._out.add(Terminate(name=name))
+            self._out.add(rl.Terminate(name=name))
 
-    def ended_here(self, name: Address, incarnation: int) -> None:
+    def ended_here(self, name: rl.Address, incarnation: int) -> None:
         """Free the slot of a role whose process has ended on the supervisor's host."""
         if self.hosts.here.roles.get(name) == incarnation:
             self.hosts.leave(name)
@@ -289,10 +266,10 @@ class Scheduler:
             record.begin_incarnation(incarnation, self._out.now)
         self.hosts.put(name, incarnation, host, slots=int(takes_slots(record)))
         if self._cluster is not None:
-            to = SUPERVISOR if host.name == HERE else host.name
-            self._out.add(AssignName(name=name, to=to))
+            to = rl.SUPERVISOR if host.name == HERE else host.name
+            self._out.add(rl.AssignName(name=name, to=to))
         if host.name == HERE:
-            self._out.add(Launch(name=name, incarnation=incarnation))
+            self._out.add(rl.Launch(name=name, incarnation=incarnation))
 
     def _wait(self, group: Sequence[RoleRecord]) -> None:
         for record in group:
@@ -302,24 +279,24 @@ class Scheduler:
 
     # --- hosts
 
-    def receive(self, event: Received) -> None:
+    def receive(self, event: rl.Received) -> None:
         """Handle a message of a host."""
         message, host = event.message, self.hosts.joined.get(event.sender)
         if self._cluster is None or not isinstance(message, HostToSupervisor):
             raise RemoteProtocolError(
                 f"{event.sender} sent the supervisor {type(message).__name__}"
             )
-        if isinstance(message, Offer):
+        if isinstance(message, wire.Offer):
             self._offered(event, message)
         elif host is None or host.refused:
             pass
-        elif isinstance(message, FileRequest):
+        elif isinstance(message, wire.FileRequest):
             host.silence.heard(self._out.now)
             self._send_chunk(self._cluster, host, message)
         elif message.incarnation == host.offer.incarnation:
             self._reported(self._cluster, host, message)
 
-    def _offered(self, event: Received, offer: Offer) -> None:
+    def _offered(self, event: rl.Received, offer: wire.Offer) -> None:
         now, host = self._out.now, self.hosts.joined.get(event.sender)
         if host is None:
             self._drop_gone_host()
@@ -334,7 +311,9 @@ class Scheduler:
         elif host.present:
             self._lose_host(host, "begins anew")
         peer, incarnation = event.sender, event.incarnation
-        self._out.add(Connect(peer=peer, incarnation=incarnation, endpoint=offer.endpoint, host=""))
+        self._out.add(
+            rl.Connect(peer=peer, incarnation=incarnation, endpoint=offer.endpoint, host="")
+        )
         host = self.hosts.joined[event.sender] = Host.of(event.sender, offer, now)
         detail = host.resources()
         self._out.log(LogEvent("host_joined", host=host.full_label, n=offer.cores, detail=detail))
@@ -352,9 +331,11 @@ class Scheduler:
         """Send a host the complete list of what it runs."""
         assert self._cluster is not None
         host.changed = False
-        assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in host.roles.items())
+        assigned = tuple(
+            wire.RoleAssignment(name=name, incarnation=n) for name, n in host.roles.items()
+        )
         incarnation, run = host.offer.incarnation, self._cluster.run
-        message = Assignments(incarnation=incarnation, run=run, assignments=assigned)
+        message = wire.Assignments(incarnation=incarnation, run=run, assignments=assigned)
         self._out.send(host.name, message)
 
     def _release(
@@ -362,7 +343,7 @@ class Scheduler:
     ) -> None:
         """End this incarnation of a host."""
         incarnation, reason = host.offer.incarnation, reason[:2048]
-        message = Release(incarnation=incarnation, again=again, reason=reason, refused=refused)
+        message = wire.Release(incarnation=incarnation, again=again, reason=reason, refused=refused)
         self._out.send(host.name, message)
 
     def _confirm(self, host: Host) -> None:
@@ -371,15 +352,15 @@ class Scheduler:
         else:
             self._release(host, "it was silent for too long", again=True)
 
-    def _send_chunk(self, cluster: ClusterConfig, host: Host, ask: FileRequest) -> None:
+    def _send_chunk(self, cluster: ClusterConfig, host: Host, ask: wire.FileRequest) -> None:
         contents = {JOB_SPEC: cluster.job_spec, PROBE: _PROBE_CONTENT}
         if ask.document not in contents:
             raise RemoteProtocolError(f"{host.name} asked for {ask.document!r:.80}")
-        chunk = FileChunk.of(ask.document, contents[ask.document], ask.offset)
+        chunk = wire.FileChunk.of(ask.document, contents[ask.document], ask.offset)
         # Lent: a host that requests much and reads nothing must not make us hold copies.
-        self._out.add(Send(receiver=host.name, message=chunk, lent=True))
+        self._out.add(rl.Send(receiver=host.name, message=chunk, lent=True))
 
-    def _reported(self, cluster: ClusterConfig, host: Host, report: HostReport) -> None:
+    def _reported(self, cluster: ClusterConfig, host: Host, report: wire.HostReport) -> None:
         host.silence.heard(self._out.now)
         if not host.present:
             self._confirm(host)
@@ -393,7 +374,7 @@ class Scheduler:
             host.grade = cluster.grade_of(host.offer, host.bandwidth)
             self._out.log(LogEvent("host_ready", host=host.full_label, detail=host.speeds()))
         for ended in report.ended:
-            name = Address(ended.name)
+            name = rl.Address(ended.name)
             if host.roles.get(name) != ended.incarnation:
                 continue
             if name in self._moving:
@@ -406,7 +387,7 @@ class Scheduler:
             self._leave_host(cluster, host)
         self._assign(host)
 
-    def _count_death(self, name: Address, host: Host) -> None:
+    def _count_death(self, name: rl.Address, host: Host) -> None:
         # Without blocking, a bad host would get every role, one after another, because its cores
         # are always free.
         record = self._members.get(name)
@@ -425,7 +406,7 @@ class Scheduler:
                 each.restarts_in_a_row = 0
         self._out.log(LogEvent("host_blocked", host=host.full_label, n=DEATHS_MAX))
 
-    def to_blame(self, record: RoleRecord, failed: Failed) -> Host | None:
+    def to_blame(self, record: RoleRecord, failed: wire.Failed) -> Host | None:
         """Return the host whose fault the failure of a role is; None: it is the job's.
 
         Preflight has tried model and data on the supervisor's host. So a role that fails elsewhere
@@ -457,7 +438,7 @@ class Scheduler:
         for name in lost:
             self._lose_role(name, f"was lost with {host.label}")
 
-    def _lose_role(self, name: Address, reason: str) -> None:
+    def _lose_role(self, name: rl.Address, reason: str) -> None:
         """Handle the end of a role by the fault of its host."""
         self._moving.pop(name, None)
         host, record = self.hosts.leave(name), self._members.get(name)
@@ -478,7 +459,7 @@ class Scheduler:
             whole = record.kind == "replica" and not self._members.ranks_with(record)
             if whole and record.has_joined and self._shutdown.stage is ShutdownStage.RUN:
                 self._moving[name] = self._out.now + cluster.leave_seconds_max
-                self._out.send(name, Stop(reason=f"{host.label} is leaving"))
+                self._out.send(name, wire.Stop(reason=f"{host.label} is leaving"))
             else:
                 self._lose_role(name, f"has left with {host.label}")
         if not host.roles:
@@ -494,13 +475,13 @@ class Scheduler:
             self._moved(record.name, "has left")
         return moves
 
-    def _moved(self, name: Address, how: str) -> None:
+    def _moved(self, name: rl.Address, how: str) -> None:
         host = self.hosts.at(name)
         self._lose_role(name, f"{how} with {host.label if host else name}")
 
     # --- time
 
-    def tick(self, *, late: Seconds) -> None:
+    def tick(self, *, late: rl.Seconds) -> None:
         """Look for silent hosts, and for roles that do not leave in time; called every tick."""
         if self._cluster is None:
             return

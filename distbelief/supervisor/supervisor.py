@@ -21,23 +21,8 @@ from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
 from distbelief.errors import RemoteProtocolError
+from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
-from distbelief.roles.role import (
-    HOST,
-    USER,
-    Action,
-    Address,
-    Connect,
-    Event,
-    Exit,
-    PeerLost,
-    Received,
-    Seconds,
-    SetTimer,
-    Started,
-    TimerFired,
-    message_types,
-)
 from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.failover import ShardFailover
@@ -87,7 +72,7 @@ RoleToSupervisor = (
 class Supervisor:
     """The role `supervisor`: a pure state machine, events in, actions out."""
 
-    accepts: Final = message_types(RoleToSupervisor | HostToSupervisor)
+    accepts: Final = rl.message_types(RoleToSupervisor | HostToSupervisor)
 
     def __init__(
         self,
@@ -125,24 +110,24 @@ class Supervisor:
         self._has_begun = False
         self._clock = Silence()  # our own tick, and the progress of all replicas
         self._requested_end: str | None = None
-        self._report_at: Seconds = 0.0
+        self._report_at: rl.Seconds = 0.0
         self._records: list[JobView] = []
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         """Return the actions that `event` calls for."""
         self.out.begin(now)
         match event:
-            case Started():
+            case rl.Started():
                 self._start()
-            case Received(sender=sender) if sender.startswith(HOST):
+            case rl.Received(sender=sender) if sender.startswith(rl.HOST):
                 self.scheduler.receive(event)
-            case Received():
+            case rl.Received():
                 self._receive(event)
-            case TimerFired(name=name) if name == _TICK:
+            case rl.TimerFired(name=name) if name == _TICK:
                 self._tick()
-            case TimerFired(name=name) if name.startswith(_LOST):
-                self._confirm_death(Address(name.removeprefix(_LOST)))
-            case PeerLost():
+            case rl.TimerFired(name=name) if name.startswith(_LOST):
+                self._confirm_death(rl.Address(name.removeprefix(_LOST)))
+            case rl.PeerLost():
                 self.scheduler.ended_here(event.peer, event.incarnation)
                 self._ended(event.peer, event.incarnation, event.reason)
             case _:
@@ -158,7 +143,7 @@ class Supervisor:
         return self.phase, {"samples": float(metrics.samples), "steps": float(metrics.step)}
 
     @property
-    def _now(self) -> Seconds:
+    def _now(self) -> rl.Seconds:
         return self.out.now
 
     @property
@@ -203,7 +188,7 @@ class Supervisor:
             self.scheduler.launch(record)
 
     def _set_tick(self) -> None:
-        self.out.add(SetTimer(name=_TICK, at=self._clock.expect(self._now + TICK_SECONDS)))
+        self.out.add(rl.SetTimer(name=_TICK, at=self._clock.expect(self._now + TICK_SECONDS)))
 
     def _tick(self) -> None:
         late = self._clock.woke(self._now)
@@ -255,9 +240,9 @@ class Supervisor:
 
     # --- messages
 
-    def _receive(self, event: Received) -> None:
+    def _receive(self, event: rl.Received) -> None:
         message = event.message
-        if event.sender == USER:
+        if event.sender == rl.USER:
             self._stop_by_user(message)
             return
         record = self.members.admit(event.sender, event.incarnation, self._now)
@@ -370,7 +355,7 @@ class Supervisor:
             return
         incarnation = record.incarnation
         self.out.add(
-            Connect(peer=record.name, incarnation=incarnation, endpoint=endpoint, host=host)
+            rl.Connect(peer=record.name, incarnation=incarnation, endpoint=endpoint, host=host)
         )
         # Those of a first incarnation were shown before the start.
         for warning in message.warnings if record.restarts else ():
@@ -453,7 +438,7 @@ class Supervisor:
         for record, why in dead:
             self._handle_death(record, why)
 
-    def _report_if_silent(self, record: RoleRecord, *, dead_after: Seconds) -> None:
+    def _report_if_silent(self, record: RoleRecord, *, dead_after: rl.Seconds) -> None:
         silence, is_guest = self._now - record.heard_at, record.kind == "guest"
         limit = self._config.dead_seconds if is_guest else self._config.silent_seconds
         if record.silence_reported or silence <= limit:
@@ -470,7 +455,7 @@ class Supervisor:
     # --- deaths
 
     def _ended(
-        self, name: Address, incarnation: int, reason: str, *, at_once: bool = False
+        self, name: rl.Address, incarnation: int, reason: str, *, at_once: bool = False
     ) -> None:
         """Handle the end of a process; its last messages may still come, unless `at_once`."""
         record = self.members.get(name)
@@ -480,9 +465,9 @@ class Supervisor:
         if at_once or self.interrupted or self.shutdown.stage >= ShutdownStage.CLOSE:
             self._confirm_death(name)
         else:
-            self.out.add(SetTimer(name=f"{_LOST}{name}", at=self._now + LAST_MESSAGES_SECONDS))
+            self.out.add(rl.SetTimer(name=f"{_LOST}{name}", at=self._now + LAST_MESSAGES_SECONDS))
 
-    def _confirm_death(self, name: Address) -> None:
+    def _confirm_death(self, name: rl.Address) -> None:
         record = self.members.get(name)
         if record is not None and record.end is not None and record.is_alive:
             why = f"failed ({record.failure})" if record.failure else record.end
@@ -601,7 +586,7 @@ class Supervisor:
             if before <= ShutdownStage.KEEP < self.shutdown.stage:
                 self._record()  # the last point of the curve
         if ShutdownStage.RUN < self.shutdown.stage < ShutdownStage.OVER:
-            self.out.add(SetTimer(name=_DEADLINE, at=self.shutdown.deadline))
+            self.out.add(rl.SetTimer(name=_DEADLINE, at=self.shutdown.deadline))
 
     def _follow_coordinator(self) -> None:
         coordinator = self.members.coordinator
@@ -704,7 +689,7 @@ class Supervisor:
 
     def _keep(self) -> None:
         late = self.checkpoints.waiting
-        waiting = [*late, *([Address("evaluator")] * self.evaluations.waits)]
+        waiting = [*late, *([rl.Address("evaluator")] * self.evaluations.waits)]
         if waiting and self._now < self.shutdown.deadline:
             return
         if waiting:
@@ -756,7 +741,7 @@ class Supervisor:
         self.shutdown.stage = ShutdownStage.OVER
         self.metrics.ended_at = self._now
         self.scheduler.release_all()
-        self.out.add(Exit(error="interrupted" if self.interrupted else self.shutdown.error))
+        self.out.add(rl.Exit(error="interrupted" if self.interrupted else self.shutdown.error))
 
     # --- view
 
@@ -776,7 +761,7 @@ class Supervisor:
             return "waiting for hosts"
         return "resuming" if self.metrics.samples else "starting"
 
-    def view(self, now: Seconds) -> JobView:
+    def view(self, now: rl.Seconds) -> JobView:
         """Return the view of the whole job at one moment."""
         view = job_view(
             self._config, self.members, self.failover, self.metrics, self.scheduler.hosts, now

@@ -156,7 +156,6 @@ class BuildContext:
     # written by the job for "module", else the user's own.
     initial_file: str | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
-    threads: int = 1  # of torch in this process (the process sets them, `build` does not)
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
     await_begin: bool = True
@@ -297,7 +296,7 @@ def capture_task(
     `targets` is their shape, if not the usual one; with `soft`, targets of a classification loss
     are probabilities.
     """
-    module = _build_on_meta(task.model)
+    module = build_on_meta(task.model)
     module.train()
     # torch's losses have layers of their own in the graph; a user's function is one layer.
     loss = loss_function(task.loss) if ":" in task.loss else task.loss
@@ -364,7 +363,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _build_on_meta(spec: ModelSpec) -> nn.Module:
+def build_on_meta(spec: ModelSpec) -> nn.Module:
     try:
         with _parameters_on_meta():
             return build_model(spec)

@@ -24,9 +24,7 @@ from distbelief.transport.keys import KEY_PATTERN
 
 ANYWHERE: Final = "0.0.0.0"  # noqa: S104 -- stands for "all interfaces" in addresses
 LOOPBACK: Final = "127.0.0.1"
-
 ENDPOINT_CHARACTERS_MAX: Final = 128  # the limit of a name on the wire
-
 _UNUSED_ADDRESS: Final = "192.0.2.1"  # RFC 5737: assigned to nobody; only its route matters
 _INTERFACE: Final = struct.Struct("16s4x4s232x")  # ifreq (linux/if.h): name, address
 _SIOCGIFADDR: Final = 0x8915
@@ -49,21 +47,14 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the output of `str(endpoint)`, possibly sent by a peer.
-
-        Raises:
-            TransportError: The text is not an endpoint.
-        """
+        """Parse the output of `str(endpoint)`, possibly sent by a peer; or raise TransportError."""
         is_short = len(text) <= ENDPOINT_CHARACTERS_MAX
         if is_short and (file := _IPC.fullmatch(text)):
             return cls(path=file["path"])
         found = _TCP.fullmatch(text) if is_short else None
         if found is not None and 1 <= int(found["port"]) <= 65535:
-            try:
+            with suppress(ValueError):
                 host = str(ipaddress.IPv4Address(found["host"]))
-            except ValueError:
-                pass
-            else:
                 return cls(host=host, port=int(found["port"]), key=found["key"] or "")
         raise TransportError(
             f"{text[:ENDPOINT_CHARACTERS_MAX]!r} is not an endpoint: expected "
@@ -91,18 +82,10 @@ class Endpoint:
 def number_of(host: str) -> str:
     """Resolve a host that the user named; "*" stands for all interfaces.
 
-    Raises:
-        JobError: The name has no IPv4 address.
+    Blocks until the resolver answers; a JobError if the name has no IPv4 address.
     """
-    return ANYWHERE if host == "*" else host_addresses(host)[0]
-
-
-def host_addresses(host: str) -> list[str]:
-    """Return all IPv4 addresses of a host name. Blocks until the resolver answers.
-
-    Raises:
-        JobError: The name has no IPv4 address.
-    """
+    if host == "*":
+        return ANYWHERE
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name such as "a..b"
@@ -111,15 +94,11 @@ def host_addresses(host: str) -> list[str]:
             f"host {host!r} has no address ({why}): use its "
             "IPv4 address, such as 10.0.0.1 (IPv6 is not supported)"
         ) from None
-    return [str(entry[4][0]) for entry in found]
+    return str(found[0][4][0])
 
 
 def own_address_towards(host: str) -> str:
-    """Return the address at which `host` can reach this host, by the routing table.
-
-    Raises:
-        TransportError: There is no route to `host`.
-    """
+    """Return the address at which `host` can reach this host, by the routing table."""
     if host == ANYWHERE or ipaddress.IPv4Address(host).is_loopback:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

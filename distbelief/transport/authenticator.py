@@ -48,9 +48,6 @@ class Verdict:
         return self.status == b"200"
 
 
-# --- files ---
-
-
 _OTHERS: Final = 0o077  # permissions of everybody but the owner
 _NAME: Final = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _CLOSED: Final = -1
@@ -76,11 +73,7 @@ class DirectoryAuth:
         self._own = ""  # name of the listening socket
 
     def listen(self, inbox: Socket, endpoint: str) -> str:
-        """Prepare the socket before it is bound; return its public key, or "".
-
-        Raises:
-            TransportError: The socket must not be bound to this endpoint.
-        """
+        """Prepare the socket before it is bound; return its public key, or ""."""
         del inbox
         if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
             raise TransportError(
@@ -133,11 +126,7 @@ class DirectoryAuth:
 
 
 def open_private(directory: Path) -> int:
-    """Return a descriptor of a directory that only this user may enter.
-
-    Raises:
-        TransportError: It does not exist, is another user's, or others may enter it.
-    """
+    """Return a descriptor of a directory that only this user may enter, or raise TransportError."""
     descriptor = _CLOSED
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -160,29 +149,35 @@ def open_private(directory: Path) -> int:
     raise TransportError(f"cannot use {directory} for sockets: {why}")
 
 
-# --- TCP, one key for all ---
-
-
-@final
-class RunAuth:
-    """Accepts peers that hold the run's key pair; all members share it.
-
-    Both sides of a connection prove that they hold the secret key and neither sends it: a stranger
-    that listens at a dead member's port learns nothing.
-    """
+class _Encrypted:
+    """What the authenticators with keys share: they listen over TCP, with their key."""
 
     encrypts: Final = True
 
     def __init__(self, pair: KeyPair) -> None:
         self._pair = pair
+        self._inbox: Socket | None = None
 
     def listen(self, inbox: Socket, endpoint: str) -> str:
         del endpoint
+        self._inbox = inbox
         self._pair.serve(inbox)
         return self._pair.public
 
     def address(self, endpoint: str) -> str:
         return endpoint
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class RunAuth(_Encrypted):
+    """Accepts peers that hold the run's key pair; all members share it.
+
+    Both sides of a connection prove that they hold the secret key and neither sends it: a stranger
+    that listens at a dead member's port learns nothing.
+    """
 
     def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         if endpoint.key != self._pair.public:
@@ -197,11 +192,6 @@ class RunAuth:
             return Verdict()
         return Verdict(status=REFUSED, remark="rejected a peer without the run's key")
 
-    def close(self) -> None:
-        pass
-
-
-# --- TCP, an allow-list ---
 
 # Role of a key -> names of roles that it may use; an entry that ends in - or . is a prefix.
 SPEAKS_AS: Final[dict[str, tuple[str, ...]]] = {
@@ -222,24 +212,16 @@ class NotIntroducedError(RemoteProtocolError):
 
 @final
 class Permissions:
-    """Which key may speak as which role, by the allow-list and by introduction.
-
-    Args:
-        files: They have the allow-list.
-        trusted: Keys that are not on the list, and their roles.
-        warn: Called when the list cannot be read, once until it changes.
-        is_of_job: Whether this is the transport of a role of a job.
-        believes: Whether keys introduced by the supervisor are trusted.
-    """
+    """Which key may speak as which role, by the allow-list and by introduction."""
 
     def __init__(
         self,
-        files: KeyFiles,
+        files: KeyFiles,  # they have the allow-list
         *,
-        trusted: dict[str, tuple[str, ...]],
-        warn: Callable[[str], None],
-        is_of_job: bool = False,
-        believes: bool = False,
+        trusted: dict[str, tuple[str, ...]],  # keys that are not on the list, and their roles
+        warn: Callable[[str], None],  # called once when the list cannot be read
+        is_of_job: bool = False,  # whether this is the transport of a role of a job
+        believes: bool = False,  # whether keys introduced by the supervisor are trusted
     ) -> None:
         self.is_of_job = is_of_job
         self.believes = believes
@@ -371,7 +353,7 @@ _REFRESH_SECONDS: Final = 0.25  # between two looks at the allow-list
 
 
 @final
-class CurveAuth:
+class CurveAuth(_Encrypted):
     """Accepts the keys of an allow-list, each for its roles.
 
     A connection is encrypted and opens only if each side expects the other's key. Bounds of a peer:
@@ -385,8 +367,6 @@ class CurveAuth:
     `warn` is called at every violation. This side's own key has no limits.
     """
 
-    encrypts: Final = True
-
     def __init__(
         self,
         pair: KeyPair,
@@ -396,7 +376,7 @@ class CurveAuth:
         limits: PeerLimits | None = None,
         now: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        self._pair = pair
+        super().__init__(pair)
         self._permissions = permissions
         self._warn = warn
         self._limits = limits or PeerLimits()
@@ -405,20 +385,8 @@ class CurveAuth:
         self._suspended: dict[str, Seconds] = {}  # key -> until when
         self._connections: dict[int, str] = {}  # descriptor -> key of its last message
         self._n_own = 0  # violations by this side's own key
-        self._inbox: Socket | None = None
         self._refreshed_at: Seconds = now()
         permissions.refresh()
-
-    # --- connections ---
-
-    def listen(self, inbox: Socket, endpoint: str) -> str:
-        del endpoint
-        self._inbox = inbox
-        self._pair.serve(inbox)
-        return self._pair.public
-
-    def address(self, endpoint: str) -> str:
-        return endpoint
 
     def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         if not endpoint.key:
@@ -457,11 +425,6 @@ class CurveAuth:
             return Verdict(status=NOT_NOW, remark=text)
         return Verdict(user=key)
 
-    def close(self) -> None:
-        pass
-
-    # --- messages ---
-
     def source(self, part: zmq.Frame) -> Source | None:
         """Return the source of a message; None: drop the message unread."""
         key = str(part.get("User-Id"))
@@ -473,11 +436,7 @@ class CurveAuth:
         return None
 
     def check(self, source: Source, sender: str) -> None:
-        """Check that a message from this source may name this sender.
-
-        Raises:
-            RemoteProtocolError: It may not.
-        """
+        """Raise RemoteProtocolError unless a message from this source may name this sender."""
         if self._permissions.may_speak(source.key, sender):
             return
         text = f"its key may not speak as {sender!r:.80}"

@@ -45,21 +45,13 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self._pair().public
 
     def pinned(self) -> Self:
-        """Return a copy for child processes that keeps using the present key after a rotation.
-
-        Raises:
-            JobError: There is no key, or others could read it.
-        """
+        """Return a copy for child processes that keeps using the present key after a rotation."""
         return msgspec.structs.replace(self, own_key=self.public)
 
     def guard(
         self, *, log: Callable[[str, str], None], limits: auth.PeerLimits | None = None
     ) -> auth.CurveAuth:
-        """Return the authenticator of one transport.
-
-        Raises:
-            JobError: There is no key, or others could read it.
-        """
+        """Return the authenticator of one transport, or raise JobError."""
         files = KeyFiles(Path(self.directory))
         pair = self._pair()
         files.allowed()  # reports a broken allow-list at the start
@@ -113,21 +105,11 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, directory=str(directory))
 
     def pinned(self) -> Self:
-        """Return a copy for child processes that keeps using the present key after a rotation.
-
-        Raises:
-            JobError: There is no key, or others could read it.
-        """
-        if self.keys is None:
-            return self
-        return msgspec.structs.replace(self, keys=self.keys.pinned())
+        """As `KeyConfig.pinned`."""
+        return self if self.keys is None else msgspec.structs.replace(self, keys=self.keys.pinned())
 
     def check(self) -> None:
-        """Reject a configuration that would accept strangers or send unencrypted.
-
-        Raises:
-            JobError: Lists the alternatives.
-        """
+        """Raise JobError for a configuration that would accept strangers or send unencrypted."""
         if self.host and not (self.keys or self.secret):
             raise JobError(
                 f"{self.host} can be reached from other hosts and needs keys: make one "
@@ -145,11 +127,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         log: Callable[[str, str], None],
         port: int = 0,
     ) -> ZmqTransport:
-        """Return the transport of one role; the role starts it.
-
-        Raises:
-            JobError: `check` fails, or there is no key.
-        """
+        """Return the transport of one role, which starts it; or raise JobError."""
         self.check()
         bind = f"tcp://{self.host}:{port or '*'}"
         guard: auth.Authenticator

@@ -70,12 +70,8 @@ class KeyPair:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the pair of a secret key in hexadecimal digits.
-
-        Raises:
-            JobError: The text is not a key; the message does not show it.
-        """
-        if re.fullmatch(KEY_PATTERN, text) is None:
+        """Return the pair of a secret key in hexadecimal digits, or raise JobError."""
+        if re.fullmatch(KEY_PATTERN, text) is None:  # the message does not show it
             raise JobError(
                 f"the run's secret must have {KEY_BYTES * 2} hexadecimal digits: "
                 "copy the whole address"
@@ -102,11 +98,7 @@ def new_secret() -> str:
 
 
 def public_key(text: str) -> str:
-    """Parse a public key that a user gave.
-
-    Raises:
-        JobError: The text is not a public key.
-    """
+    """Parse a public key that a user gave, or raise JobError."""
     key = text.strip().lower()
     if re.fullmatch(KEY_PATTERN, key) is None:
         raise JobError(
@@ -197,8 +189,6 @@ class KeyFiles:
             raise files.explained(error, path, doing="rename") from error
         return following.public
 
-    # --- allow-list ---
-
     def allowed(self) -> tuple[Allowed, ...]:
         """Return the allow-list."""
         path = self._path(_ALLOWED)
@@ -240,8 +230,6 @@ class KeyFiles:
             return status.st_ino, status.st_mtime_ns
         return 0, 0
 
-    # --- inside ---
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
         # Two commands that change the list at once would undo each other.
@@ -276,14 +264,9 @@ class KeyFiles:
 
 
 def entries_in(content: bytes, *, path: Path) -> tuple[Allowed, ...]:
-    """Parse an allow-list; `path` is for messages.
-
-    Users edit the file too: extra spaces, blank lines, lines that begin with # and a byte order
-    mark are ignored.
-
-    Raises:
-        JobError: A line is invalid, or there are too many.
-    """
+    """Parse an allow-list, or raise JobError; `path` is for messages."""
+    # Users edit the file too: extra spaces, blank lines, lines that begin with # and a byte order
+    # mark are ignored.
     text = content.decode(errors="replace").removeprefix(_BYTE_ORDER_MARK)
     lines = [line.strip(_BLANKS) for line in text.splitlines()]
     lines = [line for line in lines if line and line[0] != "#"]
@@ -293,11 +276,7 @@ def entries_in(content: bytes, *, path: Path) -> tuple[Allowed, ...]:
 
 
 def pair_in(content: bytes, *, path: Path) -> KeyPair:
-    """Parse a key file; `path` is for messages.
-
-    Raises:
-        JobError: It holds no key; the message does not show its content.
-    """
+    """Parse a key file, or raise JobError, which does not show its content."""
     text = content.strip().decode(errors="replace")
     if re.fullmatch(KEY_PATTERN, text) is None:
         raise JobError(

@@ -182,11 +182,7 @@ class CheckpointStorage(Protocol):
         """Save durably, or raise `DistBeliefError` or `OSError`."""
 
     def newest(self, role: rl.Address) -> rl.Snapshot | None:
-        """Return the newest complete checkpoint; `None` if none was ever saved.
-
-        Raises:
-            StorageError: There are some, and none is usable.
-        """
+        """Return the newest complete checkpoint, if any; StorageError if none is usable."""
 
 
 class Launcher(Protocol):
@@ -315,8 +311,6 @@ class RoleRunner:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    # --- the loop ---
-
     def _start(self) -> None:
         if self._started or self.halted:
             return
@@ -397,8 +391,6 @@ class RoleRunner:
             self._log("error", f"the display failed and stays off:\n{traceback.format_exc()}")
             return None
         return on_tick
-
-    # --- actions ---
 
     def _perform(self, action: rl.Action) -> None:
         match action:

@@ -49,14 +49,7 @@ class FileMemory:
 
     @classmethod
     def make(cls, *, root: Path | None = None) -> Self:
-        """Make the directory of a new run and lock it until `remove_all`.
-
-        Args:
-            root: Parent directory; by default `/dev/shm`, or the directory for temporary files.
-
-        Raises:
-            StorageError: The directory cannot be made.
-        """
+        """Make the directory of a new run, by default in `/dev/shm`; lock it until `remove_all`."""
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         made = Scratch.make(root=root or _default_root(), name=name)
         memory = cls(made.path)
@@ -70,11 +63,7 @@ class FileMemory:
         return f"{node}:{self.directory.name[-_HOST_CHARACTERS_MAX:]}"
 
     def create(self, name: str, *, n_bytes: int) -> Region:
-        """Return a new zeroed region with all its pages allocated.
-
-        Raises:
-            StorageError: There is no room.
-        """
+        """Return a new zeroed region with all its pages allocated, or raise StorageError."""
         if not _NAME.fullmatch(name):
             raise LocalProtocolError(
                 f"invalid region name {name!r}: use letters, digits and . _ : @ + = ~ - "
@@ -104,11 +93,7 @@ class FileMemory:
         return region
 
     def attach(self, name: str) -> Region:
-        """Return a region that another role or this one created.
-
-        Raises:
-            MemoryGoneError: There is no region of this name, or no longer.
-        """
+        """Return a region that another role or this one created, or raise MemoryGoneError."""
         known = self._regions.get(name)
         if known is not None:
             return known

@@ -19,39 +19,22 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from distbelief.protocol import Message
-from distbelief.protocol.codec import (
-    FRAME_BYTES_MAX,
-    FRAMES_MAX,
-    HEADER_BYTES_MAX,
-    AnotherRunError,
-    Codec,
-    Envelope,
-    Frame,
-)
+from distbelief.protocol import Message, codec as wire
 from distbelief.roles.role import HOST, SUPERVISOR, USER
+from distbelief.transport import authenticator as auth
 from distbelief.transport.address import LOOPBACK, Endpoint
-from distbelief.transport.authenticator import (
-    Authenticator,
-    CurveAuth,
-    NotIntroducedError,
-    Socket,
-    Source,
-)
 
 
 # Events: the peer rejects this side's key.
 REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_AUTH,)
 # Events: the peer closed the connection in the handshake: it has another key, or none.
 ANOTHER: Final = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-
 HEARTBEAT_MS: Final = 2_000
 # Silence of ZeroMQ's own heartbeats after which a link to another host is opened again.
 SILENCE_MS_MAX: Final = 8_000
 BATCH_MAX: Final = 64  # messages read by one call of `receive`
-
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
-_FRAME_BYTES_MAX: Final = max(HEADER_BYTES_MAX, FRAME_BYTES_MAX) + 64  # CURVE adds 42
+_FRAME_BYTES_MAX: Final = max(wire.HEADER_BYTES_MAX, wire.FRAME_BYTES_MAX) + 64  # CURVE adds 42
 _SOCKETS_MAX: Final = 4096
 _PEERS_MAX = _SOCKETS_MAX // 4  # a watched peer has three sockets
 
@@ -65,8 +48,8 @@ class PeerSocket:
 
     incarnation: int  # process generation of the peer
     endpoint: str  # the endpoint that the peer announced
-    socket: Socket  # socket for messages to the peer
-    refusals: Socket | None  # monitor of failed handshakes; None if not watched
+    socket: auth.Socket  # socket for messages to the peer
+    refusals: auth.Socket | None  # monitor of failed handshakes; None if not watched
     # Failed handshakes by event type, since `take` last returned them.
     failed: set[int] = field(default_factory=set)
 
@@ -101,7 +84,7 @@ class ZmqTransport:
         incarnation: int,
         run: str,
         bind: str,
-        guard: Authenticator,
+        guard: auth.Authenticator,
         log: Log = lambda _level, _text: None,
         messages_max: int = 128,
         linger_seconds: float = 1.0,
@@ -112,25 +95,23 @@ class ZmqTransport:
         self.n_refused = 0  # connections that the authenticator rejected
         self.endpoint = ""  # where peers reach this transport, port included; "" before `start`
         self._authenticator = guard
-        self._curve = guard if isinstance(guard, CurveAuth) else None  # it also checks messages
+        self._curve = (
+            guard if isinstance(guard, auth.CurveAuth) else None
+        )  # it also checks messages
         self._bind = bind
         self._messages_max = messages_max
         self._linger_ms = round(1000 * linger_seconds)
         self._log = log
         # A host does not know the run's id before it has joined.
         strangers = HOST if name == SUPERVISOR and guard.encrypts else None
-        self._codec = Codec(run=run, strangers=strangers)
+        self._codec = wire.Codec(run=run, strangers=strangers)
         self._supervisor_host = LOOPBACK
         self._extra_fds: frozenset[int] = frozenset()
         self._sockets: dict[str, PeerSocket] = {}
-        self._context: zmq.Context[Socket] | None = None
+        self._context: zmq.Context[auth.Socket] | None = None
 
     def start(self) -> None:
-        """Listen.
-
-        Raises:
-            TransportError: The address cannot be bound.
-        """
+        """Listen, or raise TransportError if the address cannot be bound."""
         assert self._context is None, "started twice"
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
@@ -177,15 +158,11 @@ class ZmqTransport:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    # --- links ---
-
     def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """Send to `peer` at `endpoint` from now on; messages queued on an older link are lost.
 
-        If `watched`, failed handshakes are recorded for `is_refused` and `has_other_key`.
-
-        Raises:
-            TransportError: The endpoint is invalid or not allowed.
+        If `watched`, failed handshakes are recorded for `is_refused` and `has_other_key`. Raises
+        TransportError: the endpoint is invalid or not allowed.
         """
         known = self._sockets.get(peer)
         if known and (known.incarnation, known.endpoint) == (incarnation, endpoint):
@@ -213,7 +190,9 @@ class ZmqTransport:
             ) from None
         self._sockets[peer] = link
 
-    def _outgoing(self, target: Endpoint, *, watched: bool) -> tuple[Socket, Socket | None]:
+    def _outgoing(
+        self, target: Endpoint, *, watched: bool
+    ) -> tuple[auth.Socket, auth.Socket | None]:
         if self._context is None:
             raise LocalProtocolError(f"the transport of {self.name} is not running")
         outgoing = self._context.socket(zmq.PUSH)
@@ -251,8 +230,6 @@ class ZmqTransport:
         link = self._sockets.pop(peer, None)
         if link:
             link.close(0)
-
-    # --- messages ---
 
     def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
         """Queue `message`; return False if it was dropped instead.
@@ -295,7 +272,7 @@ class ZmqTransport:
             self._curve.refresh()
         return ready & wanted
 
-    def receive(self) -> Iterator[Envelope]:
+    def receive(self) -> Iterator[wire.Envelope]:
         """Yield the messages that have arrived, at most `BATCH_MAX`."""
         for _ in range(BATCH_MAX):
             # Polling first is five times faster than catching `zmq.Again`.
@@ -313,13 +290,13 @@ class ZmqTransport:
             except RemoteProtocolError as error:
                 self.n_malformed += 1
                 self._log_rarely(self.n_malformed, f"dropped: {error}")
-                is_offence = not isinstance(error, AnotherRunError | NotIntroducedError)
+                is_offence = not isinstance(error, wire.AnotherRunError | auth.NotIntroducedError)
                 if is_offence and self._curve is not None and source is not None:
                     self._curve.offended(source, str(error))
                 continue
             yield envelope
 
-    def _read(self, frames: list[Frame], source: Source | None) -> Envelope:
+    def _read(self, frames: list[wire.Frame], source: auth.Source | None) -> wire.Envelope:
         envelope = self._codec.decode(frames)
         if envelope.sender == USER:  # only `RoleRunner.post` delivers user events
             raise RemoteProtocolError(f"a peer may not speak as {USER!r}")
@@ -327,12 +304,12 @@ class ZmqTransport:
             self._curve.check(source, envelope.sender)
         return envelope
 
-    def _take(self) -> tuple[list[Frame], Source | None]:
+    def _take(self) -> tuple[list[wire.Frame], auth.Source | None]:
         # Reads all frames but keeps only enough to prove a message invalid.
-        frames: list[Frame] = []
+        frames: list[wire.Frame] = []
         while True:
             part = self._inbox.recv(zmq.DONTWAIT, copy=False)
-            if len(frames) <= FRAMES_MAX:
+            if len(frames) <= wire.FRAMES_MAX:
                 frames.append(part.buffer)
             if not part.more:  # much faster than asking the socket (RCVMORE)
                 return frames, None if self._curve is None else self._curve.source(part)

@@ -5,7 +5,7 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -16,15 +16,8 @@ from torch import nn
 from distbelief.core.vectors import Vector
 from distbelief.data import DataShard, Indices
 from distbelief.errors import JobError, LocalProtocolError
+from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import (
-    PartitionExecutor,
-    Seed,
-    inference_of,
-    mean_over_samples,
-    model_output,
-    with_counts,
-)
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
@@ -36,28 +29,13 @@ from distbelief.parameter_server.replication import all_copy_names, copy_names, 
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.role import Address, Role
-from distbelief.task import dry_run
+from distbelief.roles.role import Address, Role, Seconds
+from distbelief.task import dry_run, task as tk
 from distbelief.task.initializers import reader
-from distbelief.task.losses import Loss, Metric
-from distbelief.task.task import (
-    BuildContext,
-    RosterEntry,
-    build_loss,
-    build_metric,
-    build_model,
-    capture_for,
-    metric_name,
-    sample_of,
-)
-from distbelief.worker.batches import (
-    BatchPlan,
-    EvaluationPlan,
-    SlicePrefetch,
-    SliceReader,
-    TrainingPlan,
-)
-from distbelief.worker.config import DownpourConfig, DownpourSettings
+from distbelief.task.losses import Loss, Metric, loss_function
+from distbelief.task.task import BuildContext, RosterEntry
+from distbelief.worker import batches
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalEvaluator, LocalExecutor, WholeSteps
@@ -66,9 +44,6 @@ from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
 from distbelief.worker.training import Items, Trainer, TrainingObjective
 from distbelief.worker.transfers import RankLink
-
-
-# --- roster and roles without a plan ---
 
 
 def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
@@ -104,42 +79,33 @@ def shard_names(context: BuildContext) -> set[Address]:
 
 
 def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
-    layout = layout_of(context)
+    layout, path = layout_of(context), context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
-    return Shard(
-        ShardConfig(
-            index=index, layout=layout, rule=rule, name=name, is_replicated=context.shard_copies > 1
-        ),
-        memory=context.memory,
-        initialise=_initialise(index, layout, context),
-    )
-
-
-def _initialise(index: int, layout: Layout, context: BuildContext) -> Callable[[], Vector]:
-    path, initials, seed = (context.initial_file, context.initials, context.task.model.seed)
 
     def initialise() -> Vector:
         if path is not None:
             return shard_values_from(layout, index, reader(path, layout))
-        return shard_values(layout, index, initials, seed=seed)
+        return shard_values(layout, index, context.initials, seed=context.task.model.seed)
 
-    return initialise
+    config = ShardConfig(
+        index=index, layout=layout, rule=rule, name=name, is_replicated=context.shard_copies > 1
+    )
+    return Shard(config, memory=context.memory, initialise=initialise)
 
 
 def build_evaluator(context: BuildContext) -> Role:
-    """Return the evaluator of unpartitioned models.
-
-    Raises:
-        JobError: there is nothing to evaluate on.
-    """
+    """Return the evaluator of unpartitioned models."""
     task = context.task
     dataset = context.test_data()
-    sample = sample_of(dataset, table="data.test")
-    loss, metric = build_loss(task), build_metric(task, sample)
+    sample = tk.sample_of(dataset, table="data.test")
+    loss, metric = tk.build_loss(task), tk.build_metric(task, sample)
     names = dry_run.Names(
-        model=task.model.factory, loss=task.loss, data="data.test", metric=metric_name(task, sample)
+        model=task.model.factory,
+        loss=task.loss,
+        data="data.test",
+        metric=tk.metric_name(task, sample),
     )
-    model = FlatModel(build_model(task.model))
+    model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
         LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
         client=build_client(context, pushes=False),
@@ -156,12 +122,12 @@ def whole_evaluator(
     score: Score,
     chunk: int = CHUNK,
 ) -> Replica:
-    batch_plan, model = EvaluationPlan(kinds, chunk=chunk), executor.model
+    batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
     return Replica(
         RankConfig(group=EVALUATORS),
         client=client,
         executor=WholeSteps(executor, n_bytes=float, follows_install=False),
-        slices=SlicePrefetch(None, batch_plan),
+        slices=batches.SlicePrefetch(None, batch_plan),
         objective=EvaluationObjective(
             client=client, values=model.values, batch_plan=batch_plan, score=score
         ),
@@ -177,16 +143,21 @@ def leader_on_request(*, n_ranks: int, plan: str = "") -> GroupLeader:
 
 
 def whole_replica(
-    config: DownpourConfig,
+    config: DownpourSettings,
     *,
     client: ParameterClient,
     executor: LocalExecutor,
     data_shard: DataShard,
     await_begin: bool = True,
+    samples_max: int | None = None,
+    progress_seconds: Seconds = 0.5,
 ) -> Replica:
-    """Return a replica that trains a model which its process holds as a whole."""
+    """Return a replica that trains a model which its process holds as a whole.
+
+    It takes at most `samples_max` samples in all its incarnations, instead of `max_steps` in each.
+    """
     model = executor.model
-    batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
+    batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     # The executor clips, by torch's own function.
     trainer = Trainer(
         Items(values=model.values, averages=model.averages),
@@ -195,30 +166,35 @@ def whole_replica(
         n_ranks=1,
         is_whole=True,
     )
-    objective = TrainingObjective(config, client=client, trainer=trainer)
+    objective = TrainingObjective(
+        config, client=client, trainer=trainer, progress_seconds=progress_seconds
+    )
     return Replica(
         RankConfig(group="replica"),
         client=client,
         executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=True),
-        slices=SlicePrefetch(executor, batch_plan),
+        slices=batches.SlicePrefetch(executor, batch_plan),
         objective=objective,
-        leader=training_leader(config, batch_plan, await_begin=await_begin),
+        leader=training_leader(
+            config, batch_plan, await_begin=await_begin, samples_max=samples_max
+        ),
     )
 
 
 def training_leader(
-    config: DownpourConfig,
-    batch_plan: TrainingPlan,
+    config: DownpourSettings,
+    batch_plan: batches.TrainingPlan,
     *,
     await_begin: bool,
     n_ranks: int = 1,
     plan: str = "",
+    samples_max: int | None = None,
 ) -> GroupLeader:
     leader = GroupLeader(
         n_ranks,
         plan=plan,
-        steps_max=config.max_steps,
-        samples_max=config.max_samples,
+        steps_max=config.max_steps if samples_max is None else None,
+        samples_max=samples_max,
         n_steps=batch_plan.n_steps,
     )
     # Without a supervisor nobody else would send `StartTraining`.
@@ -230,16 +206,17 @@ def training_leader(
 def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
     """Return the replica of this index of an unpartitioned model."""
     context = with_data(context)
-    module = build_model(context.task.model)
+    module = tk.build_model(context.task.model)
     module.train()
     return whole_replica(
-        replica_config(config, context),
+        config,
         client=build_client(context, pushes=True),
         executor=local_executor(
             FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
         data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
+        progress_seconds=progress_seconds(context),
     )
 
 
@@ -260,7 +237,7 @@ def local_executor(
     return LocalExecutor(
         model,
         context.train_data(),
-        loss=build_loss(task),
+        loss=tk.build_loss(task),
         names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
         clip_norm=clip_norm,
         seed=seed,
@@ -273,11 +250,10 @@ def data_shard_of(index: int, *, config: DownpourSettings, context: BuildContext
     return DataShard(n_samples, replica_index=index, n_replicas=n_replicas, seed=config.seed)
 
 
-def replica_config(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
+def progress_seconds(context: BuildContext) -> Seconds:
     # A job overshoots its end by what is not reported yet; but the supervisor should get at most
     # 200 reports a second from all replicas together.
-    seconds = max(0.05, 0.005 * context.n_replicas)
-    return replace(config.of_replica(), progress_seconds=seconds)
+    return max(0.05, 0.005 * context.n_replicas)
 
 
 def build_client(
@@ -297,11 +273,7 @@ def build_client(
 
 
 def layout_of(context: BuildContext) -> Layout:
-    """Return the layout of the parameters on the shards.
-
-    Raises:
-        LocalProtocolError: there is none, or it has another number of shards.
-    """
+    """Return the layout of the parameters on the shards, or raise LocalProtocolError."""
     if context.layout is None:
         raise LocalProtocolError("these roles need the layout of the parameters")
     if context.layout.n_shards != context.n_shards:
@@ -309,9 +281,6 @@ def layout_of(context: BuildContext) -> Layout:
             f"a layout of {context.layout.n_shards} shards in a job of {context.n_shards}"
         )
     return context.layout
-
-
-# --- ranks of a partitioned model ---
 
 
 @final
@@ -343,30 +312,24 @@ class Split:
         )
 
     @classmethod
-    def of(cls, name: str, context: BuildContext) -> "Split":
-        """Return how the job's plan partitions its model, for the role of this name.
+    def of(cls, context: BuildContext) -> "Split":
+        """Return how the job's plan partitions its model.
 
         Raises:
-            LocalProtocolError: the job spec lacks a description of the data.
+            GraphError: the plan has no layer graph.
         """
         assert context.plan is not None
-        if context.sample is None:
-            raise LocalProtocolError(f"{name} has no description of the data")
-        captured = capture_for(context.task, context.sample)
-        return cls(
-            plan=load(context.plan),
-            graph=captured.graph,
-            modules=captured.modules,
-            device=context.device,
-        )
+        plan, task = load(context.plan), context.task
+        graph = plan.captured_graph()
+        # Always built, because operations of the user's own are registered by its imports.
+        module = tk.build_on_meta(task.model)
+        loss = loss_function(task.loss) if ":" in task.loss else task.loss
+        modules = tk.modules_of(graph, module, loss)
+        return cls(plan=plan, graph=graph, modules=modules, device=context.device)
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
-    """Return the rank of this name.
-
-    Raises:
-        LocalProtocolError: the plan or the job has no such rank.
-    """
+    """Return the rank of this name, or raise LocalProtocolError if the job has none."""
     rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
     if rank is None or rank.machine >= n_machines:
@@ -385,7 +348,7 @@ class RankBuild:
     flow: Dataflow  # its operations and the items that it keeps
     dtype: torch.dtype  # of these items
     client: ParameterClient
-    reader: SliceReader
+    reader: batches.SliceReader
 
 
 def assemble(  # noqa: PLR0913 -- one call describes a rank
@@ -393,17 +356,17 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     split: Split,
     parts: RankBuild,
     *,
-    batch_plan: BatchPlan,
+    batch_plan: batches.BatchPlan,
     objective: Objective,
     leader: GroupLeader,
     seed: tuple[int, ...],
     training: bool = True,
-    seed_gradient: Seed = mean_over_samples,
+    seed_gradient: ex.Seed = ex.mean_over_samples,
 ) -> Replica:
     flow, n_ranks = parts.flow, split.plan.cluster.n_machines
     names = member_names(rank.group, n_ranks)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
-    executor = PartitionExecutor(
+    executor = ex.PartitionExecutor(
         flow,
         dtype=parts.dtype,
         modules=split.modules,
@@ -423,7 +386,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
             training=training,
             seed=seed,
         ),
-        slices=SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
+        slices=batches.SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
         objective=objective,
         shapes=[region.shape for _, region in flow.items],
         leader=leader if rank.machine == 0 else None,
@@ -434,10 +397,10 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
     n_machines = plan.cluster.n_machines
-    compiled = inference_of(
+    compiled = ex.inference_of(
         graph,
         plan.placements,
-        outputs=[model_output(graph)],
+        outputs=[ex.model_output(graph)],
         batch=plan.batch,
         n_machines=n_machines,
     )
@@ -446,8 +409,8 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     dtype = dtype_of(context)
     client = build_client(context, pushes=False, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
-    batch_plan = EvaluationPlan(kinds, chunk=plan.batch)
-    reader = SliceReader(
+    batch_plan = batches.EvaluationPlan(kinds, chunk=plan.batch)
+    reader = batches.SliceReader(
         dataset,
         graph=graph,
         reads=flow.reads,
@@ -459,7 +422,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         client=client,
         values=zeros_of(flow, dtype),
         batch_plan=batch_plan,
-        score=score_of(build_loss(task), build_metric(task, context.sample)),
+        score=score_of(tk.build_loss(task), tk.build_metric(task, context.sample)),
     )
     return assemble(
         rank,
@@ -495,15 +458,8 @@ def replica_parts(
 ) -> RankBuild:
     """Return the parts of a rank.
 
-    Args:
-        rank: Which one.
-        context: Of the job.
-        split: How the model is partitioned.
-        batch: The key of [algorithm] for the number of samples computed at once, and its
-            value.
-
-    Raises:
-        JobError: the plan is for other batches, or the data cannot be built.
+    `batch` is the key of [algorithm] for the number of samples computed at once, and its value; a
+    JobError if the plan is for other batches.
     """
     key, n_samples = batch
     if n_samples != split.plan.batch:
@@ -511,7 +467,7 @@ def replica_parts(
             f"[algorithm] {key} is {n_samples}, and the plan is for batches of "
             f"{split.plan.batch}: plan again, or use that"
         )
-    flow = with_counts(
+    flow = ex.with_counts(
         dataflow(split.compiled(), rank.machine, loss=split.graph.outputs[-1]),
         {spec.name for spec in layout_of(context).tensors},
     )
@@ -520,49 +476,34 @@ def replica_parts(
         flow=flow,
         dtype=dtype,
         client=build_client(context, pushes=True, flow=flow),
-        reader=SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
+        reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
 
 def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, split: Split) -> Role:
-    """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
-
-    Raises:
-        JobError: the data cannot be built, or the plan does not fit the job.
-        LocalProtocolError: the job has no such rank.
-    """
+    """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M"."""
     rank = rank_in(name, context=context, split=split)
-    if rank.group == EVALUATORS:
+    if rank.replica is None:
         return evaluating_rank(rank, context=context, split=split)
-    return _training_rank(rank, config=config, context=context, split=split)
-
-
-def _training_rank(
-    rank: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
-) -> Role:
-    assert rank.replica is not None
     context = with_data(context)
     batch = "batch_size", config.batch_size
     parts = replica_parts(rank, context=context, split=split, batch=batch)
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
-    batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
-    of_replica = replica_config(config, context)
+    batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     n_ranks = split.plan.cluster.n_machines
     trainer = Trainer(
         Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
-        of_replica.policy,
-        clip_norm=of_replica.clip_norm,
+        config.policy,
+        clip_norm=config.clip_norm,
         n_ranks=n_ranks,
         is_whole=False,
     )
-    objective = TrainingObjective(of_replica, client=parts.client, trainer=trainer)
+    objective = TrainingObjective(
+        config, client=parts.client, trainer=trainer, progress_seconds=progress_seconds(context)
+    )
     leader = training_leader(
-        of_replica,
-        batch_plan,
-        await_begin=context.await_begin,
-        n_ranks=n_ranks,
-        plan=split.fingerprint,
+        config, batch_plan, await_begin=context.await_begin, n_ranks=n_ranks, plan=split.fingerprint
     )
     return assemble(
         rank,

@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import nn
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory
@@ -25,15 +25,12 @@ from distbelief.data import Indices
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import Put, StepResult
 from distbelief.execution.operations import Dataflow
-from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.program.compiler import compile_plan
-from distbelief.program.plan import load
 from distbelief.protocol import Evaluate, StartTraining, Stop
 from distbelief.roles.role import Action, Address, Role, Seconds
-from distbelief.task.task import BuildContext, Sample, TaskSpec, build_model, modules_of
+from distbelief.task.task import BuildContext
 from distbelief.worker.batches import (
     BatchIndices,
     BatchPlan,
@@ -191,7 +188,9 @@ class ComputationObjective(Objective):
 
 def build_computing_rank(name: str, computation: Computation, context: BuildContext) -> Role:
     """Return the rank of this name: a part of the plan, with its values."""
-    split = Split.of(name, context) if computation.trains else split_of_forward(context)
+    split = Split.of(context)
+    if not computation.trains:  # the last output is the loss
+        split = replace(split, graph=split.graph.only(split.graph.outputs[:-1]))
     plan, graph = split.plan, split.graph
     rank = rank_in(name, context=context, split=split)
     if computation.trains:
@@ -234,23 +233,6 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
         seed=SEED,
         training=computation.trains,
     )
-
-
-def split_of_forward(context: BuildContext) -> Split:
-    """Return how a plan partitions a model without its loss."""
-    assert context.plan is not None
-    assert context.sample is not None
-    graph, module = forward_graph(context.task, context.sample)
-    modules = modules_of(graph, module, "mse")
-    return Split(plan=load(context.plan), graph=graph, modules=modules, device=context.device)
-
-
-def forward_graph(task: TaskSpec, sample: Sample) -> tuple[LayerGraph, nn.Module]:
-    """Return the layer graph of a model without its loss, and the model on the meta device."""
-    with torch.device("meta"):
-        module = build_model(task.model)
-    n_values = 1 if sample.input_is_integer else None
-    return capture(module, [InputSpec(shape=sample.input_shape, n_values=n_values)]), module
 
 
 def _values(computation: Computation, flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -27,7 +27,6 @@ from distbelief.roles.role import Address, Seconds
 
 
 EVALUATORS: Final = "evaluator"
-
 _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 
 
@@ -82,10 +81,8 @@ class GroupProgress:
 
 # Generation k of the leader's incarnation i is i << 32 | k, so that all are distinct.
 GENERATION_BITS: Final = 32
-
 # A rank may be this many steps ahead of the slowest, so that computing and waiting overlap.
 AHEAD: Final = 2
-
 # After a Stop, the group ends without the ranks that report nothing for this time.
 STOP_SECONDS: Final = 20.0
 
@@ -94,26 +91,17 @@ Outgoing = list[tuple[int, Message]]
 
 @final
 class GroupLeader:
-    """Coordinates the ranks of one group.
-
-    Args:
-        n_machines: Ranks of the group, rank 0 included.
-        plan: Hash of the plan.
-        steps_max: Steps of all generations, repeated ones counted once; None: unbounded.
-        samples_max: Data position at which the last step has begun; None: unbounded.
-        n_steps: Number of steps from one data position to another.
-        limit: Steps of the first generation; None: unbounded.
-    """
+    """Coordinates the ranks of one group; limits that are None are no limits."""
 
     def __init__(
         self,
-        n_machines: int,
+        n_machines: int,  # ranks of the group, rank 0 included
         *,
-        plan: str = "",
-        steps_max: int | None = None,
-        samples_max: int | None = None,
-        n_steps: Callable[[int, int], int] | None = None,
-        limit: int | None = None,
+        plan: str = "",  # its hash
+        steps_max: int | None = None,  # of all generations, repeated ones counted once
+        samples_max: int | None = None,  # data position at which the last step has begun
+        n_steps: Callable[[int, int], int] | None = None,  # from one data position to another
+        limit: int | None = None,  # steps of the first generation
     ) -> None:
         self._n_ranks = n_machines
         self._plan = plan
@@ -145,8 +133,6 @@ class GroupLeader:
         self._limit = limit
         self._order: ChunkOrder | None = None
 
-    # ----------------------------------------------------------------------- commands
-
     def start(self, incarnation: int, now: Seconds) -> Outgoing:
         self.generation = incarnation << GENERATION_BITS
         return self.new_generation(now, limit=self._limit)
@@ -155,18 +141,13 @@ class GroupLeader:
         self,
         now: Seconds,
         *,
-        position: int | None = None,
-        limit: int | None = None,
-        order: ChunkOrder | None = None,
+        position: int | None = None,  # where to begin; None: where the shortest of the pushes end
+        limit: int | None = None,  # steps of this generation
+        order: ChunkOrder | None = None,  # the chunk to compute instead of the next samples
     ) -> Outgoing:
         """Start a new generation: ask all ranks to drop their step and report ready.
 
-        Args:
-            now: The time.
-            position: Where to begin; None: where the shortest of the ranks' pushes end.
-            limit: Steps of this generation; None: unbounded.
-            order: The chunk to compute instead of the next samples. If a rank is lost the
-                chunk is dropped: the next generation has none.
+        If a rank is lost the chunk is dropped: the next generation has none.
         """
         self._n_before += self.steps
         self.generation += 1
@@ -198,8 +179,6 @@ class GroupLeader:
         self._silence.start(now)
         return self._grant_all() if self.is_running else self._grant_if_ready(now)
 
-    # ------------------------------------------------------------------------- events
-
     def joined(self, rank: int, incarnation: int, now: Seconds) -> Outgoing:
         """A rank has started, or has restarted as a new incarnation."""
         known = self._incarnations.get(rank, 0)
@@ -224,11 +203,7 @@ class GroupLeader:
         return self._grant_all() if are_taken else self.new_generation(now)
 
     def hear(self, rank: int, incarnation: int, message: Message, now: Seconds) -> Outgoing:
-        """Handle a message of a rank.
-
-        Raises:
-            RemoteProtocolError: the leader does not accept this message.
-        """
+        """Handle a message of a rank, or raise RemoteProtocolError."""
         out = self.joined(rank, incarnation, now)
         # A late message of an earlier incarnation.
         if incarnation < self._incarnations[rank]:
@@ -294,20 +269,13 @@ class GroupLeader:
         self._sample = next((sample for sample in seen if sample is not None), None)
         return True
 
-    # ------------------------------------------------------------------------- state
-
     @property
     def steps(self) -> int:
         if not self.is_running:
             return 0
         if self._n_ranks == 1:
             return self._done[0].steps if self._done else 0
-        taken = [
-            self._done[rank].steps if rank in self._done else 0
-            for rank in range(self._n_ranks)
-            if rank not in self._missing
-        ]
-        return min(taken)
+        return min(self._taken.values())
 
     @property
     def granted(self) -> int:
@@ -355,15 +323,19 @@ class GroupLeader:
         return sum(clocks) / len(clocks) if clocks else 0.0
 
     @property
-    def waiting_for(self) -> frozenset[int]:
-        here = {*self._ready, *self._released, *self._missing}
-        return frozenset(range(self._n_ranks)) - here
+    def waiting_for(self) -> set[int]:
+        return set(range(self._n_ranks)) - {*self._ready, *self._released, *self._missing}
 
     @property
     def slowest(self) -> int | None:
-        here = set(range(self._n_ranks)) - self._missing
-        taken = {m: self._done[m].steps if m in self._done else 0 for m in here}
-        return min(taken, key=lambda m: (taken[m], m)) if self.is_running else None
+        taken = self._taken
+        return min(taken, key=lambda rank: (taken[rank], rank)) if self.is_running else None
+
+    @property
+    def _taken(self) -> dict[int, int]:
+        """The steps that each rank has taken, without ranks that are lost for good."""
+        here = sorted(set(range(self._n_ranks)) - self._missing)
+        return {rank: self._done[rank].steps if rank in self._done else 0 for rank in here}
 
     @property
     def all_ended(self) -> bool:
@@ -374,8 +346,8 @@ class GroupLeader:
         return len(self._ended | self._missing) == self._n_ranks
 
     @property
-    def missing(self) -> frozenset[int]:
-        return frozenset(self._missing - self._ended)
+    def missing(self) -> set[int]:
+        return self._missing - self._ended
 
     def generation_done(self) -> GroupProgress:
         """Return what the group did in this generation; the loss may be a step ahead."""
@@ -389,9 +361,7 @@ class GroupLeader:
             no_loss=sum(message.no_loss for message in messages),
         )
 
-    # --------------------------------------------------------------------------- messages
-
-    def _start_epoch(self, ranks: frozenset[int] | set[int] | None = None) -> Outgoing:
+    def _start_epoch(self, ranks: set[int] | None = None) -> Outgoing:
         wanted = self.waiting_for if ranks is None else ranks
         message = StartEpoch(generation=self.generation, plan=self._plan, order=self._order)
         return [(rank, message) for rank in sorted(wanted)]
@@ -416,8 +386,7 @@ class GroupLeader:
         return self._grant_all()
 
     def _grant_all(self) -> Outgoing:
-        here = sorted(set(range(self._n_ranks)) - self._missing)
-        return [(rank, self._grant_for(rank)) for rank in here]
+        return [(rank, self._grant_for(rank)) for rank in self._taken]
 
     def _grant_for(self, rank: int) -> GrantSteps:
         # If one rank exited early, the others could not repeat a step when one restarts.

@@ -8,28 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from distbelief import protocol as wire
 from distbelief.core.reliable import Silence
 from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
-from distbelief.protocol import Finished, Heartbeat, HeartbeatAck, Join, Peers, StartTraining, Stop
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    CancelTimer,
-    Computed,
-    Connect,
-    Event,
-    PeerJoined,
-    Received,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-    message_types,
-)
+from distbelief.roles import role as rl
+from distbelief.worker.member import new_peers
 
 
 FETCH = "worker:fetch"
@@ -38,7 +23,6 @@ PUSHED = "worker:pushed"
 LEAVE = "worker:leave"
 JOIN = "worker:join"
 BEAT = "worker:beat"
-
 JOIN_RETRY_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 # The server answers every heartbeat. After this time without an answer it may be a new
@@ -55,49 +39,40 @@ class StagedPush:
     samples: int
 
 
-LoopMessage = Peers | HeartbeatAck | StartTraining | Stop | ShardReply
+LoopMessage = wire.Peers | wire.HeartbeatAck | wire.StartTraining | wire.Stop | ShardReply
 
 
 @final
 class LoopWorker:
-    """The role "worker-...".
+    """The role "worker-..."; the loop calls its client's `install` and `stage`."""
 
-    Args:
-        client: Connects to the shards; the loop calls its `install` and `stage`.
-        join: The Join message for the server.
-    """
+    accepts: Final = rl.message_types(LoopMessage)
 
-    accepts: Final = message_types(LoopMessage)
-
-    def __init__(self, *, client: ParameterClient, join: Join) -> None:
+    def __init__(self, *, client: ParameterClient, join: wire.Join) -> None:
         self.client = client
         self.stopped: str | None = None  # why the server has ended, once it has sent Stop
         self._join = join
         self._incarnation = 0
-        self._incarnations: dict[Address, int] = {}  # of the peers
+        self._incarnations: dict[str, int] = {}  # of the peers
         self._server = Silence()
 
     @property
     def has_joined(self) -> bool:
         return bool(self._incarnations)
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for.
-
-        Raises:
-            PeerLostError: a shard has been silent for too long.
-        """
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        """Return the actions that `event` calls for."""
         if self.client.owns(event):
             return self.client.handle(event, now)
         match event:
-            case Started():
+            case rl.Started():
                 self._incarnation = event.incarnation
                 return self._send_join(now)
-            case TimerFired():
+            case rl.TimerFired():
                 return self._send_join(now) if event.name == JOIN else self._heartbeat(now)
-            case Received():
+            case rl.Received():
                 return self._receive(event, now)
-            case Computed():
+            case rl.Computed():
                 return self._command(event, now)
             case _:
                 return []
@@ -108,60 +83,51 @@ class LoopWorker:
         state = "ready" if waited is None else f"waiting for {waited}"
         return state, self.client.counters()
 
-    def _send_join(self, now: Seconds) -> Sequence[Action]:
+    def _send_join(self, now: rl.Seconds) -> Sequence[rl.Action]:
         return [
-            Send(receiver=SUPERVISOR, message=self._join),
-            SetTimer(name=JOIN, at=now + JOIN_RETRY_SECONDS),
+            rl.Send(receiver=rl.SUPERVISOR, message=self._join),
+            rl.SetTimer(name=JOIN, at=now + JOIN_RETRY_SECONDS),
         ]
 
-    def _heartbeat(self, now: Seconds) -> Sequence[Action]:
+    def _heartbeat(self, now: rl.Seconds) -> Sequence[rl.Action]:
         state, counters = self.status()
-        heartbeat = Heartbeat(state=state, counters=dict(counters))
+        heartbeat = wire.Heartbeat(state=state, counters=dict(counters))
         # The role runs only while the loop calls it: its own pauses are no silence of the server.
         self._server.woke(now)
         is_silent = self._server.silent(now) > SILENCE_SECONDS_MAX
         return [
-            *([Send(receiver=SUPERVISOR, message=self._join)] if is_silent else []),
-            Send(receiver=SUPERVISOR, message=heartbeat),
-            SetTimer(name=BEAT, at=self._server.expect(now + BEAT_SECONDS)),
+            *([rl.Send(receiver=rl.SUPERVISOR, message=self._join)] if is_silent else []),
+            rl.Send(receiver=rl.SUPERVISOR, message=heartbeat),
+            rl.SetTimer(name=BEAT, at=self._server.expect(now + BEAT_SECONDS)),
         ]
 
-    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
-        if event.sender == SUPERVISOR:
+    def _receive(self, event: rl.Received, now: rl.Seconds) -> Sequence[rl.Action]:
+        if event.sender == rl.SUPERVISOR:
             self._server.heard(now)
         match event.message:
-            case Peers():
+            case wire.Peers():
                 return self._update_peers(event.message, now)
-            case Stop():
+            case wire.Stop():
                 self.stopped = event.message.reason
                 raise PeerLostError(f"the server has ended: {self.stopped}")
             case _:
                 return []
 
-    def _update_peers(self, peers: Peers, now: Seconds) -> Sequence[Action]:
+    def _update_peers(self, peers: wire.Peers, now: rl.Seconds) -> Sequence[rl.Action]:
         first = not self._incarnations
-        actions: list[Action] = [CancelTimer(name=JOIN)]
+        connects, joined = new_peers(peers, self._incarnations)
+        actions: list[rl.Action] = [rl.CancelTimer(name=JOIN), *connects]
         for entry in peers.entries:
-            name = Address(entry.name)
-            if entry.incarnation <= self._incarnations.get(name, 0):
-                continue
-            self._incarnations[name] = entry.incarnation
-            actions.append(
-                Connect(
-                    peer=name,
-                    incarnation=entry.incarnation,
-                    endpoint=entry.endpoint,
-                    host=entry.host,
-                )
-            )
-            joined = PeerJoined(peer=name, incarnation=entry.incarnation)
-            if not first and self.client.owns(joined):
-                actions += self.client.handle(joined, now)
+            before = self._incarnations.get(entry.name, 0)
+            self._incarnations[entry.name] = max(before, entry.incarnation)
+        for event in joined:
+            if not first and self.client.owns(event):
+                actions += self.client.handle(event, now)
         if first:
             actions += [*self.client.start(self._incarnation, now), *self._heartbeat(now)]
         return actions
 
-    def _command(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _command(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         match event.name, event.result:
             case "worker:fetch", None:
                 return self.client.begin_fetch(now)
@@ -172,6 +138,6 @@ class LoopWorker:
                     push.outcome, n_gradients=push.n_gradients, samples=push.samples, now=now
                 )
             case "worker:leave", None:
-                return [Send(receiver=SUPERVISOR, message=Finished(counters={}))]
+                return [rl.Send(receiver=rl.SUPERVISOR, message=wire.Finished(counters={}))]
             case _:
                 raise LocalProtocolError(f"unknown command of a loop: {event.name!r}")

@@ -17,41 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast, final
 
+from distbelief import protocol as wire
 from distbelief.config.job import PATIENCE_SECONDS
 from distbelief.core.reliable import Silence
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.protocol import (
-    Failed,
-    Finished,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    PeerEntry,
-    Peers,
-    Stop,
-)
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Connect,
-    Event,
-    Exit,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Report,
-    Role,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-    check_accepted,
-)
+from distbelief.roles import role as rl
 
 
 TIMER = "member:heartbeat"
@@ -59,15 +29,11 @@ BUILD = "member:build"
 HEARTBEAT_SECONDS: Final = 0.5
 # Of a shard with a backup, which takes over after a second of silence.
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
-
 # For the last checkpoint of a shard whose supervisor is lost.
 SAVE_SECONDS_MAX: Final = 300.0
-
 # Events kept for a role that is not built yet; senders repeat what is dropped.
 N_EARLY_MAX = 4096
-
 N_WARNINGS_MAX: Final = 8  # in a Join message
-
 _TEXT_MAX = 8192  # characters of an error or a warning
 
 
@@ -79,9 +45,9 @@ class JobMemberConfig:
     endpoint: str = ""  # address of its driver ("" in a simulation)
     host: str = ""  # roles with equal host share memory; "" shares with no one
     pid: int = 0  # of the process
-    heartbeat_seconds: Seconds = HEARTBEAT_SECONDS  # between two heartbeats
+    heartbeat_seconds: rl.Seconds = HEARTBEAT_SECONDS  # between two heartbeats
     # The member exits after so long without any message of the supervisor.
-    patience_seconds: Seconds = PATIENCE_SECONDS
+    patience_seconds: rl.Seconds = PATIENCE_SECONDS
 
     def __post_init__(self) -> None:
         if not 0 < self.heartbeat_seconds < self.patience_seconds:
@@ -90,56 +56,64 @@ class JobMemberConfig:
                 f"{self.patience_seconds}; use more than 0, and a patience of several heartbeats"
             )
 
-    @property
-    def is_shard(self) -> bool:
-        return self.name.startswith("shard-")
+
+def new_peers(
+    peers: wire.Peers, known: Mapping[str, int]
+) -> tuple[list[rl.Action], list[rl.Event]]:
+    """Return links to, and news of, peers of which an older incarnation or none is known."""
+    new = [entry for entry in peers.entries if entry.incarnation > known.get(entry.name, 0)]
+    connects: list[rl.Action] = []
+    joined: list[rl.Event] = []
+    for entry in new:
+        peer, incarnation = rl.Address(entry.name), entry.incarnation
+        link = rl.Connect(
+            peer=peer, incarnation=incarnation, endpoint=entry.endpoint, host=entry.host
+        )
+        connects.append(link)
+        joined.append(rl.PeerJoined(peer=peer, incarnation=incarnation))
+    return connects, joined
 
 
-def heartbeat_seconds(name: str, shard_copies: int) -> Seconds:
+def heartbeat_seconds(name: str, shard_copies: int) -> rl.Seconds:
     paired = shard_copies > 1 and name.startswith("shard-")
     return PAIRED_HEARTBEAT_SECONDS if paired else HEARTBEAT_SECONDS
 
 
 @final
 class JobMember:
-    """Wraps any role.
+    """Wraps any role; `build` returns it, and is called once, as work."""
 
-    Args:
-        config: Identity, and how it keeps in touch.
-        build: Returns the wrapped role; called once, as work.
-    """
+    accepts: Final = rl.ALL_MESSAGES
 
-    accepts: Final = ALL_MESSAGES
-
-    def __init__(self, config: JobMemberConfig, *, build: Callable[[], Role]) -> None:
+    def __init__(self, config: JobMemberConfig, *, build: Callable[[], rl.Role]) -> None:
         self._config = config
         self._build = build
-        self.role: Role | None = None
-        self._started: Started | None = None  # kept until the wrapped role gets it
+        self.role: rl.Role | None = None
+        self._started: rl.Started | None = None  # kept until the wrapped role gets it
         self._runs = False  # the wrapped role has been started
-        self._peers: dict[str, PeerEntry] | None = None
+        self._peers: dict[str, wire.PeerEntry] | None = None
         self._gone: set[str] = set()  # peers that are lost for good
-        self._early: deque[Event] = deque(maxlen=N_EARLY_MAX)
+        self._early: deque[rl.Event] = deque(maxlen=N_EARLY_MAX)
         self._silence = Silence()  # of the supervisor
         self.reported_failure = False
-        self._save_by: Seconds | None = None  # once the supervisor is lost
+        self._save_by: rl.Seconds | None = None  # once the supervisor is lost
         self._warnings: list[str] = []
 
     def warn(self, text: str) -> None:
         """Send this warning to the supervisor with the Join message."""
         self._warnings.append(text[:_TEXT_MAX])
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 return self._start(event, now)
-            case TimerFired(name=name) if name == TIMER:
+            case rl.TimerFired(name=name) if name == TIMER:
                 return self._heartbeat(now)
-            case Computed(name=name) if name == BUILD:
+            case rl.Computed(name=name) if name == BUILD:
                 return self._built(event, now)
-            case Received(sender=sender) if sender == SUPERVISOR:
+            case rl.Received(sender=sender) if sender == rl.SUPERVISOR:
                 return self._supervised(event, now)
-            case PeerLost(peer=peer) if peer == SUPERVISOR:
+            case rl.PeerLost(peer=peer) if peer == rl.SUPERVISOR:
                 return self._supervisor_lost(event.reason, now)
             case _:
                 return self._forward(event, now)
@@ -151,27 +125,33 @@ class JobMember:
             return "joining", {}
         return self.role.status()
 
-    # ------------------------------------------------------------------ in touch
-
-    def _start(self, event: Started, now: Seconds) -> list[Action]:
+    def _start(self, event: rl.Started, now: rl.Seconds) -> list[rl.Action]:
         self._started = event
         self._silence.start(now)
-        return [Compute(name=BUILD, work=self._build), *self._heartbeat(now)]
+        return [rl.Compute(name=BUILD, work=self._build), *self._heartbeat(now)]
 
-    def _heartbeat(self, now: Seconds) -> list[Action]:
+    def _heartbeat(self, now: rl.Seconds) -> list[rl.Action]:
         self._silence.woke(now)
         state, counters = self.status()
-        heartbeat = Heartbeat(state=state[:128], counters=dict(counters))
-        joins = [] if self._peers is not None else [self._join()]
-        timer = SetTimer(name=TIMER, at=self._silence.expect(now + self._config.heartbeat_seconds))
+        heartbeat = wire.Heartbeat(state=state[:128], counters=dict(counters))
+        joins = []
+        if self._peers is None:
+            config, warnings = self._config, tuple(self._warnings[:N_WARNINGS_MAX])
+            join = wire.Join(
+                endpoint=config.endpoint, host=config.host, pid=config.pid, warnings=warnings
+            )
+            joins.append(_to_supervisor(join))
+        timer = rl.SetTimer(
+            name=TIMER, at=self._silence.expect(now + self._config.heartbeat_seconds)
+        )
         return [*joins, _to_supervisor(heartbeat), timer, *self._end_if_silent(now)]
 
-    def _end_if_silent(self, now: Seconds) -> Sequence[Action]:
+    def _end_if_silent(self, now: rl.Seconds) -> Sequence[rl.Action]:
         if self._save_by is not None:
             if now < self._save_by:
                 return []
             text = f"the last checkpoint was not saved in {SAVE_SECONDS_MAX:.0f} s"
-            return [Exit(error=text)]
+            return [rl.Exit(error=text)]
         # The supervisor may be paused or wait for a disk, so the role works on for minutes.
         silent = self._silence.silent(now)
         if silent <= self._config.patience_seconds:
@@ -179,53 +159,42 @@ class JobMember:
         text = f"no message from the supervisor for {silent:.1f} s"
         return self._supervisor_lost(text, now)
 
-    def _supervisor_lost(self, reason: str, now: Seconds) -> Sequence[Action]:
+    def _supervisor_lost(self, reason: str, now: rl.Seconds) -> Sequence[rl.Action]:
         # No process outlives its job; a shard saves its values first.
-        if not (self._runs and self._config.is_shard):
-            return [Exit(error=reason)]
+        if not (self._runs and self._config.name.startswith("shard-")):
+            return [rl.Exit(error=reason)]
         if self._save_by is not None:
             return []
         self._save_by = now + SAVE_SECONDS_MAX
-        lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason=reason, for_good=True)
-        report = Report(text=f"{reason}: saving, then ending", level="warning")
+        lost = rl.PeerLost(peer=rl.SUPERVISOR, incarnation=0, reason=reason, for_good=True)
+        report = rl.Report(text=f"{reason}: saving, then ending", level="warning")
         return [report, *self._forward(lost, now)]
 
-    def _join(self) -> Send:
-        config = self._config
-        join = Join(
-            endpoint=config.endpoint,
-            host=config.host,
-            pid=config.pid,
-            warnings=tuple(self._warnings[:N_WARNINGS_MAX]),
-        )
-        return _to_supervisor(join)
-
-    def _supervised(self, event: Received, now: Seconds) -> Sequence[Action]:
+    def _supervised(self, event: rl.Received, now: rl.Seconds) -> Sequence[rl.Action]:
         self._silence.heard(now)
         match event.message:
-            case HeartbeatAck():
+            case wire.HeartbeatAck():
                 return []
-            case Peers():
+            case wire.Peers():
                 return self._update_peers(event.message, now)
-            case Stop() if not self._runs:  # nothing to finish
-                return [_to_supervisor(Finished(counters={})), Exit()]
+            case wire.Stop() if not self._runs:  # nothing to finish
+                return [_to_supervisor(wire.Finished(counters={})), rl.Exit()]
             case _:
                 return self._forward(event, now)
 
-    def _update_peers(self, message: Peers, now: Seconds) -> Sequence[Action]:
+    def _update_peers(self, message: wire.Peers, now: rl.Seconds) -> Sequence[rl.Action]:
         before = self._peers or {}
         after = {entry.name: entry for entry in message.entries}
         self._peers = after
-        connects: list[Action] = []
         left = "it is no longer a member of the job"
-        events: list[Event] = [
-            PeerLost(peer=Address(name), incarnation=entry.incarnation, reason=left)
+        events: list[rl.Event] = [
+            rl.PeerLost(peer=rl.Address(name), incarnation=entry.incarnation, reason=left)
             for name, entry in before.items()
             if name not in after and name not in message.gone
         ]
         events += [
-            PeerLost(
-                peer=Address(name),
+            rl.PeerLost(
+                peer=rl.Address(name),
                 incarnation=before[name].incarnation if name in before else 0,
                 reason="it has ended",
                 for_good=True,
@@ -234,34 +203,21 @@ class JobMember:
             if name not in self._gone
         ]
         self._gone.update(message.gone)
-        for name, entry in after.items():
-            known = before.get(name)
-            if known is not None and known.incarnation >= entry.incarnation:
-                continue
-            peer = Address(name)
-            connects.append(
-                Connect(
-                    peer=peer,
-                    incarnation=entry.incarnation,
-                    endpoint=entry.endpoint,
-                    host=entry.host,
-                )
-            )
-            events.append(PeerJoined(peer=peer, incarnation=entry.incarnation))
+        known = {name: entry.incarnation for name, entry in before.items()}
+        connects, joined = new_peers(message, known)
+        events += joined
         actions = [*connects, *self._run_role(now)]
         for event in events:
             actions += self._forward(event, now)
         return actions
 
-    # ----------------------------------------------------------- wrapped role
-
-    def _built(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _built(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.error is not None:
             return self._failed(event.error)
-        self.role = cast("Role", event.result)
+        self.role = cast("rl.Role", event.result)
         return self._run_role(now)
 
-    def _run_role(self, now: Seconds) -> Sequence[Action]:
+    def _run_role(self, now: rl.Seconds) -> Sequence[rl.Action]:
         if self._runs or self.role is None or self._peers is None:
             return []
         assert self._started is not None
@@ -275,29 +231,29 @@ class JobMember:
             try:
                 actions += self._forward(event, now)
             except RemoteProtocolError as error:
-                actions.append(Report(text=f"refused: {error}", level="warning"))
+                actions.append(rl.Report(text=f"refused: {error}", level="warning"))
         return actions
 
-    def _forward(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def _forward(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         if not self._runs or self.role is None:
             self._early.append(event)
             return []
         try:
-            check_accepted(self.role, event, name=self._config.name)
+            rl.check_accepted(self.role, event, name=self._config.name)
             return self.role.handle(event, now)
         except (RemoteProtocolError, LocalProtocolError):
             raise  # the driver logs the first; the second is a bug
         except DistBeliefError as error:
             return self._failed(error)
 
-    def _failed(self, error: BaseException) -> Sequence[Action]:
+    def _failed(self, error: BaseException) -> Sequence[rl.Action]:
         self.reported_failure = True
         text = str(error)
         if not isinstance(error, JobError):
             text = f"{type(error).__name__}: {text}"
-        failed = Failed(error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError))
-        return [_to_supervisor(failed), Exit(error=text)]
+        failed = wire.Failed(error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError))
+        return [_to_supervisor(failed), rl.Exit(error=text)]
 
 
-def _to_supervisor(message: Join | Heartbeat | Finished | Failed) -> Send:
-    return Send(receiver=SUPERVISOR, message=message)
+def _to_supervisor(message: wire.Join | wire.Heartbeat | wire.Finished | wire.Failed) -> rl.Send:
+    return rl.Send(receiver=rl.SUPERVISOR, message=message)

@@ -22,41 +22,12 @@ from typing import Final, final
 
 import torch
 
+from distbelief import protocol as wire
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
-from distbelief.protocol import (
-    Evaluate,
-    Finished,
-    GrantSteps,
-    RankReady,
-    StartEpoch,
-    StartTraining,
-    StepsDone,
-    Stop,
-    TransferAck,
-    TransferBlock,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    Exit,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Report,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-    message_types,
-)
+from distbelief.roles import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, SlicePrefetch
 from distbelief.worker.group import GroupLeader, Outgoing, member_names
 from distbelief.worker.objective import STEP, LocalNorm, Objective, StepExecutor, StepOutcome
@@ -113,14 +84,6 @@ class _Pending:
 
 
 @final
-class _Attempt:
-    """A step whose work is queued behind the install of its parameters."""
-
-    def __init__(self) -> None:
-        self.is_torn = False
-
-
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
     """Identity of a rank."""
@@ -132,45 +95,35 @@ class RankConfig:
 
 
 ReplicaMessage = (
-    StartTraining
-    | Evaluate
-    | Stop
-    | RankReady
-    | StepsDone
-    | StartEpoch
-    | GrantSteps
-    | TransferBlock
-    | TransferAck
+    wire.StartTraining
+    | wire.Evaluate
+    | wire.Stop
+    | wire.RankReady
+    | wire.StepsDone
+    | wire.StartEpoch
+    | wire.GrantSteps
+    | wire.TransferBlock
+    | wire.TransferAck
     | ShardReply
 )
 
 
 @final
 class Replica:
-    """The role "replica-R" or "evaluator", or one rank of it: "replica-R.M", "evaluator.M".
+    """The role "replica-R" or "evaluator", or one rank of it: "replica-R.M", "evaluator.M"."""
 
-    Args:
-        config: Identity of the rank.
-        client: Connects to the shards that hold what the rank keeps.
-        executor: Runs the steps.
-        slices: The rank's slices of the batches.
-        objective: What the steps are for.
-        leader: On rank 0: grants steps to the group.
-        shapes: Per item that the rank keeps; None: flat.
-    """
-
-    accepts = message_types(ReplicaMessage)
+    accepts = rl.message_types(ReplicaMessage)
 
     def __init__(
         self,
         config: RankConfig,
         *,
-        client: ParameterClient,
+        client: ParameterClient,  # of the shards that hold what the rank keeps
         executor: StepExecutor,
         slices: SlicePrefetch,
         objective: Objective,
-        leader: GroupLeader | None,
-        shapes: Sequence[tuple[int, ...]] | None = None,
+        leader: GroupLeader | None,  # on rank 0
+        shapes: Sequence[tuple[int, ...]] | None = None,  # per item that the rank keeps; None: flat
     ) -> None:
         self.accepts = self.accepts | objective.accepts
         self.objective = objective
@@ -197,34 +150,31 @@ class Replica:
         self._waits = False  # a timer will repeat the last fetch
         self._installing = (0, 0)  # generation and step
         self._slice: BatchSlice | None = None  # of the current step
-        self._attempt = _Attempt()
+        self._is_torn = False  # the last install met a half-applied update
         self._pending: _Pending | None = None
         self._local_square = 0.0  # the last local sum of squares, which the rank reports
         self._local_sample: int | None = None  # the last bad sample found here, if any
         self._has_stepped = False  # since the last report
-        self._ended_at: Seconds = 0.0
-        self._stopped_at: Seconds | None = None
+        self._ended_at: rl.Seconds = 0.0
+        self._stopped_at: rl.Seconds | None = None
         self._is_orphan = False  # the leader is lost for good
         self._is_gone = False
 
     # --- events ---
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for.
-
-        Raises:
-            JobError: model, data or learning rate make it impossible to go on.
-            PeerLostError: a shard has been silent for too long.
-        """
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        """Return the actions that `event` calls for."""
         if self._is_gone:
             return []
         of_shard, phase = self._client.owns(event), self._epoch.phase
         if of_shard:
-            actions: Sequence[Action] = self._client.handle(event, now)
+            actions: Sequence[rl.Action] = self._client.handle(event, now)
+            if self._is_single and not self.objective.accepts and self._is_partial(event):
+                return actions
         else:
             own = None
             if self.objective.accepts:
-                rank = self._rank_of.get(event.sender) if isinstance(event, Received) else None
+                rank = self._rank_of.get(event.sender) if isinstance(event, rl.Received) else None
                 own = self.objective.handle(event, rank, now)
             actions = self._on_event(event, now) if own is None else own
         # Every event may have removed the last obstacle to the next piece of work.
@@ -239,35 +189,39 @@ class Replica:
         done = [*both[0], *both[1], *self._lead(now)]
         while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
-        return [*done, *self.objective.due(now)] if self._speaks else done
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether the objective has messages of its own, and the role goes on."""
-        return bool(self.objective.accepts) and not self._is_gone
+        return [*done, *self._due(now)]
 
     def _has_news(self) -> bool:
-        return self._speaks and self.objective.has_news()
+        return not self._is_gone and self.objective.has_news()
 
-    def _on_event(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def _due(self, now: rl.Seconds) -> list[rl.Action]:
+        return [] if self._is_gone else self.objective.due(now)
+
+    def _is_partial(self, event: rl.Event) -> bool:
+        # Most messages of shards are blocks, and only the last one of a fetch removes an obstacle.
+        message = event.message if isinstance(event, rl.Received) else None
+        is_fetched = isinstance(message, wire.ParameterBlock) and self._client.fetch_complete
+        return isinstance(message, wire.ParameterBlock | wire.PushBlockAck) and not is_fetched
+
+    def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
-            case Started():
+            case rl.Started():
                 return self._start(event.incarnation, now)
-            case Received():
+            case rl.Received():
                 return self._receive(event, now)
-            case TimerFired(name=name) if name == REMIND:
+            case rl.TimerFired(name=name) if name == REMIND:
                 return self._remind(now)
-            case TimerFired():
+            case rl.TimerFired():
                 self._waits = False
-            case Computed():
+            case rl.Computed():
                 return self._computed(event, now)
-            case PeerJoined() | PeerLost():
+            case rl.PeerJoined() | rl.PeerLost():
                 return self._peer(event, now)
             case _:
                 pass
         return []
 
-    def _start(self, incarnation: int, now: Seconds) -> list[Action]:
+    def _start(self, incarnation: int, now: rl.Seconds) -> list[rl.Action]:
         self._incarnation = incarnation
         actions = self._client.start(incarnation, now)
         if self._leader is not None:
@@ -275,11 +229,11 @@ class Replica:
             actions += self._deliver(self._leader.start(incarnation, now), now)
         return [*actions, *([] if self._is_single else self._remind(now))]
 
-    def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
+    def _peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
         rank, leader = self._rank_of.get(event.peer), self._leader
         if rank is None:
             return []
-        if isinstance(event, PeerJoined):
+        if isinstance(event, rl.PeerJoined):
             out = [] if leader is None else leader.joined(rank, event.incarnation, now)
             return self._deliver(out, now)
         if event.for_good and leader is not None:
@@ -287,18 +241,20 @@ class Replica:
         self._is_orphan |= event.for_good and rank == 0
         return []
 
-    def _receive(self, event: Received, now: Seconds) -> list[Action]:
+    def _receive(self, event: rl.Received, now: rl.Seconds) -> list[rl.Action]:
         message = event.message
         rank = self._rank_of.get(event.sender)
         match message:
-            case StartTraining() | Evaluate() | Stop():
+            case wire.StartTraining() | wire.Evaluate() | wire.Stop():
                 return self._command(message, now)
-            case RankReady() | StepsDone() if self._leader and rank is not None:
+            case wire.RankReady() | wire.StepsDone() if self._leader and rank is not None:
                 heard = self._leader.hear(rank, event.incarnation, message, now)
                 return self._deliver(heard, now)
-            case StartEpoch() | GrantSteps() if rank == 0:
+            case wire.StartEpoch() | wire.GrantSteps() if rank == 0:
                 return self._follow(message, now)
-            case TransferBlock() | TransferAck() if rank is not None and rank in self._links:
+            case wire.TransferBlock() | wire.TransferAck() if (
+                rank is not None and rank in self._links
+            ):
                 assert isinstance(self._executor, StepRunner)
                 return self._executor.receive(rank, message, now)
             case _:
@@ -307,9 +263,11 @@ class Replica:
                     "which is not for it"
                 )
 
-    def _command(self, message: StartTraining | Evaluate | Stop, now: Seconds) -> list[Action]:
+    def _command(
+        self, message: wire.StartTraining | wire.Evaluate | wire.Stop, now: rl.Seconds
+    ) -> list[rl.Action]:
         if self._leader is None:  # the leader gets the same command, and decides
-            if isinstance(message, Stop) and self._stopped_at is None:
+            if isinstance(message, wire.Stop) and self._stopped_at is None:
                 self._stopped_at = now
             return []
         if self._is_single:  # no other rank has begun a step that this one has not
@@ -378,32 +336,34 @@ class Replica:
     # StartEpoch   new generation: drop the current step    -> RankReady, once idle
     # GrantSteps   take this many steps in total            -> StepsDone, after each
 
-    def _deliver(self, out: Outgoing, now: Seconds) -> list[Action]:
-        actions: list[Action] = []
+    def _deliver(self, out: Outgoing, now: rl.Seconds) -> list[rl.Action]:
+        actions: list[rl.Action] = []
         for rank, message in out:
             # Messages of rank 0 to itself take effect at once.
             if rank != self._rank:
-                actions.append(Send(receiver=self._names[rank], message=message))
+                actions.append(rl.Send(receiver=self._names[rank], message=message))
             else:
-                assert isinstance(message, StartEpoch | GrantSteps), message
+                assert isinstance(message, wire.StartEpoch | wire.GrantSteps), message
                 actions += self._follow(message, now)
         return actions
 
-    def _to_leader(self, message: RankReady | StepsDone, now: Seconds) -> list[Action]:
+    def _to_leader(
+        self, message: wire.RankReady | wire.StepsDone, now: rl.Seconds
+    ) -> list[rl.Action]:
         if self._leader is None:
-            return [Send(receiver=self._names[0], message=message)]
+            return [rl.Send(receiver=self._names[0], message=message)]
         return self._deliver(self._leader.hear(0, self._incarnation, message, now), now)
 
-    def _report_ready(self, now: Seconds) -> list[Action]:
+    def _report_ready(self, now: rl.Seconds) -> list[rl.Action]:
         pushed = self.objective.pushed
-        ready = RankReady(
+        ready = wire.RankReady(
             generation=self._executor.generation, pushes=pushed is not None, samples=pushed or 0
         )
         return self._to_leader(ready, now)
 
-    def _report_steps(self, now: Seconds) -> list[Action]:
+    def _report_steps(self, now: rl.Seconds) -> list[rl.Action]:
         clock, here = self.objective.clock, self._epoch
-        done = StepsDone(
+        done = wire.StepsDone(
             generation=self._executor.generation,
             steps=self._executor.step,
             loss=here.loss,
@@ -420,20 +380,16 @@ class Replica:
             return []
         return self._to_leader(done, now)
 
-    def _follow(self, message: StartEpoch | GrantSteps, now: Seconds) -> list[Action]:
-        """Apply a message of the leader.
-
-        Raises:
-            RemoteProtocolError: it belongs to an earlier generation, or came too early.
-            JobError: the leader has another plan.
-        """
+    def _follow(
+        self, message: wire.StartEpoch | wire.GrantSteps, now: rl.Seconds
+    ) -> list[rl.Action]:
         generation = self._executor.generation
         if message.generation < generation:
             raise RemoteProtocolError(
                 f"{self._name} was sent {type(message).__name__} of generation "
                 f"{message.generation}, after generation {generation} had begun"
             )
-        if isinstance(message, GrantSteps):
+        if isinstance(message, wire.GrantSteps):
             return self._take_grant(message, now)
         self.objective.prepare(message)
         if message.plan != self._plan:
@@ -449,7 +405,7 @@ class Replica:
         self._executor.begin(message.generation)
         return []
 
-    def _take_grant(self, message: GrantSteps, now: Seconds) -> list[Action]:
+    def _take_grant(self, message: wire.GrantSteps, now: rl.Seconds) -> list[rl.Action]:
         here = self._epoch
         ready = here.phase not in {Phase.ALONE, Phase.GATHERING}
         if message.generation > self._executor.generation or not ready:
@@ -471,7 +427,7 @@ class Replica:
         self.objective.begin(message.position, now)
         return self._executor.place(now)
 
-    def _lead(self, now: Seconds) -> Sequence[Action]:
+    def _lead(self, now: rl.Seconds) -> Sequence[rl.Action]:
         leader = self._leader
         if leader is None or self._is_gone:
             return []
@@ -484,9 +440,9 @@ class Replica:
             return actions
         return [*actions, *self._deliver(out, now), *self._advance(now)]
 
-    def _remind(self, now: Seconds) -> list[Action]:
+    def _remind(self, now: rl.Seconds) -> list[rl.Action]:
         # Repeats whatever may have been lost; the receivers ignore duplicates.
-        actions: list[Action] = [SetTimer(name=REMIND, at=now + REMIND_SECONDS)]
+        actions: list[rl.Action] = [rl.SetTimer(name=REMIND, at=now + REMIND_SECONDS)]
         for link in self._links.values():
             actions += link.remind(now)
         if self._leader is not None:
@@ -497,7 +453,7 @@ class Replica:
         match here.phase:
             # A rank that starts late introduces itself to the leader.
             case Phase.ALONE if self._leader is None:
-                ready = RankReady(generation=0, pushes=False, samples=0)
+                ready = wire.RankReady(generation=0, pushes=False, samples=0)
                 return [*actions, *self._to_leader(ready, now)]
             case Phase.GATHERED:
                 return [*actions, *self._report_ready(now)]
@@ -521,10 +477,10 @@ class Replica:
             return leader.is_last and step >= leader.granted
         return here.is_last and step >= here.granted
 
-    def _advance(self, now: Seconds) -> list[Action]:
+    def _advance(self, now: rl.Seconds) -> list[rl.Action]:
         if self._lane or self._waits:
             return []
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         leader = self._leader
         stops = self._is_single and leader is not None and leader.is_stopping
         if stops and self._epoch.phase is not Phase.RUNNING:
@@ -537,7 +493,7 @@ class Replica:
             actions += self._leave(now)
         return actions
 
-    def _settle(self, now: Seconds) -> list[Action]:
+    def _settle(self, now: rl.Seconds) -> list[rl.Action]:
         # Nothing of the previous generation is running any more.
         self._slice = self._pending = None
         self.objective.drop()
@@ -547,25 +503,25 @@ class Replica:
         self._epoch.phase = Phase.GATHERED
         return self._report_ready(now)
 
-    def _continue_step(self, now: Seconds) -> list[Action]:
+    def _continue_step(self, now: rl.Seconds) -> list[rl.Action]:
         if self._pending is not None:
             return self._run(self._when_reduced(self._pending))
         if self._executor.is_open:
             return self._run(self._executor.chain())
         return self._between_steps(now)
 
-    def _run(self, actions: Sequence[Action]) -> list[Action]:
-        self._lane += [action.name for action in actions if isinstance(action, Compute)]
+    def _run(self, actions: Sequence[rl.Action]) -> list[rl.Action]:
+        self._lane += [action.name for action in actions if isinstance(action, rl.Compute)]
         return list(actions)
 
-    def _when_reduced(self, pending: _Pending) -> list[Compute]:
+    def _when_reduced(self, pending: _Pending) -> list[rl.Compute]:
         here, local = self._epoch, pending.local
         if here.n_reduced < self._executor.step:
             return []
         work = partial(local.settle, here.square, here.sample)
-        return [Compute(name=SETTLE, work=work, cost=local.cost)]
+        return [rl.Compute(name=SETTLE, work=work, cost=local.cost)]
 
-    def _between_steps(self, now: Seconds) -> list[Action]:
+    def _between_steps(self, now: rl.Seconds) -> list[rl.Action]:
         step = self._executor.step
         over = self._is_over(step)
         work = self._run(self.objective.work(final=over))
@@ -581,7 +537,7 @@ class Replica:
             actions += self._begin_step(step, now)
         return actions
 
-    def _begin_step(self, step: int, now: Seconds) -> list[Action]:
+    def _begin_step(self, step: int, now: rl.Seconds) -> list[rl.Action]:
         if not self._lacks(step):
             return self._start_step(step, now)
         # Values are copied just before their step, so that they are as new as possible.
@@ -596,16 +552,15 @@ class Replica:
         bound = self._leader.steps_bound
         return step + 2 if bound is None else min(step + 2, bound)
 
-    def _install_and_start(self, step: int, now: Seconds) -> list[Action]:
+    def _install_and_start(self, step: int, now: rl.Seconds) -> list[rl.Action]:
         if not (self._epoch.fetching and self._client.fetch_complete and self._slices.has(step)):
             return []
-        self._attempt = _Attempt()
         install = self._run(self._install(step))
-        return [*install, *self._start_step(step, now, attempt=self._attempt)]
+        return [*install, *self._start_step(step, now, is_queued=True)]
 
     def _start_step(
-        self, step: int, now: Seconds, *, attempt: _Attempt | None = None
-    ) -> list[Action]:
+        self, step: int, now: rl.Seconds, *, is_queued: bool = False
+    ) -> list[rl.Action]:
         batch_slice = self._slices.take(step)
         # Its samples are still being read.
         if batch_slice is None:
@@ -618,14 +573,14 @@ class Replica:
             close=self.objective.close,
         )
         chain = self._executor.chain()
-        if attempt is not None:
-            chain = [_unless_torn(each, attempt) for each in chain]
+        if is_queued:  # behind the install of its parameters
+            chain = [self._unless_torn(each) for each in chain]
         actions = self._run(chain)
         if not self._is_single:
             actions += self._slices.read_ahead(step + 1, stop=step + 2)
         return [*actions, *self._fetch_ahead(now)]
 
-    def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.error is not None:
             raise failure(event.error, step=self._executor.step)
         # Reading runs in the data executor and never occupies this one.
@@ -645,7 +600,7 @@ class Replica:
             return self.objective.closed(event.result, pending.result, pending.batch, now)
         return self.objective.computed(event, now)
 
-    def _ran(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _ran(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         result = event.result
         if result is None:  # the fetch for this step was torn: compute the same batch again
             assert self._slice is not None
@@ -686,7 +641,7 @@ class Replica:
     def _lacks(self, step: int) -> bool:
         return self._epoch.installed_for != step and self.objective.fetches_at(step)
 
-    def _fetch(self, step: int, now: Seconds, *, ahead: bool) -> list[Action]:
+    def _fetch(self, step: int, now: rl.Seconds, *, ahead: bool) -> list[rl.Action]:
         if self._epoch.fetching or not self._lacks(step):
             return []
         if not self.objective.may_fetch(ahead=ahead):
@@ -694,31 +649,32 @@ class Replica:
         self._epoch.fetching = True
         return self._client.begin_fetch(now)
 
-    def _fetch_ahead(self, now: Seconds) -> list[Action]:
+    def _fetch_ahead(self, now: rl.Seconds) -> list[rl.Action]:
         # Block messages travel while this step computes (DB-10); shared memory is read only at the
         # install, just before the step, so the newest values are used.
         after = self._executor.step + 1
         return [] if self._is_over(after) else self._fetch(after, now, ahead=True)
 
-    def _install(self, step: int) -> list[Compute]:
+    def _install(self, step: int) -> list[rl.Compute]:
         if not (self._epoch.fetching and self._client.fetch_complete):
             return []
-        objective, attempt = self.objective, self._attempt
+        objective = self.objective
+        self._is_torn = False
         self._installing = self._executor.generation, step
         install = objective.installing(self._client.install(objective.values))
 
         def work() -> FetchResult:
             result = install()
-            attempt.is_torn = bool(result.torn)
+            self._is_torn = bool(result.torn)
             return result
 
-        cost = Cost(n_bytes=float(objective.install_copies * self._n_bytes))
+        cost = rl.Cost(n_bytes=float(objective.install_copies * self._n_bytes))
         client = self._client
         return [
-            Compute(name=INSTALL, work=work, cost=cost, remaining=lambda: client.readable_share)
+            rl.Compute(name=INSTALL, work=work, cost=cost, remaining=lambda: client.readable_share)
         ]
 
-    def _installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _installed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         result = event.result
         assert isinstance(result, FetchResult), result
         actions = self._client.installed(result, now)
@@ -735,13 +691,21 @@ class Replica:
         self._epoch.installed_for = step
         return [*actions, *(self._fetch_ahead(now) if self._executor.is_open else [])]
 
-    def _wait(self, seconds: Seconds, now: Seconds) -> list[Action]:
+    def _unless_torn(self, step: rl.Compute) -> rl.Compute:
+        return rl.Compute(
+            name=step.name,
+            work=lambda: None if self._is_torn else step.work(),
+            cost=step.cost,
+            remaining=lambda: float(not self._is_torn),
+        )
+
+    def _wait(self, seconds: rl.Seconds, now: rl.Seconds) -> list[rl.Action]:
         self._waits = True
-        return [SetTimer(name=RETRY, at=now + seconds)]
+        return [rl.SetTimer(name=RETRY, at=now + seconds)]
 
     # --- the end ---
 
-    def _end(self, now: Seconds) -> list[Action]:
+    def _end(self, now: rl.Seconds) -> list[rl.Action]:
         # The leader may let everyone exit after this report, so all pushes must be applied: one
         # that is lost now would be lost for good.
         if not self.objective.all_pushes_applied:
@@ -751,24 +715,24 @@ class Replica:
         reported = [] if self._is_single else self._report_steps(now)
         return [*reported, *self._leave(now)]
 
-    def _leave(self, now: Seconds) -> list[Action]:
+    def _leave(self, now: rl.Seconds) -> list[rl.Action]:
         leader = self._leader
         # Another rank may still have to repeat a step, and needs this one for it.
         others = self._epoch.has_ended and (leader is None or leader.all_ended)
         is_late = leader is None and now - self._ended_at > END_SECONDS
         if not (self._is_single or others or is_late):
             return []
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         if leader is not None:
             last, _ = self.objective.report(leader, now, final=True)
             actions += last
             if leader.missing:
                 names = ", ".join(self._names[rank] for rank in sorted(leader.missing))
                 text = f"ended without {names}: no message from there"
-                actions.append(Report(text=text, level="warning"))
+                actions.append(rl.Report(text=text, level="warning"))
         return [*actions, *self._exit()]
 
-    def _is_left(self, now: Seconds) -> bool:
+    def _is_left(self, now: rl.Seconds) -> bool:
         # Either the leader has exited for good, or the whole group had ended before this
         # incarnation of the rank started.
         if self._is_orphan:
@@ -776,9 +740,12 @@ class Replica:
         is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
         return is_late and self._epoch.phase is Phase.ALONE
 
-    def _exit(self) -> list[Action]:
+    def _exit(self) -> list[rl.Action]:
         self._is_gone = True
-        return [Send(receiver=SUPERVISOR, message=Finished(counters=self._metrics())), Exit()]
+        return [
+            rl.Send(receiver=rl.SUPERVISOR, message=wire.Finished(counters=self._metrics())),
+            rl.Exit(),
+        ]
 
 
 def failure(error: BaseException, *, step: int | None = None) -> DistBeliefError:
@@ -787,12 +754,3 @@ def failure(error: BaseException, *, step: int | None = None) -> DistBeliefError
         return error
     which = "a step" if step is None else f"step {step}"
     return JobError(f"{which} failed: {type(error).__name__}: {error}")
-
-
-def _unless_torn(step: Compute, attempt: _Attempt) -> Compute:
-    return Compute(
-        name=step.name,
-        work=lambda: None if attempt.is_torn else step.work(),
-        cost=step.cost,
-        remaining=lambda: float(not attempt.is_torn),
-    )

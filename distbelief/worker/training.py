@@ -25,7 +25,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import Async, DownpourConfig
+from distbelief.worker.config import Async, DownpourSettings
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.objective import Install, LocalNorm, Objective
 
@@ -33,16 +33,11 @@ from distbelief.worker.objective import Install, LocalNorm, Objective
 PUSH: Final = "replica:push"
 
 
-# --- the work of steps ---
-
-
 @final
 class GradientSum:
     """Gradients of several steps, summed until they are pushed.
 
-    Args:
-        n_items: Tensors that a rank keeps.
-        shares_memory: Whether two gradients of a step may share memory.
+    With `shares_memory`, two gradients of a step may share memory.
     """
 
     def __init__(self, n_items: int, *, shares_memory: bool = True) -> None:
@@ -186,12 +181,8 @@ class Items:
 class Trainer:
     """Does the work of training steps.
 
-    Args:
-        items: What is trained.
-        policy: When to push and step.
-        clip_norm: Bound of each gradient's norm, if it is clipped here.
-        n_ranks: Ranks of the replica.
-        is_whole: Gradients come at the end of a step, and share no memory.
+    It clips gradients to `clip_norm`, if that is given. With `is_whole`, they come at the end of a
+    step, and share no memory.
     """
 
     def __init__(
@@ -305,9 +296,6 @@ class Trainer:
         return after
 
 
-# --- when it is done ---
-
-
 @dataclass(slots=True, kw_only=True)
 class Counters:
     steps: int = 0
@@ -331,23 +319,23 @@ class _Reported:
 
 @final
 class TrainingObjective(Objective):
-    """Trains; see `worker.objective.Objective`.
-
-    Args:
-        config: When to fetch, push and step.
-        client: Connects to the shards that hold what is trained here.
-        trainer: Does the work of the steps.
-    """
+    """Trains; see `worker.objective.Objective`."""
 
     reports_steps = True
 
     def __init__(
-        self, config: DownpourConfig, *, client: ParameterClient, trainer: Trainer
+        self,
+        config: DownpourSettings,
+        *,
+        client: ParameterClient,  # of the shards that hold what is trained here
+        trainer: Trainer,
+        progress_seconds: Seconds = 0.5,  # least time between reports to the supervisor
     ) -> None:
         self.values = trainer.items.values
         self.counters = Counters()
         self._config = config
         self._policy = config.policy
+        self._progress_seconds = progress_seconds
         self._client = client
         self._trainer = trainer
         self._total = trainer.total
@@ -363,8 +351,6 @@ class TrainingObjective(Objective):
         self._loss = 0.0  # of the last step
         self._n_bad_in_row = 0
         self._reported = _Reported()
-
-    # --- generations ---
 
     @property
     @override
@@ -394,8 +380,6 @@ class TrainingObjective(Objective):
         self._trainer.drop()
         self._push_due = False
 
-    # --- fetches ---
-
     @override
     def fetches_at(self, step: int) -> bool:
         return self._policy.fetches_before(step)
@@ -424,8 +408,6 @@ class TrainingObjective(Objective):
         self.counters.fetches += 1
         self._clock = max(self._client.clocks, default=0)
         return True
-
-    # --- steps ---
 
     @override
     def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
@@ -519,11 +501,7 @@ class TrainingObjective(Objective):
     def _bad(
         self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
     ) -> Sequence[Action]:
-        """Count gradients that were not finite; return the warning once per row of them.
-
-        Raises:
-            JobError: there were too many in a row.
-        """
+        """Count gradients that were not finite; return the warning once per row of them."""
         is_first = self._n_bad_in_row == 0
         self.counters.non_finite += n_gradients
         self._n_bad_in_row += n_gradients
@@ -535,11 +513,9 @@ class TrainingObjective(Objective):
             raise JobError(f"{found}): {blame}")
         clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
         raise JobError(
-            f"{found}, loss {self._loss:g}, learning_rate {config.learning_rate:g}): training has "
-            f"diverged. Use a lower learning_rate, or a clip_norm{clip}"
+            f"{found}, loss {self._loss:g}, learning_rate {config.rule.learning_rate:g}): training "
+            f"has diverged. Use a lower learning_rate, or a clip_norm{clip}"
         )
-
-    # --- pushes ---
 
     @property
     @override
@@ -584,8 +560,6 @@ class TrainingObjective(Objective):
         self._n_bad_in_row = 0
         return actions
 
-    # --- on the leader ---
-
     @override
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
@@ -601,7 +575,7 @@ class TrainingObjective(Objective):
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report progress to the supervisor, at most every `progress_seconds`."""
         reported = self._reported
-        pauses = now - reported.at < self._config.progress_seconds
+        pauses = now - reported.at < self._progress_seconds
         if pauses and not (final or leader.is_held):
             return [], []
         done = leader.generation_done()
@@ -623,8 +597,6 @@ class TrainingObjective(Objective):
             seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
         )
         return [Send(receiver=SUPERVISOR, message=progress)], []
-
-    # --- status ---
 
     @property
     @override

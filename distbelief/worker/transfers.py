@@ -6,7 +6,6 @@ size of each message is known from the program and checked before memory is allo
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -20,7 +19,6 @@ from distbelief.roles.role import Action, Address, Seconds, Send
 
 # Transfers after which to send a `TransferAck`, if no transfer carries it earlier.
 ACK_EVERY: Final = 8
-
 AGAIN_SECONDS: Final = 2.0
 AGAIN_SECONDS_MAX: Final = 30.0
 
@@ -46,17 +44,12 @@ class Block(NamedTuple):
 
 @final
 class RankLink:
-    """The stream to one peer, and the acknowledgements of what it sends.
-
-    Attributes:
-        n_bytes: Sent in all generations, each block counted once.
-        n_out: Blocks sent.
-    """
+    """The stream to one peer, and the acknowledgements of what it sends."""
 
     def __init__(self, peer: Address) -> None:
         self._peer = peer
-        self.n_bytes = 0
-        self.n_out = 0
+        self.n_bytes = 0  # sent in all generations, each block counted once
+        self.n_out = 0  # blocks sent
         self._n_again = 0  # in earlier generations
         self._stream = self._new_stream()
         self.begin(0)
@@ -77,11 +70,7 @@ class RankLink:
         return self._count(self._stream.put(blocks, now))
 
     def acked(self, count: int, now: Seconds) -> list[Action]:
-        """The peer has all transfers before `count`.
-
-        Raises:
-            RemoteProtocolError: some of them were never sent.
-        """
+        """The peer has all transfers before `count`."""
         return self._count(self._stream.acked(count, now))
 
     def remind(self, now: Seconds) -> list[Action]:
@@ -131,18 +120,12 @@ class RankLink:
         return Send(receiver=self._peer, message=ack)
 
 
-@dataclass(slots=True)
-class _Parts:
-    whole: Vector
-    missing: set[int] = field(default_factory=set)
-
-
 @final
 class Reassembly:
     """Messages that arrived, complete or in part."""
 
     def __init__(self) -> None:
-        self._parts: dict[StreamKey, _Parts] = {}
+        self._parts: dict[StreamKey, tuple[Vector, set[int]]] = {}  # and which blocks are missing
         self._whole: dict[StreamKey, Vector] = {}
 
     def clear(self) -> None:
@@ -152,11 +135,7 @@ class Reassembly:
     def take(
         self, key: StreamKey, message: TransferBlock, *, n_elements: int, dtype: "np.dtype[Element]"
     ) -> bool:
-        """Keep a block; return whether it completes its message.
-
-        Raises:
-            RemoteProtocolError: it does not fit the message.
-        """
+        """Keep a block that fits its message; return whether it completes the message."""
         count = n_blocks(n_elements, itemsize=dtype.itemsize)
         index, values = message.block_index, message.values
         # Meaningless for a block that does not exist: hence the check of the index.
@@ -174,14 +153,13 @@ class Reassembly:
             return True
         if key not in self._parts:
             whole: Vector = np.empty(n_elements, dtype=dtype)
-            self._parts[key] = _Parts(whole, set(range(count)))
-        parts = self._parts[key]
-        parts.whole[start:stop] = values
-        parts.missing.discard(index)
-        if parts.missing:
-            return False
-        self._whole[key] = self._parts.pop(key).whole
-        return True
+            self._parts[key] = whole, set(range(count))
+        whole, missing = self._parts[key]
+        whole[start:stop] = values
+        missing.discard(index)
+        if not missing:
+            self._whole[key], _ = self._parts.pop(key)
+        return not missing
 
     def pop_step(self, step: int) -> Iterator[tuple[StreamKey, Vector]]:
         """Yield the complete messages of a step, and drop them here."""

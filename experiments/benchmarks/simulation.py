@@ -187,7 +187,8 @@ def _built(
     def builder(name: Address) -> Builder:
         return lambda memory: build(name, context=context(memory=memory))
 
-    flops = 6.0 * large.n_parameters * SPEECH_BATCH / model.flops(BATCH)
+    n_parameters = sum(spec.n_elements for spec in large.tensors if spec.kind == "parameter")
+    flops = 6.0 * n_parameters * SPEECH_BATCH / model.flops(BATCH)
     others = [name for name in names if not name.startswith("shard")]
     options = replace(
         rack(names, n_per_shard=n_per_shard),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeVar, assert_never, final
 
+from distbelief import protocol as wire
 from distbelief.core.reliable import Silence
 from distbelief.errors import (
     DistBeliefError,
@@ -28,63 +29,15 @@ from distbelief.errors import (
     RemoteProtocolError,
     StorageError,
 )
-from distbelief.protocol import (
-    BeginEpoch,
-    BeginEvaluation,
-    Checkpoint,
-    CheckpointSaved,
-    CommandDone,
-    Commit,
-    Execute,
-    Finished,
-    FinishEvaluation,
-    Progress,
-    Publish,
-    Restore,
-    SaveCheckpoint,
-    Savepoint,
-    StartTraining,
-    Stop,
-    Task,
-    WorkReport,
-)
 from distbelief.protocol.vector_commands import Batch, Scalars, combine
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Computed,
-    Event,
-    Exit,
-    PeerJoined,
-    PeerLost,
-    Persist,
-    Persisted,
-    Received,
-    Report,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-    message_types,
-)
+from distbelief.roles import role as rl
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart
 from sandblaster.coordinator.work_queue import N_VOID_MAX, EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import CoordinatorConfig, TimeShares, WorkerPool
-from sandblaster.optimizers.base import (
-    Evaluate,
-    Evaluation,
-    IterationDone,
-    Reply,
-    Result,
-    Runnable,
-    Steps,
-    VectorOps,
-)
+from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 
 
@@ -117,15 +70,21 @@ class Wait(Enum):
     SAVED = "saving"  # the journal is on disk
 
 
-Answers = Sequence[CommandDone]
+Answers = Sequence[wire.CommandDone]
 """What the shards answered to a command, shard 0 first."""
 
 T = TypeVar("T")
-EpochSteps = Generator[Task | Wait, Answers, T]
+EpochSteps = Generator[wire.Task | Wait, Answers, T]
 """Yields a task for the shards, and resumes when all have answered, or what it waits for."""
 
 CoordinatorMessage = (
-    CommandDone | WorkReport | Finished | StartTraining | Stop | SaveCheckpoint | CheckpointSaved
+    wire.CommandDone
+    | wire.WorkReport
+    | wire.Finished
+    | wire.StartTraining
+    | wire.Stop
+    | wire.SaveCheckpoint
+    | wire.CheckpointSaved
 )
 
 
@@ -134,7 +93,7 @@ CoordinatorMessage = (
 class CoordinatorMetrics:
     """Metrics of all epochs together."""
 
-    iterated: IterationDone | None = None  # the newest iteration
+    iterated: base.IterationDone | None = None  # the newest iteration
     offset: int = 0  # iterations before the optimizer last restarted
     samples: int = 0  # examples of all finished evaluations
     n_wasted: int = 0  # examples computed more than once
@@ -154,8 +113,8 @@ class _Epoch:
 
     counters: EpochCounters
     last_savepoint: int
-    savepoint_iteration: IterationDone | None = None  # the point of the last savepoint
-    savepoint: Savepoint | None = None  # to be sent with the next command
+    savepoint_iteration: base.IterationDone | None = None  # the point of the last savepoint
+    savepoint: wire.Savepoint | None = None  # to be sent with the next command
     # A savepoint that shards have not taken, or whose journal is not on disk.
     unsaved: int | None = None
     save_error: str | None = None  # why the journal could not be saved, if so
@@ -168,23 +127,16 @@ class _Epoch:
 
 @final
 class Coordinator:
-    """The role `coordinator`.
+    """The role `coordinator`; `n_examples` are those of the training data."""
 
-    Args:
-        config: Its settings.
-        method: The optimizer.
-        shards: Addresses of the shards, shard 0 first.
-        n_examples: Examples of the training data.
-    """
-
-    accepts: Final = message_types(CoordinatorMessage)
+    accepts: Final = rl.message_types(CoordinatorMessage)
 
     def __init__(
         self,
         config: CoordinatorConfig,
         *,
-        method: Runnable,
-        shards: Sequence[Address],
+        method: base.Runnable,
+        shards: Sequence[rl.Address],
         n_examples: int,
     ) -> None:
         self._config = config
@@ -198,7 +150,7 @@ class Coordinator:
             config.n_warm, shards=shards, retry_seconds=config.retry_seconds
         )
         self._is_warm = config.n_warm > 0  # whether the warm start lasts
-        self._now: Seconds = 0.0
+        self._now: rl.Seconds = 0.0
         self._ticks = Silence()  # of all workers together; its timer runs while there is work
         self._incarnation = 0
         self._n_epochs = 0
@@ -206,31 +158,31 @@ class Coordinator:
         self._steps: EpochSteps[Reason] | None = None  # of the epoch; None before the first
         self._saving: int | None = None  # the savepoint whose journal is being saved
         self._save_labels: deque[str] = deque()  # of checkpoints to take
-        self._save_again_at: Seconds = 0.0  # when the next checkpoint may be taken
-        self._reports: list[Action] = []  # for the supervisor
+        self._save_again_at: rl.Seconds = 0.0  # when the next checkpoint may be taken
+        self._reports: list[rl.Action] = []  # for the supervisor
         self._begun = not config.await_begin
-        self._stopped_by: Address | None = None
+        self._stopped_by: rl.Address | None = None
         self._has_ended = False
         self.reason: Reason | None = None  # why the run ended, once it has
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         """Return the actions that `event` calls for."""
         if self._has_ended:
             return []
         self._now = now
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         match event:
-            case Started():
+            case rl.Started():
                 self._start(event)
-            case Received():
+            case rl.Received():
                 actions += self._receive(event, now)
-            case TimerFired(name=name):
+            case rl.TimerFired(name=name):
                 actions += self._timer(name, now)
-            case Persisted():
+            case rl.Persisted():
                 actions += self._persisted(event, now)
-            case PeerJoined() | PeerLost():
+            case rl.PeerJoined() | rl.PeerLost():
                 actions += self._peer(event, now)
-            case Computed():
+            case rl.Computed():
                 pass  # the coordinator computes nothing
             case _:
                 assert_never(event)
@@ -273,7 +225,7 @@ class Coordinator:
 
     # --- events ---
 
-    def _start(self, event: Started) -> None:
+    def _start(self, event: rl.Started) -> None:
         if event.unrestored is not None:
             raise StorageError(event.unrestored)
         self._incarnation = event.incarnation
@@ -281,26 +233,26 @@ class Coordinator:
         # An earlier incarnation may have seen the end of the warm start.
         self._is_warm = self._is_warm and self._journal.base_clocks is None
 
-    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
+    def _receive(self, event: rl.Received, now: rl.Seconds) -> Sequence[rl.Action]:
         sender, message = event.sender, event.message
         match message:
-            case CommandDone() if self._commands.owns(sender):
+            case wire.CommandDone() if self._commands.owns(sender):
                 self._commands.receive(event, message, now)
-            case WorkReport() if self._is_warm and not self._warm_start.is_done(sender):
+            case wire.WorkReport() if self._is_warm and not self._warm_start.is_done(sender):
                 return self._warm_start.replica_joined(sender, now)
-            case WorkReport():
+            case wire.WorkReport():
                 self._take_report(event, message, now)
-            case Finished():
+            case wire.Finished():
                 return self._warm_start.replica_finished(sender, now) if self._is_warm else []
-            case StartTraining():
+            case wire.StartTraining():
                 self._begun = True
-            case Stop():
+            case wire.Stop():
                 self._stopped_by = sender
-            case SaveCheckpoint(label=label) if self._is_warm and self._begun:
+            case wire.SaveCheckpoint(label=label) if self._is_warm and self._begun:
                 return self._warm_start.save(label)
-            case SaveCheckpoint(label=label):
+            case wire.SaveCheckpoint(label=label):
                 self._request_save(label)
-            case CheckpointSaved() if self._commands.owns(sender):
+            case wire.CheckpointSaved() if self._commands.owns(sender):
                 return self._warm_start.shard_saved(sender, message)
             case _:
                 raise RemoteProtocolError(
@@ -309,30 +261,30 @@ class Coordinator:
                 )
         return []
 
-    def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> Sequence[Action]:
+    def _peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> Sequence[rl.Action]:
         peer, incarnation = event.peer, event.incarnation
         if self._commands.owns(peer):
-            is_new = isinstance(event, PeerJoined)
+            is_new = isinstance(event, rl.PeerJoined)
             return self._commands.joined(peer, incarnation) if is_new else []
-        if isinstance(event, PeerLost):
+        if isinstance(event, rl.PeerLost):
             worker = self._pool.get(peer)
             if worker is not None and worker.generation[0] <= incarnation:
                 self._remove(peer, now, is_over=True)
             self._warm_start.lost(peer)
         return []
 
-    def _timer(self, name: str, now: Seconds) -> Sequence[Action]:
+    def _timer(self, name: str, now: rl.Seconds) -> Sequence[rl.Action]:
         if name == COMMANDS_TIMER:
             return self._commands.timer(now)
         if name == WARM_TIMER:
             return self._warm_start.timer(now) if self._is_warm else []
         return self._tick(now) if name == TICK else self._save_journal()
 
-    def _advance(self, now: Seconds) -> Sequence[Action]:
+    def _advance(self, now: rl.Seconds) -> Sequence[rl.Action]:
         self._is_warm = self._is_warm and not (self._begun and self._warm_start.is_over)
         if not self._begun or self._is_warm:
             return self._end() if self._stopped_by else []
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         if self._steps is None or self._commands.lost is not None:
             actions += self._begin_epoch(now)
         while self.reason is None and self._commands.complete:
@@ -344,16 +296,16 @@ class Coordinator:
         reports, self._reports = self._reports, []
         return [*actions, *reports, *self._assign(now)]
 
-    def _end(self) -> Sequence[Action]:
+    def _end(self) -> Sequence[rl.Action]:
         self._has_ended = True
         _, counters = self.status()
-        finished = Finished(counters=dict(counters))
-        receiver = self._stopped_by or SUPERVISOR
-        return [*self._reports, Send(receiver=receiver, message=finished), Exit()]
+        finished = wire.Finished(counters=dict(counters))
+        receiver = self._stopped_by or rl.SUPERVISOR
+        return [*self._reports, rl.Send(receiver=receiver, message=finished), rl.Exit()]
 
     # --- workers ---
 
-    def _take_report(self, event: Received, report: WorkReport, now: Seconds) -> None:
+    def _take_report(self, event: rl.Received, report: wire.WorkReport, now: rl.Seconds) -> None:
         if self._pool.has_restarted(event, report):
             self._remove(event.sender, now, is_over=True)
         worker = self._pool.take_report(event, report, now)
@@ -364,20 +316,20 @@ class Coordinator:
         elif (known := self._pool.get(event.sender)) is not None:
             queue.touch(known)
 
-    def _remove(self, name: Address, now: Seconds, *, is_over: bool) -> None:
+    def _remove(self, name: rl.Address, now: rl.Seconds, *, is_over: bool) -> None:
         """Put a worker's chunks back; if its incarnation `is_over`, ignore it from now on."""
         worker = self._pool.remove(name, is_over=is_over)
         if worker is not None and self._epoch.queue is not None:
             self._epoch.queue.lost(worker, now)
 
-    def _assign(self, now: Seconds) -> list[Action]:
+    def _assign(self, now: rl.Seconds) -> list[rl.Action]:
         """Send workers what has changed for them, and keep the timer running."""
         if (queue := self._epoch.queue) is None:
             self._ticks = Silence()
             return []
         if queue.is_finite:
             queue.assign(now)
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         for worker in queue.changed():
             actions += self._pool.send_assignment(worker, now)
         if self._ticks.timer_at is None:
@@ -385,13 +337,14 @@ class Coordinator:
             actions.append(self._set_tick(now))
         return actions
 
-    def _tick(self, now: Seconds) -> list[Action]:
+    def _tick(self, now: rl.Seconds) -> list[rl.Action]:
         """Remove silent workers; resend assignments that are not answered."""
         if self._ticks.timer_at is None or (queue := self._epoch.queue) is None:
             return []
         # If our own timer came late, this process stood still: do not blame the workers.
         if late := self._ticks.woke(now):
             self._pool.add_delay(late, now)
+            self._commands.add_delay(late, now)
         for name in self._pool.silent(now):
             self._remove(name, now, is_over=False)
         if len(self._pool):
@@ -402,20 +355,21 @@ class Coordinator:
                 f"(starved_seconds_max is {self._config.starved_seconds_max:g}): check their logs"
             )
         queue.rank()
-        return [*self._pool.resend(now), self._set_tick(now)]
+        actions = [*self._commands.watch(now), *self._pool.resend(now)]
+        return [*actions, self._set_tick(now)]
 
-    def _set_tick(self, now: Seconds) -> SetTimer:
+    def _set_tick(self, now: rl.Seconds) -> rl.SetTimer:
         pace = min(self._pool.chunk_seconds / 4, self._config.retry_seconds)
         least = max(_TICK_SECONDS_MIN, _TICK_SECONDS_PER_WORKER * len(self._pool))
-        return SetTimer(name=TICK, at=self._ticks.expect(now + max(pace, least)))
+        return rl.SetTimer(name=TICK, at=self._ticks.expect(now + max(pace, least)))
 
     # --- epochs ---
 
-    def _begin_epoch(self, now: Seconds) -> Sequence[Action]:
-        actions: list[Action] = []
+    def _begin_epoch(self, now: rl.Seconds) -> Sequence[rl.Action]:
+        actions: list[rl.Action] = []
         if self._commands.lost is not None:
             text = f"{self._commands.lost} has restarted: continuing from a savepoint"
-            actions.append(Report(text=text, level="warning"))
+            actions.append(rl.Report(text=text, level="warning"))
         self._n_epochs += 1
         if self._n_epochs >> _EPOCH_BITS:
             raise DistBeliefError(f"shards restarted {self._n_epochs} times: check their logs")
@@ -429,10 +383,10 @@ class Coordinator:
         next(self._steps)  # it waits for what the shards answer to `BeginEpoch`
         return actions
 
-    def _step(self, now: Seconds) -> Sequence[Action]:
+    def _step(self, now: rl.Seconds) -> Sequence[rl.Action]:
         epoch, steps = self._epoch, self._steps
         assert steps is not None
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         # Every shard has taken the newest savepoint, unless it goes with the next command.
         if epoch.wait is None and epoch.savepoint is None and epoch.save_error is None:
             actions += self._save_journal()
@@ -468,12 +422,12 @@ class Coordinator:
     def _epoch_steps(self) -> EpochSteps[Reason]:
         """Start the epoch, restore a savepoint, run the optimizer to its end."""
         epoch, journal, metrics = self._epoch, self._journal, self.metrics
-        held = yield BeginEpoch()
+        held = yield wire.BeginEpoch()
         resume_point = journal.choose([answer.cuts for answer in held])
         if resume_point.cut == 0 and journal.base_clocks is None:
             journal.base_clocks = tuple(answer.cuts[0].clock for answer in held)
             epoch.unsaved = 0
-        yield Restore(cut=resume_point.cut, whole=resume_point.whole)
+        yield wire.Restore(cut=resume_point.cut, whole=resume_point.whole)
         state = None
         metrics.offset, metrics.iterated = 0, None
         if (entry := resume_point.entry) is not None:
@@ -488,10 +442,10 @@ class Coordinator:
                 "method, loss, l1, l2 or batch_size have changed: "
                 "the method restarts at the saved parameters"
             )
-            self._reports.append(Report(text=text, level="warning"))
+            self._reports.append(rl.Report(text=text, level="warning"))
         elif resume_point.cut and not resume_point.whole:
             text = "only parameters could be restored: the method restarts there"
-            self._reports.append(Report(text=text, level="warning"))
+            self._reports.append(rl.Report(text=text, level="warning"))
         epoch.has_point = True
         result = yield from self._drive(self._method.steps(state))
         if metrics.iterated is None:  # it ended at its starting point
@@ -505,19 +459,19 @@ class Coordinator:
         epoch.queue = None
         if epoch.savepoint is None and last is not None and epoch.savepoint_iteration is last:
             # The optimizer may be in the middle of the next iteration: restore its history.
-            yield Restore(cut=epoch.last_savepoint, whole=True)
+            yield wire.Restore(cut=epoch.last_savepoint, whole=True)
         yield from self._publish()
         return Reason.STOPPED
 
     def _publish(self) -> EpochSteps[None]:
         epoch = self._epoch
-        published = yield Publish(point=PARAMETERS)
+        published = yield wire.Publish(point=PARAMETERS)
         yield from self._until_saved()
         entry = self._entry(0, iteration=self.metrics.iteration, state="")
         self._journal.end([answer.clock for answer in published], entry)
         if epoch.save_error is None:
             epoch.unsaved = epoch.last_savepoint
-            yield Execute(commands=())  # carries the savepoint, so that the journal is saved
+            yield wire.Execute(commands=())  # carries the savepoint, so that the journal is saved
         yield from self._until_saved()
         self._save_labels.clear()  # the supervisor sees the end, and saves the shards itself
 
@@ -529,30 +483,30 @@ class Coordinator:
     def _awaits_journal(self) -> bool:
         return self._epoch.unsaved is not None and self._epoch.save_error is None
 
-    def _drive(self, steps: Steps[Result]) -> EpochSteps[Result]:
+    def _drive(self, steps: base.Steps[base.Result]) -> EpochSteps[base.Result]:
         try:
             request = next(steps)
             while True:
-                reply: Reply
+                reply: base.Reply
                 match request:
-                    case VectorOps(commands=commands):
-                        reply = _combined(commands, (yield Execute(commands=commands)))
-                    case Evaluate():
+                    case base.VectorOps(commands=commands):
+                        reply = _combined(commands, (yield wire.Execute(commands=commands)))
+                    case base.Evaluate():
                         reply = yield from self._evaluate(request)
-                    case IterationDone():
+                    case base.IterationDone():
                         yield from self._iterated(request)
                         reply = self._stopped_by is not None
                     case _:
                         assert_never(request)
                 request = steps.send(reply)
         except StopIteration as end:
-            result: Result = end.value
+            result: base.Result = end.value
             return result
 
-    def _evaluate(self, request: Evaluate) -> EpochSteps[Evaluation]:
+    def _evaluate(self, request: base.Evaluate) -> EpochSteps[base.Evaluation]:
         batch, config, metrics = self._batch(request), self._config, self.metrics
         counters = self._epoch.counters
-        opened = yield BeginEvaluation(
+        opened = yield wire.BeginEvaluation(
             point=request.point,
             before=request.before,
             first_commit_token=counters.commit_token + 1,
@@ -571,7 +525,7 @@ class Coordinator:
         while queue.is_finite and not queue.is_complete:
             if queue.has_staged:
                 sets, void = queue.to_commit()
-                yield Commit(sets=sets, void=void)
+                yield wire.Commit(sets=sets, void=void)
                 queue.committed(sets, void, self._now)
             else:
                 yield Wait.CHUNKS
@@ -582,19 +536,19 @@ class Coordinator:
         metrics.samples += batch.n_examples
         # A mean over no example is NaN: so the shards know that the loss is not finite.
         n_examples = batch.n_examples if queue.is_finite else 0
-        sealed = yield FinishEvaluation(
+        sealed = yield wire.FinishEvaluation(
             gradient=request.gradient, n_examples=n_examples, after=request.after
         )
         if n_examples:
             _check(sealed, queue)
         before, after = _combined(request.before, opened), _combined(request.after, sealed)
-        return Evaluation(
+        return base.Evaluation(
             loss=queue.loss / n_examples if n_examples else math.nan,
             n_examples=batch.n_examples,
             scalars=(*before, *after),
         )
 
-    def _batch(self, request: Evaluate) -> BatchRange:
+    def _batch(self, request: base.Evaluate) -> BatchRange:
         examples = request.examples
         if examples is None:
             return BatchRange(first=0, n_examples=self._n_examples)
@@ -607,7 +561,7 @@ class Coordinator:
         first = examples.start % self._n_examples
         return BatchRange(first=first, n_examples=n_examples)
 
-    def _iterated(self, request: IterationDone) -> EpochSteps[None]:
+    def _iterated(self, request: base.IterationDone) -> EpochSteps[None]:
         self._report_progress(request)
         epoch, since = self._epoch, self._now
         while self._save_labels and self._now >= self._save_again_at:
@@ -626,28 +580,28 @@ class Coordinator:
         if epoch.unsaved is None:
             self._take_savepoint(request)
 
-    def _report_progress(self, iterated: IterationDone) -> None:
+    def _report_progress(self, iterated: base.IterationDone) -> None:
         metrics = self.metrics
         metrics.iterated = iterated
-        progress = Progress(
+        progress = wire.Progress(
             step=metrics.iteration,
             samples=metrics.samples,
             loss=iterated.loss,
             seconds_computing=0.0,
             seconds_waiting=0.0,
         )
-        self._reports.append(Send(receiver=SUPERVISOR, message=progress))
+        self._reports.append(rl.Send(receiver=rl.SUPERVISOR, message=progress))
 
     # --- savepoints and checkpoints ---
 
-    def _take_savepoint(self, request: IterationDone) -> int:
+    def _take_savepoint(self, request: base.IterationDone) -> int:
         epoch = self._epoch
         epoch.last_savepoint += 1
         epoch.savepoint_iteration = request
         cut = epoch.unsaved = epoch.last_savepoint
         iteration = self.metrics.offset + request.iteration
         self._journal.write(self._entry(cut, iteration=iteration, state=request.state))
-        epoch.savepoint = Savepoint(cut=cut, vectors=request.vectors)
+        epoch.savepoint = wire.Savepoint(cut=cut, vectors=request.vectors)
         return cut
 
     def _entry(self, cut: int, *, iteration: int, state: str) -> CheckpointEntry:
@@ -672,13 +626,13 @@ class Coordinator:
             self._save_labels.append(label)
 
     def _report_saved(self, label: str, error: str | None) -> None:
-        saved = CheckpointSaved(label=label, clock=self.metrics.iteration, error=error)
-        self._reports.append(Send(receiver=SUPERVISOR, message=saved))
+        saved = wire.CheckpointSaved(label=label, clock=self.metrics.iteration, error=error)
+        self._reports.append(rl.Send(receiver=rl.SUPERVISOR, message=saved))
 
-    def _save(self, label: str, request: IterationDone) -> EpochSteps[str | None]:
+    def _save(self, label: str, request: base.IterationDone) -> EpochSteps[str | None]:
         epoch = self._epoch
         cut = epoch.unsaved if epoch.unsaved is not None else self._take_savepoint(request)
-        answers = yield Checkpoint(label=label, cut=cut)
+        answers = yield wire.Checkpoint(label=label, cut=cut)
         errors = [
             f"shard {k}: {answer.error}"
             for k, answer in enumerate(answers)
@@ -689,16 +643,16 @@ class Coordinator:
         yield from self._until_saved()
         return "; ".join(errors) or epoch.save_error
 
-    def _save_journal(self) -> list[Action]:
+    def _save_journal(self) -> list[rl.Action]:
         """Save the journal of the newest savepoint, if it is not saved yet."""
         epoch = self._epoch
         if epoch.unsaved is None or self._saving is not None:
             return []
         epoch.save_error = None
         self._saving = epoch.unsaved
-        return [Persist(snapshot=self._journal.snapshot(incarnation=self._incarnation))]
+        return [rl.Persist(snapshot=self._journal.snapshot(incarnation=self._incarnation))]
 
-    def _persisted(self, event: Persisted, now: Seconds) -> Sequence[Action]:
+    def _persisted(self, event: rl.Persisted, now: rl.Seconds) -> Sequence[rl.Action]:
         saved, self._saving = self._saving, None
         epoch = self._epoch
         if epoch.unsaved is None:
@@ -708,8 +662,8 @@ class Coordinator:
         if event.error is not None:
             epoch.save_error = event.error
             text = f"the coordinator's journal could not be saved: {event.error}; retrying"
-            retry = SetTimer(name=SAVE, at=now + self._config.retry_seconds_max)
-            return [Report(text=text, level="warning"), retry]
+            retry = rl.SetTimer(name=SAVE, at=now + self._config.retry_seconds_max)
+            return [rl.Report(text=text, level="warning"), retry]
         # Every shard has taken the savepoint and its journal is on disk: older ones may go.
         epoch.unsaved, epoch.settled = None, max(saved, epoch.settled)
         self._journal.confirm(saved)

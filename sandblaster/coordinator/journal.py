@@ -63,9 +63,7 @@ class ResumePoint:
 class Journal:
     """The coordinator's part of all savepoints.
 
-    Args:
-        restored: Snapshot of an earlier incarnation, if there is one.
-        goal: Method and function; a state of another goal is only a starting point.
+    `goal` is method and function; a state of another goal is only a starting point.
     """
 
     def __init__(self, restored: Snapshot | None, *, goal: str = "") -> None:

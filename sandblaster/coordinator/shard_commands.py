@@ -6,27 +6,23 @@
 
 Command n + 1 is sent when every shard has answered command n, so a shard has to remember
 one answer only. Answers are passed on in the order of the shards, whatever their arrival.
+While workers compute, a shard that has said nothing for a while gets the last command again.
 """
 
 from collections.abc import Sequence
 from typing import Final, final
 
+from distbelief import protocol as wire
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.errors import DistBeliefError, PeerLostError
-from distbelief.protocol import (
-    BeginEpoch,
-    Checkpoint,
-    CommandDone,
-    Savepoint,
-    ShardCommand,
-    ShardVersion,
-    Task,
-)
 from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetTimer
 from sandblaster.coordinator.workers import CoordinatorConfig
 
 
 TIMER: Final = "coordinator:commands"
+
+_UNWATCHED_SHARE: Final = 0.25
+"""Share of `silence_seconds_max` that a shard may be silent while no answer is due."""
 
 
 @final
@@ -36,13 +32,13 @@ class CommandBroadcast:
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
         self._shards = tuple(shards)
-        self._command: ShardCommand | None = None  # until every shard has answered
-        self._answers: dict[Address, CommandDone] = {}
+        self._command: wire.ShardCommand | None = None  # the last one; None before the first
+        self._answers: dict[Address, wire.CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # at the start of the epoch
         self._newest: dict[Address, int] = {}  # the newest known
         self._silences = {shard: Silence() for shard in self._shards}
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
-        self.answers: tuple[CommandDone, ...] = ()  # to the last command that is complete
+        self.answers: tuple[wire.CommandDone, ...] = ()  # to the last command that is complete
         self.epoch = 0  # the present epoch
         self.number = 0  # of the last command sent in it
         # A shard that has restarted in this epoch and lost its state, or None.
@@ -54,37 +50,37 @@ class CommandBroadcast:
 
     @property
     def complete(self) -> bool:
-        return self._command is None
+        return self._command is None or len(self._answers) == len(self._shards)
 
     @property
     def waiting_for(self) -> Address | None:
         return next(iter(self._waiting()), None)
 
     @property
-    def versions(self) -> tuple[ShardVersion, ...]:
+    def versions(self) -> tuple[wire.ShardVersion, ...]:
         return tuple(
-            ShardVersion(incarnation=self._incarnations[shard], clock=answer.clock)
+            wire.ShardVersion(incarnation=self._incarnations[shard], clock=answer.clock)
             for shard, answer in zip(self._shards, self.answers, strict=True)
         )
 
     def begin_epoch(self, epoch: int, now: Seconds) -> list[Action]:
         self.epoch, self.number, self.lost = epoch, 0, None
         self._incarnations = {}
-        return self.send(BeginEpoch(), now)
+        return self.send(wire.BeginEpoch(), now)
 
     def send(
         self,
-        task: Task,
+        task: wire.Task,
         now: Seconds,
         *,
-        savepoint: Savepoint | None = None,
+        savepoint: wire.Savepoint | None = None,
         settled: int = 0,
         on_disk: int = 0,
     ) -> list[Action]:
         """Send a task to all shards; the other arguments are those of `ShardCommand`."""
         self.number += 1
         self.n_commands += 1
-        self._command = ShardCommand(
+        self._command = wire.ShardCommand(
             epoch=self.epoch,
             number=self.number,
             task=task,
@@ -98,7 +94,7 @@ class CommandBroadcast:
         self._backoff.start(now)
         return self._send()
 
-    def receive(self, event: Received, message: CommandDone, now: Seconds) -> None:
+    def receive(self, event: Received, message: wire.CommandDone, now: Seconds) -> None:
         """Take an answer."""
         shard, command = event.sender, self._command
         self._note_incarnation(shard, event.incarnation)
@@ -110,12 +106,12 @@ class CommandBroadcast:
                 "another coordinator has taken over"
             )
         self._silences[shard].heard(now)
-        if self.lost is not None or command is None:
+        if self.lost is not None or command is None or shard in self._answers:
             return
         if (message.epoch, message.number) != (command.epoch, command.number):
             return
         # A failed checkpoint goes back to the supervisor; any other failure ends the run.
-        if message.error is not None and not isinstance(command.task, Checkpoint):
+        if message.error is not None and not isinstance(command.task, wire.Checkpoint):
             raise DistBeliefError(
                 f"{shard} cannot execute {type(command.task).__name__}, command "
                 f"{command.number} of epoch {command.epoch}: {message.error}"
@@ -123,30 +119,53 @@ class CommandBroadcast:
         self._incarnations.setdefault(shard, event.incarnation)
         self._answers[shard] = message
         if len(self._answers) == len(self._shards):
-            self._command = None
             self.answers = tuple(self._answers[shard] for shard in self._shards)
 
     def joined(self, shard: Address, incarnation: int) -> list[Action]:
         self._note_incarnation(shard, incarnation)
-        if self._command is None or shard in self._answers or self.lost is not None:
+        if shard not in self._waiting() or self.lost is not None:
             return []
+        assert self._command is not None
         return [Send(receiver=shard, message=self._command)]
 
     def timer(self, now: Seconds) -> list[Action]:
         """Send the command again to the shards that have not answered."""
         # If our own timer came late, this process stood still: do not blame the shards.
-        late = max(0.0, now - self._backoff.due)
-        for shard in self._waiting():
-            self._silences[shard].add_delay(late, now)
+        self.add_delay(max(0.0, now - self._backoff.due), now)
+        waiting = self._waiting()
+        self._check(waiting, now)
+        if not waiting:
+            return []
+        self._backoff.repeat(now)
+        return self._send()
+
+    def watch(self, now: Seconds) -> list[Action]:
+        """While no answer is due, send the last command again to the shards that are silent.
+
+        They repeat their answer to it: a sign of life.
+        """
+        if not self.complete or self._command is None:
+            return []
+        self._check(self._shards, now)
+        least = _UNWATCHED_SHARE * self._config.silence_seconds_max
+        silent = [shard for shard in self._shards if self._silences[shard].silent(now) >= least]
+        if not silent or now < self._backoff.due:
+            return []
+        self._backoff.repeat(now)
+        return [Send(receiver=shard, message=self._command) for shard in silent]
+
+    def add_delay(self, late: Seconds, now: Seconds) -> None:
+        """Do not count time by which the coordinator itself was late as silence of shards."""
+        for silence in self._silences.values():
+            silence.add_delay(late, now)
+
+    def _check(self, shards: Sequence[Address], now: Seconds) -> None:
+        for shard in shards:
             if (silent := self._silences[shard].silent(now)) >= self._config.silence_seconds_max:
                 raise PeerLostError(
                     f"{shard} has not answered for {silent:.1f} s (silence_seconds_max is "
                     f"{self._config.silence_seconds_max:g}): check its log, then resume the run"
                 )
-        if self._command is None:
-            return []
-        self._backoff.repeat(now)
-        return self._send()
 
     def _note_incarnation(self, shard: Address, incarnation: int) -> None:
         self._newest[shard] = max(incarnation, self._newest.get(shard, 0))

@@ -82,14 +82,10 @@ class PendingChunks:
 
     A worker is given a run of consecutive chunks: first its own, then those of workers that
     are gone, then the last ones of the worker that has the most left.
-
-    Args:
-        owners: Worker that computed each chunk last; None: no worker did.
-        pool: The workers that are there.
     """
 
     def __init__(self, owners: Sequence[Address | None], *, pool: WorkerPool) -> None:
-        self._owners = owners
+        self._owners = owners  # worker that computed each chunk last; None: no worker did
         self._pool = pool
         self._limit = 0  # chunks from here on are outside the window
         self._left: dict[Address | None, list[int]] = {}  # assignable chunks, by owner
@@ -145,11 +141,8 @@ def _first_run(indices: Iterable[int]) -> list[int]:
 def end_divided(workers: Iterable[tuple[Seconds, Seconds]], n_chunks: int) -> Seconds:
     """Return in how many seconds `n_chunks` chunks are done if they can be divided at will.
 
-    Workers that have enough to do until then take no part (water filling).
-
-    Args:
-        workers: Seconds until each has nothing left, and what it takes for a chunk.
-        n_chunks: Chunks to be assigned.
+    Of each worker: seconds until it has nothing left, and what it takes for a chunk. Workers
+    that have enough to do until then take no part (water filling).
     """
     end, work, speed = math.inf, float(n_chunks), 0.0
     for left, seconds in sorted(workers):
@@ -308,6 +301,7 @@ class WorkQueue:
 
     def _computed(self, one: Attempt, result: ChunkResult, now: Seconds) -> None:
         one.result = result
+        one.worker.outstanding.pop(one.number, None)
         if not math.isfinite(result.loss):
             self.is_finite = False
             return
@@ -360,6 +354,7 @@ class WorkQueue:
 
     def _drop(self, one: Attempt) -> None:
         one.worker.attempts.pop(one.number, None)
+        one.worker.outstanding.pop(one.number, None)
         one.chunk.attempts.pop(one.number, None)
         self._note_change(one)
 
@@ -388,15 +383,15 @@ class WorkQueue:
 
         The first one is in progress and the others wait for it.
         """
-        outstanding = worker.outstanding
-        if not outstanding:
+        outstanding = iter(worker.outstanding.values())
+        if (first := next(outstanding, None)) is None:
             return 0.0
-        pace, first = self._pace(worker), outstanding[0]
+        pace = self._pace(worker)
         expected = pace * first.chunk.n_examples + self._lag(worker)
         left = now - max(first.assigned_at, worker.progress_at)
         if left < _OVERDUE * expected:
             left = max(expected - left, 0.0)
-        return left + sum(pace * one.chunk.n_examples for one in outstanding[1:])
+        return left + sum(pace * one.chunk.n_examples for one in outstanding)
 
     def _rival_seconds(self, one: Attempt, now: Seconds) -> Seconds:
         """Return by when a rival of an attempt that is being pushed must be computed.
@@ -498,6 +493,7 @@ class WorkQueue:
             worker.progress_at = now
         one = Attempt(number=self._counters.attempt, chunk=chunk, worker=worker, assigned_at=now)
         worker.attempts[one.number] = chunk.attempts[one.number] = one
+        worker.outstanding[one.number] = one
         self._changed[worker.name] = worker
 
     # --- backup tasks ---
@@ -505,18 +501,23 @@ class WorkQueue:
     def _start_backups(self, now: Seconds) -> None:
         assert self._began_at is not None
         least = max(self._config.backup_seconds_min, _SHARE * (now - self._began_at))
-        unfinished = self._unfinished(least, now)
+        smallest = self._chunks[-1].n_examples
+        idle = [
+            (own, worker)
+            for worker in self._pool
+            if not worker.outstanding and (own := self._seconds_from_idle(worker, smallest)) > 0.0
+        ]
+        if not idle:
+            return
+        # With thousands of workers there is mostly none for which a backup task could pay.
+        quickest = min(own for own, _ in idle)
+        unfinished = self._unfinished(max(_MARGIN * quickest, quickest + least), now)
         if not unfinished:
             return
         # Most workers that are idle would have to fetch parameters first: leave them out.
-        smallest, longest = self._chunks[-1].n_examples, unfinished[0][0]
-        idle = [
-            worker
-            for worker in self._pool
-            if not (worker.attempts and worker.outstanding)
-            and self._is_worth(self._seconds_from_idle(worker, smallest), longest, least)
-        ]
-        for worker in sorted(idle, key=_load):
+        longest = unfinished[0][0]
+        useful = [worker for own, worker in idle if self._is_worth(own, longest, least)]
+        for worker in sorted(useful, key=_load):
             # A worker that pushes a chunk gives no second result of it.
             others = (k for k, (_, one) in enumerate(unfinished) if one.worker is not worker)
             if (k := next(others, None)) is None:
@@ -529,7 +530,7 @@ class WorkQueue:
                 self._assign_one(worker, late.chunk, now)
 
     def _is_worth(self, own: Seconds, seconds: Seconds, least: Seconds) -> bool:
-        return own > 0.0 and seconds > max(_MARGIN * own, own + least)
+        return seconds > max(_MARGIN * own, own + least)
 
     def _seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
         pace = self._pace(worker)

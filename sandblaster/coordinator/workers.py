@@ -89,6 +89,7 @@ class WorkerState:
     progress_at: Seconds = 0.0  # when it began its present chunk, as far as one can tell
     # Its attempts, by number, in the order in which it computes them.
     attempts: dict[int, Attempt] = field(default_factory=dict)
+    outstanding: dict[int, Attempt] = field(default_factory=dict)  # those that have no result
     n_computed: int = 0  # examples computed in this evaluation
     n_chunks: int = 0  # chunks computed in this evaluation
     seconds_per_example: float | None = None  # average of computing; None before the first chunk
@@ -99,9 +100,10 @@ class WorkerState:
     # them; "staging", before the others, for a push or the next assignment.
     spent: dict[str, Seconds] = field(default_factory=dict)
 
-    @property
-    def outstanding(self) -> list[Attempt]:
-        return [one for one in self.attempts.values() if one.result is None]
+    def clear(self) -> None:
+        """Drop all attempts."""
+        self.attempts.clear()
+        self.outstanding.clear()
 
 
 @final
@@ -176,13 +178,13 @@ class WorkerPool:
         self._versions, self._batch = versions, batch
         self._n_of_removed = 0
         for worker in self:
-            worker.attempts.clear()
+            worker.clear()
             worker.n_computed = worker.n_chunks = 0
             worker.spent.clear()
 
     def clear_tasks(self) -> None:
         for worker in self:
-            worker.attempts.clear()
+            worker.clear()
 
     def has_restarted(self, event: Received, report: WorkReport) -> bool:
         worker = self._workers.get(event.sender)
@@ -265,7 +267,7 @@ class WorkerPool:
         actions: list[Action] = []
         for worker in self:
             if worker.attempts:
-                worker.attempts.clear()
+                worker.clear()
                 actions += self.send_assignment(worker, now)
         return actions
 

@@ -183,15 +183,7 @@ class Objective:
         after: tuple[Command, ...] = (),
         examples: Examples | None = None,
     ) -> Steps[tuple[float, Scalars]]:
-        """Return F at a vector, and what `after` measures.
-
-        Args:
-            point: The vector.
-            gradient: The vector that receives the gradient of F.
-            before: Commands that form the point; they measure nothing.
-            after: Commands to execute once the gradient is complete.
-            examples: Part of the data; None: all.
-        """
+        """Return F at a vector, and what `after` measures; commands `before` measure none."""
         # The penalty needs no request of its own: its commands go with the evaluation.
         penalty: tuple[Command, ...] = ()
         if self.l2:

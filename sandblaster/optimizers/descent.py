@@ -19,33 +19,8 @@ import msgspec
 from msgspec.structs import replace
 from typing_extensions import override
 
-from distbelief.protocol.vector_commands import (
-    Command,
-    Dot,
-    Gram,
-    LinearCombination,
-    Term,
-    VectorName,
-)
-from sandblaster.optimizers.base import (
-    Combination,
-    IterationDone,
-    Objective,
-    Result,
-    Steps,
-    perform,
-    stop_requested,
-)
-from sandblaster.optimizers.line_search import (
-    DIRECTION,
-    GRADIENT,
-    Line,
-    Sample,
-    Searched,
-    Straight,
-    Trial,
-    WolfeConditions,
-)
+from distbelief.protocol import vector_commands as vc
+from sandblaster.optimizers import base, line_search as ls
 from sandblaster.optimizers.termination import Method, Reason
 
 
@@ -56,26 +31,24 @@ class Descent(Protocol):
     def remembers(self) -> bool: ...  # the direction depends on more than the present gradient
 
     @property
-    def vectors(self) -> Sequence[VectorName]: ...  # those of its memory
+    def vectors(self) -> Sequence[vc.VectorName]: ...  # those of its memory
 
     @property
     def memory(self) -> str: ...  # the scalars of its memory; the constructor takes them back
 
-    def measure(self, gradient: VectorName) -> tuple[Command, ...]:
+    def measure(self, gradient: vc.VectorName) -> tuple[vc.Command, ...]:
         """Return commands to execute at a trial, in "trial", with this gradient."""
         ...
 
-    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
-        """Remember a trial that becomes the present point."""
-        ...
+    # A trial becomes the present point: remember it.
+    def accept(self, trial: ls.Trial, *, slope_at_start: float) -> None: ...
 
-    def direction(self) -> Combination: ...
+    def direction(self) -> base.Combination: ...
 
     def first_step(self, present: "Present") -> float: ...  # the step to try first
 
-    def forget(self, *, gradient_square: float) -> None:
-        """Drop all memory but the square of the present gradient."""
-        ...
+    # Drops all memory but the square of the present gradient.
+    def forget(self, *, gradient_square: float) -> None: ...
 
 
 @final
@@ -109,9 +82,9 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return method.noise(self.loss, loss_at_start=self.loss_at_start)
 
     def done(
-        self, *, step_length: float, state: str, vectors: tuple[VectorName, ...]
-    ) -> IterationDone:
-        return IterationDone(
+        self, *, step_length: float, state: str, vectors: tuple[vc.VectorName, ...]
+    ) -> base.IterationDone:
+        return base.IterationDone(
             iteration=self.iteration,
             n_evaluations=self.n_evaluations,
             loss=self.loss,
@@ -137,9 +110,9 @@ class DescentRun:
 
     method: Method
     descent: Descent
-    line: Line
+    line: ls.Line
 
-    def steps(self, present: Present | None) -> Steps[Result]:
+    def steps(self, present: Present | None) -> base.Steps[base.Result]:
         """Run from "parameters", or resume from a state."""
         if present is None:
             loss, norm, square = yield from self.line.begin()
@@ -155,7 +128,7 @@ class DescentRun:
             if reason is not None:
                 return self._result(present, reason)
             present = yield from self._choose_direction(present)
-            if (yield from stop_requested(self._iteration_done(present, step_length=0.0))):
+            if (yield from base.stop_requested(self._iteration_done(present, step_length=0.0))):
                 return self._result(present, Reason.STOPPED)
         elif present.step == 0.0:  # the run had ended here; bounds may have changed since
             reason = self._stop_reason(present)
@@ -163,16 +136,16 @@ class DescentRun:
                 return self._result(present, reason)
             present = yield from self._choose_direction(present)
         else:
-            yield from perform(*self.line.make_trial(present.step))
+            yield from base.perform(*self.line.make_trial(present.step))
         return (yield from self._descend(present))
 
-    def _descend(self, present: Present) -> Steps[Result]:
+    def _descend(self, present: Present) -> base.Steps[base.Result]:
         expected = math.inf  # least improvement that a failed search expected
         while True:
-            searched = Searched(trial=None, satisfied=False, n_evaluations=0)
+            searched = ls.Searched(trial=None, satisfied=False, n_evaluations=0)
             if present.slope < 0.0:  # otherwise, or if NaN, it is no descent direction
                 searched = yield from self.line.search(
-                    Sample(0.0, present.loss, present.slope),
+                    ls.Sample(0.0, present.loss, present.slope),
                     step=present.step,
                     noise=present.noise(self.method),
                     n_trials_max=self.method.n_evaluations_max - present.n_evaluations,
@@ -196,27 +169,27 @@ class DescentRun:
             if reason is None:
                 present = yield from self._choose_direction(present, accepted)
             else:
-                yield from perform(*accepted)
+                yield from base.perform(*accepted)
             done = self._iteration_done(present, step_length=trial.sample.step)
-            stop = yield from stop_requested(done)
+            stop = yield from base.stop_requested(done)
             if reason is not None or stop:
                 return self._result(present, reason or Reason.STOPPED)
 
     def _choose_direction(
-        self, present: Present, accepted: tuple[Command, ...] = ()
-    ) -> Steps[Present]:
+        self, present: Present, accepted: tuple[vc.Command, ...] = ()
+    ) -> base.Steps[Present]:
         # One request moves to the accepted point, forms the direction and the first trial.
         step = self.descent.first_step(present)
-        terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
-        (slope,) = yield from perform(
+        terms = tuple(vc.Term(a, name) for name, a in self.descent.direction().items())
+        (slope,) = yield from base.perform(
             *accepted,
-            LinearCombination(target=DIRECTION, terms=terms),
+            vc.LinearCombination(target=ls.DIRECTION, terms=terms),
             *self.line.measure_direction(),
             *self.line.make_trial(step),
         )
         return replace(present, slope=slope, step=step)
 
-    def _moved(self, before: Present, searched: Searched, trial: Trial) -> Present:
+    def _moved(self, before: Present, searched: ls.Searched, trial: ls.Trial) -> Present:
         loss = trial.sample.value
         # A search that gave up may have moved very little, far from a minimum.
         small = searched.satisfied and self.method.is_small_improvement(
@@ -242,7 +215,7 @@ class DescentRun:
         return present.bound_reached(self.method)
 
     def _stop_reason_on_failure(
-        self, present: Present, searched: Searched, expected: float
+        self, present: Present, searched: ls.Searched, expected: float
     ) -> Reason | None:
         bound = present.bound_reached(self.method)
         if bound is not None or self.descent.remembers:
@@ -252,7 +225,7 @@ class DescentRun:
         is_lost = expected <= 4.0 * present.noise(self.method)
         return Reason.CONVERGED_ROUNDING if is_lost else Reason.LINE_SEARCH_FAILED
 
-    def _iteration_done(self, present: Present, *, step_length: float) -> IterationDone:
+    def _iteration_done(self, present: Present, *, step_length: float) -> base.IterationDone:
         state = State(present=present, memory=self.descent.memory)
         return present.done(
             step_length=step_length,
@@ -260,11 +233,11 @@ class DescentRun:
             vectors=(*self.line.vectors, *self.descent.vectors),
         )
 
-    def _result(self, present: Present, reason: Reason) -> Result:
-        return Result(reason=reason, **asdict(self._iteration_done(present, step_length=0.0)))
+    def _result(self, present: Present, reason: Reason) -> base.Result:
+        return base.Result(reason=reason, **asdict(self._iteration_done(present, step_length=0.0)))
 
 
-def _expected(present: Present, searched: Searched) -> float:
+def _expected(present: Present, searched: ls.Searched) -> float:
     if searched.by_slopes is not None:
         return searched.by_slopes
     return -present.slope * present.step if present.slope < 0.0 else math.inf
@@ -273,14 +246,14 @@ def _expected(present: Present, searched: Searched) -> float:
 class DescentMethod(Method, frozen=True, kw_only=True):
     """Settings of a method, its way of trying points, and how it chooses directions."""
 
-    def line(self) -> Line:
+    def line(self) -> ls.Line:
         raise NotImplementedError
 
     def descent(self, memory: str | None) -> Descent:
         """Return what chooses directions; `memory` is that of a state, if any."""
         raise NotImplementedError
 
-    def steps(self, state: str | None = None) -> Steps[Result]:
+    def steps(self, state: str | None = None) -> base.Steps[base.Result]:
         """Run from "parameters", or resume from `IterationDone.state`."""
         resumed = None if state is None else msgspec.json.decode(state, type=State)
         descent = self.descent(resumed.memory if resumed else None)
@@ -299,11 +272,11 @@ class SmoothMethod(DescentMethod, frozen=True, kw_only=True):
         self.line()  # checks these two
 
     @override
-    def line(self) -> Straight:
-        wolfe = WolfeConditions(
+    def line(self) -> ls.Straight:
+        wolfe = ls.WolfeConditions(
             sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
         )
-        return Straight(Objective(l2=self.l2), wolfe)
+        return ls.Straight(base.Objective(l2=self.l2), wolfe)
 
 
 # --- gradient descent ---
@@ -329,7 +302,7 @@ class Steepest:
     """Directions -g."""
 
     remembers = False
-    vectors: Sequence[VectorName] = ()
+    vectors: Sequence[vc.VectorName] = ()
 
     def __init__(self, *, memory: str = "0.0") -> None:
         self._step = float(memory)
@@ -338,23 +311,23 @@ class Steepest:
     def memory(self) -> str:
         return repr(self._step)
 
-    def measure(self, gradient: VectorName) -> tuple[Command, ...]:
+    def measure(self, gradient: vc.VectorName) -> tuple[vc.Command, ...]:
         """Measure y.y, y = g_trial - g."""
-        terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
+        terms = (vc.Term(1.0, gradient), vc.Term(-1.0, ls.GRADIENT))
         return (
-            LinearCombination(target=_DIFFERENCE, terms=terms),
-            Dot(x=_DIFFERENCE, y=_DIFFERENCE),
+            vc.LinearCombination(target=_DIFFERENCE, terms=terms),
+            vc.Dot(x=_DIFFERENCE, y=_DIFFERENCE),
         )
 
-    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
+    def accept(self, trial: ls.Trial, *, slope_at_start: float) -> None:
         # s = step d, so s.y = step (g_trial - g).d
         (square,) = trial.scalars
         curvature = trial.sample.step * (trial.sample.slope - slope_at_start)
         step = curvature / square if square else 0.0
         self._step = step if math.isfinite(step) and step > 0.0 else trial.sample.step
 
-    def direction(self) -> Combination:
-        return {GRADIENT: -1.0}
+    def direction(self) -> base.Combination:
+        return {ls.GRADIENT: -1.0}
 
     def first_step(self, present: Present) -> float:
         """Return Barzilai & Borwein's step; at first one of length 1."""
@@ -402,7 +375,7 @@ class Conjugate:
     beta_k = max(0, y_k.g_k+1 / g_k.g_k)        Polak & Ribiere, as Gilbert & Nocedal 1992
     """
 
-    vectors: Sequence[VectorName] = ()
+    vectors: Sequence[vc.VectorName] = ()
 
     def __init__(self, memory: str | None = None) -> None:
         self._last = _Memory()
@@ -417,14 +390,14 @@ class Conjugate:
     def memory(self) -> str:
         return msgspec.json.encode(self._last).decode()
 
-    def measure(self, gradient: VectorName) -> tuple[Command, ...]:
-        terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
+    def measure(self, gradient: vc.VectorName) -> tuple[vc.Command, ...]:
+        terms = (vc.Term(1.0, gradient), vc.Term(-1.0, ls.GRADIENT))
         return (
-            LinearCombination(target=_DIFFERENCE, terms=terms),
-            Gram(rows=(_DIFFERENCE,), columns=(gradient,)),
+            vc.LinearCombination(target=_DIFFERENCE, terms=terms),
+            vc.Gram(rows=(_DIFFERENCE,), columns=(gradient,)),
         )
 
-    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
+    def accept(self, trial: ls.Trial, *, slope_at_start: float) -> None:
         (change,) = trial.scalars  # y.g
         square = self._last.gradient_square
         beta = max(0.0, change / square) if square else 0.0
@@ -436,10 +409,10 @@ class Conjugate:
             step=trial.sample.step,
         )
 
-    def direction(self) -> Combination:
+    def direction(self) -> base.Combination:
         if not self.remembers:
-            return {GRADIENT: -1.0}
-        return {GRADIENT: -1.0, DIRECTION: self._last.beta}
+            return {ls.GRADIENT: -1.0}
+        return {ls.GRADIENT: -1.0, ls.DIRECTION: self._last.beta}
 
     def first_step(self, present: Present) -> float:
         """Return a step that promises the improvement of the last one."""

@@ -73,15 +73,7 @@ class _Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class QuasiNewton:
-    """Directions -H v, with H from the corrections remembered.
-
-    Args:
-        n_history: m.
-        memory: As the attribute; None: nothing is remembered.
-        gradient: The vector whose change makes y.
-        steepest: v, if it is not the gradient.
-        trial_steepest: v at a trial, if it is not the trial's gradient.
-    """
+    """Directions -H v, with H from the corrections remembered; y is the change of `gradient`."""
 
     def __init__(
         self,
@@ -89,8 +81,8 @@ class QuasiNewton:
         n_history: int,
         memory: str | None = None,
         gradient: VectorName = GRADIENT,
-        steepest: VectorName = GRADIENT,
-        trial_steepest: VectorName | None = None,
+        steepest: VectorName = GRADIENT,  # v
+        trial_steepest: VectorName | None = None,  # v at a trial; None: the trial's gradient
     ) -> None:
         self._n_history = n_history
         self._gradient = gradient

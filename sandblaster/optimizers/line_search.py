@@ -15,16 +15,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, final
 
-from distbelief.protocol.vector_commands import (
-    Command,
-    Copy,
-    Dot,
-    LinearCombination,
-    Norm,
-    Scalars,
-    Term,
-    VectorName,
-)
+from distbelief.protocol import vector_commands as vc
 from sandblaster.optimizers.base import Objective, Steps, perform
 
 
@@ -97,13 +88,8 @@ def more_thuente(
     Differences from MINPACK-2: a trial that is not finite bounds later steps, and a shorter
     one is tried; if the interval gets too narrow, `best` is not evaluated once more. Values
     within `noise` of each other are replaced by those that slopes imply, which makes of
-    sufficient decrease the approximate Wolfe condition of Hager & Zhang (2005).
-
-    Args:
-        start: phi at 0; its slope is negative.
-        step: The first one to try.
-        wolfe: What the step must satisfy.
-        noise: Largest difference between values that rounding alone may cause.
+    sufficient decrease the approximate Wolfe condition of Hager & Zhang (2005). `step` is the
+    first one to try; `start`, at 0, has a negative slope.
     """
     interval = _Interval(start, start, bracketed=False)
     least = wolfe.sufficient_decrease * start.slope  # slope of the line to stay below
@@ -174,11 +160,7 @@ class _Interval:
 def dcstep(interval: _Interval, trial: Sample, *, low: float, high: float) -> float:
     """Return the next step to try (More & Thuente 1994, section 4).
 
-    Args:
-        interval: Before the trial.
-        trial: The newest sample.
-        low: The least step, while no minimizer is bracketed.
-        high: The greatest step, while no minimizer is bracketed.
+    Until a minimizer is bracketed it is between `low` and `high`. `interval` is without the trial.
     """
     best, other = interval.best, interval.other
     if trial.value > best.value:  # a minimizer lies between them
@@ -260,7 +242,7 @@ DIRECTION = "direction"
 TRIAL = "trial"
 TRIAL_GRADIENTS = ("trial_gradient_0", "trial_gradient_1")
 
-Measure = Callable[[VectorName], tuple[Command, ...]]
+Measure = Callable[[vc.VectorName], tuple[vc.Command, ...]]
 """From the name of a trial's gradient to the method's own commands at the trial."""
 
 
@@ -270,10 +252,10 @@ class Trial:
     """A point on the line, and what was measured there."""
 
     sample: Sample  # step length, loss and slope
-    gradient: VectorName  # the vector that holds its gradient
+    gradient: vc.VectorName  # the vector that holds its gradient
     gradient_norm: float  # largest absolute element of the (pseudo-)gradient
     gradient_square: float  # dot product of that with itself
-    scalars: Scalars  # what the method's own commands measured
+    scalars: vc.Scalars  # what the method's own commands measured
 
 
 @final
@@ -293,37 +275,23 @@ class Line(Protocol):
     """How points are tried along "direction"; `Straight` is the plain way."""
 
     @property
-    def vectors(self) -> tuple[VectorName, ...]: ...  # all that a run needs to resume
+    def vectors(self) -> tuple[vc.VectorName, ...]: ...  # all that a run needs to resume
 
-    def begin(self) -> Steps[tuple[float, float, float]]:
-        """Evaluate "parameters"; return loss, and norm and square of its gradient."""
-        ...
+    # Evaluates "parameters"; returns loss, and norm and square of its gradient.
+    def begin(self) -> Steps[tuple[float, float, float]]: ...
 
-    def measure_direction(self) -> tuple[Command, ...]:
-        """Return commands to execute once "direction" is formed; they measure the slope."""
-        ...
+    # Commands to execute once "direction" is formed; they measure the slope.
+    def measure_direction(self) -> tuple[vc.Command, ...]: ...
 
-    def make_trial(self, step: float) -> tuple[Command, ...]:
-        """Return commands that form the trial point at this step."""
-        ...
+    def make_trial(self, step: float) -> tuple[vc.Command, ...]: ...  # form the trial point
 
+    # Searches from "parameters", where `begin` is; at first "trial" is at `step`, and at the end
+    # at what was found. Rounding alone may change losses by `noise`.
     def search(
         self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
-    ) -> Steps[Searched]:
-        """Search from "parameters"; at the end "trial" is what was found.
+    ) -> Steps[Searched]: ...
 
-        Args:
-            begin: Loss and slope there.
-            step: The first one to try; "trial" holds its point.
-            noise: Largest difference between losses that rounding alone may cause.
-            n_trials_max: Largest number of steps to try.
-            measure: The method's own commands at a trial.
-        """
-        ...
-
-    def accepted(self, trial: Trial) -> tuple[Command, ...]:
-        """Return commands that make a trial the present point."""
-        ...
+    def accepted(self, trial: Trial) -> tuple[vc.Command, ...]: ...  # make it the present point
 
 
 @final
@@ -342,14 +310,14 @@ class Straight:
         )
         return loss, norm, square
 
-    def measure_direction(self) -> tuple[Command, ...]:
-        return (Dot(x=GRADIENT, y=DIRECTION),)
+    def measure_direction(self) -> tuple[vc.Command, ...]:
+        return (vc.Dot(x=GRADIENT, y=DIRECTION),)
 
-    def make_trial(self, step: float) -> tuple[Command, ...]:
+    def make_trial(self, step: float) -> tuple[vc.Command, ...]:
         return (point_at(step),)
 
-    def accepted(self, trial: Trial) -> tuple[Command, ...]:
-        return (Copy(target=PARAMETERS, x=TRIAL), Copy(target=GRADIENT, x=trial.gradient))
+    def accepted(self, trial: Trial) -> tuple[vc.Command, ...]:
+        return (vc.Copy(target=PARAMETERS, x=TRIAL), vc.Copy(target=GRADIENT, x=trial.gradient))
 
     def search(
         self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
@@ -357,7 +325,7 @@ class Straight:
         wolfe = replace(self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max))
         steps = more_thuente(begin, step=step, wolfe=wolfe, noise=noise)
         step = next(steps)
-        before: tuple[Command, ...] = ()
+        before: tuple[vc.Command, ...] = ()
         best: Trial | None = None
         n_evaluations, satisfied, any_finite = 0, False, False
         while True:
@@ -399,16 +367,16 @@ class Straight:
         )
 
 
-def size_of(gradient: VectorName) -> tuple[Command, ...]:
+def size_of(gradient: vc.VectorName) -> tuple[vc.Command, ...]:
     """Return commands that measure its norm and square."""
-    return (Norm(x=gradient, order="inf"), Dot(x=gradient, y=gradient))
+    return (vc.Norm(x=gradient, order="inf"), vc.Dot(x=gradient, y=gradient))
 
 
-def point_at(step: float) -> Command:
+def point_at(step: float) -> vc.Command:
     """Return the command that forms the trial point x + t d."""
-    terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
-    return LinearCombination(target=TRIAL, terms=terms)
+    terms = (vc.Term(1.0, PARAMETERS), vc.Term(step, DIRECTION))
+    return vc.LinearCombination(target=TRIAL, terms=terms)
 
 
-def _along(gradient: VectorName) -> tuple[Command, ...]:
-    return (Dot(x=gradient, y=DIRECTION), *size_of(gradient))
+def _along(gradient: vc.VectorName) -> tuple[vc.Command, ...]:
+    return (vc.Dot(x=gradient, y=DIRECTION), *size_of(gradient))

@@ -20,36 +20,10 @@ import msgspec
 from msgspec.structs import replace
 from typing_extensions import override
 
-from distbelief.protocol.vector_commands import (
-    Command,
-    Copy,
-    Dot,
-    LinearCombination,
-    Norm,
-    Term,
-    VectorName,
-)
-from sandblaster.optimizers.base import (
-    Examples,
-    IterationDone,
-    Objective,
-    Result,
-    Steps,
-    perform,
-    stop_requested,
-)
+from distbelief.protocol import vector_commands as vc
+from sandblaster.optimizers import base, line_search as ls
 from sandblaster.optimizers.descent import Present
 from sandblaster.optimizers.lbfgs import QuasiNewton
-from sandblaster.optimizers.line_search import (
-    DIRECTION,
-    GRADIENT,
-    PARAMETERS,
-    TRIAL,
-    Sample,
-    Trial,
-    point_at,
-    size_of,
-)
 from sandblaster.optimizers.termination import Method, Reason
 
 
@@ -63,34 +37,36 @@ class Batch:
     n_tail: int
 
     @property
-    def rest(self) -> Examples:
-        return Examples(self.start, self.tail.start)
+    def rest(self) -> base.Examples:
+        return base.Examples(self.start, self.tail.start)
 
     @property
-    def tail(self) -> Examples:
-        return Examples(self.start + self.size - self.n_tail, self.start + self.size)
+    def tail(self) -> base.Examples:
+        return base.Examples(self.start + self.size - self.n_tail, self.start + self.size)
 
     @property
-    def body(self) -> Examples:
-        return Examples(self.start + self.n_tail, self.tail.start)
+    def body(self) -> base.Examples:
+        return base.Examples(self.start + self.n_tail, self.tail.start)
 
     def next(self) -> "Batch":
         return Batch(self.tail.start, self.size, self.n_tail)
 
 
-def mean_gradient(target: VectorName, parts: Sequence[tuple[Examples, VectorName]]) -> Command:
+def mean_gradient(
+    target: vc.VectorName, parts: Sequence[tuple[base.Examples, vc.VectorName]]
+) -> vc.Command:
     """Return the command that forms the mean gradient of all parts from that of each."""
     n = sum(_n(examples) for examples, _ in parts)
-    terms = tuple(Term(_n(examples) / n, name) for examples, name in parts)
-    return LinearCombination(target=target, terms=terms)
+    terms = tuple(vc.Term(_n(examples) / n, name) for examples, name in parts)
+    return vc.LinearCombination(target=target, terms=terms)
 
 
-def mean_loss(parts: Sequence[tuple[Examples, float]]) -> float:
+def mean_loss(parts: Sequence[tuple[base.Examples, float]]) -> float:
     n = sum(_n(examples) for examples, _ in parts)
     return sum(_n(examples) / n * loss for examples, loss in parts)
 
 
-def _n(examples: Examples) -> int:
+def _n(examples: base.Examples) -> int:
     return examples.stop - examples.start
 
 
@@ -120,7 +96,7 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
         if not 0.0 < self.overlap <= 0.5:
             raise ValueError(f"overlap is {self.overlap}; use above 0, up to 0.5")
 
-    def steps(self, state: str | None = None) -> Steps[Result]:
+    def steps(self, state: str | None = None) -> base.Steps[base.Result]:
         """Run from "parameters", or resume from `IterationDone.state`."""
         resumed = None if state is None else msgspec.json.decode(state, type=_State)
         descent = QuasiNewton(
@@ -132,7 +108,7 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
         n_tail_max = (self.batch_size - 1) // 2  # every batch has an example of its own
         n_tail = min(max(1, round(self.overlap * self.batch_size)), n_tail_max)
         batch = Batch(resumed.start if resumed else 0, self.batch_size, n_tail)
-        return _Run(self, descent, Objective(l2=self.l2), batch).steps(resumed)
+        return _Run(self, descent, base.Objective(l2=self.l2), batch).steps(resumed)
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,13 +124,13 @@ class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class _Run:
     method: MultiBatchLBFGS
     descent: QuasiNewton
-    objective: Objective
+    objective: base.Objective
     batch: Batch
     any_finite: bool = True  # at a trial of the last search
     n_refuted: int = 0  # how often a batch's gradient was small, but that of all was not
     n_unasked: int = 0  # batches with a small gradient passed over since then
 
-    def steps(self, resumed: _State | None) -> Steps[Result]:
+    def steps(self, resumed: _State | None) -> base.Steps[base.Result]:
         if resumed is not None:
             self.n_refuted, self.n_unasked = resumed.n_refuted, resumed.n_unasked
             return (yield from self._descend(resumed.present, None))
@@ -170,11 +146,11 @@ class _Run:
             return self._result(present, Reason.NOT_FINITE)
         return (yield from self._descend(present, 0.0))
 
-    def _descend(self, present: Present, step_length: float | None) -> Steps[Result]:
+    def _descend(self, present: Present, step_length: float | None) -> base.Steps[base.Result]:
         while True:
             reason = present.bound_reached(self.method)
             if step_length is not None:
-                stop = yield from stop_requested(self._iteration_done(present, step_length))
+                stop = yield from base.stop_requested(self._iteration_done(present, step_length))
                 reason = reason or (Reason.STOPPED if stop else None)
             if reason is not None:
                 return self._result(present, reason)
@@ -198,13 +174,13 @@ class _Run:
 
     # --- parts ---
 
-    def _check_all_examples(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
+    def _check_all_examples(self, present: Present) -> base.Steps[tuple[Present, Reason | None]]:
         # A small gradient of one batch says nothing of the others: the batch may be fitted
         # exactly, far from any minimum. So all examples are evaluated; after the k-th time
         # in vain, the next k such batches are passed over without that.
         if self.n_unasked >= self.n_refuted:
             loss, (norm,) = yield from self.objective.at(
-                PARAMETERS, gradient=_REST, after=(Norm(x=_REST, order="inf"),)
+                ls.PARAMETERS, gradient=_REST, after=(vc.Norm(x=_REST, order="inf"),)
             )
             present = present.counting(1)
             if self.method.is_small(norm):
@@ -218,35 +194,36 @@ class _Run:
         present = present.counting(2)
         return replace(present, loss=loss, gradient_norm=norm, gradient_square=square), None
 
-    def _evaluate_batch(self) -> Steps[tuple[float, float, float]]:
+    def _evaluate_batch(self) -> base.Steps[tuple[float, float, float]]:
         # The tail is evaluated apart: it is the next batch's head, so overlap costs nothing.
         rest, tail = self.batch.rest, self.batch.tail
-        rest_loss, _ = yield from self.objective.at(PARAMETERS, gradient=_REST, examples=rest)
-        mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
+        rest_loss, _ = yield from self.objective.at(ls.PARAMETERS, gradient=_REST, examples=rest)
+        mean = mean_gradient(ls.GRADIENT, ((rest, _REST), (tail, _TAIL)))
         tail_loss, (norm, square) = yield from self.objective.at(
-            PARAMETERS, gradient=_TAIL, after=(mean, *size_of(GRADIENT)), examples=tail
+            ls.PARAMETERS, gradient=_TAIL, after=(mean, *ls.size_of(ls.GRADIENT)), examples=tail
         )
         self.descent.forget(gradient_square=square)
         return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
 
-    def _choose_direction(self, present: Present) -> Steps[Present]:
-        terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
-        (slope,) = yield from perform(
-            LinearCombination(target=DIRECTION, terms=terms), Dot(x=GRADIENT, y=DIRECTION)
+    def _choose_direction(self, present: Present) -> base.Steps[Present]:
+        terms = tuple(vc.Term(a, name) for name, a in self.descent.direction().items())
+        (slope,) = yield from base.perform(
+            vc.LinearCombination(target=ls.DIRECTION, terms=terms),
+            vc.Dot(x=ls.GRADIENT, y=ls.DIRECTION),
         )
         step = self.descent.first_step(present)
         return replace(present, slope=slope, step=step)
 
-    def _search(self, present: Present) -> Steps[tuple[Present, float] | None]:
+    def _search(self, present: Present) -> base.Steps[tuple[Present, float] | None]:
         """Halve the step until the loss of the batch decreases enough; then move to the next."""
         self.any_finite = not present.slope < 0.0
         if self.any_finite:
             return None
         at, rest, tail, step = self.objective.at, self.batch.rest, self.batch.tail, present.step
         for _ in range(_N_TRIALS_MAX):
-            before = (point_at(step),)
-            rest_loss, _ = yield from at(TRIAL, gradient=_REST, before=before, examples=rest)
-            tail_loss, _ = yield from at(TRIAL, gradient=_TRIAL_TAIL, examples=tail)
+            before = (ls.point_at(step),)
+            rest_loss, _ = yield from at(ls.TRIAL, gradient=_REST, before=before, examples=rest)
+            tail_loss, _ = yield from at(ls.TRIAL, gradient=_TRIAL_TAIL, examples=tail)
             present = present.counting(2)
             loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
             self.any_finite |= math.isfinite(loss)
@@ -263,32 +240,32 @@ class _Run:
             step *= 0.5
         return None
 
-    def _move(self, present: Present, step: float, head_loss: float) -> Steps[Present | None]:
+    def _move(self, present: Present, step: float, head_loss: float) -> base.Steps[Present | None]:
         next_batch = self.batch.next()
         head, body, tail = self.batch.tail, next_batch.body, next_batch.tail
         parts = ((head, _TRIAL_TAIL), (body, _REST), (tail, _NEXT_TAIL))
-        body_loss, _ = yield from self.objective.at(TRIAL, gradient=_REST, examples=body)
+        body_loss, _ = yield from self.objective.at(ls.TRIAL, gradient=_REST, examples=body)
         tail_loss, (norm, square, *measured) = yield from self.objective.at(
-            TRIAL,
+            ls.TRIAL,
             gradient=_NEXT_TAIL,
             examples=tail,
             after=(
                 mean_gradient(_NEXT, parts),
-                *size_of(_NEXT),
+                *ls.size_of(_NEXT),
                 *self.descent.measure(_TRIAL_TAIL),
             ),
         )
         loss = mean_loss(((head, head_loss), (body, body_loss), (tail, tail_loss)))
-        sample = Sample(step, loss, norm)
+        sample = ls.Sample(step, loss, norm)
         if not sample.finite:
             return None
         self.batch = next_batch
-        trial = Trial(sample, _TRIAL_TAIL, norm, square, tuple(measured))
+        trial = ls.Trial(sample, _TRIAL_TAIL, norm, square, tuple(measured))
         self.descent.accept(trial, slope_at_start=present.slope)
-        yield from perform(
-            Copy(target=PARAMETERS, x=TRIAL),
-            Copy(target=GRADIENT, x=_NEXT),
-            Copy(target=_TAIL, x=_NEXT_TAIL),
+        yield from base.perform(
+            vc.Copy(target=ls.PARAMETERS, x=ls.TRIAL),
+            vc.Copy(target=ls.GRADIENT, x=_NEXT),
+            vc.Copy(target=_TAIL, x=_NEXT_TAIL),
         )
         return replace(
             present.counting(2),
@@ -300,7 +277,7 @@ class _Run:
 
     # --- reports ---
 
-    def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
+    def _iteration_done(self, present: Present, step_length: float) -> base.IterationDone:
         state = _State(
             present=present,
             start=self.batch.start,
@@ -311,8 +288,8 @@ class _Run:
         return present.done(
             step_length=step_length,
             state=msgspec.json.encode(state).decode(),
-            vectors=(PARAMETERS, GRADIENT, _TAIL, *self.descent.vectors),
+            vectors=(ls.PARAMETERS, ls.GRADIENT, _TAIL, *self.descent.vectors),
         )
 
-    def _result(self, present: Present, reason: Reason) -> Result:
-        return Result(reason=reason, **asdict(self._iteration_done(present, 0.0)))
+    def _result(self, present: Present, reason: Reason) -> base.Result:
+        return base.Result(reason=reason, **asdict(self._iteration_done(present, 0.0)))

@@ -15,32 +15,11 @@ from typing import ClassVar, final
 
 from typing_extensions import override
 
-from distbelief.protocol.vector_commands import (
-    Command,
-    Copy,
-    Dot,
-    LinearCombination,
-    Norm,
-    Pointwise,
-    Term,
-    VectorName,
-)
+from distbelief.protocol import vector_commands as vc
+from sandblaster.optimizers import line_search as ls
 from sandblaster.optimizers.base import Objective, Steps
 from sandblaster.optimizers.descent import DescentMethod
 from sandblaster.optimizers.lbfgs import QuasiNewton
-from sandblaster.optimizers.line_search import (
-    DIRECTION,
-    GRADIENT,
-    PARAMETERS,
-    TRIAL,
-    TRIAL_GRADIENTS,
-    Measure,
-    Sample,
-    Searched,
-    Trial,
-    point_at,
-    size_of,
-)
 
 
 PSEUDO_GRADIENT = "pseudo_gradient"
@@ -90,75 +69,80 @@ class WithinOrthant:
     l1: float
     sufficient_decrease: float
 
-    vectors: ClassVar = (PARAMETERS, GRADIENT, PSEUDO_GRADIENT, DIRECTION, _ORTHANT)
+    vectors: ClassVar = (ls.PARAMETERS, ls.GRADIENT, PSEUDO_GRADIENT, ls.DIRECTION, _ORTHANT)
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         return (
-            yield from self._at(PARAMETERS, gradient=GRADIENT, pseudo_gradient=PSEUDO_GRADIENT)
+            yield from self._at(
+                ls.PARAMETERS, gradient=ls.GRADIENT, pseudo_gradient=PSEUDO_GRADIENT
+            )
         )[:3]
 
-    def measure_direction(self) -> tuple[Command, ...]:
+    def measure_direction(self) -> tuple[vc.Command, ...]:
         # The first command drops elements of d that do not agree with -v.
         return (
-            Pointwise(target=DIRECTION, function="oppose", x=DIRECTION, y=PSEUDO_GRADIENT),
-            Pointwise(target=_ORTHANT, function="orthant", x=PARAMETERS, y=PSEUDO_GRADIENT),
-            Dot(x=PSEUDO_GRADIENT, y=DIRECTION),
+            vc.Pointwise(target=ls.DIRECTION, function="oppose", x=ls.DIRECTION, y=PSEUDO_GRADIENT),
+            vc.Pointwise(target=_ORTHANT, function="orthant", x=ls.PARAMETERS, y=PSEUDO_GRADIENT),
+            vc.Dot(x=PSEUDO_GRADIENT, y=ls.DIRECTION),
         )
 
-    def make_trial(self, step: float) -> tuple[Command, ...]:
-        return (point_at(step), Pointwise(target=TRIAL, function="align", x=TRIAL, y=_ORTHANT))
-
-    def accepted(self, trial: Trial) -> tuple[Command, ...]:
+    def make_trial(self, step: float) -> tuple[vc.Command, ...]:
         return (
-            Copy(target=PARAMETERS, x=TRIAL),
-            Copy(target=GRADIENT, x=trial.gradient),
-            Copy(target=PSEUDO_GRADIENT, x=TRIAL_PSEUDO_GRADIENT),
+            ls.point_at(step),
+            vc.Pointwise(target=ls.TRIAL, function="align", x=ls.TRIAL, y=_ORTHANT),
+        )
+
+    def accepted(self, trial: ls.Trial) -> tuple[vc.Command, ...]:
+        return (
+            vc.Copy(target=ls.PARAMETERS, x=ls.TRIAL),
+            vc.Copy(target=ls.GRADIENT, x=trial.gradient),
+            vc.Copy(target=PSEUDO_GRADIENT, x=TRIAL_PSEUDO_GRADIENT),
         )
 
     def search(
-        self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
-    ) -> Steps[Searched]:
+        self, begin: ls.Sample, *, step: float, noise: float, n_trials_max: int, measure: ls.Measure
+    ) -> Steps[ls.Searched]:
         """Halve the step until F decreases enough, or can no longer be seen to decrease."""
-        gradient = TRIAL_GRADIENTS[0]
-        move = (Term(1.0, TRIAL), Term(-1.0, PARAMETERS))
-        before: tuple[Command, ...] = ()
+        gradient = ls.TRIAL_GRADIENTS[0]
+        move = (vc.Term(1.0, ls.TRIAL), vc.Term(-1.0, ls.PARAMETERS))
+        before: tuple[vc.Command, ...] = ()
         n_evaluations, any_finite = 0, False
         while n_evaluations < min(_N_TRIALS_MAX, n_trials_max):
             n_evaluations += 1
             value, norm, square, (slope, *scalars) = yield from self._at(
-                TRIAL,
+                ls.TRIAL,
                 gradient=gradient,
                 pseudo_gradient=TRIAL_PSEUDO_GRADIENT,
                 before=before,
                 after=(
-                    LinearCombination(target=_MOVE, terms=move),
-                    Dot(x=PSEUDO_GRADIENT, y=_MOVE),
+                    vc.LinearCombination(target=_MOVE, terms=move),
+                    vc.Dot(x=PSEUDO_GRADIENT, y=_MOVE),
                     *measure(gradient),
                 ),
             )
-            sample, expected = Sample(step, value, slope), -min(slope, 0.0)
+            sample, expected = ls.Sample(step, value, slope), -min(slope, 0.0)
             any_finite |= sample.finite
             is_lost = expected <= noise  # shorter steps improve F even less
             least = noise if is_lost else self.sufficient_decrease * expected
             if sample.finite and value <= begin.value - least:
-                trial = Trial(sample, gradient, norm, square, tuple(scalars))
-                return Searched(trial=trial, satisfied=True, n_evaluations=n_evaluations)
+                trial = ls.Trial(sample, gradient, norm, square, tuple(scalars))
+                return ls.Searched(trial=trial, satisfied=True, n_evaluations=n_evaluations)
             if sample.finite and is_lost:
                 break
             step *= 0.5
             before = self.make_trial(step)
-        return Searched(
+        return ls.Searched(
             trial=None, satisfied=False, n_evaluations=n_evaluations, any_finite=any_finite
         )
 
     def _at(
         self,
-        point: VectorName,
+        point: vc.VectorName,
         *,
-        gradient: VectorName,
-        pseudo_gradient: VectorName,
-        before: tuple[Command, ...] = (),
-        after: tuple[Command, ...] = (),
+        gradient: vc.VectorName,
+        pseudo_gradient: vc.VectorName,
+        before: tuple[vc.Command, ...] = (),
+        after: tuple[vc.Command, ...] = (),
     ) -> Steps[tuple[float, float, float, tuple[float, ...]]]:
         """Return F, norm and square of v, and what `after` measures."""
         loss, (size, norm, square, *measured) = yield from self.objective.at(
@@ -166,15 +150,15 @@ class WithinOrthant:
             gradient=gradient,
             before=before,
             after=(
-                Pointwise(
+                vc.Pointwise(
                     target=pseudo_gradient,
                     function="pseudo_gradient",
                     x=point,
                     y=gradient,
                     a=self.l1,
                 ),
-                Norm(x=point, order="1"),
-                *size_of(pseudo_gradient),
+                vc.Norm(x=point, order="1"),
+                *ls.size_of(pseudo_gradient),
                 *after,
             ),
         )

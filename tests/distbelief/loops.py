@@ -26,6 +26,7 @@ from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.worker.loop_worker import LoopWorker
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 class Server:
@@ -49,7 +50,7 @@ class Server:
 
         def initial(k: int) -> Vector:
             vector = torch.zeros(self.layout.shard_size(k)).numpy()
-            self.layout.gather(k, first, vector)
+            gather(self.layout, k, first, vector)
             return cast("Vector", vector)
 
         def shard(k: int, memory: Memory) -> Shard:
@@ -78,7 +79,7 @@ class Server:
         for k, name in enumerate(self.shards):
             shard = self.simulation.role(name)
             assert isinstance(shard, Shard)
-            self.layout.scatter(k, shard._values.vector, tensors)
+            scatter(self.layout, k, shard._values.vector, tensors)
         return tensors
 
     def optimizer(

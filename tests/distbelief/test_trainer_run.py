@@ -10,8 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typing_extensions import override
 
-from distbelief.cluster.address import JobAddress
-from distbelief.cluster.listen import JoinServer
+from distbelief.cluster.listen import JobAddress, JoinServer
 from distbelief.config.load import parse_job
 from distbelief.core.signals import EXIT_CODES
 from distbelief.errors import StorageError

@@ -70,23 +70,6 @@ def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(folder: Path
 
 
 @pytest.mark.soak
-def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
-    with train(folder, *sets("stop.samples=200")) as first:
-        first.ends()
-    job = (first.run / "job.toml").read_text()
-    before = snapshots(first)
-    other = sets("data.train.arguments.n=1500", "cluster.shards=1")
-    with train(folder, *RESUME, *other, job=()) as command:
-        assert command.wait() == 2
-    assert "[data.train] has changed" in command.output
-    assert "n = 1500" in command.output
-    assert "Restore the data" in command.output
-    assert len(command.output.strip().splitlines()) == 1
-    assert (first.run / "job.toml").read_text() == job
-    assert snapshots(first) == before
-
-
-@pytest.mark.soak
 def test_a_run_of_which_all_is_damaged_goes_on_only_from_scratch(folder: Path) -> None:
     """It began anew without a word, and exited with 0."""
     with train(folder, *sets("stop.samples=200")) as first:

@@ -170,10 +170,7 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
     [
         (["--bind", "tcp://0.0.0.0:0"], "distbelief keys new"),
         (["--bind", "tcp://198.51.100.7:0", "--keys", "server"], "no interface"),
-        (["--keys", "nowhere"], "distbelief keys new"),
         (["--keys", "server", "--insecure"], "--insecure and --keys exclude each other"),
-        (["--rule", "king"], "--rule king"),
-        (["--directory", "."], "is not the directory of a parameter server"),
     ],
 )
 def test_mistakes_are_named(place: Path, options: list[str], said: str) -> None:

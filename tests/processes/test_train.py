@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.run.checkpoints import CheckpointStore
-from tests.processes.commands import LONG, SHARED_MEMORY, Command, alive, ended, poll, sets, train
+from tests.processes.commands import LONG, Command, alive, ended, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -115,13 +115,6 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     assert samples == sorted(samples)
 
 
-@pytest.mark.soak
-def test_ctrl_c_before_anything_runs_leaves_nothing(folder: Path) -> None:
-    with train(folder, *LONG) as command:
-        poll((command.run / "lock").exists)
-        command.interrupt()
-
-
 @pytest.mark.untraced
 def test_sigterm_to_all_processes_ends_a_job_in_order(folder: Path) -> None:
     """Shards saved and left at once: what they had applied since was not counted."""
@@ -171,25 +164,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(folder
         assert int(snapshot.facts["clock"]) >= clock
 
 
-@pytest.mark.soak
-def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(folder: Path) -> None:
-    left = SHARED_MEMORY / f"distbelief-1-{folder.name}"
-    left.mkdir()
-    with train(folder) as command:
-        assert command.wait() == 0, command.output
-    assert not left.exists()
-
-
 # -------------------------------------------------------------------- the user's code
-
-
-@pytest.mark.soak
-def test_a_mistake_is_one_message_and_leaves_no_directory(folder: Path) -> None:
-    with train(folder, *sets("model.arguments.depth=3")) as command:
-        assert command.wait() == 2
-    assert "takes no argument 'depth' (it takes width)" in command.output
-    assert len(command.output.strip().splitlines()) == 1
-    assert not (folder / "runs" / "tiny").exists()
 
 
 @pytest.mark.untraced

@@ -21,35 +21,25 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol.vector_commands import Command, Scalars, VectorName, combine
-from sandblaster.optimizers.base import (
-    Evaluate,
-    Evaluation,
-    Examples,
-    IterationDone,
-    Reply,
-    Request,
-    Result,
-    Runnable,
-    Steps,
-    VectorOps,
-)
+from sandblaster.optimizers import base
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 Doubles = NDArray[np.float64]
 Function = Callable[[Doubles], tuple[float, Doubles]]
 """From a point to loss and gradient, both of shape (n,)."""
-FunctionOfExamples = Callable[[Doubles, Examples | None], tuple[float, Doubles, int]]
+FunctionOfExamples = Callable[[Doubles, base.Examples | None], tuple[float, Doubles, int]]
 """From a point and examples to mean loss, its gradient, and the number of examples."""
 
 
 def minimize_flat(
     function: Function,
     x0: Doubles,
-    method: Runnable,
+    method: base.Runnable,
     *,
     n_shards: int = 1,
-    callback: Callable[[IterationDone], bool] | None = None,
-) -> tuple[Doubles, Result]:
+    callback: Callable[[base.IterationDone], bool] | None = None,
+) -> tuple[Doubles, base.Result]:
     """Return the best point found, of shape (n,), and how the run ended.
 
     Args:
@@ -58,12 +48,9 @@ def minimize_flat(
         method: Settings of a method, as in `LBFGS(n_history=20)`.
         n_shards: Number of ranges the vector is divided into.
         callback: Called with each accepted point; returns whether to stop.
-
-    Raises:
-        ValueError: the gradient has another shape than x0.
     """
 
-    def of_examples(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+    def of_examples(x: Doubles, examples: base.Examples | None) -> tuple[float, Doubles, int]:
         del examples
         return (*function(x), 1)
 
@@ -83,7 +70,7 @@ class Local:
         *,
         n_shards: int = 1,
         dtype: ElementType = "float64",
-        callback: Callable[[IterationDone], bool] | None = None,
+        callback: Callable[[base.IterationDone], bool] | None = None,
     ) -> None:
         # As many tensors as shards, so that even a short vector is on all of them.
         self._cuts = np.linspace(0, len(x0), n_shards + 1).astype(int).tolist()
@@ -98,26 +85,26 @@ class Local:
         # The vectors of each shard.
         self.algebras = [VectorStore(self._layout, k) for k in range(n_shards)]
         # Number of requests answered, by kind.
-        self.n_requests = {VectorOps: 0, Evaluate: 0, IterationDone: 0}
+        self.n_requests = {base.VectorOps: 0, base.Evaluate: 0, base.IterationDone: 0}
         self.put("parameters", x0)
 
-    def run(self, steps: Steps[Result]) -> Result:
+    def run(self, steps: base.Steps[base.Result]) -> base.Result:
         try:
             request = next(steps)
             while True:
                 request = steps.send(self.answer(request))
         except StopIteration as end:  # at once, if a finished run is resumed
-            result: Result = end.value
+            result: base.Result = end.value
             return result
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: base.Request) -> base.Reply:
         self.n_requests[type(request)] += 1
         match request:
-            case VectorOps(commands=commands):
+            case base.VectorOps(commands=commands):
                 return self.perform(commands)
-            case Evaluate():
+            case base.Evaluate():
                 return self._evaluate(request)
-            case IterationDone():
+            case base.IterationDone():
                 return self._callback is not None and self._callback(request)
 
     def perform(self, commands: tuple[Command, ...]) -> Scalars:
@@ -129,13 +116,13 @@ class Local:
     def get(self, name: VectorName) -> Doubles:
         whole = torch.zeros(self._n, dtype=torch.float64)
         for k, algebra in enumerate(self.algebras):
-            self._layout.scatter(k, algebra.vector(name), self._tensors(whole))
+            scatter(self._layout, k, algebra.vector(name), self._tensors(whole))
         return whole.numpy()
 
     def put(self, name: VectorName, values: Doubles) -> None:
         whole = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
         for k, algebra in enumerate(self.algebras):
-            self._layout.gather(k, self._tensors(whole), algebra.vector(name))
+            gather(self._layout, k, self._tensors(whole), algebra.vector(name))
 
     def export(self, names: tuple[VectorName, ...]) -> list[Mapping[str, Vector]]:
         return [
@@ -150,14 +137,9 @@ class Local:
     def _tensors(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [whole[start:stop] for start, stop in pairwise(self._cuts)]
 
-    def _evaluate(self, request: Evaluate) -> Evaluation:
+    def _evaluate(self, request: base.Evaluate) -> base.Evaluation:
         before = self.perform(request.before)
         loss, gradient, n_examples = self._function(self.get(request.point), request.examples)
-        if np.shape(gradient) != (self._n,):
-            raise ValueError(
-                f"the gradient has shape {np.shape(gradient)}, the point ({self._n},): "
-                "the function must return (loss, gradient), and they must agree"
-            )
         self.put(request.gradient, gradient)
         after = self.perform(request.after)
-        return Evaluation(loss=float(loss), n_examples=n_examples, scalars=before + after)
+        return base.Evaluation(loss=float(loss), n_examples=n_examples, scalars=before + after)

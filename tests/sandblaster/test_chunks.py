@@ -14,6 +14,16 @@ from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan
 
 
+def order(start: int, stop: int, *, attempt: int = 1) -> ChunkOrder:
+    return ChunkOrder(
+        epoch=1, evaluation=1, versions=(), attempt=attempt, start=start, stop=stop, keeps=()
+    )
+
+
+def attempt_of(plan: ChunkBatchPlan) -> int | None:
+    return None if plan.order is None else plan.order.attempt
+
+
 cuttings = st.builds(
     ChunkSizes, mini_batch_size=st.integers(1, 9), mini_batches_per_chunk=st.integers(1, 5)
 )
@@ -27,11 +37,8 @@ def test_every_position_is_in_one_mini_batch_of_one_chunk(
     positions: list[int] = []
     for chunk_index in range(chunk_sizes.n_chunks(n_examples)):
         start, stop = batch.chunk_bounds(chunk_index, chunk_sizes)
-        order = ChunkOrder(
-            epoch=1, evaluation=1, versions=(), attempt=1, start=start, stop=stop, keeps=()
-        )
         plan = ChunkBatchPlan(Samples(60), mini_batch_size=chunk_sizes.mini_batch_size)
-        plan.set_order(1, order)
+        plan.set_order(1, order(start, stop))
         plan.start(start)
         mini_batches = [plan.bounds(step) for step in range(plan.n_steps(start, stop))]
         assert len(mini_batches) <= chunk_sizes.mini_batches_per_chunk
@@ -72,3 +79,29 @@ def test_a_summed_loss_is_the_mean_times_the_number_of_samples() -> None:
     outputs, targets = torch.randn(5, 3), torch.randn(5, 3)
     total = summed(functional.mse_loss)(outputs, targets)
     assert torch.equal(total, functional.mse_loss(outputs, targets) * 5)
+
+
+def test_a_chunk_is_computed_by_mini_batches() -> None:
+    plan = ChunkBatchPlan(Samples(10), mini_batch_size=3)
+    assert plan.n_steps(7, 15) == 3
+    plan.set_order(1, order(7, 15))
+    assert not len(plan.batch(0).indices)  # the generation has not begun
+    plan.start(7)
+    assert plan.order is not None
+    portions = [plan.batch(step) for step in range(4)]
+    assert [portion.position for portion in portions] == [7, 0, 3, 5]
+    assert [list(portion.indices) for portion in portions] == [[7, 8, 9], [0, 1, 2], [3, 4], []]
+    assert [plan.is_last(step) for step in range(4)] == [False, False, True, False]
+
+
+def test_late_messages_of_older_incarnations_change_nothing() -> None:
+    plan = ChunkBatchPlan(Samples(10, seed=3), mini_batch_size=3)
+    plan.set_order(5, order(0, 3, attempt=2))
+    plan.set_order(4, order(0, 3, attempt=1))
+    plan.start(0)
+    assert attempt_of(plan) == 2
+    plan.set_order(6, None)
+    plan.start(0)
+    assert attempt_of(plan) is None
+    assert not plan.is_last(0)
+    np.testing.assert_array_equal(plan.batch(0).indices, [])

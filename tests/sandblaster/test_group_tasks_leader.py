@@ -6,18 +6,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from distbelief import protocol as wire
 from distbelief.data import Samples
-from distbelief.protocol import (
-    Assignment,
-    ChunkTask,
-    PushChunk,
-    RankReady,
-    ShardVersion,
-    StartEpoch,
-    StepsDone,
-    Stop,
-    WorkReport,
-)
 from distbelief.roles.role import Action, Report, Send
 from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
@@ -25,14 +15,14 @@ from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 
 
 CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
-VERSIONS = (ShardVersion(incarnation=1, clock=7),)
+VERSIONS = (wire.ShardVersion(incarnation=1, clock=7),)
 
 
 def assignment(
     version: int, *tasks: tuple[int, int, int], generation: int = 0, **keys: int
-) -> Assignment:
+) -> wire.Assignment:
     """Return an assignment of these (chunk, attempt, token)."""
-    return Assignment(
+    return wire.Assignment(
         **{
             "epoch": 1,
             "replica_incarnation": 1,
@@ -43,7 +33,7 @@ def assignment(
         },
         version=version,
         versions=VERSIONS,
-        tasks=tuple(ChunkTask(chunk_index=s, attempt=a, commit_token=g) for s, a, g in tasks),
+        tasks=tuple(wire.ChunkTask(chunk_index=s, attempt=a, commit_token=g) for s, a, g in tasks),
         replica_generation=generation,
     )
 
@@ -76,7 +66,7 @@ class Bench:
     def gather(self, *, incarnations: tuple[int, int] = (1, 1)) -> Outgoing:
         """Let both ranks be ready."""
         for machine, incarnation in enumerate(incarnations):
-            said = RankReady(generation=self.leader.generation, pushes=False, samples=0)
+            said = wire.RankReady(generation=self.leader.generation, pushes=False, samples=0)
             self.leader.hear(machine, incarnation, said, 0.0)
         return self.report()
 
@@ -90,7 +80,7 @@ class Bench:
     ) -> Outgoing:
         """Let both ranks take so many steps of this generation."""
         for machine, (loss, square) in enumerate(zip(losses, squares, strict=True)):
-            said = StepsDone(
+            said = wire.StepsDone(
                 generation=self.leader.generation,
                 steps=steps,
                 loss=loss,
@@ -103,17 +93,17 @@ class Bench:
             self.leader.hear(machine, 1, said, now)
         return self.report(now=now)
 
-    def work_report(self, now: float = 0.0) -> WorkReport | None:
+    def work_report(self, now: float = 0.0) -> wire.WorkReport | None:
         """Return the report to the coordinator, if one is due."""
         sends = [a for a in self.group_tasks.due_report(now) if isinstance(a, Send)]
         assert all(send.receiver == COORDINATOR for send in sends)
         messages = [send.message for send in sends]
-        assert all(isinstance(message, WorkReport) for message in messages)
+        assert all(isinstance(message, wire.WorkReport) for message in messages)
         return messages[0] if messages else None  # type: ignore[return-value] # seen
 
 
-def gathers(out: Outgoing) -> list[StartEpoch]:
-    return [m for machine, m in out if machine == 1 and isinstance(m, StartEpoch)]
+def gathers(out: Outgoing) -> list[wire.StartEpoch]:
+    return [m for machine, m in out if machine == 1 and isinstance(m, wire.StartEpoch)]
 
 
 def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
@@ -143,7 +133,7 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     assert (result.seconds, result.staged, said.n_computed) == (1.5, False, 4)
     # With a token, and pushed by both.
     bench.group_tasks.take(assignment(2, (1, 5, 77), (2, 6, 0)))
-    push = PushChunk(epoch=1, attempt=5, commit_token=77)
+    push = wire.PushChunk(epoch=1, attempt=5, commit_token=77)
     assert repr(bench.report()) == repr([(0, push), (1, push)])
     assert bench.report() == []
     bench.group_tasks.staged(0, (77,))
@@ -250,7 +240,7 @@ def test_a_loss_or_part_that_is_not_finite_is_reported(
 
 def test_after_stop_it_begins_no_generation_and_is_silent() -> None:
     bench = Bench()
-    assert bench.group_tasks.command(bench.leader, Stop(reason="over"), 0.0)
+    assert bench.group_tasks.command(bench.leader, wire.Stop(reason="over"), 0.0)
     bench.group_tasks.take(assignment(1, (0, 1, 0)))
     assert bench.report() == []
     assert bench.work_report() is None
@@ -273,7 +263,7 @@ def test_while_a_rank_is_silent_so_is_the_leader() -> None:
         msgspec.structs.replace(assignment(1, (0, 1, 0)), replica_incarnation=2),
     ],
 )
-def test_messages_for_another_incarnation_are_ignored(message: Assignment) -> None:
+def test_messages_for_another_incarnation_are_ignored(message: wire.Assignment) -> None:
     bench = Bench()
     bench.group_tasks.take(message)
     assert bench.report() == []

@@ -18,20 +18,8 @@ from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory
 from distbelief.supervisor.view import JobView
 from experiments.digits.digits import images, net
+from sandblaster import problem_files as pf
 from sandblaster.api import CallbackWatch, MinimizeResult, minimize
-from sandblaster.problem_files import (
-    Problem,
-    as_pair,
-    build,
-    factory_table,
-    import_path,
-    own_problem,
-    pairs,
-    plain,
-    problem_of,
-    recipe_of,
-    write_pairs,
-)
 
 
 class Scaled(nn.Module):
@@ -61,13 +49,13 @@ def test_the_package_has_its_names() -> None:
 
 
 def test_functions_go_by_import_path_and_partials_with_their_arguments() -> None:
-    assert factory_table("a:b", what="model") == {"factory": "a:b"}
-    assert factory_table(net, what="model") == {"factory": "experiments.digits.digits:net"}
-    assert factory_table(functools.partial(net, channels=4), what="model") == {
+    assert pf.factory_table("a:b", what="model") == {"factory": "a:b"}
+    assert pf.factory_table(net, what="model") == {"factory": "experiments.digits.digits:net"}
+    assert pf.factory_table(functools.partial(net, channels=4), what="model") == {
         "factory": "experiments.digits.digits:net",
         "arguments": {"channels": 4},
     }
-    assert import_path(nn.functional.mse_loss, what="loss") == ("torch.nn.functional:mse_loss")
+    assert pf.import_path(nn.functional.mse_loss, what="loss") == ("torch.nn.functional:mse_loss")
 
 
 def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
@@ -75,14 +63,14 @@ def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
         raise NotImplementedError
 
     with pytest.raises(JobError, match=r"model is .*local.* cannot import: give a f"):
-        factory_table(local, what="model")
+        pf.factory_table(local, what="model")
     with pytest.raises(JobError, match=r"positional arguments \(4,\): give them by ke"):
-        factory_table(functools.partial(net, 4), what="model")
+        pf.factory_table(functools.partial(net, 4), what="model")
     with pytest.raises(JobError, match="data is 7, which other"):
-        factory_table(7, what="data")
+        pf.factory_table(7, what="data")
     local.__module__ = "__main__"
     with pytest.raises(JobError, match="defined in the main program"):
-        import_path(local, what="loss")
+        pf.import_path(local, what="loss")
 
 
 def test_a_loss_that_is_a_module_is_refused() -> None:
@@ -104,7 +92,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         minimize(make, "cross_entropy", data, tolerance=np.float64(-0.5))
     with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
         minimize(make, "cross_entropy", data, max_iterations=np.int32(0))
-    assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
+    assert pf.plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
 
 
 # --------------------------------------------------------------------------- recipes
@@ -123,8 +111,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     ],
 )
 def test_a_module_is_rebuilt_from_its_attributes(module: nn.Module) -> None:
-    arguments = json.loads(json.dumps(recipe_of(module)))
-    resend = build(arguments["recipe"], arguments["dtype"])
+    arguments = json.loads(json.dumps(pf.recipe_of(module)))
+    resend = pf.build(arguments["recipe"], arguments["dtype"])
     assert repr(resend) == repr(module)
     resend.load_state_dict(module.state_dict())
     assert vars(resend).keys() == vars(module).keys()
@@ -132,30 +120,30 @@ def test_a_module_is_rebuilt_from_its_attributes(module: nn.Module) -> None:
 
 def test_a_module_that_forgets_its_arguments_is_refused() -> None:
     with pytest.raises(JobError, match="Forgetful does not keep its 'width'"):
-        recipe_of(Forgetful(3))
+        pf.recipe_of(Forgetful(3))
 
 
 def test_a_module_that_was_changed_since_is_refused() -> None:
     changed = Scaled(3)
     changed.inner = nn.Linear(3, 4)
     with pytest.raises(JobError, match="built again it differs: Scaled"):
-        recipe_of(changed)
+        pf.recipe_of(changed)
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(False)  # noqa: FBT003 -- torch's
     with pytest.raises(JobError, match="other parameters are trained"):
-        recipe_of(frozen)
+        pf.recipe_of(frozen)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(JobError, match=r"several types \(torch.float32, torch.float64"):
-        recipe_of(mixed)
+        pf.recipe_of(mixed)
     odd = nn.Linear(2, 2)
     vars(odd)["extra"] = 3
     with pytest.raises(JobError, match="differs: attributes of the module itself"):
-        recipe_of(odd)
+        pf.recipe_of(odd)
 
 
 def test_a_module_made_of_other_modules_is_refused() -> None:
     with pytest.raises(JobError, match="Give the function that made it instead"):
-        recipe_of(nn.ModuleList([nn.Linear(2, 2)]))
+        pf.recipe_of(nn.ModuleList([nn.Linear(2, 2)]))
 
 
 # ------------------------------------------------------------------------------ data
@@ -163,44 +151,44 @@ def test_a_module_made_of_other_modules_is_refused() -> None:
 
 def test_tensors_go_through_a_file(tmp_path: Path) -> None:
     inputs, targets = torch.randn(7, 2), torch.arange(7)
-    pair = as_pair(TensorDataset(inputs, targets))
+    pair = pf.as_pair(TensorDataset(inputs, targets))
     assert pair is not None
     file = tmp_path / "pairs.safetensors"
-    write_pairs(file, pair)
-    data = pairs(str(file))
+    pf.write_pairs(file, pair)
+    data = pf.pairs(str(file))
     assert len(data) == 7
     assert torch.equal(data[3][0], inputs[3])
     for indices in ([2, 3, 4], [4, 2, 2], [0]):
         got, wanted = read_batch(data, indices)
         assert torch.equal(got, inputs[indices])
         assert torch.equal(wanted, targets[indices])
-    assert data.fingerprint == pairs(str(file)).fingerprint
-    write_pairs(file, (inputs + 1, targets))
-    assert data.fingerprint != pairs(str(file)).fingerprint
+    assert data.fingerprint == pf.pairs(str(file)).fingerprint
+    pf.write_pairs(file, (inputs + 1, targets))
+    assert data.fingerprint != pf.pairs(str(file)).fingerprint
 
 
 def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
     array = np.linspace(0.0, 1.0, 6).reshape(3, 2)
-    pair = as_pair([array, array])
+    pair = pf.as_pair([array, array])
     assert pair is not None
     file = tmp_path / "pairs.safetensors"
-    write_pairs(file, pair)
-    inputs, targets = pairs(str(file))[2]
+    pf.write_pairs(file, pair)
+    inputs, targets = pf.pairs(str(file))[2]
     assert inputs.tolist() == targets.tolist() == array[2].tolist()
 
 
 def test_arrays_that_are_no_numbers_are_refused() -> None:
     """It was a TypeError of torch, which did not name the cause."""
     with pytest.raises(JobError, match="data is an array of <U1, which torch does"):
-        as_pair((np.array(["a", "b"]), np.zeros(2)))
+        pf.as_pair((np.array(["a", "b"]), np.zeros(2)))
 
 
 def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
-    assert as_pair("a:b") is None
-    assert as_pair((1, 2)) is None
-    assert as_pair((torch.zeros(2),)) is None
+    assert pf.as_pair("a:b") is None
+    assert pf.as_pair((1, 2)) is None
+    assert pf.as_pair((torch.zeros(2),)) is None
     with pytest.raises(JobError, match=r"shape \(3, 1\) and targets of shape \(2,\)"):
-        as_pair((torch.zeros(3, 1), torch.zeros(2)))
+        pf.as_pair((torch.zeros(3, 1), torch.zeros(2)))
 
 
 # ------------------------------------------------------------------------------ files
@@ -209,24 +197,24 @@ def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
 def test_two_calls_with_one_directory_have_files_of_their_own(tmp_path: Path) -> None:
     """The second wrote its data into the first one's file, which was still read."""
     wanted = tmp_path / "digits"
-    with own_problem(wanted, resumes=False) as first:
-        Problem(net, (torch.zeros(2), torch.zeros(2))).write(first, resumes=False)
-        first_data = pairs(str(problem_of(first) / "train.safetensors"))
+    with pf.own_problem(wanted, resumes=False) as first:
+        pf.Problem(net, (torch.zeros(2), torch.zeros(2))).write(first, resumes=False)
+        first_data = pf.pairs(str(pf.problem_of(first) / "train.safetensors"))
         assert first == wanted
-        with own_problem(wanted, resumes=False) as second:
+        with pf.own_problem(wanted, resumes=False) as second:
             assert second == tmp_path / "digits.2"
-            Problem(net, (torch.ones(3),) * 2).write(second, resumes=False)
+            pf.Problem(net, (torch.ones(3),) * 2).write(second, resumes=False)
         assert len(first_data) == 2
         (first / "job.toml").parent.mkdir()
         (first / "job.toml").touch()  # it runs by now
         with (
             pytest.raises(StorageError, match="is still running"),
-            own_problem(wanted, resumes=True),
+            pf.own_problem(wanted, resumes=True),
         ):
             pass
-    with own_problem(wanted, resumes=False) as third:  # its files are there already
+    with pf.own_problem(wanted, resumes=False) as third:  # its files are there already
         assert third == tmp_path / "digits.2"
-    with own_problem(wanted, resumes=True) as resumed:
+    with pf.own_problem(wanted, resumes=True) as resumed:
         assert resumed == wanted
 
 
@@ -234,7 +222,7 @@ def test_files_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     (tmp_path / "digits.problem").touch()
     with (
         pytest.raises(StorageError, match=r"cannot make .*digits\.problem"),
-        own_problem(tmp_path / "digits", resumes=False),
+        pf.own_problem(tmp_path / "digits", resumes=False),
     ):
         pass
 
@@ -258,8 +246,8 @@ def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
 
 def fail(wanted: Path, *, resumes: bool, begins: bool) -> None:
     """Have a run that fails: when it is tried out, or when it has begun."""
-    problem = Problem(nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4)))
-    with own_problem(wanted, resumes=resumes) as directory:
+    problem = pf.Problem(nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4)))
+    with pf.own_problem(wanted, resumes=resumes) as directory:
         problem.write(directory, resumes=resumes)
         if begins:
             directory.mkdir(exist_ok=True)
@@ -277,12 +265,12 @@ def test_a_run_that_was_not_begun_leaves_nothing_new(tmp_path: Path) -> None:
 
     refused()
     assert not list(tmp_path.iterdir())
-    problem_of(wanted).mkdir()
-    mine = problem_of(wanted) / "mine.txt"
+    pf.problem_of(wanted).mkdir()
+    mine = pf.problem_of(wanted) / "mine.txt"
     mine.touch()
     refused()
     assert mine.exists()
-    assert not (problem_of(wanted) / "train.safetensors").exists()
+    assert not (pf.problem_of(wanted) / "train.safetensors").exists()
     mine.unlink()
     wanted.mkdir()
     (wanted / "job.toml").touch()  # a run whose files are lost
@@ -295,7 +283,7 @@ def test_a_run_that_has_begun_keeps_its_files(tmp_path: Path) -> None:
     for resumes in (False, True):
         with pytest.raises(JobError, match="it cannot go on"):
             fail(wanted, resumes=resumes, begins=True)
-        names = sorted(path.name for path in problem_of(wanted).iterdir())
+        names = sorted(path.name for path in pf.problem_of(wanted).iterdir())
         assert names == ["initial.safetensors", "lock", "train.safetensors"]
 
 
@@ -303,33 +291,33 @@ def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:
     """Other data were written over its own before anybody looked, then refused."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     wanted = tmp_path / "run"
-    with own_problem(wanted, resumes=False):
-        Problem(model, (x, x)).write(wanted, resumes=False)
-    kept = {path: path.read_bytes() for path in problem_of(wanted).iterdir()}
+    with pf.own_problem(wanted, resumes=False):
+        pf.Problem(model, (x, x)).write(wanted, resumes=False)
+    kept = {path: path.read_bytes() for path in pf.problem_of(wanted).iterdir()}
     with torch.no_grad():
         model.weight += 1.0
-    with own_problem(wanted, resumes=True):
-        Problem(model, (x.numpy(), x)).write(wanted, resumes=True)
+    with pf.own_problem(wanted, resumes=True):
+        pf.Problem(model, (x.numpy(), x)).write(wanted, resumes=True)
         with pytest.raises(JobError, match=r"on other data: they were crc32 .*, now th"):
-            Problem(model, (x + 1.0, x)).write(wanted, resumes=True)
+            pf.Problem(model, (x + 1.0, x)).write(wanted, resumes=True)
         with pytest.raises(JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give the same"):
-            Problem(model, (x[1:], x[1:])).write(wanted, resumes=True)
+            pf.Problem(model, (x[1:], x[1:])).write(wanted, resumes=True)
     assert kept == {path: path.read_bytes() for path in kept}
 
 
 def test_what_a_run_has_lost_is_written_again(tmp_path: Path) -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    problem = Problem(model, (x.t(), x.t()))
+    problem = pf.Problem(model, (x.t(), x.t()))
     initial, train = (
-        problem_of(tmp_path / "run") / f"{name}.safetensors" for name in ("initial", "train")
+        pf.problem_of(tmp_path / "run") / f"{name}.safetensors" for name in ("initial", "train")
     )
     for content in (None, b"", b"no tensors at all"):
-        with own_problem(tmp_path / "run", resumes=True):
+        with pf.own_problem(tmp_path / "run", resumes=True):
             if content is not None:
                 initial.write_bytes(content)
                 train.write_bytes(content)
             problem.write(tmp_path / "run", resumes=True)
-            assert torch.equal(pairs(str(train)).tensors[0], x.t())
+            assert torch.equal(pf.pairs(str(train)).tensors[0], x.t())
             assert initial.stat().st_size > 20
 
 
@@ -347,7 +335,7 @@ def test_the_lock_of_a_removed_file_is_none(tmp_path: Path) -> None:
             return lock
 
         patch.setattr(RunDirectory, "take", late)
-        with own_problem(tmp_path / "run", resumes=False) as directory:
+        with pf.own_problem(tmp_path / "run", resumes=False) as directory:
             assert directory == tmp_path / "run.2"
 
 

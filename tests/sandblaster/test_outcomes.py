@@ -1,44 +1,19 @@
 """How runs of a whole cluster end: each outcome has a message, and none hangs."""
 
-import json
 import math
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from distbelief import protocol as wire
 from distbelief.errors import DistBeliefError
 from distbelief.parameter_server.shard import Shard
-from distbelief.protocol import (
-    BeginEvaluation,
-    CommandDone,
-    Commit,
-    Execute,
-    Finished,
-    Progress,
-    Push,
-    SaveCheckpoint,
-    SessionRefused,
-    ShardCommand,
-    StartTraining,
-    Stop,
-    Task,
-)
 from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Address,
-    Persist,
-    Persisted,
-    Received,
-    Report,
-    Role,
-    Send,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.task.losses import Loss
@@ -46,26 +21,17 @@ from sandblaster.chunks import COORDINATOR, BatchRange
 from sandblaster.coordinator.coordinator import Coordinator, _check
 from sandblaster.coordinator.work_queue import EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool
-from sandblaster.optimizers.base import (
-    Evaluate,
-    Evaluation,
-    Examples,
-    IterationDone,
-    Reply,
-    Request,
-    Result,
-    VectorOps,
-)
+from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from tests.simulation.sandblasts import Run, Sandblast, logistic, play, undisturbed
 
 
-SHARDS = (Address("shard-0"), Address("shard-1"))
+SHARDS = (rl.Address("shard-0"), rl.Address("shard-1"))
 SMALL = Sandblast(n_replicas=2)
 
 
-def from_supervisor(message: StartTraining | SaveCheckpoint | Stop) -> Received:
-    return Received(sender=SUPERVISOR, incarnation=1, message=message)
+def from_supervisor(message: wire.StartTraining | wire.SaveCheckpoint | wire.Stop) -> rl.Received:
+    return rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=message)
 
 
 def ended(run: Run, *, within: float = 60.0) -> str | None:
@@ -74,25 +40,25 @@ def ended(run: Run, *, within: float = 60.0) -> str | None:
     return run.cluster.halted[COORDINATOR]
 
 
-def finished(run: Run) -> Finished:
+def finished(run: Run) -> wire.Finished:
     run.cluster.run(until=run.cluster.now + 0.1)
-    update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
-    return next(message for message in update if isinstance(message, Finished))
+    update = [event.message for event in run.cluster.sent_to(rl.SUPERVISOR)]
+    return next(message for message in update if isinstance(message, wire.Finished))
 
 
 @dataclass(frozen=True)
 class Scripted:
     """An algorithm of these requests, one after the other; it keeps the replies."""
 
-    requests: tuple[Request, ...]
-    replies: list[Reply]
+    requests: tuple[base.Request, ...]
+    replies: list[base.Reply]
 
-    def steps(self, state: str | None = None) -> Generator[Request, Reply, Result]:
+    def steps(self, state: str | None = None) -> Generator[base.Request, base.Reply, base.Result]:
         """Yield them."""
         self.replies.clear()
         for request in self.requests:
             self.replies.append((yield request))
-        return Result(
+        return base.Result(
             reason=Reason.CONVERGED_GRADIENT,
             iteration=0,
             n_evaluations=0,
@@ -115,8 +81,8 @@ def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_chunks: int)
     assert last is not None
     assert run.checker.n_sealed == last.n_evaluations
     assert finished(run).counters["iteration"] == 3.0
-    update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
-    steps = [message.step for message in update if isinstance(message, Progress)]
+    update = [event.message for event in run.cluster.sent_to(rl.SUPERVISOR)]
+    steps = [message.step for message in update if isinstance(message, wire.Progress)]
     assert steps == [0, 1, 2, 3]
 
 
@@ -125,7 +91,7 @@ def test_nothing_starts_before_start_training() -> None:
     run.cluster.run(until=1.0)
     assert run.coordinator.status()[0] == "waiting for begin"
     for name in (COORDINATOR, *run.scene.replicas):
-        run.cluster.post(name, from_supervisor(StartTraining()))
+        run.cluster.post(name, from_supervisor(wire.StartTraining()))
     assert ended(run) is None
     assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
 
@@ -133,16 +99,16 @@ def test_nothing_starts_before_start_training() -> None:
 def test_a_coordinator_stopped_before_it_starts_ends_at_once() -> None:
     run = Run(replace(SMALL, await_begin=True))
     run.cluster.run(until=0.1)
-    run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
+    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
     assert ended(run) is None
 
 
-@pytest.mark.parametrize("during", [Commit, Execute])
+@pytest.mark.parametrize("during", [wire.Commit, wire.Execute])
 def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> None:
     """Not the trial point that is evaluated, nor the point that it is moving to."""
     run = Run(SMALL)
     accepted: list[bytes] = []
-    tasks: list[Task] = []
+    tasks: list[wire.Task] = []
     run.cluster.run_until(lambda: len(run.checker.losses) == 2)
     shards = [run.cluster.role(name) for name in SHARDS]
     for shard in shards:
@@ -153,11 +119,11 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> N
         lambda happening: tasks.extend(
             action.message.task
             for action in happening.actions
-            if isinstance(action, Send) and isinstance(action.message, ShardCommand)
+            if isinstance(action, rl.Send) and isinstance(action.message, wire.ShardCommand)
         )
     )
     run.cluster.run_until(lambda: any(isinstance(task, during) for task in tasks), within=1.0)
-    run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
+    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
     for shard, parameters in zip(shards, accepted, strict=True):
@@ -166,7 +132,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> N
         assert shard._values.vector[:n].tobytes() == parameters
         assert not shard._commands.is_driven
     for name in run.scene.replicas:
-        run.cluster.post(name, from_supervisor(Stop(reason="enough")))
+        run.cluster.post(name, from_supervisor(wire.Stop(reason="enough")))
     run.cluster.run_until(lambda: all(name in run.cluster.halted for name in run.scene.replicas))
 
 
@@ -179,7 +145,7 @@ def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
     run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
     run.cluster.run_until(lambda: run.coordinator.status()[1]["epoch"] == 4098.0)
-    run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
+    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
     for name in SHARDS:
@@ -204,7 +170,7 @@ def test_a_run_without_its_history_warns() -> None:
     update: list[str] = []
     run.cluster.observe(
         lambda happening: update.extend(
-            action.text for action in happening.actions if isinstance(action, Report)
+            action.text for action in happening.actions if isinstance(action, rl.Report)
         )
     )
     run.play()
@@ -221,6 +187,27 @@ def test_a_failed_checkpoint_is_reported_and_the_run_continues() -> None:
     assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
 
 
+@pytest.mark.parametrize(
+    ("role", "error"), [("shard-1", "shard 1: no space left"), (COORDINATOR, "no space left")]
+)
+def test_a_checkpoint_that_one_disk_has_not_taken_has_failed(role: str, error: str) -> None:
+    run = Run(replace(SMALL, saves=(0.05,)))
+
+    def failing(whole: Callable[..., Sequence[rl.Action]]) -> object:
+        def handle(self: object, event: rl.Event, now: float) -> Sequence[rl.Action]:
+            if isinstance(event, rl.Persisted) and self is run.cluster.role(rl.Address(role)):
+                event = rl.Persisted(label=event.label, error="no space left")
+            return whole(self, event, now)
+
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Shard, Coordinator):
+            patch.setattr(kind, "handle", failing(kind.handle))
+        run.play()
+    assert [saved.error for saved in run.checker.saved] == [error]
+
+
 def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
     slow = Slow(at=0.0, role=COORDINATOR, factor=3e3, seconds=60.0)
     run = play(replace(SMALL, saves=(0.05,), faults=(slow,)))
@@ -231,10 +218,10 @@ def test_a_save_that_comes_too_late_is_not_taken() -> None:
     """The supervisor sees the end, and may save the shards."""
     run = Run(SMALL)
     run.cluster.run_until(lambda: len(run.checker.losses) == 4)
-    run.cluster.post(COORDINATOR, from_supervisor(SaveCheckpoint(label="00009")))
+    run.cluster.post(COORDINATOR, from_supervisor(wire.SaveCheckpoint(label="00009")))
     assert ended(run) is None
     assert run.checker.saved == []
-    assert list(run.coordinator.handle(TimerFired(name="coordinator:tick"), 9.0)) == []
+    assert list(run.coordinator.handle(rl.TimerFired(name="coordinator:tick"), 9.0)) == []
 
 
 def test_a_replica_that_restarts_at_once_has_lost_its_chunks() -> None:
@@ -252,12 +239,12 @@ def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
 
     def see(happening: HandledEvent) -> None:
         nonlocal n_begun
-        message = happening.event.message if isinstance(happening.event, Received) else None
-        match message.task if isinstance(message, ShardCommand) else None:
-            case BeginEvaluation(first_commit_token=first):
+        message = happening.event.message if isinstance(happening.event, rl.Received) else None
+        match message.task if isinstance(message, wire.ShardCommand) else None:
+            case wire.BeginEvaluation(first_commit_token=first):
                 assert first > max(used)
                 n_begun += 1
-            case Commit(sets=sets):
+            case wire.Commit(sets=sets):
                 used.update(one.commit_token for one in sets)
             case _:
                 pass
@@ -267,33 +254,11 @@ def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
     assert n_begun > 3
 
 
-@pytest.mark.parametrize("at", [0.01, 0.03, 0.05])
-def test_no_savepoint_is_settled_before_its_journal_is_on_disk(at: float) -> None:
-    run = Run(replace(SMALL, faults=(DiskFull(at=at, seconds=0.05),)))
-    saving, on_disk, n_failed = 0, 0, 0
-
-    def see(happening: HandledEvent) -> None:
-        nonlocal saving, on_disk, n_failed
-        if happening.name == COORDINATOR and isinstance(happening.event, Persisted):
-            on_disk = saving if happening.event.error is None else on_disk
-            n_failed += happening.event.error is not None
-        for action in happening.actions:
-            if isinstance(action, Persist) and happening.name == COORDINATOR:
-                entries = json.loads(action.snapshot.facts["cuts"])["entries"]
-                saving = max((entry["cut"] for entry in entries), default=0)
-            elif isinstance(action, Send) and isinstance(action.message, ShardCommand):
-                assert action.message.settled <= on_disk
-
-    run.cluster.observe(see)
-    run.play()
-    assert n_failed
-
-
 def test_a_shard_that_counts_otherwise_is_named() -> None:
     config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
     batch = BatchRange(first=0, n_examples=4)
     queue = WorkQueue(config, pool=WorkerPool(config), batch=batch, counters=EpochCounters())
-    answers = [CommandDone(epoch=1, number=1, n_chunks=n) for n in (1, 2)]
+    answers = [wire.CommandDone(epoch=1, number=1, n_chunks=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
         _check(answers, queue)
 
@@ -302,7 +267,7 @@ def test_more_saves_than_can_wait_are_refused() -> None:
     run = Run(SMALL)
     run.cluster.run(until=0.01)
     for index in range(10):
-        save = from_supervisor(SaveCheckpoint(label=f"{index:05d}"))
+        save = from_supervisor(wire.SaveCheckpoint(label=f"{index:05d}"))
         run.cluster.post(COORDINATOR, save)
         run.cluster.post(COORDINATOR, save)
     run.cluster.run(until=0.02)
@@ -310,8 +275,8 @@ def test_more_saves_than_can_wait_are_refused() -> None:
 
 
 def test_requests_are_answered_by_what_all_shards_measured() -> None:
-    replies: list[Reply] = []
-    done = IterationDone(
+    replies: list[base.Reply] = []
+    done = base.IterationDone(
         iteration=1,
         n_evaluations=2,
         loss=0.5,
@@ -320,9 +285,9 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
         state="x",
         vectors=("parameters",),
     )
-    requests: tuple[Request, ...] = (
-        VectorOps(commands=(Fill(target="ones", a=1.0), Dot(x="ones", y="ones"))),
-        Evaluate(
+    requests: tuple[base.Request, ...] = (
+        base.VectorOps(commands=(Fill(target="ones", a=1.0), Dot(x="ones", y="ones"))),
+        base.Evaluate(
             point="parameters",
             gradient="g",
             before=(Dot(x="ones", y="ones"),),
@@ -332,7 +297,7 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
                 Dot(x="g", y="g"),
             ),
         ),
-        Evaluate(point="trial", gradient="g", examples=Examples(28, 40)),
+        base.Evaluate(point="trial", gradient="g", examples=base.Examples(28, 40)),
         done,
         done,
     )
@@ -342,8 +307,8 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
     assert ended(run) is None
     n_parameters, whole, part, stops, _ = replies
     assert n_parameters == (6.0,)
-    assert isinstance(whole, Evaluation)
-    assert isinstance(part, Evaluation)
+    assert isinstance(whole, base.Evaluation)
+    assert isinstance(part, base.Evaluation)
     assert (whole.n_examples, part.n_examples) == (30, 12)
     assert whole.loss == pytest.approx(math.log(2))
     assert whole.scalars[0] == 6.0
@@ -383,13 +348,13 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_and_says_where(loss:
 def test_a_loss_that_is_not_a_scalar_ends_with_an_error() -> None:
     run = Run(replace(SMALL, loss=not_a_scalar))
     run.cluster.run_until(lambda: "replica-0" in run.cluster.halted)
-    error = run.cluster.halted[Address("replica-0")]
+    error = run.cluster.halted[rl.Address("replica-0")]
     assert error is not None
     assert error.startswith("JobError")
     assert "loss" in error
 
 
-def scripted(request: Request) -> dict[str, object]:
+def scripted(request: base.Request) -> dict[str, object]:
     return {"method": Scripted((request,), [])}
 
 
@@ -401,17 +366,17 @@ KILLS = tuple(Kill(at=0.03, role=role) for role in SMALL.replicas)
     [
         *(
             (
-                scripted(Evaluate(point="parameters", gradient="g", examples=examples)),
+                scripted(base.Evaluate(point="parameters", gradient="g", examples=examples)),
                 "^JobError.*batch",
             )
-            for examples in (Examples(3, 3), Examples(0, 31), Examples(-2, 3))
+            for examples in (base.Examples(3, 3), base.Examples(0, 31), base.Examples(-2, 3))
         ),
         (
             {"faults": (Kill(at=0.06, role=SHARDS[1]),), "silence_seconds_max": 2.0},
             "^PeerLostError: shard-1 has not answered",
         ),
         ({"faults": KILLS, "starved_seconds_max": 3.0}, "no replica has reported"),
-        (scripted(VectorOps(commands=(Dot(x="nobody", y="nobody"),))), "shard-.*'nobody'"),
+        (scripted(base.VectorOps(commands=(Dot(x="nobody", y="nobody"),))), "shard-.*'nobody'"),
     ],
 )
 def test_a_run_that_cannot_go_on_says_why(changes: dict[str, Any], text: str) -> None:
@@ -425,7 +390,7 @@ def test_a_superseded_coordinator_ends() -> None:
     run.cluster.run(until=0.05)
     first = run.cluster.role(COORDINATOR)
     assert isinstance(first, Coordinator)
-    ends: list[Role] = []
+    ends: list[rl.Role] = []
     run.cluster.observe(
         lambda happening: (
             ends.append(happening.role)
@@ -442,13 +407,13 @@ def test_a_superseded_coordinator_ends() -> None:
 def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     run = Run(replace(SMALL, latency_seconds=1e-3))
     run.cluster.run(until=0.05)
-    stranger = Address("stranger")
-    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
-    run.cluster.post(SHARDS[0], Received(sender=stranger, incarnation=1, message=push))
-    run.cluster.post(SHARDS[0], from_supervisor(SaveCheckpoint(label="00001")))
+    stranger = rl.Address("stranger")
+    push = wire.Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+    run.cluster.post(SHARDS[0], rl.Received(sender=stranger, incarnation=1, message=push))
+    run.cluster.post(SHARDS[0], from_supervisor(wire.SaveCheckpoint(label="00001")))
     run.cluster.run(until=0.1)
     (answer,) = (event.message for event in run.cluster.sent_to(stranger))
-    assert isinstance(answer, SessionRefused)
+    assert isinstance(answer, wire.SessionRefused)
     assert answer.for_good
     (saved,) = run.checker.saved
     assert saved.error is not None

@@ -6,18 +6,7 @@ import pytest
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.protocol import Assignment, Finished, Message, StartTraining, Stop, WorkReport
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Computed,
-    Exit,
-    PeerJoined,
-    Received,
-    Send,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from sandblaster.chunks import COORDINATOR
 from sandblaster.warm_start_worker import WarmStartWorker
 from tests.simulation.sandblasts import Run, Sandblast
@@ -32,11 +21,11 @@ class Stage:
         assert isinstance(role, WarmStartWorker)
         self.role = role
 
-    def starts(self) -> Sequence[Action]:
-        return self.role.handle(Started(incarnation=2, restored=None), 0.0)
+    def starts(self) -> Sequence[rl.Action]:
+        return self.role.handle(rl.Started(incarnation=2, restored=None), 0.0)
 
-    def hears(self, message: Message, sender: Address = COORDINATOR) -> list[Action]:
-        event = Received(sender=sender, incarnation=1, message=message)
+    def hears(self, message: Message, sender: rl.Address = COORDINATOR) -> list[rl.Action]:
+        event = rl.Received(sender=sender, incarnation=1, message=message)
         return list(self.role.handle(event, 1.0))
 
     @property
@@ -44,11 +33,11 @@ class Stage:
         return self.role.status()[0]
 
 
-def sent(actions: Sequence[Action], receiver: Address = COORDINATOR) -> list[type]:
+def sent(actions: Sequence[rl.Action], receiver: rl.Address = COORDINATOR) -> list[type]:
     return [
         type(action.message)
         for action in actions
-        if isinstance(action, Send) and action.receiver == receiver
+        if isinstance(action, rl.Send) and action.receiver == receiver
     ]
 
 
@@ -75,32 +64,32 @@ def stage() -> Stage:
 def test_it_reports_until_it_is_answered() -> None:
     stage = Stage()
     assert sent(stage.starts()) == []  # the supervisor has not let it begin
-    assert sent(stage.hears(StartTraining(), SUPERVISOR)) == [WorkReport]
-    resend = TimerFired(name="warm:report")
+    assert sent(stage.hears(StartTraining(), rl.SUPERVISOR)) == [WorkReport]
+    resend = rl.TimerFired(name="warm:report")
     assert sent(stage.role.handle(resend, 2.0)) == [WorkReport]
     assert stage.word == "waiting for the coordinator"
     stage.hears(StartTraining())
     assert sent(stage.role.handle(resend, 3.0)) == [WorkReport]  # set before
-    joined = PeerJoined(peer=COORDINATOR, incarnation=2)
+    joined = rl.PeerJoined(peer=COORDINATOR, incarnation=2)
     assert sent(stage.role.handle(joined, 4.0)) == [WorkReport]  # it may have to know
     assert stage.hears(StartTraining()) == []
     assert stage.word == "waiting for shard-0"
 
 
 def test_stop_before_training_ends_it(stage: Stage) -> None:
-    actions = stage.hears(Stop(reason="over"), SUPERVISOR)
-    assert sent(actions, SUPERVISOR) == [Finished]
-    assert any(isinstance(action, Exit) for action in actions)
+    actions = stage.hears(Stop(reason="over"), rl.SUPERVISOR)
+    assert sent(actions, rl.SUPERVISOR) == [Finished]
+    assert any(isinstance(action, rl.Exit) for action in actions)
 
 
 def test_assignments_during_training_are_ignored(stage: Stage) -> None:
-    stage.hears(StartTraining(), SUPERVISOR)
+    stage.hears(StartTraining(), rl.SUPERVISOR)
     stage.hears(StartTraining())
     assert stage.hears(assignment()) == []
 
 
 def test_a_worker_restarted_after_the_warm_start_does_not_train(stage: Stage) -> None:
-    stage.hears(StartTraining(), SUPERVISOR)
+    stage.hears(StartTraining(), rl.SUPERVISOR)
     actions = stage.hears(assignment())
     assert sent(actions) == [Finished]
     assert stage.word == "waiting for shard-0"
@@ -109,12 +98,12 @@ def test_a_worker_restarted_after_the_warm_start_does_not_train(stage: Stage) ->
 
 
 def test_it_takes_over_when_nothing_of_the_first_part_is_under_way(stage: Stage) -> None:
-    stage.hears(StartTraining(), SUPERVISOR)
+    stage.hears(StartTraining(), rl.SUPERVISOR)
     stage.hears(StartTraining())
     stage.role._n_under_way = 1  # a batch that is read in advance
     actions = stage.hears(Stop(reason="the warm start is over"))
     assert sent(actions) == []
     assert stage.word == "ending the warm start"
-    read = Computed(name="replica:read", result=None, error=None, seconds=0.1)
+    read = rl.Computed(name="replica:read", result=None, error=None, seconds=0.1)
     assert sent(stage.role.handle(read, 5.0)) == [Finished]
     assert stage.word == "waiting for shard-0"

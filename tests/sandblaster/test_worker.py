@@ -8,29 +8,10 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.data import Samples
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.protocol import (
-    Assignment,
-    ChunkTask,
-    Finished,
-    HeartbeatAck,
-    Message,
-    Push,
-    ShardVersion,
-    StartTraining,
-    Stop,
-    WorkReport,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Address,
-    Computed,
-    Event,
-    PeerJoined,
-    Received,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
@@ -99,20 +80,20 @@ class Bench(RoleBench):
         self.start()
 
     @property
-    def accounts(self) -> list[WorkReport]:
-        return [message for message in self.reported if isinstance(message, WorkReport)]
+    def accounts(self) -> list[wire.WorkReport]:
+        return [message for message in self.reported if isinstance(message, wire.WorkReport)]
 
     @override
     def deliver(self) -> None:
         if not self.deaf:
             super().deliver()
 
-    def happen(self, event: Event) -> None:
+    def happen(self, event: rl.Event) -> None:
         self.feed(event)
         self.deliver()
 
-    def hear(self, message: Message, *, sender: Address = SHARD) -> None:
-        self.happen(Received(sender=sender, incarnation=1, message=message))
+    def hear(self, message: wire.Message, *, sender: rl.Address = SHARD) -> None:
+        self.happen(rl.Received(sender=sender, incarnation=1, message=message))
 
     def assign(
         self,
@@ -124,15 +105,17 @@ class Bench(RoleBench):
         incarnation: int = 1,
     ) -> None:
         """Assign these (chunk index, attempt, token)."""
-        message = Assignment(
+        message = wire.Assignment(
             epoch=epoch,
             replica_incarnation=incarnation,
             version=version,
             evaluation=evaluation,
-            versions=(ShardVersion(incarnation=1, clock=clock),),
+            versions=(wire.ShardVersion(incarnation=1, clock=clock),),
             first=0,
             n_examples=N_SAMPLES,
-            tasks=tuple(ChunkTask(chunk_index=i, attempt=a, commit_token=g) for i, a, g in tasks),
+            tasks=tuple(
+                wire.ChunkTask(chunk_index=i, attempt=a, commit_token=g) for i, a, g in tasks
+            ),
         )
         self.hear(message, sender=COORDINATOR)
 
@@ -190,18 +173,20 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
     for _ in range(3):
         bench.run_while_it_can()
         assert "replica:step" not in bench.pending
-        bench.happen(TimerFired(name="replica:retry"))
+        bench.happen(rl.TimerFired(name="replica:retry"))
     bench.shard.pushed = [(push_of(4), bench.shard.values)] * 4  # its clock is 4
     bench.run_while_it_can()
-    bench.happen(TimerFired(name="replica:retry"))
+    bench.happen(rl.TimerFired(name="replica:retry"))
     names = bench.run_while_it_can()
     assert names.count("replica:step") == 2
     bench.assign(2, (0, 1, 0), (1, 2, 0), clock=4)
     assert "replica:install" not in bench.run_while_it_can()
 
 
-def push_of(sequence: int) -> Push:
-    return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+def push_of(sequence: int) -> wire.Push:
+    return wire.Push(
+        sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1
+    )
 
 
 def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
@@ -264,7 +249,7 @@ def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> N
 
 def test_other_messages_are_rejected() -> None:
     with pytest.raises(RemoteProtocolError, match="HeartbeatAck, which is not for it"):
-        Bench().hear(HeartbeatAck(), sender=Address("stranger"))
+        Bench().hear(wire.HeartbeatAck(), sender=rl.Address("stranger"))
 
 
 def test_it_asks_for_work_once_all_shards_are_there() -> None:
@@ -275,12 +260,12 @@ def test_it_asks_for_work_again_and_again() -> None:
     bench = Bench(begun=False)
     assert bench.accounts == []
     assert bench.replica.status()[0] == "waiting for begin"
-    bench.happen(TimerFired(name=TIMER))
+    bench.happen(rl.TimerFired(name=TIMER))
     assert bench.accounts == []
-    bench.hear(StartTraining(), sender=SUPERVISOR)
-    bench.happen(TimerFired(name=TIMER))
-    bench.happen(PeerJoined(peer=COORDINATOR, incarnation=1))
-    bench.happen(PeerJoined(peer=Address("evaluator"), incarnation=1))
+    bench.hear(wire.StartTraining(), sender=rl.SUPERVISOR)
+    bench.happen(rl.TimerFired(name=TIMER))
+    bench.happen(rl.PeerJoined(peer=COORDINATOR, incarnation=1))
+    bench.happen(rl.PeerJoined(peer=rl.Address("evaluator"), incarnation=1))
     assert len(bench.accounts) == 3
     assert bench.replica.status()[0] == "waiting for work"
 
@@ -301,10 +286,10 @@ def test_it_stops_once_its_work_is_done() -> None:
     while "replica:step" not in bench.pending:
         bench.work()
     assert bench.replica.status()[0] == "computing"
-    bench.hear(Stop(reason="enough"), sender=SUPERVISOR)
+    bench.hear(wire.Stop(reason="enough"), sender=rl.SUPERVISOR)
     assert not bench.has_halted()
     bench.run_while_it_can()
-    assert isinstance(bench.reported[-1], Finished)
+    assert isinstance(bench.reported[-1], wire.Finished)
     assert bench.has_halted()
 
 
@@ -345,9 +330,9 @@ def test_user_errors_end_with_a_message() -> None:
         bench.run_while_it_can()
     other = Bench()
     with pytest.raises(JobError, match="step 0 failed: KeyError"):
-        other.happen(Computed(name="replica:step", error=KeyError("x")))
+        other.happen(rl.Computed(name="replica:step", error=KeyError("x")))
     with pytest.raises(LocalProtocolError, match="unexpected result of work 'x'"):
-        other.happen(Computed(name="x"))
+        other.happen(rl.Computed(name="x"))
 
 
 @pytest.mark.parametrize("name", ["retry_seconds", "retry_seconds_max"])
@@ -380,7 +365,7 @@ def test_a_report_without_news_is_repeated_ever_more_slowly() -> None:
     for _ in range(5):
         pauses.append(bench.timers[TIMER] - bench.now)
         bench.now = bench.timers[TIMER]
-        bench.happen(TimerFired(name=TIMER))
+        bench.happen(rl.TimerFired(name=TIMER))
     assert pauses == [0.5, 1.0, 2.0, 2.0, 2.0]
     bench.run_while_it_can()  # news
     assert bench.timers[TIMER] == bench.now + 0.5

@@ -5,30 +5,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from distbelief import protocol as wire
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.protocol import (
-    Assignment,
-    ChunkOrder,
-    ChunkStaged,
-    Finished,
-    PushChunk,
-    StartEpoch,
-    Stop,
-    WorkReport,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Event,
-    PeerJoined,
-    Received,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
@@ -39,7 +19,7 @@ from sandblaster.worker import STAGED_TIMER, ChunkObjective
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 
-LEADER, WORKER = Address("replica-0.0"), Address("replica-0.1")
+LEADER, WORKER = rl.Address("replica-0.0"), rl.Address("replica-0.1")
 
 
 def context() -> BuildContext:
@@ -55,63 +35,63 @@ def context() -> BuildContext:
     )
 
 
-def machine(name: Address) -> Replica:
+def machine(name: rl.Address) -> Replica:
     built = build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))
     assert isinstance(built, Replica)
-    built.handle(Started(incarnation=1, restored=None), 0.0)
+    built.handle(rl.Started(incarnation=1, restored=None), 0.0)
     return built
 
 
-def says(sender: Address, message: object) -> Event:
-    return Received(sender=sender, incarnation=1, message=message)  # type: ignore[arg-type] # any
+def says(sender: rl.Address, message: object) -> rl.Event:
+    return rl.Received(sender=sender, incarnation=1, message=message)  # type: ignore[arg-type] # any
 
 
-def sent(actions: Sequence[Action], kind: type) -> list[Address]:
+def sent(actions: Sequence[rl.Action], kind: type) -> list[rl.Address]:
     return [
         action.receiver
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, kind)
+        if isinstance(action, rl.Send) and isinstance(action.message, kind)
     ]
 
 
 def test_a_rank_reports_periodically() -> None:
     worker = machine(WORKER)
-    actions = worker.handle(TimerFired(name=STAGED_TIMER), 0.5)
-    assert sent(actions, ChunkStaged) == [LEADER]
-    assert [a.at for a in actions if isinstance(a, SetTimer) and a.name == STAGED_TIMER] == [1.0]
+    actions = worker.handle(rl.TimerFired(name=STAGED_TIMER), 0.5)
+    assert sent(actions, wire.ChunkStaged) == [LEADER]
+    assert [a.at for a in actions if isinstance(a, rl.SetTimer) and a.name == STAGED_TIMER] == [1.0]
 
 
 def test_staged_tokens_are_reported_again() -> None:
     worker = machine(WORKER)
-    push = PushChunk(epoch=1, attempt=1, commit_token=9)
-    assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == []
+    push = wire.PushChunk(epoch=1, attempt=1, commit_token=9)
+    assert sent(worker.handle(says(LEADER, push), 1.0), wire.ChunkStaged) == []
     assert isinstance(worker.objective, ChunkObjective)
     worker.objective.pushes.staged.append(9)
-    assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == [LEADER]
+    assert sent(worker.handle(says(LEADER, push), 1.0), wire.ChunkStaged) == [LEADER]
 
 
 def test_a_leader_resends_what_ranks_have_not_answered() -> None:
     leader = machine(LEADER)
-    actions = leader.handle(PeerJoined(peer=WORKER, incarnation=1), 0.0)
-    assert sent(actions, StartEpoch) == [WORKER]
-    actions = leader.handle(TimerFired(name=TIMER), 1.0)
-    assert sent(actions, WorkReport) == []  # they have not gathered
-    actions = leader.handle(PeerJoined(peer=COORDINATOR, incarnation=1), 1.0)
-    assert [a.name for a in actions if isinstance(a, SetTimer)] == [TIMER]
-    assert leader.handle(says(WORKER, ChunkStaged(commit_tokens=(1,))), 1.0) == []
+    actions = leader.handle(rl.PeerJoined(peer=WORKER, incarnation=1), 0.0)
+    assert sent(actions, wire.StartEpoch) == [WORKER]
+    actions = leader.handle(rl.TimerFired(name=TIMER), 1.0)
+    assert sent(actions, wire.WorkReport) == []  # they have not gathered
+    actions = leader.handle(rl.PeerJoined(peer=COORDINATOR, incarnation=1), 1.0)
+    assert [a.name for a in actions if isinstance(a, rl.SetTimer)] == [TIMER]
+    assert leader.handle(says(WORKER, wire.ChunkStaged(commit_tokens=(1,))), 1.0) == []
 
 
 def test_a_worker_does_not_ask_for_work() -> None:
     worker = machine(WORKER)
-    joined = PeerJoined(peer=COORDINATOR, incarnation=1)
+    joined = rl.PeerJoined(peer=COORDINATOR, incarnation=1)
     assert worker.handle(joined, 1.0) == []
 
 
 @pytest.mark.parametrize(
     ("sender", "message"), [(COORDINATOR, "assignment"), (LEADER, "staged"), (COORDINATOR, "push")]
 )
-def test_messages_for_other_roles_are_rejected(sender: Address, message: str) -> None:
-    assignment = Assignment(
+def test_messages_for_other_roles_are_rejected(sender: rl.Address, message: str) -> None:
+    assignment = wire.Assignment(
         epoch=1,
         replica_incarnation=1,
         version=1,
@@ -123,16 +103,18 @@ def test_messages_for_other_roles_are_rejected(sender: Address, message: str) ->
     )
     due_report = {
         "assignment": assignment,
-        "staged": ChunkStaged(commit_tokens=()),
-        "push": PushChunk(epoch=1, attempt=1, commit_token=1),
+        "staged": wire.ChunkStaged(commit_tokens=()),
+        "push": wire.PushChunk(epoch=1, attempt=1, commit_token=1),
     }
     with pytest.raises(RemoteProtocolError, match="which is not for it"):
         machine(WORKER).handle(says(sender, due_report[message]), 0.0)
 
 
 def test_an_invalid_chunk_is_rejected_before_it_begins() -> None:
-    order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
-    gather = StartEpoch(generation=1 << 33, plan="p", order=order)
+    order = wire.ChunkOrder(
+        epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=()
+    )
+    gather = wire.StartEpoch(generation=1 << 33, plan="p", order=order)
     with pytest.raises(RemoteProtocolError, match="0 to 99 of 26 samp"):
         machine(WORKER).handle(says(LEADER, gather), 0.0)
 
@@ -145,10 +127,10 @@ def test_status_is_that_of_its_rank() -> None:
 
 def test_after_its_exit_it_is_silent() -> None:
     worker = machine(WORKER)
-    worker.handle(says(SUPERVISOR, Stop(reason="over")), 0.0)
-    actions = worker.handle(TimerFired(name="replica:remind"), 31.0)
-    assert sent(actions, Finished) == [SUPERVISOR]
-    assert worker.handle(TimerFired(name=STAGED_TIMER), 32.0) == []
+    worker.handle(says(rl.SUPERVISOR, wire.Stop(reason="over")), 0.0)
+    actions = worker.handle(rl.TimerFired(name="replica:remind"), 31.0)
+    assert sent(actions, wire.Finished) == [rl.SUPERVISOR]
+    assert worker.handle(rl.TimerFired(name=STAGED_TIMER), 32.0) == []
 
 
 def test_a_plan_for_another_mini_batch_size_is_rejected() -> None:

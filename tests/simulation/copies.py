@@ -147,7 +147,7 @@ class Overseer:
             case Heartbeat(counters=counters):
                 return self._follow(term.heard(sender, counters, now))
             case BackupInSync(term=number):
-                return self._follow(term.backup_in_sync(sender, number, now))
+                return self._follow(term.heard(sender, {"in_sync": number}, now))
             case BackupUnresponsive(term=number):
                 self.n_alone += 1
                 return self._follow(term.backup_unresponsive(sender, number, now))

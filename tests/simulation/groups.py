@@ -28,6 +28,7 @@ from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import member_names
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
+from tests.distbelief.parameter_server.pair import scatter
 from tests.distbelief.program.plans import random_plan
 
 
@@ -155,7 +156,7 @@ class Group:
         specs = self.layout.tensors
         tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in specs]
         for k, vector in enumerate(vectors):
-            self.layout.scatter(k, vector, tensors)
+            scatter(self.layout, k, vector, tensors)
         names = [spec.name for spec in specs]
         return dict(zip(names, tensors, strict=True))
 

@@ -141,8 +141,9 @@ class ExactlyOnce(Invariant):
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if self.scene.counts(happening.name, shard):
             values = shard._values
-            n_here = values._state_blocks.n_elements(values.n_held)
-            times = -Unreadable.read(values)[:n_here]  # by element, as it holds a prefix
+            times = -Unreadable.read(values)[
+                : values.n_held_elements
+            ]  # by element, as it holds a prefix
             check_marks(happening.name, times)
 
     @override

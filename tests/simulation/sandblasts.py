@@ -63,7 +63,7 @@ from distbelief.simulation.trace import SimulationFailed
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.build import whole_replica
-from distbelief.worker.config import DownpourConfig
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, summed
 from distbelief.worker.replica import Replica
@@ -75,6 +75,7 @@ from sandblaster.group_tasks import WorkerConfig
 from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
+from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation.test_seeds import VARIABLE
 from tests.simulation.variants import Variant, broken
 
@@ -323,7 +324,7 @@ def tensors_of(layout: Layout, vectors: Mapping[int, Vector]) -> Tensors:
     for index, vector in vectors.items():
         whole = np.zeros(layout.shard_size(index))
         whole[: len(vector)] = vector
-        layout.scatter(index, whole, tensors)
+        scatter(layout, index, whole, tensors)
     return {spec.name: tensor for spec, tensor in zip(layout.tensors, tensors, strict=True)}
 
 
@@ -582,7 +583,9 @@ class Run:
             seed=(3, index),
         )
         return whole_replica(
-            DownpourConfig(batch_size=4, max_steps=scene.warm_steps),
+            DownpourSettings(
+                loss="", batch_size=4, rule=SGD(learning_rate=0.1), max_steps=scene.warm_steps
+            ),
             client=client,
             executor=executor,
             data_shard=DataShard(

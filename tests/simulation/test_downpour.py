@@ -42,6 +42,7 @@ from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from distbelief.worker.training import Counters, TrainingObjective
+from tests.distbelief.parameter_server.pair import scatter
 from tests.elsewhere import answers
 
 
@@ -178,7 +179,7 @@ class Cluster:
         for k, name in enumerate(self.shards):
             shard = self.simulation.role(name)
             assert isinstance(shard, Shard)
-            self.layout.scatter(k, shard._values.vector, tensors)
+            scatter(self.layout, k, shard._values.vector, tensors)
         names = [spec.name for spec in self.layout.tensors]
         return dict(zip(names, tensors, strict=True))
 
@@ -274,7 +275,7 @@ def _drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     layout = Layout.of(model.specs(), n_shards=1)
     vector = shard_values(layout, 0, model.initials(), seed=task.model.seed)
     tensors = [torch.zeros(spec.n_elements) for spec in layout.tensors]
-    layout.scatter(0, vector, tensors)
+    scatter(layout, 0, vector, tensors)
     return {s.name: t for s, t in zip(layout.tensors, tensors, strict=True)}
 
 

@@ -37,6 +37,7 @@ from distbelief.simulation.faults import Kill, Pause, random_faults
 from distbelief.simulation.network import Encoded
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
+from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scenes
 from tests.simulation.groups import Group
 from tests.simulation.invariants import shard_in
@@ -113,7 +114,7 @@ def parameters(layout: Layout, vectors: Sequence[Vector]) -> bytes:
     dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
     tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in layout.tensors]
     for index, vector in enumerate(vectors):
-        layout.scatter(index, vector, tensors)
+        scatter(layout, index, vector, tensors)
     return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, Momentum, UpdateRule
-from distbelief.protocol import SaveCheckpoint
+from distbelief.protocol import SaveCheckpoint, SessionRecord
 from distbelief.roles.role import SUPERVISOR, Received
 from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.resume import Resharder
+from distbelief.run.resume import reshard_all
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.config import DownpourSettings
 from tests.simulation.test_downpour import Cluster, downpour, same
@@ -81,8 +81,9 @@ def test_one_blocking_replica_on_other_shards_goes_on_to_the_bit(
     source = saved(before, CheckpointStore(tmp_path / "old", report=fail))
     target = CheckpointStore(tmp_path / "new", report=fail)
     new = Layout.of(before.layout.tensors, n_shards=n_new)
-    recutting = Resharder(source=source, old=before.layout, new=new, rule=rule, incarnation=2)
-    recutting.write(target, label="00008", samples={"replica-0": 22 * 4})
+    clients = (SessionRecord(name="replica-0", incarnation=1, samples=22 * 4),)
+    old = before.layout
+    reshard_all(source, target, old=old, new=new, rule=rule, label="00008", clients=clients)
     after = trained(rest, n_new, begin=target)
     assert after.status("replica-0")["samples"] == 45 * 4
     assert {after.status(name)["clock"] for name in after.shards} == {45.0}

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, final
+from typing import Final, Generic, TypeVar, final
 
 import msgspec
 import numpy as np
@@ -33,8 +33,8 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector, TensorCopier
-from distbelief.protocol import push_fetch as pf
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, Bounds, SeqlockVector, TensorCopier
+from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Seconds
 
 
@@ -106,13 +106,41 @@ class Staleness:
 PushBuffers = tuple[Vector, Vector]  # each (n_elements,) of what the client holds
 
 
+PushMessage = TypeVar("PushMessage", pf.Push, rp.ReplicatePush)
+
+
 @final
 @dataclass(slots=True, eq=False)
-class _InFlight:
-    push: pf.Push
-    values: Vector  # (n_elements,), in the buffers of the last session
+class OutgoingPush(Generic[PushMessage]):
+    """A push on its way in blocks, and the message that follows the last of them."""
+
+    message: PushMessage
+    values: Vector  # (n_elements,) of what the client holds
     blocks: Window
-    push_sent: bool = False  # the Push message after the last block
+    is_sent: bool = False  # the message
+
+    def again(self) -> None:
+        self.blocks.again()
+        self.is_sent = False
+
+    def due(
+        self, bounds: Bounds, *, sequence: int, shard_incarnation: int, credit: int, per_answer: int
+    ) -> list[pf.PushBlock | PushMessage]:
+        """Return what to send now, at most `credit` blocks beyond those that the peer has."""
+        messages: list[pf.PushBlock | PushMessage] = [
+            pf.PushBlock(
+                sequence=sequence,
+                shard_incarnation=shard_incarnation,
+                block_index=index,
+                answer=(index + 1) % per_answer == 0,
+                values=self.values[slice(*bounds[index])],
+            )
+            for index in self.blocks.due(credit)
+        ]
+        if self.blocks.is_sent and not self.is_sent:
+            self.is_sent = True
+            messages.append(self.message)
+        return messages
 
 
 @final
@@ -120,9 +148,7 @@ class _InFlight:
 class StageTarget:
     copier: TensorCopier
     values: Vector  # (n_elements,)
-    shard_incarnation: int
-    fetched_clock: int
-    touches: Vector | None  # stripes of the shard's vector; None: all
+    push: pf.Push  # without its counts
 
 
 @final
@@ -138,7 +164,7 @@ class ShardPush:
         self._copiers: list[TensorCopier] = []  # of the push buffers
         self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
         self._by_blocks = False
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[OutgoingPush[pf.Push]] = deque()
         self._n_issued = 0
         self.issued = 0  # the last used sequence
         self.settled = 0  # no push up to it awaits anything
@@ -207,9 +233,14 @@ class ShardPush:
         return StageTarget(
             copier=self._copiers[slot],
             values=self._push_buffers[slot],
-            shard_incarnation=self._shard_incarnation,
-            fetched_clock=fetched_clock,
-            touches=None if touched is None else self._view.stripes_of(self._index, touched),
+            push=pf.Push(
+                sequence=self.issued + 1,
+                shard_incarnation=self._shard_incarnation,
+                fetched_clock=fetched_clock,
+                n_gradients=0,
+                samples=0,
+                touches=None if touched is None else self._view.stripes_of(self._index, touched),
+            ),
         )
 
     def issue(
@@ -218,22 +249,16 @@ class ShardPush:
         *,
         n_gradients: int,
         samples: int,
-        commit_token: int = 0,
+        commit_token: int,
         is_open: bool,
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
-        push = pf.Push(
-            sequence=self.issued,
-            shard_incarnation=staged.shard_incarnation,
-            fetched_clock=staged.fetched_clock,
-            n_gradients=n_gradients,
-            samples=samples,
-            commit_token=commit_token,
-            touches=staged.touches,
+        push = msgspec.structs.replace(
+            staged.push, n_gradients=n_gradients, samples=samples, commit_token=commit_token
         )
-        in_flight = _InFlight(push, staged.values, Window(len(self._slice.bounds)))
+        in_flight = OutgoingPush(push, staged.values, Window(len(self._slice.bounds)))
         self._in_flight.append(in_flight)
         self._move(in_flight)
         if not self._by_blocks:
@@ -242,7 +267,7 @@ class ShardPush:
 
     def blocks_acked(self, message: pf.PushBlockAck) -> list[pf.PushBlock | pf.Push]:
         for in_flight in self._in_flight:
-            if in_flight.push.sequence == message.sequence:
+            if in_flight.message.sequence == message.sequence:
                 is_news = in_flight.blocks.acked(message.received)
                 return self._send(in_flight) if is_news and self._by_blocks else []
         return []
@@ -264,52 +289,43 @@ class ShardPush:
         """Return the messages to repeat after a while without an answer."""
         messages: list[pf.PushBlock | pf.Push] = []
         for in_flight in self._in_flight:
-            in_flight.blocks.again()
-            in_flight.push_sent = False
+            in_flight.again()
             messages += self._send(in_flight)
         return messages
 
     def _settle(self, sequence: int) -> None:
         self.settled = max(self.settled, sequence)
-        while self._in_flight and self._in_flight[0].push.sequence <= self.settled:
+        while self._in_flight and self._in_flight[0].message.sequence <= self.settled:
             self._in_flight.popleft()
 
-    def _move(self, in_flight: _InFlight) -> None:
+    def _move(self, in_flight: OutgoingPush[pf.Push]) -> None:
         assert self._push_buffers is not None
-        push = in_flight.push
+        push = in_flight.message
         buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
         if in_flight.values is not buffer:
             buffer[:] = in_flight.values
             in_flight.values = buffer
         if push.shard_incarnation != self._shard_incarnation:
             # Staleness is counted within one incarnation of the shard.
-            in_flight.push = msgspec.structs.replace(
+            in_flight.message = msgspec.structs.replace(
                 push,
                 shard_incarnation=self._shard_incarnation,
                 fetched_clock=min(push.fetched_clock, self._first_clock),
             )
 
-    def _send(self, in_flight: _InFlight) -> list[pf.PushBlock | pf.Push]:
+    def _send(self, in_flight: OutgoingPush[pf.Push]) -> list[pf.PushBlock | pf.Push]:
         if not self._by_blocks:
-            return [in_flight.push]
-        messages: list[pf.PushBlock | pf.Push] = []
-        per_answer = max(1, self._credit_blocks // 4)
-        for index in in_flight.blocks.due(self._credit_blocks):
-            start, stop = self._slice.bounds[index]
-            values = in_flight.values[start:stop]
-            messages.append(
-                pf.PushBlock(
-                    sequence=in_flight.push.sequence,
-                    shard_incarnation=self._shard_incarnation,
-                    block_index=index,
-                    answer=(index + 1) % per_answer == 0,
-                    values=values,
-                )
-            )
-            self.bytes_out += values.nbytes
-        if in_flight.blocks.is_sent and not in_flight.push_sent:
-            messages.append(in_flight.push)
-            in_flight.push_sent = True
+            return [in_flight.message]
+        messages = in_flight.due(
+            self._slice.bounds,
+            sequence=in_flight.message.sequence,
+            shard_incarnation=self._shard_incarnation,
+            credit=self._credit_blocks,
+            per_answer=max(1, self._credit_blocks // 4),
+        )
+        self.bytes_out += sum(
+            one.values.nbytes for one in messages if isinstance(one, pf.PushBlock)
+        )
         return messages
 
 

@@ -41,19 +41,7 @@ from distbelief.parameter_server.client.buffers import (
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.slices import SeqlockVector, push_buffer_views
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
-from distbelief.roles.role import (
-    Action,
-    Address,
-    Event,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Report,
-    Seconds,
-    Send,
-    SetTimer,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 
 
 # --- one shard ---
@@ -79,11 +67,11 @@ class ClientConfig:
     """Limits and delays of a client."""
 
     pushes: bool
-    retry_seconds: Seconds = 0.5
-    retry_seconds_max: Seconds = 4.0
-    silence_seconds_max: Seconds = 60.0  # without any message
-    stall_seconds_max: Seconds = 600.0  # with messages but without progress
-    torn_seconds_max: Seconds = 1.0  # then a fetch from shared memory goes by blocks
+    retry_seconds: rl.Seconds = 0.5
+    retry_seconds_max: rl.Seconds = 4.0
+    silence_seconds_max: rl.Seconds = 60.0  # without any message
+    stall_seconds_max: rl.Seconds = 600.0  # with messages but without progress
+    torn_seconds_max: rl.Seconds = 1.0  # then a fetch from shared memory goes by blocks
     credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction
 
     def __post_init__(self) -> None:
@@ -120,7 +108,7 @@ class ShardLink:
 
     def __init__(
         self,
-        copies: Sequence[Address],  # one or two
+        copies: Sequence[rl.Address],  # one or two
         index: int,
         *,
         config: ClientConfig,
@@ -152,7 +140,7 @@ class ShardLink:
         self._n_attach_failures = 0
         self._silence = Silence()
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
-        self._sent_at: Seconds = 0.0
+        self._sent_at: rl.Seconds = 0.0
         self._awaited = False
 
     @property
@@ -161,56 +149,51 @@ class ShardLink:
 
     # ------------------------------------------------------------ from the client
 
-    def open_session(self, now: Seconds) -> list[Action]:
+    def open_session(self, now: rl.Seconds) -> list[rl.Action]:
         self.is_open = False
         self._sent_at = now
         return self._open_session(self.copies)
 
-    def send(self, messages: Sequence[Message], now: Seconds) -> list[Action]:
+    def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
         """Send these to the primary, and wait for what they ask for."""
         return [*self._send(messages, now), *self.wait(now)]
 
     # ------------------------------------------------------------- from the shard
 
-    def receive(self, event: Received, message: ShardReply, now: Seconds) -> list[Action]:
+    def receive(self, event: rl.Received, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         sender = event.sender
         if self._is_stale(sender, event.incarnation):
             return []
         is_lost = self._note_incarnation(sender, event.incarnation)
         demoted = False
         if not isinstance(message, pf.SessionRefused):
-            is_lost = self._note_term(message.shard_incarnation) or is_lost
+            is_lost = is_lost or message.shard_incarnation > self.term
             demoted = message.shard_incarnation < self.term
-        actions: list[Action] = []
+            self.term = max(self.term, message.shard_incarnation)
+        actions: list[rl.Action] = []
         if is_lost:
             self._lost()
             if demoted or not isinstance(message, pf.SessionOpened):
                 actions += self.open_session(now)
         return actions if demoted else [*actions, *self._take(sender, message, now)]
 
-    def peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
+    def peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
         if self._is_stale(event.peer, event.incarnation):
             return []
         if self._note_incarnation(event.peer, event.incarnation):
             self._lost()
-        if isinstance(event, PeerLost) and event.peer == self.primary:
+        if isinstance(event, rl.PeerLost) and event.peer == self.primary:
             return self.open_session(now)
         return [] if self.is_open else self.open_session(now)
 
-    def _is_stale(self, copy: Address, incarnation: int) -> bool:
+    def _is_stale(self, copy: rl.Address, incarnation: int) -> bool:
         return incarnation < self._incarnations[copy]
 
-    def _note_incarnation(self, copy: Address, incarnation: int) -> bool:
+    def _note_incarnation(self, copy: rl.Address, incarnation: int) -> bool:
         """Note an incarnation; return whether it shows that the primary has restarted."""
         before = self._incarnations[copy]
         self._incarnations[copy] = max(before, incarnation)
         return copy == self.primary and 0 < before < incarnation
-
-    def _note_term(self, term: int) -> bool:
-        """Note a term; return whether it is the highest so far."""
-        is_newer = term > self.term
-        self.term = max(self.term, term)
-        return is_newer
 
     def _lost(self) -> None:
         self.is_open = False
@@ -218,7 +201,7 @@ class ShardLink:
         self._backoff.pause = self._backoff.first
         self._n_attach_failures = 0
 
-    def _take(self, sender: Address, message: ShardReply, now: Seconds) -> list[Action]:
+    def _take(self, sender: rl.Address, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         if isinstance(message, pf.SessionRefused):
             return self._refused(sender, message, now)
         self._silence.heard(now, progress=False)
@@ -249,8 +232,8 @@ class ShardLink:
         return self._send(replies, now)
 
     def _session_opened(
-        self, sender: Address, message: pf.SessionOpened, now: Seconds
-    ) -> list[Action]:
+        self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds
+    ) -> list[rl.Action]:
         if self.is_open:
             return []  # a repetition, which only shows that the shard is alive
         # A SessionOpened behind our own watermark answers an older OpenSession.
@@ -268,7 +251,9 @@ class ShardLink:
         )
         return self._send([*fetches, *self.pushing.again()], now)
 
-    def _refused(self, sender: Address, message: pf.SessionRefused, now: Seconds) -> list[Action]:
+    def _refused(
+        self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
+    ) -> list[rl.Action]:
         if message.for_good:
             raise JobError(f"{sender} refuses this client: {message.reason}")
         # A backup refuses clients; that means nothing here.
@@ -329,7 +314,7 @@ class ShardLink:
     def _is_waiting(self) -> bool:
         return not self.is_open or not self.fetching.complete or self.pushing.waits
 
-    def wait(self, now: Seconds) -> list[Action]:
+    def wait(self, now: rl.Seconds) -> list[rl.Action]:
         """Run the timer if something is awaited; call after every change."""
         is_waiting = self._is_waiting
         begins = is_waiting and not self._awaited
@@ -343,7 +328,7 @@ class ShardLink:
         runs = timer_at is not None and (not begins or timer_at <= due)
         return [] if runs else [self._set_timer(due)]
 
-    def timer(self, now: Seconds) -> list[Action]:
+    def timer(self, now: rl.Seconds) -> list[rl.Action]:
         """Repeat what is awaited; raise PeerLostError if the shard was silent for too long."""
         self._silence.woke(now)
         if not self._is_waiting:
@@ -364,10 +349,10 @@ class ShardLink:
         self._sent_at = now
         return [*actions, self._set_timer(self._backoff.due)]
 
-    def _set_timer(self, at: Seconds) -> SetTimer:
-        return SetTimer(name=f"{TIMER}{self.index}", at=self._silence.expect(at))
+    def _set_timer(self, at: rl.Seconds) -> rl.SetTimer:
+        return rl.SetTimer(name=f"{TIMER}{self.index}", at=self._silence.expect(at))
 
-    def _give_up_if_due(self, now: Seconds) -> None:
+    def _give_up_if_due(self, now: rl.Seconds) -> None:
         config, silence = self.config, self._silence
         silent, stalled = silence.silent(now), silence.stalled(now)
         name = " and ".join(self.copies)
@@ -385,13 +370,13 @@ class ShardLink:
                 f"(stall_seconds_max is {config.stall_seconds_max:g}): look at its log"
             )
 
-    def _progressed(self, now: Seconds) -> None:
+    def _progressed(self, now: rl.Seconds) -> None:
         self._silence.progress_at = now
         self._backoff.pause = self._backoff.first
 
     # --------------------------------------------------------------------- sending
 
-    def _open_session(self, copies: Sequence[Address]) -> list[Action]:
+    def _open_session(self, copies: Sequence[rl.Address]) -> list[rl.Action]:
         may_attach = self._n_attach_failures < N_ATTACH_MAX
         request = pf.OpenSession(
             layout=self._layout.fingerprint,
@@ -400,14 +385,14 @@ class ShardLink:
             next_sequence=self.pushing.settled + 1,
             holds=self._slice.stripes,
         )
-        return [Send(receiver=copy, message=request) for copy in copies]
+        return [rl.Send(receiver=copy, message=request) for copy in copies]
 
-    def _send(self, messages: Sequence[Message], now: Seconds) -> list[Action]:
+    def _send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
         if messages:
             self._sent_at = now
         # Push buffers stay unchanged until the push is settled, so blocks need no copy.
         return [
-            Send(receiver=self.primary, message=message, lent=isinstance(message, pf.PushBlock))
+            rl.Send(receiver=self.primary, message=message, lent=isinstance(message, pf.PushBlock))
             for message in messages
         ]
 
@@ -431,9 +416,9 @@ class ParameterClient:
         config: ClientConfig,
         *,
         layout: Layout,
-        shards: Sequence[Address],  # shard 0 first
+        shards: Sequence[rl.Address],  # shard 0 first
         memory: Memory,  # shared with shards on this host
-        backups: Sequence[Address] = (),  # each shard's other copy; none if each has one copy
+        backups: Sequence[rl.Address] = (),  # each shard's other copy; none if each has one copy
         selection: PartialView | None = None,  # what this client holds; None for everything
     ) -> None:
         if len(shards) != layout.n_shards:
@@ -455,7 +440,7 @@ class ParameterClient:
         self._incarnation: int | None = None  # once started
         self._staleness = Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
-        self._links_by_copy: dict[Address, ShardLink] = {}
+        self._links_by_copy: dict[rl.Address, ShardLink] = {}
         for index in view.shards:
             copies = (shards[index], *backups[index : index + 1])
             self._links[index] = link = ShardLink(
@@ -475,24 +460,24 @@ class ParameterClient:
 
     # ---------------------------------------------------------------------- events
 
-    def start(self, incarnation: int, now: Seconds) -> list[Action]:
+    def start(self, incarnation: int, now: rl.Seconds) -> list[rl.Action]:
         """Open a session with every shard, once. `incarnation` is that of the role."""
         if self._incarnation == incarnation:
             return []  # another role that shares this client has started it
         self._incarnation = incarnation
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         for link in self._links.values():
             link.fetching.start(incarnation << _INCARNATION_BITS)
             link.pushing.start((incarnation << _INCARNATION_BITS) + 1)
             actions += [*link.open_session(now), *link.wait(now)]
         return actions
 
-    def owns(self, event: Event) -> bool:
-        if isinstance(event, Received) and not isinstance(event.message, ShardReply):
+    def owns(self, event: rl.Event) -> bool:
+        if isinstance(event, rl.Received) and not isinstance(event.message, ShardReply):
             return False
         return self._link_of(event) is not None
 
-    def handle(self, event: Event, now: Seconds) -> list[Action]:
+    def handle(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
         """Return the actions for `event`; none if the client does not own it.
 
         Raises:
@@ -503,27 +488,27 @@ class ParameterClient:
         link = self._link_of(event)
         if link is None:
             return []
-        if isinstance(event, Received):
+        if isinstance(event, rl.Received):
             if not isinstance(event.message, ShardReply):
                 raise RemoteProtocolError(
                     f"{event.sender} sent {type(event.message).__name__}, which a client does "
                     "not accept"
                 )
             actions = link.receive(event, event.message, now)
-        elif isinstance(event, TimerFired):
+        elif isinstance(event, rl.TimerFired):
             actions = link.timer(now)
         else:
-            assert isinstance(event, PeerJoined | PeerLost)
+            assert isinstance(event, rl.PeerJoined | rl.PeerLost)
             actions = link.peer(event, now)
         if self._installing is None and self._staging is None:
             link.release()
         return [*actions, *link.wait(now)]
 
-    def _link_of(self, event: Event) -> ShardLink | None:
+    def _link_of(self, event: rl.Event) -> ShardLink | None:
         match event:
-            case Received(sender=peer) | PeerJoined(peer=peer) | PeerLost(peer=peer):
+            case rl.Received(sender=peer) | rl.PeerJoined(peer=peer) | rl.PeerLost(peer=peer):
                 return self._links_by_copy.get(peer)
-            case TimerFired(name=name) if name.startswith(TIMER):
+            case rl.TimerFired(name=name) if name.startswith(TIMER):
                 return self._links.get(int(name.removeprefix(TIMER)))
             case _:
                 return None
@@ -546,11 +531,11 @@ class ParameterClient:
     def versions(self) -> tuple[tuple[int, int], ...]:
         return tuple(link.fetching.version for link in self._links.values())
 
-    def begin_fetch(self, now: Seconds) -> list[Action]:
+    def begin_fetch(self, now: rl.Seconds) -> list[rl.Action]:
         """Fetch from every shard; LocalProtocolError while the last fetch is installed."""
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         for link in self._links.values():
             actions += link.send(link.fetching.begin(is_open=link.is_open), now)
         return actions
@@ -588,7 +573,7 @@ class ParameterClient:
         readable = [reader.readable for reader in (self._installing or {}).values()]
         return sum(readable) / max(len(self._links), 1)
 
-    def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
+    def installed(self, outcome: FetchResult, now: rl.Seconds) -> list[rl.Action]:
         """Take the result of an install.
 
         If `outcome.torn` names shards, install again after a millisecond and once `fetch_complete`.
@@ -598,7 +583,7 @@ class ParameterClient:
             raise LocalProtocolError("installed without an install")
         readers, self._installing = self._installing, None
         clocks = dict(zip(self._links, outcome.clocks, strict=True))
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         for index, reader in readers.items():
             link = self._links[index]
             if index in outcome.torn and reader.blocks:
@@ -672,9 +657,9 @@ class ParameterClient:
         *,
         n_gradients: int,  # that were summed
         samples: int,
-        now: Seconds,
+        now: rl.Seconds,
         commit_token: int = 0,  # of a chunk, whose sum is committed later, not applied
-    ) -> list[Action]:
+    ) -> list[rl.Action]:
         """Push what was staged if it is finite; otherwise count and report it.
 
         `samples` is this client's total over all incarnations; of a chunk, its own.
@@ -682,7 +667,7 @@ class ParameterClient:
         if self._staging is None:
             raise LocalProtocolError("staged without a stage: stage a push first")
         targets, self._staging = self._staging, None
-        actions: list[Action] = []
+        actions: list[rl.Action] = []
         if outcome.finite:
             self._n_pushed += 1
             for link, target in zip(self._links.values(), targets, strict=True):
@@ -697,7 +682,7 @@ class ParameterClient:
         else:
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
-            actions.append(Report(text=text, level="warning"))
+            actions.append(rl.Report(text=text, level="warning"))
         self._release()
         return actions
 
@@ -720,7 +705,7 @@ class ParameterClient:
     # -------------------------------------------------------------------- status
 
     @property
-    def waiting_for(self) -> Address | None:
+    def waiting_for(self) -> rl.Address | None:
         for link in self._links.values():
             if not (link.is_open and link.fetching.complete and link.pushing.has_room):
                 return link.copies[0]

@@ -24,7 +24,7 @@ from distbelief.graph.graph import INPUT, Layer, LayerGraph
 from distbelief.graph.operator import Call, Operator, PartialSums, Step, joined, operator_of
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
-from distbelief.partition.cost_model import N_BYTES, signature
+from distbelief.partition.cost_model import N_BYTES
 from distbelief.partition.profiling.profile import (
     INPUTS,
     SAMPLES,
@@ -338,5 +338,5 @@ def _unlike(graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module]) -> 
     for layer in graph.layers:
         unknown = "module" in layer.options and layer.text("module") not in modules
         if layer.kind != INPUT and not unknown and not is_too_large(layer, batch=batch):
-            found.setdefault(digest(signature(layer), batch=batch), layer)
+            found.setdefault(digest(layer.signature, batch=batch), layer)
     return found

@@ -26,7 +26,6 @@ from distbelief.partition.solvers.problem import (
     Problem,
     Solution,
     first_lowest,
-    no_choice,
 )
 
 
@@ -80,7 +79,7 @@ def eliminate(problem: Problem, order: Order | None = None) -> Solution:
     index that ties.
 
     Raises:
-        GraphError: the tables are too large, or every choice is forbidden.
+        GraphError: the tables are too large.
     """
     order = order or elimination_order(problem)
     if not order.fits:
@@ -90,8 +89,6 @@ def eliminate(problem: Problem, order: Order | None = None) -> Solution:
         )
     choice = cheapest(problem, problem.costs, order)
     cost = problem.cost(choice)
-    if math.isinf(cost):
-        raise no_choice()
     fits = problem.overrun(choice) <= 1 + TOLERANCE
     return problem.solution(choice, bound=cost, solver="elimination", proven=fits)
 

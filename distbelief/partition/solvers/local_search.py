@@ -112,7 +112,7 @@ def _prices(
         after = over - shares[chosen[node]] + shares  # (K, n_machines)
         freed = excess - np.maximum(after, 0, out=after).sum(axis=1)
         costs = deltas[node]
-        helps = (freed > TOLERANCE * excess) & np.isfinite(costs)
+        helps = freed > TOLERANCE * excess
         price = np.full(len(costs), np.inf)
         np.divide(costs, freed, out=price, where=helps)
         price[helps & (costs <= 0)] = -freed[helps & (costs <= 0)]
@@ -180,5 +180,4 @@ def around(problem: Problem, node: int, chosen: Sequence[int], *, leave: int = -
 
 def _deltas(problem: Problem, node: int, chosen: Sequence[int]) -> Array:
     costs = around(problem, node, chosen)
-    present = costs[chosen[node]]
-    return np.asarray(costs - present if np.isfinite(present) else costs)
+    return np.asarray(costs - costs[chosen[node]])

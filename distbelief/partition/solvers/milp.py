@@ -6,7 +6,7 @@
     sum s[v, k] shares[v, k, q] <= limit                          per machine q
 
 Only s is integer: with equal marginals (the local polytope) e follows, and on trees the linear
-program alone is integral. Pairs of infinite cost have no variable.
+program alone is integral.
 """
 
 import os
@@ -30,7 +30,6 @@ from distbelief.partition.solvers.problem import (
     Indices,
     Problem,
     Solution,
-    no_choice,
     trivial_bound,
 )
 
@@ -48,8 +47,7 @@ class _Answer(NamedTuple):
 
 
 def n_variables(problem: Problem) -> int:
-    pairs = sum(int(np.isfinite(table).sum()) for table in problem.edges.values())
-    return sum(problem.sizes) + pairs
+    return sum(problem.sizes) + sum(table.size for table in problem.edges.values())
 
 
 def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None) -> Solution:
@@ -60,7 +58,7 @@ def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None
     If `start` fits the caps, nothing more expensive is searched.
 
     Raises:
-        GraphError: every choice is forbidden, or none was found in time.
+        GraphError: none was found in time.
     """
     program, deadline = _Program(problem), Deadline(seconds)
     fits = start is not None and problem.overrun(start) <= 1 + TOLERANCE
@@ -70,8 +68,6 @@ def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None
     bound = answer.bound
     if answer.infeasible:
         least = program.least_overrun(deadline=deadline)
-        if least.infeasible:
-            raise no_choice()
         known += [] if least.choice is None else [least.choice]
         if known:
             best = min(known, key=problem.badness)
@@ -80,7 +76,7 @@ def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None
             known += [] if cheap.choice is None else [cheap.choice]
             proven, bound = least.bound >= limit * (1 - PROOF), cheap.bound
     if not known:
-        raise GraphError("no choice of finite cost was found in time: allow more seconds")
+        raise GraphError("no choice was found in time: allow more seconds")
     # Priced by our own code: old versions of HiGHS returned choices that broke their own bound
     # (scipy#22812), and none at all when time ran out (scipy#16545).
     best = min(known, key=problem.badness)
@@ -100,19 +96,16 @@ class _Program:
         costs = [*problem.costs]
         n_rows, n_columns = len(problem.sizes), self._n_s
         for (u, v), table in problem.edges.items():
-            at_u, at_v = np.nonzero(np.isfinite(table))
-            costs.append(table[at_u, at_v])
-            own = n_columns + np.arange(len(at_u))
-            n_columns += len(at_u)
-            for node, ends in ((u, at_u), (v, at_v)):
+            costs.append(table.ravel())
+            own = n_columns + np.arange(table.size)
+            n_columns += table.size
+            for node, ends in zip((u, v), np.indices(table.shape).reshape(2, -1), strict=True):
                 size = problem.sizes[node]
                 rows += [n_rows + ends, n_rows + np.arange(size)]
                 columns += [own, first[node] + np.arange(size)]
                 signs += [np.ones(len(ends)), -np.ones(size)]
                 n_rows += size
-        together = np.concatenate(costs)
-        self._upper = np.isfinite(together).astype(np.float64)  # 0: a forbidden candidate
-        self._costs = np.where(np.isfinite(together), together, 0.0)
+        self._costs = np.concatenate(costs)
         self._signs = np.concatenate(signs)
         self._places = (np.concatenate(rows), np.concatenate(columns))
         self._sums = np.zeros(n_rows)
@@ -173,7 +166,7 @@ class _Program:
         integer = np.zeros(len(objective), np.intp)
         integer[: self._n_s] = 1
         upper = np.full(len(objective), np.inf)
-        upper[: len(self._upper)] = self._upper
+        upper[: len(self._costs)] = 1
         with _hushed():
             result = solve_program(
                 objective,

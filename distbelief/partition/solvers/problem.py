@@ -3,7 +3,7 @@
     minimise    sum_v costs[v][x_v]  +  sum_uv edges[u, v][x_u, x_v]
     subject to  sum_v memory[v][x_v, q] <= caps[q]            for every machine q
 
-An infinite cost forbids (a pin forbids all candidates but one). Caps hold up to one part in 1e9, so
+Caps hold up to one part in 1e9, so
 that rounding decides nothing. Each solution carries a proven bound.
 
 The pruning functions return, per node, the indices of the candidates to keep, ascending. What they
@@ -132,8 +132,6 @@ class Problem:
             proven: False if choices that overrun the caps less may exist.
         """
         cost = self.cost(choice)
-        if math.isinf(cost):
-            raise no_choice()
         used = self.used(choice)
         return Solution(
             choice=tuple(int(index) for index in choice),
@@ -161,10 +159,6 @@ class Solution:
     overrun: float = 0.0  # largest share of its cap that any machine uses; 0 without caps
     offending: tuple[int, ...] = ()  # machines whose caps are broken
 
-    @property
-    def feasible(self) -> bool:
-        return not self.offending
-
 
 def first_lowest(values: Array) -> int:
     """Return the first index, in C order, of the values that tie for the lowest."""
@@ -177,20 +171,15 @@ def trivial_bound(problem: Problem) -> float:
     return math.fsum([*lowest, *(float(edge.min()) for edge in problem.edges.values())])
 
 
-def no_choice() -> GraphError:
-    return GraphError(
-        "no choice of candidates has a finite cost: drop a pin that contradicts another, or "
-        "leaves a layer no candidate"
-    )
-
-
 def _check(problem: Problem) -> None:
     costs, sizes, memory, caps = problem.costs, problem.sizes, problem.memory, problem.caps
     if not costs or any(not _valid(values, (len(values),)) or not len(values) for values in costs):
-        raise GraphError("give each node costs: one number per candidate, not NaN or -inf")
+        raise GraphError("give each node costs: one finite number per candidate")
     for (u, v), table in problem.edges.items():
         if not (0 <= u < v < len(costs) and _valid(table, (sizes[u], sizes[v]))):
-            raise GraphError(f"edge {u, v}: give two nodes in ascending order, and all their pairs")
+            raise GraphError(
+                f"edge {u, v}: give two nodes in ascending order, and finite costs of all pairs"
+            )
     if (memory is None) != (caps is None):
         raise GraphError("memory or caps is missing: give both, or neither")
     if memory is not None and caps is not None:
@@ -198,36 +187,15 @@ def _check(problem: Problem) -> None:
             raise GraphError(f"caps are {caps}: give numbers above 0, and memory of each node")
         for node, values in enumerate(memory):
             fits = _valid(values, (sizes[node], len(caps)))
-            if not fits or (values < 0).any() or np.isinf(values).any():
+            if not fits or (values < 0).any():
                 raise GraphError(f"node {node}: give finite memory >= 0 per candidate and machine")
 
 
 def _valid(table: Array, shape: tuple[int, ...]) -> bool:
-    return table.shape == shape and bool((table > -math.inf).all())
+    return table.shape == shape and bool(np.isfinite(table).all())
 
 
 # --- pruning ---
-
-
-def permitted(problem: Problem) -> list[Indices]:
-    """Keep candidates of finite cost, beside some candidate of every neighbour.
-
-    Raises:
-        GraphError: a node keeps nothing.
-    """
-    alive = [np.isfinite(costs) for costs in problem.costs]
-    changed = True
-    while changed:
-        changed = False
-        for node, pairs in enumerate(problem.neighbours):
-            for other, table in pairs:
-                possible = np.isfinite(table[:, alive[other]]).any(axis=1)
-                if (alive[node] & ~possible).any():
-                    alive[node] &= possible
-                    changed = True
-    if not all(mask.any() for mask in alive):
-        raise no_choice()
-    return [np.flatnonzero(mask) for mask in alive]
 
 
 def fitting(problem: Problem) -> list[Indices] | None:
@@ -263,12 +231,11 @@ def undominated(problem: Problem) -> list[Indices]:
     kept: list[Indices] = [np.arange(size) for size in problem.sizes]
     for node, pairs in enumerate(problem.neighbours):
         costs = problem.costs[node]
-        worst = _change(costs[:, None], costs[None])  # of changing from the column to the row
+        worst = costs[:, None] - costs[None]  # of changing from the column to the row
         for other, table in pairs:
             rest = table[:, kept[other]]
-            with np.errstate(invalid="ignore"):
-                worst += _change(rest[:, None], rest[None]).max(axis=2)
-        beats = worst <= 0  # false for NaN: a candidate forbidden beside another
+            worst += (rest[:, None] - rest[None]).max(axis=2)
+        beats = worst <= 0
         if problem.shares is not None:
             shares = problem.shares[node]
             beats &= (shares[:, None] <= shares[None, :]).all(axis=2)
@@ -278,9 +245,3 @@ def undominated(problem: Problem) -> list[Indices]:
             alive[index] = not (alive & beats[:, index]).any()
         kept[node] = np.flatnonzero(alive)
     return kept
-
-
-def _change(new: Array, old: Array) -> Array:
-    # The additional cost of the change; leaving a forbidden candidate always saves.
-    with np.errstate(invalid="ignore"):
-        return np.where(np.isinf(old), -np.inf, new - old)

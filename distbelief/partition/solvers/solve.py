@@ -7,13 +7,17 @@ elimination        small tables, and the choice fits the caps       -> exact
   else             the best known and the bound
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from distbelief.partition.solvers.dynamic_programming import cheapest, eliminate, elimination_order
+from distbelief.partition.solvers.dynamic_programming import (
+    Order,
+    cheapest,
+    eliminate,
+    elimination_order,
+)
 from distbelief.partition.solvers.local_search import descend, exchange, independent, repair
 from distbelief.partition.solvers.milp import milp, n_variables
 from distbelief.partition.solvers.problem import (
@@ -24,13 +28,15 @@ from distbelief.partition.solvers.problem import (
     Problem,
     Solution,
     fitting,
-    permitted,
     trivial_bound,
     undominated,
 )
 
 
 VARIABLES_MAX: Final = 200_000  # of a mixed integer program: seconds to minutes
+# Where elimination's tables would be too large: HiGHS looks at the clock too seldom, and took 70
+# seconds in place of 10 for DenseNet-121 on 4 machines (94,000 variables).
+DENSE_VARIABLES_MAX: Final = 30_000
 
 _BISECTIONS: Final = 12
 
@@ -43,22 +49,16 @@ def solve(
     If none fits, the cheapest of those that overrun the caps least.
 
     `seconds` is approximate: elimination alone takes some.
-
-    Raises:
-        GraphError: every choice is forbidden.
     """
     deadline = Deadline(seconds, clock=clock)
-    kept = permitted(problem)
-    small = problem.restricted(kept)
-    order = elimination_order(small)
-    bound = trivial_bound(small)
+    order = elimination_order(problem)
+    bound = trivial_bound(problem)
     if order.fits:
-        free = eliminate(small, order)
+        free = eliminate(problem, order)
         if free.exact:
-            return _lifted(kept, free)
+            return free
         bound = free.bound
-    found = _under_caps(small, bound, deadline) or _least_bad(small, bound, deadline)
-    return _lifted(kept, found)
+    return _under_caps(problem, bound, deadline) or _least_bad(problem, bound, deadline)
 
 
 def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution | None:
@@ -70,29 +70,35 @@ def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution 
     kept = [rows[index] for rows, index in zip(kept, inner, strict=True)]
     small = problem.restricted(kept)
     order = elimination_order(small)
-    start = independent(small)
     if order.fits:
         start = cheapest(small, small.costs, order)
-        cost = small.cost(start)
-        if math.isinf(cost):
-            return None
-        bound = max(bound, cost)
-    known = start
+        bound = max(bound, small.cost(start))
+    else:
+        start = _descended(small)
     if small.overrun(start) > 1 + TOLERANCE:
         mended = repair(small, start, limit=1.0, deadline=deadline)
         if mended is None:
             return None
-        known = exchange(small, descend(small, mended), deadline=deadline)
+        start = descend(small, mended)
     elif order.fits:
         return _lifted(kept, small.solution(start, bound=bound, solver="elimination"))
-    if math.isinf(small.cost(known)):
-        return None
-    return _lifted(kept, _finished(small, known, bound, deadline))
+    known = exchange(small, start, deadline=deadline)
+    return _lifted(kept, _finished(small, known, bound, order, deadline))
 
 
-def _finished(problem: Problem, start: Choice, bound: float, deadline: Deadline) -> Solution:
+def _descended(problem: Problem) -> Choice:
+    # The best of local searches from several choices: each node by itself, and all nodes alike.
+    starts = [tuple(min(k, n - 1) for n in problem.sizes) for k in range(max(problem.sizes))]
+    ends = [descend(problem, start) for start in (independent(problem), *starts)]
+    return min(ends, key=problem.badness)
+
+
+def _finished(
+    problem: Problem, start: Choice, bound: float, order: Order, deadline: Deadline
+) -> Solution:
     # The best choice, by a mixed integer program if it is small enough.
-    if deadline.passed or n_variables(problem) > VARIABLES_MAX:
+    n_max = VARIABLES_MAX if order.fits else DENSE_VARIABLES_MAX
+    if deadline.passed or n_variables(problem) > n_max:
         fits = problem.overrun(start) <= 1 + TOLERANCE  # else a lower overrun may be possible
         return problem.solution(start, bound=bound, solver="repair", proven=fits)
     found = milp(problem, seconds=deadline.left, start=start)
@@ -105,14 +111,14 @@ def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
     # No choice that fits is known: overrun the caps least.
     kept = undominated(problem)
     small = problem.restricted(kept)
-    start = _least_repaired(small, deadline)
-    return _lifted(kept, _finished(small, start, bound, deadline))
+    order = elimination_order(small)
+    start = _least_repaired(small, order, deadline)
+    return _lifted(kept, _finished(small, start, bound, order, deadline))
 
 
-def _least_repaired(problem: Problem, deadline: Deadline) -> Choice:
+def _least_repaired(problem: Problem, order: Order, deadline: Deadline) -> Choice:
     # Bisection over the limit that repairs can reach.
-    order = elimination_order(problem)
-    free = eliminate(problem, order).choice if order.fits else independent(problem)
+    free = eliminate(problem, order).choice if order.fits else _descended(problem)
     best, low, high = free, 0.0, problem.overrun(free)
     for _ in range(_BISECTIONS):
         limit = (low + high) / 2

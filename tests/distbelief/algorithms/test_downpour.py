@@ -22,6 +22,7 @@ from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import HERE
+from tests.distbelief.parameter_server.pair import scatter
 
 
 SETTINGS = DownpourSettings(loss="cross_entropy", batch_size=4, rule=SGD(learning_rate=0.1))
@@ -40,7 +41,7 @@ def test_the_table_of_a_job_file_is_read() -> None:
     settings = msgspec.convert(USUAL, DOWNPOUR.config)
     assert settings.rule == Adagrad(learning_rate=0.02)
     assert settings.n_push == 5
-    assert settings.of_replica().batch_size == 256
+    assert settings.batch_size == 256
     # A stated local rate lets an adaptive rule have local steps.
     msgspec.convert(USUAL | {"n_fetch": 5, "local_learning_rate": 0.01}, DOWNPOUR.config)
 
@@ -167,6 +168,6 @@ def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
             if isinstance(action, Compute):
                 action.work()
         assert isinstance(shard, Shard)
-        layout.scatter(k, shard._values.vector, found)
+        scatter(layout, k, shard._values.vector, found)
     for got, value in zip(found, model.values, strict=True):
         assert torch.equal(got, value)

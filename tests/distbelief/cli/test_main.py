@@ -65,9 +65,6 @@ def a_run(path: str, *, age: float = 0.0, **status: bool | str) -> RunDirectory:
     return run
 
 
-# ----------------------------------------------------------------------- help
-
-
 def helps(words: tuple[str, ...], group: object) -> Iterator[tuple[str, str]]:
     """Yield every command with what its help says."""
     yield " ".join(words), command(*words, "-h").stdout
@@ -189,9 +186,6 @@ def test_who_interrupts_the_start_reads_no_traceback() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-# ---------------------------------------------------------------------- train
-
-
 def test_a_mistake_in_what_to_train_is_one_message_and_exit_code_2() -> None:
     Path("speech.toml").write_text(SPEECH)
     assert mistaken("train", "speech.toml", "--set", "algorithm.n_pushes=5") == (
@@ -202,9 +196,6 @@ def test_a_mistake_in_what_to_train_is_one_message_and_exit_code_2() -> None:
     said = mistaken("train", "--resume", "runs/demo", "--set", "stop.epohcs=2")
     assert "[stop] has no key 'epohcs'. Did you mean 'epochs'?" in said  # in its own job file
     assert "runs is not a run directory" in mistaken("train", "--resume", "runs")
-
-
-# --------------------------------------------------------------------- errors
 
 
 def reported(
@@ -230,9 +221,6 @@ def test_each_kind_of_error_has_its_exit_code(capsys: pytest.CaptureFixture[str]
     assert "Traceback" in reported(mistake, capsys, show_traceback=True)[1]
     with pytest.raises(ZeroDivisionError), reported_errors(show_traceback=True):
         _ = 1 / 0
-
-
-# --------------------------------------------------------------------- status
 
 
 def status(*options: str) -> str:

@@ -15,16 +15,15 @@ from distbelief.cluster.bootstrap import (
     read_job_spec,
     write_job_spec,
 )
+from distbelief.cluster.listen import JobAddress
 from distbelief.config.load import job_from_json
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import Blob, FileChunk, FileRequest, hosts
 from distbelief.protocol.hosts import CHUNK_BYTES_MAX
+from distbelief.transport.keys import KeyPair
 from tests.distbelief.jobs import speech
-
-
-# ------------------------------------------------------------------------- chunks
 
 
 @given(
@@ -111,9 +110,6 @@ def test_the_rate_is_that_of_the_fastest_chunk(bandwidth: float) -> None:
     assert probe.rate == pytest.approx(min(bandwidth, CHUNK_BYTES_MAX / 1e-6), rel=0.01)
 
 
-# ----------------------------------------------------------------------- job spec
-
-
 def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> RoleSpec:
     job = speech(*overrides, path="/home/ada/nets/speech.toml")
     layout = Layout.of([TensorSpec(name="w", shape=(3, 2), kind="parameter")], n_shards=1)
@@ -163,3 +159,47 @@ def test_an_invalid_job_spec_is_rejected(content: bytes) -> None:
     for job in (b"[1", b"1", b"{}", b'{"source":{"import_paths":[1]}}', b'{"\xd8":1}'):
         with pytest.raises(JobError, match="job cannot be read"):
             localized(msgspec.Raw(job), Path())
+
+
+KEY = "ab" * 32
+SECRET = "5f" * 32
+PAIR = KeyPair.parse(SECRET)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        (f"tcp://10.0.0.1:7700?key={KEY}", JobAddress(host="10.0.0.1", port=7700, key=KEY)),
+        (
+            f"tcp://node-3.example.org:1?secret={SECRET}",
+            JobAddress(host="node-3.example.org", port=1, key=PAIR.public, secret=SECRET),
+        ),
+    ],
+)
+def test_printed_addresses_can_be_read_and_keys_show_no_secret(
+    text: str, address: JobAddress
+) -> None:
+    assert str(address) == text
+    assert JobAddress.parse(text) == address
+    half = JobAddress(host=address.host, port=address.port)
+    assert JobAddress.parse(text.partition("?")[0]) == half
+
+
+def test_a_secret_that_is_none_is_not_shown() -> None:
+    with pytest.raises(JobError, match="copy the whole address") as caught:
+        JobAddress.parse(f"tcp://h:1?secret={SECRET[:-1]}")
+    assert SECRET[:8] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "tcp://h", "h:1", "http://h:1", "tcp://:1", "tcp://h:99999"),
+        *("tcp://h[:1", "tcp://h]:1", "tcp://1[]0:7", "tcp://h:1?secret=\udcc9"),  # fuzz
+    ],
+)
+def test_what_is_no_address_is_named(text: str) -> None:
+    with pytest.raises(JobError, match="is not a job address"):
+        JobAddress.parse(text)
+    with pytest.raises(JobError, match="not a public key"):
+        JobAddress.parse("tcp://h:1?key=abc")

@@ -29,9 +29,6 @@ def rule_of(job: Job) -> UpdateRule:
     return job.algorithm.rule
 
 
-# --------------------------------------------------------------- what is read
-
-
 def test_a_job_file_becomes_structs_with_the_documented_defaults() -> None:
     job = speech("evaluation.metric=top5")
     assert job.model == ModelSpec(factory="speech.model:net", arguments={"hidden": [512, 512]})
@@ -79,9 +76,6 @@ def test_import_paths_are_the_files_directory_then_the_current_one() -> None:
     assert speech(path="jobs/speech.toml").import_paths == (f"{here}/jobs", here)
 
 
-# ------------------------------------------------------------------ overrides
-
-
 def test_an_override_replaces_a_value_needs_no_quotes_and_the_last_one_wins() -> None:
     job = speech(
         "cluster.replicas=3",
@@ -125,9 +119,6 @@ def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
     assert cluster.plan == str(Path.cwd() / "jobs" / "p" / "plan.json")
     assert cluster.machines == str(Path.cwd() / "jobs" / "c.toml")
     assert cluster.is_split
-
-
-# ------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(
@@ -265,9 +256,6 @@ def test_any_text_is_read_or_refused_in_words(text: str) -> None:
         parse_job(text, path="speech.toml")
 
 
-# ----------------------------------------------------------------- round trip
-
-
 names = st.text(min_size=1, max_size=8)
 plain = st.recursive(
     st.text(max_size=8)
@@ -321,9 +309,6 @@ def test_json_that_is_no_job_is_refused() -> None:
 def test_quantities_are_written_with_their_units() -> None:
     assert 'every = "10 s"' in speech().to_toml()
     assert 'seconds = "10 min"' in speech("stop.seconds=600").to_toml()
-
-
-# ------------------------------------------------------------------ algorithms
 
 
 def test_an_algorithm_that_cannot_be_imported_says_which() -> None:

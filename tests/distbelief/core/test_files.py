@@ -133,9 +133,6 @@ def test_a_draft_that_is_swept_before_it_is_locked_is_made_again(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-# --- temporary directories ---
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go."""

@@ -97,9 +97,6 @@ def test_a_server_that_is_busy_importing_is_not_waited_for(
         slow.launch(ONE, 1)
 
 
-# --------------------------------------------------------------------- the fork server
-
-
 CHILD = """
 import os, sys, signal, time
 from distbelief.launch import forkserver

@@ -22,6 +22,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import TensorCopier
 from distbelief.protocol import Message
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
@@ -91,6 +92,22 @@ def numbered(layout: Layout) -> list[torch.Tensor]:
     return tensors
 
 
+def gather(layout: Layout, k: int, tensors: Sequence[torch.Tensor | None], vector: Vector) -> None:
+    """Copy shard k's part of `tensors` into its vector; None for zeros."""
+    put_all(PartialView(layout).copier(k, vector), tensors)
+
+
+def put_all(copier: TensorCopier, tensors: Sequence[torch.Tensor | None]) -> None:
+    for index, tensor in enumerate(tensors):
+        copier.put(index, tensor)
+    copier.zero_padding()
+
+
+def scatter(layout: Layout, k: int, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy shard k's vector into `tensors`."""
+    PartialView(layout).copier(k, vector).scatter(tensors)
+
+
 def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
     """Return the messages of this kind among the actions, in order."""
     return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
@@ -157,8 +174,6 @@ class Bench:
     disk_error: str | None = None
     wire: Codec = field(default_factory=lambda: Codec(run="bench"))
 
-    # -------------------------------------------------------------------- roles
-
     def start(self, name: Address, role: Role, *, restored: Snapshot | None = None) -> None:
         """Begin an incarnation of `name`; whatever its last one had under way is gone."""
         self.kill(name)
@@ -217,8 +232,6 @@ class Bench:
         )
         self.start(name, Loop(client))
         return client
-
-    # ------------------------------------------------------------------- driving
 
     def deliver(self, name: Address, event: Event) -> None:
         role = self.roles.get(name)
@@ -306,8 +319,6 @@ class Bench:
             if settle:
                 self.settle()
         self.now = end
-
-    # -------------------------------------------------------------- what a role does
 
     def begin_fetch(self, name: Address = CLIENT) -> None:
         self.perform(name, self.client(name).begin_fetch(self.now))

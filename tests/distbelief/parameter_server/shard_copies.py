@@ -1,7 +1,7 @@
 """One shard copy on a bench: the test plays all its peers and its executor."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -51,10 +51,13 @@ class OneCopy:
         memory: Memory | None = None,
         layout: Layout = LAYOUT,
         rule: UpdateRule = PLUS_ONE,
+        initialise: Callable[[], Vector] | None = None,
         restored: Snapshot | None = None,
         unrestored: str | None = None,
         life: int = 1,
         ready: bool = True,
+        is_replicated: bool = True,
+        **settings: object,
     ) -> None:
         self.name = name
         self.life = life
@@ -64,15 +67,21 @@ class OneCopy:
         self.timers: dict[str, Seconds] = {}
         self.executor: deque[Compute | Persist] = deque()
         self.snapshots: list[Snapshot] = []
-        config = ShardConfig(index=0, layout=layout, rule=rule, name=name, is_replicated=True)
-        zeros = partial(np.zeros, layout.shard_size(0))
-        self.shard = Shard(config, memory=self.memory, initialise=zeros)
+        self.disk_error: str | None = None
+        config = ShardConfig(
+            index=0,
+            layout=layout,
+            rule=rule,
+            name=name,
+            is_replicated=is_replicated,
+            **settings,  # type: ignore[arg-type]
+        )
+        zeros = partial(np.zeros, layout.shard_size(0), layout.dtype)
+        self.shard = Shard(config, memory=self.memory, initialise=initialise or zeros)
         started = Started(incarnation=life, restored=restored, unrestored=unrestored)
-        self._note(self.shard.handle(started, self.now))
+        self.started = self._note(self.shard.handle(started, self.now))
         if ready:
             self.work()
-
-    # ---------------------------------------------------------------- what happens
 
     def receive(
         self, message: Message, sender: Address = SUPERVISOR, *, life: int = 1
@@ -80,21 +89,28 @@ class OneCopy:
         event = Received(sender=sender, incarnation=life, message=message)
         return self._note(self.shard.handle(event, self.now))
 
-    def work(self) -> list[Action]:
-        """Run the piece of work that waits."""
+    def work(self, actions: Sequence[Action] | None = None) -> list[Action]:
+        """Run the piece of work that waits, or the one among these actions."""
+        if actions is not None:
+            self.executor = deque(a for a in actions if isinstance(a, Compute | Persist))
         work = self.executor.popleft()
+        assert not self.executor
         if isinstance(work, Persist):
-            self.snapshots.append(work.snapshot)
-            event = Persisted(label=work.snapshot.label)
+            if self.disk_error is None:
+                self.snapshots.append(work.snapshot)
+            event = Persisted(label=work.snapshot.label, error=self.disk_error)
             return self._note(self.shard.handle(event, self.now))
         done = Computed(name=work.name, result=work.work())
         return self._note(self.shard.handle(done, self.now))
 
-    def work_all(self) -> list[Action]:
-        actions: list[Action] = []
+    def work_all(self, actions: Sequence[Action] | None = None) -> list[Action]:
+        """Run work until there is none; return all actions, these included."""
+        collected = list(actions or ())
+        if actions is not None:
+            self.executor = deque(a for a in actions if isinstance(a, Compute | Persist))
         while self.executor:
-            actions += self.work()
-        return actions
+            collected += self.work()
+        return collected
 
     def wait(self, seconds: Seconds) -> list[Action]:
         """Let time pass; fire what comes due."""
@@ -114,8 +130,6 @@ class OneCopy:
                 self.timers[action.name] = action.at
         return list(actions)
 
-    # -------------------------------------------------------------- what others say
-
     def lead(self, term: int, second: str = "", *, life: int | None = None) -> list[Action]:
         """Promote this incarnation, or another one; the backup is in its first."""
         lead = Promote(
@@ -128,46 +142,47 @@ class OneCopy:
 
     def hello(
         self,
-        *,
         sender: Address = CLIENT,
+        *,
         life: int = 1,
         host: str = "",
+        pushes: bool = True,
         next_sequence: int = 1,
         holds: Vector | None = None,
     ) -> list[Action]:
         message = pf.OpenSession(
             layout=self.layout.fingerprint,
-            pushes=True,
+            pushes=pushes,
             host=host,
             next_sequence=next_sequence,
             holds=holds,
         )
         return self.receive(message, sender, life=life)
 
-    def push(self, sequence: int, *, number: int, value: float = -1.0) -> list[Action]:
-        """Send every block of a push, and the push itself."""
-        bounds = block_bounds(self.layout.shard_size(0), itemsize=8)
+    def push(
+        self,
+        sequence: int,
+        *,
+        number: int | None = None,
+        sender: Address = CLIENT,
+        value: float = -1.0,
+        life: int = 1,
+        samples: int | None = None,
+        fetched_clock: int = 0,
+    ) -> list[Action]:
+        """Send every block of a push, and the push itself; return its actions."""
+        dtype = self.layout.dtype
+        bounds = block_bounds(self.layout.shard_size(0), itemsize=dtype.itemsize)
         for index, (start, stop) in enumerate(bounds):
-            block = pf.PushBlock(
-                sequence=sequence,
-                shard_incarnation=number,
-                block_index=index,
-                values=np.full(stop - start, value),
-            )
-            self.receive(block, CLIENT)
-        return self.said(sequence, number=number)
+            values = np.full(stop - start, value, dtype)
+            self.receive(block(sequence, index, values, number=number or 1), sender, life=life)
+        message = said(
+            sequence, samples=samples, fetched_clock=fetched_clock, number=number or self.life
+        )
+        return self.receive(message, sender, life=life)
 
     def said(self, sequence: int, *, number: int) -> list[Action]:
-        message = pf.Push(
-            sequence=sequence,
-            shard_incarnation=number,
-            fetched_clock=0,
-            n_gradients=1,
-            samples=10 * sequence,
-        )
-        return self.receive(message, CLIENT)
-
-    # --------------------------------------------------------------------- how it is
+        return self.receive(said(sequence, number=number), CLIENT)
 
     @property
     def values(self) -> Vector:
@@ -179,6 +194,24 @@ class OneCopy:
 
     def counters(self) -> dict[str, float]:
         return dict(self.shard.status()[1])
+
+
+def block(sequence: int, index: int, values: Vector, *, number: int = 1) -> pf.PushBlock:
+    return pf.PushBlock(
+        sequence=sequence, shard_incarnation=number, block_index=index, values=values
+    )
+
+
+def said(
+    sequence: int, *, samples: int | None = None, fetched_clock: int = 0, number: int = 1
+) -> pf.Push:
+    return pf.Push(
+        sequence=sequence,
+        shard_incarnation=number,
+        fetched_clock=fetched_clock,
+        n_gradients=1,
+        samples=10 * sequence if samples is None else samples,
+    )
 
 
 def only(actions: Sequence[Action], kind: type[M]) -> M:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.checkpoint import Read, Resharding, ShardState
+from distbelief.parameter_server.checkpoint import Read, ShardState, reshard
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import (
     SGD,
@@ -19,6 +19,7 @@ from distbelief.parameter_server.optimizers import (
     StepCounts,
     UpdateRule,
 )
+from tests.distbelief.parameter_server.pair import scatter
 
 
 RULES: tuple[UpdateRule, ...] = (
@@ -96,7 +97,7 @@ def recut(
     clocks = [content.clock for content in contents]
     steps = [content.steps for content in contents]
     return [
-        Resharding(old, new).shard(k, rule=rule, clocks=clocks, steps=steps, read=reads(contents))
+        reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=reads(contents))
         for k in range(new.n_shards)
     ]
 
@@ -140,7 +141,7 @@ def test_the_whole_tensors_stay_the_same_and_padding_is_zero(
                 vector = content.values if name == "values" else content.state[name]
                 padded = np.zeros(layout.shard_size(k), layout.dtype)
                 padded[: vector.size] = vector  # the rule has nothing of buffers
-                layout.scatter(k, padded, tensors)
+                scatter(layout, k, padded, tensors)
         for one, other in zip(*whole, strict=True):
             assert one.numpy().tobytes() == other.numpy().tobytes()
     for k, content in enumerate(after):
@@ -188,9 +189,7 @@ def test_ranges_are_read_only_once_and_never_more_than_is_needed() -> None:
         return reads(contents)(shard_index, array, start, stop)
 
     for k in range(2):
-        Resharding(old, new).shard(
-            k, rule=rule, clocks=[1, 1, 1], steps=[StepCounts(1)] * 3, read=read
-        )
+        reshard(old, new, k, rule=rule, clocks=[1, 1, 1], steps=[StepCounts(1)] * 3, read=read)
     assert set(n_read.values()) == {1007}
 
 
@@ -200,4 +199,4 @@ def test_layouts_of_other_tensors_are_refused() -> None:
     double = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=2, dtype="float64")
     for wrong in (other, double):
         with pytest.raises(ValueError, match="have different tensors"):
-            Resharding(one, wrong)
+            reshard(one, wrong, 0, rule=SGD(learning_rate=1.0), clocks=[], steps=[], read=reads([]))

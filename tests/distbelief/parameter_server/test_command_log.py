@@ -5,13 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from distbelief.core.memory import PrivateMemory
 from distbelief.errors import LocalProtocolError
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session
-from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
     BeginEpoch,
     BeginEvaluation,
@@ -33,64 +29,42 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.vector_commands import Axpy, Dot, Fill
 from distbelief.roles.role import (
+    SUPERVISOR,
     Action,
     Address,
-    Compute,
     Computed,
     Event,
     Exit,
     PeerLost,
-    Persist,
-    Persisted,
     Received,
     Send,
     Snapshot,
-    Started,
 )
+from tests.distbelief.parameter_server.shard_copies import A, OneCopy
 
 
-COORDINATOR, SUPERVISOR = Address("coordinator"), Address("supervisor")
+COORDINATOR = Address("coordinator")
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1, dtype="float64")
 
 
-class Bench:
+class Bench(OneCopy):
     """One shard, whose work is done at once, or when the test says so."""
 
     def __init__(self, *, restored: Snapshot | None = None, is_replicated: bool = False) -> None:
-        self.shard = Shard(
-            ShardConfig(
-                index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), is_replicated=is_replicated
-            ),
-            memory=PrivateMemory(),
+        super().__init__(
+            A,
+            layout=LAYOUT,
             initialise=lambda: np.ones(LAYOUT.shard_size(0)),
+            restored=restored,
+            life=1 if restored is None else 2,
+            is_replicated=is_replicated,
         )
         self.holds = False
-        self.held: list[Compute | Persist] = []
-        self.saved: list[Snapshot] = []
-        self.disk_error: str | None = None
-        incarnation = 1 if restored is None else 2
-        self.happen(Started(incarnation=incarnation, restored=restored))
 
     def happen(self, event: Event) -> list[Action]:
-        """Let it happen, and the work that it calls for; return what else was done."""
-        done: list[Action] = []
-        actions: Sequence[Action] = self.shard.handle(event, 0.0)
-        for action in actions:
-            if not isinstance(action, Compute | Persist):
-                done.append(action)
-            elif self.holds:
-                self.held.append(action)
-            else:
-                done += self.work(action)
-        return done
-
-    def work(self, action: Compute | Persist) -> list[Action]:
-        if isinstance(action, Compute):
-            return self.happen(Computed(name=action.name, result=action.work()))
-        if self.disk_error is None:
-            self.saved.append(action.snapshot)
-        label = action.snapshot.label
-        return self.happen(Persisted(label=label, error=self.disk_error))
+        """Let it happen, and the work that it calls for; return all actions."""
+        actions = self._note(self.shard.handle(event, self.now))
+        return actions if self.holds else self.work_all(actions)
 
     def order(
         self, number: int, task: Task, *, epoch: int = 1, savepoint: Savepoint | None = None
@@ -152,8 +126,7 @@ def test_a_running_command_is_answered_with_the_last_answer() -> None:
     assert bench.order(3, DOUBLE) is None
     alive = bench.answer(3, DOUBLE)
     assert alive.number == 2
-    (work,) = bench.held
-    (answer,) = answers_in(bench.work(work))
+    (answer,) = answers_in(bench.work())
     assert answer.number == 3
 
 
@@ -164,9 +137,7 @@ def test_a_command_waits_for_running_work() -> None:
     assert bench.order(1, BeginEpoch()) is None
     alive = bench.answer(1, BeginEpoch())
     assert alive.number == 0
-    (save,) = bench.held
-    bench.holds = False
-    actions = bench.work(save)
+    actions = bench.work_all()
     assert any(isinstance(a, Send) and isinstance(a.message, CheckpointSaved) for a in actions)
     (answer,) = answers_in(actions)
     assert answer.number == 1
@@ -190,8 +161,7 @@ def test_what_another_epoch_began_is_not_answered() -> None:
     bench.holds = True
     bench.order(3, DOUBLE)
     assert bench.order(1, BeginEpoch(), epoch=2) is None
-    bench.holds = False
-    (answer,) = answers_in(bench.work(bench.held[0]))
+    (answer,) = answers_in(bench.work_all())
     assert (answer.epoch, answer.number) == (2, 1)
 
 
@@ -250,7 +220,7 @@ def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
     savepoint = Savepoint(cut=9, vectors=("parameters",))
     kept = bench.answer(4, Checkpoint(label="00001", cut=9), savepoint=savepoint)
     assert kept.error is None
-    (snapshot,) = bench.saved
+    (snapshot,) = bench.snapshots
     assert snapshot.arrays["values"][0] == 2.0  # the parameters, not a trial point
     other = Bench(restored=snapshot)
     attached = other.answer(1, BeginEpoch(), epoch=2)
@@ -302,7 +272,7 @@ def test_without_a_supervisor_a_driven_shard_saves_no_point_on_trial() -> None:
     bench.order(3, DOUBLE)
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
     assert bench.happen(gone)[-1] == Exit(error="gone")
-    assert bench.saved == []
+    assert bench.snapshots == []
 
 
 def test_answers_of_nobodys_work_are_a_bug() -> None:

@@ -29,6 +29,7 @@ from distbelief.parameter_server.optimizers import (
     Step,
     UpdateRule,
 )
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 ElementType = Literal["float32", "float64"]
@@ -121,9 +122,6 @@ def start_of(n: int, dtype: ElementType) -> Vector:
     return np.random.default_rng(n + 1).normal(size=n).astype(dtype)
 
 
-# ---------------------------------------------------------------- against torch.optim
-
-
 @pytest.mark.parametrize(
     ("n", "dtype", "clip_value"),
     [
@@ -169,9 +167,6 @@ def test_a_worker_thread_gives_the_bits_of_the_main_thread(rule: UpdateRule) -> 
     assert results[0].tobytes() == expected.tobytes()
 
 
-# ------------------------------------------------------------------ against the papers
-
-
 def test_adagrad_without_epsilon_is_the_formula_of_the_paper() -> None:
     """Dean et al. 2012, section 4.1: eta_i,K = gamma / sqrt(sum_j dw_i,j^2)."""
     gamma = 0.1
@@ -198,16 +193,6 @@ def test_adam_is_algorithm_1_of_its_paper() -> None:
     np.testing.assert_allclose(
         trained(Adam(learning_rate=0.01), start, gradients(n)), w, rtol=1e-12
     )
-
-
-def test_sgd_multiplies_the_sum_of_gradients_by_its_own_rate() -> None:
-    """DB-7: what is pushed is neither averaged nor scaled."""
-    start = np.zeros(64)
-    pushed = np.full(64, 3.0)  # of three gradients, each 1
-    assert trained(SGD(learning_rate=0.5), start, [pushed]).tolist() == [-1.5] * 64
-
-
-# --------------------------------------------------------------------------- 0/0, zero
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -274,9 +259,6 @@ def test_the_guard_changes_no_bit_of_adagrad_where_squares_do_not_vanish(exponen
     np.testing.assert_array_max_ulp(values, np.full(64, 0.5, np.float32), maxulp=1)
 
 
-# ------------------------------------------------------------------------ against cuts
-
-
 @st.composite
 def nets(draw: st.DrawFn) -> list[TensorSpec]:
     shape = st.one_of(
@@ -306,7 +288,7 @@ def trained_on_shards(
     vectors = [np.full(layout.shard_size(k), np.nan, layout.dtype) for k in range(n_shards)]
     states: list[State] = [rule.state(layout.n_gradient(k), layout.dtype) for k in range(n_shards)]
     for k, vector in enumerate(vectors):
-        layout.gather(k, values, vector)
+        gather(layout, k, values, vector)
     for clock in range(4):
         pushed = [
             torch.from_numpy(push[clock]) if spec.kind == "parameter" else None
@@ -314,12 +296,12 @@ def trained_on_shards(
         ]
         for k, vector in enumerate(vectors):
             slot = np.full(len(vector), np.nan, layout.dtype)
-            layout.gather(k, pushed, slot)
+            gather(layout, k, pushed, slot)
             n = layout.n_gradient(k)
             rule.apply(vector[:n], slot[:n], states[k], clock=clock)
     results = [torch.full_like(tensor, math.nan) for tensor in values]
     for k, vector in enumerate(vectors):
-        layout.scatter(k, vector, results)
+        scatter(layout, k, vector, results)
     return results
 
 
@@ -363,9 +345,6 @@ def test_shards_of_megabytes_give_the_same_bits_in_pieces_too(
     assert pieces[1].numpy().tobytes() == weights.tobytes()
 
 
-# ------------------------------------------------------------------------ what is left
-
-
 @pytest.mark.parametrize("settings_", SETTINGS)
 @pytest.mark.parametrize("rule", RULES, ids=claim)
 def test_the_gradient_is_left_as_it_was_pushed(
@@ -402,9 +381,6 @@ def test_rules_know_whether_each_element_has_a_rate_of_its_own() -> None:
         "rmsprop": True,
         "adam": True,
     }
-
-
-# --------------------------------------------------------------------------- job file
 
 
 @pytest.mark.parametrize("rule", RULES, ids=claim)

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server import optimizers as module, slices as slice_table
-from distbelief.parameter_server.checkpoint import Resharding
+from distbelief.parameter_server.checkpoint import reshard
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, StepCounts
 from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, SliceTable
@@ -19,7 +19,7 @@ WHOLE = ShardSlice(SIZE, dtype=LAYOUT.dtype)
 
 def held(*ranges: tuple[int, int]) -> ShardSlice:
     starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
-    return ShardSlice.of(IndexRanges.of(starts, stops), dtype=LAYOUT.dtype)
+    return ShardSlice(SIZE, dtype=LAYOUT.dtype, ranges=IndexRanges.of(starts, stops))
 
 
 HOLDINGS = (
@@ -117,8 +117,8 @@ def test_counts_of_parts_go_along_to_another_number_of_shards(
         del shard_index, array
         return np.zeros(stop - start, np.float32)
 
-    content = Resharding(two, one).shard(
-        0, rule=SGD(learning_rate=1.0), clocks=[8, 10], steps=steps, read=read
+    content = reshard(
+        two, one, 0, rule=SGD(learning_rate=1.0), clocks=[8, 10], steps=steps, read=read
     )
     seen = np.zeros(2 * SIZE, np.int64)
     whole = ShardSlice(2 * SIZE, dtype=one.dtype)

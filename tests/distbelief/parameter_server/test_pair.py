@@ -44,9 +44,6 @@ def bench_of(layout: Layout, *, shared: bool, clients: Sequence[Address] = (CLIE
 both = pytest.mark.parametrize("shared", [True, False])
 
 
-# ------------------------------------------------------------------- without faults
-
-
 @both
 @pytest.mark.parametrize("tensors", [SMALL, LARGE])
 @pytest.mark.parametrize("n_shards", [1, 3])
@@ -117,9 +114,6 @@ def test_a_client_without_memory_to_share_and_one_with_push_to_one_shard() -> No
         assert bench.fetch(name)[0].unique().tolist() == [2.0]
 
 
-# -------------------------------------------------------------------- losses
-
-
 @both
 @pytest.mark.parametrize("kind", ["OpenSession", "SessionOpened", "PushBlock", "Push", "Fetch"])
 def test_any_first_message_may_be_lost(*, shared: bool, kind: str) -> None:
@@ -168,9 +162,6 @@ def test_an_expired_pin_does_not_end_the_fetch() -> None:
     outcome = bench.install(tensors)
     assert outcome.torn == ()
     assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
-
-
-# -------------------------------------------------------------------- deaths
 
 
 @both

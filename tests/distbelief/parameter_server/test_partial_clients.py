@@ -31,7 +31,15 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import IndexRanges
 from distbelief.protocol import Message, OpenSession, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
-from tests.distbelief.parameter_server.pair import CLIENT, READER, SHARD, TEST, Bench, layout_of
+from tests.distbelief.parameter_server.pair import (
+    CLIENT,
+    READER,
+    SHARD,
+    TEST,
+    Bench,
+    gather,
+    layout_of,
+)
 
 
 Items = list[tuple[str, Region]]
@@ -198,7 +206,7 @@ def test_each_element_is_updated_by_its_own_count_of_pushes(rule: UpdateRule) ->
         tensors = machines.noise(step)
         machines.push(name, tensors)
         pushed = np.zeros(layout.shard_size(0), np.float32)
-        layout.gather(0, tensors, pushed)
+        gather(layout, 0, tensors, pushed)
         held = np.ones(n, np.bool_)
         if name != CLIENT:
             held = machines.ranges(name).mask(np.arange(len(pushed) + 1))[:n]
@@ -213,9 +221,6 @@ def test_each_element_is_updated_by_its_own_count_of_pushes(rule: UpdateRule) ->
         wanted = after
         counts += held
         assert_same_bits([array[:n] for array in machines.arrays()], wanted)
-
-
-# -------------------------------------------------------------------- who is spoken to
 
 
 def test_shards_that_hold_nothing_of_a_client_never_hear_from_it() -> None:
@@ -266,9 +271,6 @@ def test_a_selection_is_of_the_clients_layout() -> None:
     other = PartialView(layout_of(n_shards=2), [])
     with pytest.raises(ValueError, match="the selection has layout"):
         bench.add_client(LEFT, selection=other)
-
-
-# ------------------------------------------------------------------ what shards refuse
 
 
 def hello_of(machines: Machines, words: list[int]) -> OpenSession:
@@ -322,9 +324,6 @@ def test_a_shard_refuses_parts_whose_counts_need_too_much_room(
     machines.bench.kill(RIGHT)
     machines.add(READER, ITEMS[RIGHT])  # it only fetches: nothing is written down
     assert machines.bench.client(READER).ready
-
-
-# ------------------------------------------------------------------------- lives
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -386,9 +385,6 @@ def test_a_torn_read_of_a_part_gives_way_to_blocks() -> None:
     published.end(clock=1)
 
 
-# ------------------------------------------------------------------------ averages
-
-
 def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=True)
 
@@ -405,9 +401,6 @@ def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
     other = Address("other")
     machines.add(other, [("w", Region(((0, 70), (0, 20))))])  # none of the buffers
     assert buffers_after(LEFT) == [3.0, 3.0, 3.0, 3.0, 3.0]
-
-
-# --------------------------------------------------------------------------- drafts
 
 
 @pytest.mark.parametrize("shared", [True, False])

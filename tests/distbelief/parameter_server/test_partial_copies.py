@@ -11,10 +11,16 @@ from distbelief.parameter_server import optimizers
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import Adam
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice, push_buffer_views
-from distbelief.protocol import push_fetch as pf, replication as rp
+from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of
 from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, only
+from tests.distbelief.parameter_server.test_replication_backup import (
+    block,
+    following,
+    forward,
+    whole_second,
+)
 
 
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
@@ -138,9 +144,6 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
 
-# ------------------------------------------------------------------ what is refused
-
-
 def test_a_client_with_a_part_cannot_limit_what_a_push_changes() -> None:
     pair = Pair(shared=False)
     before = pair.a.shard._values.vector.copy()
@@ -158,49 +161,10 @@ def test_a_push_cannot_change_what_is_not_there(words: list[int]) -> None:
         pair.push(Address("whole"), 0, touches=np.array(words, np.int64))
 
 
-def second() -> OneCopy:
-    """Return a whole second of a small shard, at clock 5."""
-    copy = OneCopy(B)
-    copy.receive(follow([5, 0]), A)
-    copy.receive(rp.StateBlock(term=2, clock=5, index=0, values=np.full(N, 7.0)), A)
-    return copy
-
-
-def follow(words: list[int] | None) -> rp.StartSync:
-    return rp.StartSync(
-        term=2,
-        receiver_incarnation=1,
-        clock=5,
-        clients=(),
-        steps=None if words is None else np.array(words, np.int64),
-    )
-
-
-def forward(holds: list[int]) -> rp.ReplicatePush:
-    record = rp.SessionRecord(
-        name="left", incarnation=1, watermark=1, applied=1, samples=1, staleness=0
-    )
-    return rp.ReplicatePush(
-        term=2,
-        clock=5,
-        client=record,
-        n_pushing=1,
-        push_buffers_region="",
-        slot=1,
-        holds=np.array(holds, np.int64),
-    )
-
-
-def block(n_elements: int, index: int = 0) -> pf.PushBlock:
-    return pf.PushBlock(
-        sequence=6, shard_incarnation=2, block_index=index, values=np.full(n_elements, -1.0)
-    )
-
-
 def test_a_replicated_part_changes_that_part() -> None:
-    copy = second()
-    copy.receive(block(7), A)
-    copy.receive(forward([10, 7, 7, 1]), A)
+    copy = whole_second()
+    copy.receive(block(5, size=7), A)
+    copy.receive(forward(5, holds=[10, 7, 7, 1]), A)
     copy.work()
     assert copy.values.tolist() == [7.0] * 10 + [8.0] * 7 + [7.0] * (N - 17)
     steps = copy.shard._values.steps
@@ -209,7 +173,7 @@ def test_a_replicated_part_changes_that_part() -> None:
 
 def test_without_counts_of_parts_every_element_has_received_all_pushes() -> None:
     copy = OneCopy(B)
-    copy.receive(follow(None), A)
+    copy.receive(following(2, clock=5), A)
     assert copy.shard._values.steps.to_wire().tolist() == [5, 0]
 
 
@@ -229,26 +193,26 @@ def test_without_counts_of_parts_every_element_has_received_all_pushes() -> None
 def test_invalid_counts_are_refused_before_anything_is_dropped(words: list[int], what: str) -> None:
     copy = OneCopy(B)
     with pytest.raises(RemoteProtocolError, match=what):
-        copy.receive(follow(words), A)
+        copy.receive(following(2, clock=5, steps=words), A)
     assert copy.activity == "waiting"
 
 
 def test_invalid_parts_are_refused() -> None:
-    copy = second()
-    copy.receive(block(7), A)
+    copy = whole_second()
+    copy.receive(block(5, size=7), A)
     with pytest.raises(RemoteProtocolError, match="does not fit a vector"):
-        copy.receive(forward([N, 1, 1, 1]), A)
+        copy.receive(forward(5, holds=[N, 1, 1, 1]), A)
     with pytest.raises(RemoteProtocolError, match="7 elements, and its client holds 8"):
-        copy.receive(forward([10, 8, 8, 1]), A)
+        copy.receive(forward(5, holds=[10, 8, 8, 1]), A)
     with pytest.raises(RemoteProtocolError, match="shard-0 sent 193 elements"):
-        second().receive(block(N + 1), A)
+        whole_second().receive(block(5, size=N + 1), A)
 
 
 def test_a_backup_has_the_same_limit_of_counts_as_a_primary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 1)
-    copy = second()
-    copy.receive(block(3), A)
+    copy = whole_second()
+    copy.receive(block(5, size=3), A)
     with pytest.raises(RemoteProtocolError, match="need 2 stripes"):
-        copy.receive(forward([0, 1, 1, 1, 9, 2, 2, 1]), A)
+        copy.receive(forward(5, holds=[0, 1, 1, 1, 9, 2, 2, 1]), A)

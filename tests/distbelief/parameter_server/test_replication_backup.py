@@ -40,9 +40,20 @@ def record_of(
 
 
 def following(
-    term: int, *, clock: int, clients: Sequence[rp.SessionRecord] = (), life: int = 1
+    term: int,
+    *,
+    clock: int,
+    clients: Sequence[rp.SessionRecord] = (),
+    life: int = 1,
+    steps: Sequence[int] | None = None,
 ) -> rp.StartSync:
-    return rp.StartSync(term=term, receiver_incarnation=life, clock=clock, clients=tuple(clients))
+    return rp.StartSync(
+        term=term,
+        receiver_incarnation=life,
+        clock=clock,
+        clients=tuple(clients),
+        steps=None if steps is None else np.array(steps, np.int64),
+    )
 
 
 def follow(
@@ -59,7 +70,14 @@ def piece(copy: OneCopy, *, term: int = 2, clock: int = 5, size: int = N) -> lis
     return copy.receive(message, A)
 
 
-def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) -> rp.ReplicatePush:
+def forward(
+    clock: int,
+    *,
+    term: int = 2,
+    region: str = "",
+    watermark: int = 1,
+    holds: Sequence[int] | None = None,
+) -> rp.ReplicatePush:
     return rp.ReplicatePush(
         term=term,
         clock=clock,
@@ -67,13 +85,13 @@ def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) 
         n_pushing=1,
         push_buffers_region=region,
         slot=watermark % 2,
+        holds=None if holds is None else np.array(holds, np.int64),
     )
 
 
-def block(clock: int, *, term: int = 2, value: float = -1.0) -> pf.PushBlock:
-    return pf.PushBlock(
-        sequence=clock + 1, shard_incarnation=term, block_index=0, values=np.full(N, value)
-    )
+def block(clock: int, *, term: int = 2, size: int = N) -> pf.PushBlock:
+    values = np.full(size, -1.0)
+    return pf.PushBlock(sequence=clock + 1, shard_incarnation=term, block_index=0, values=values)
 
 
 def whole_second() -> OneCopy:
@@ -87,9 +105,6 @@ def pushed(copy: OneCopy, clock: int, *, watermark: int = 1) -> list[Action]:
     """Forward a push in one block."""
     copy.receive(block(clock), A)
     return copy.receive(forward(clock, watermark=watermark), A)
-
-
-# -------------------------------------------------------------- becoming its equal
 
 
 def test_it_answers_no_client_until_it_is_primary_and_then_all() -> None:
@@ -160,9 +175,6 @@ def test_state_blocks_hold_values_and_state() -> None:
     assert (copy.shard._values.state["sum_of_squares"] == 4.0).all()
 
 
-# --------------------------------------------------------------------------- pushes
-
-
 def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
     copy = whole_second()
     assert pushed(copy, 6) == []  # the one before is missing
@@ -218,9 +230,6 @@ def test_an_invalid_block_is_refused(index: int) -> None:
     )
     with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
         copy.receive(message, A)
-
-
-# ---------------------------------------------------------------------------- terms
 
 
 def test_messages_of_a_lower_term_are_dropped() -> None:
@@ -289,9 +298,6 @@ def test_a_start_sync_waits_for_the_initial_values() -> None:
     copy = OneCopy(B, ready=False)
     assert follow(copy) == []
     assert only(copy.work(), rp.StateAck).received == 0
-
-
-# -------------------------------------------------------------------------- leading
 
 
 def test_it_becomes_primary_once_all_accepted_pushes_are_applied() -> None:
@@ -402,9 +408,6 @@ def test_messages_to_a_former_incarnation_are_ignored() -> None:
     assert copy.counters()["term"] == 7
 
 
-# ------------------------------------------------------------------------ mistakes
-
-
 def test_a_backup_exits_on_stop_at_once_and_leaves_nothing() -> None:
     copy = whole_second()
     pushed(copy, 5)
@@ -445,9 +448,6 @@ def test_answers_meant_for_an_earlier_incarnation_are_dropped() -> None:
     copy = OneCopy(B)
     credit = rp.StateAck(term=1, clock=0, received=1)
     assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]
-
-
-# ---------------------------------------------------------------------------- names
 
 
 def test_two_copies_know_each_other_and_their_shard() -> None:

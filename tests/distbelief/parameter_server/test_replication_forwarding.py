@@ -5,6 +5,7 @@ import pytest
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
+from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.parameter_server.replication import (
     REPORT_SECONDS,
     SILENCE_SECONDS,
@@ -56,9 +57,6 @@ def half_applied() -> OneCopy:
     pushed(copy, 1)
     copy.work()
     return copy
-
-
-# ---------------------------------------------------------------------- building
 
 
 def test_without_an_answer_of_the_backup_nothing_is_replicated_and_all_is_acknowledged() -> None:
@@ -119,9 +117,6 @@ def test_a_lost_window_is_sent_again_from_where_the_backup_is() -> None:
     copy = leader(whole=False)
     credit(copy, 0)
     assert kinds(copy.wait(TICK_SECONDS), B) == ["StartSync", "StartSync", "StateBlock"]
-
-
-# ---------------------------------------------------------------------- replicating
 
 
 def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
@@ -248,9 +243,6 @@ def test_only_the_named_incarnation_of_the_backup_counts() -> None:
     assert kinds(credit(copy, 0), B) == ["StartSync", "StateBlock"]
 
 
-# -------------------------------------------------------------------------- silence
-
-
 def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:
     copy = half_applied()
     actions = copy.wait(SILENCE_SECONDS - 0.01)
@@ -310,3 +302,13 @@ def test_the_backup_averages_buffers_over_as_many_clients() -> None:
     copy = leader()
     copy.hello(sender=OTHER)
     assert only(pushed(copy, 1), rp.ReplicatePush).n_pushing == 2
+
+
+def test_state_blocks_begin_at_multiples_of_64_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels treat the last elements of an array differently, and a backup updates a prefix."""
+    monkeypatch.setattr("distbelief.core.vectors.BLOCK_BYTES", 1100)  # of 68 elements and state
+    copy = OneCopy(A, rule=Adagrad(learning_rate=1.0))
+    copy.lead(1)
+    copy.lead(2, B)
+    blocks = sent(credit(copy, 0), rp.StateBlock)
+    assert [len(block.values) for block in blocks] == [2 * 64] * (N // 64)

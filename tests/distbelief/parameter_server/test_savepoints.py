@@ -119,9 +119,6 @@ def test_at_most_three_savepoints_are_kept() -> None:
     assert shard.at(PARAMETERS) == 1.0
 
 
-# ----------------------------------------------------------------------------- on disk
-
-
 PLAIN = Snapshot(label="3", arrays={"values": np.ones(64)}, facts={"clock": "3"})
 
 

@@ -1,7 +1,7 @@
 """One shard: events in, actions out."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory, Region
-from distbelief.core.vectors import Vector, block_bounds
+from distbelief.core.vectors import block_bounds
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
@@ -37,7 +37,6 @@ from distbelief.roles.role import (
     PeerLost,
     Persist,
     Persisted,
-    Received,
     Report,
     Seconds,
     Send,
@@ -57,143 +56,37 @@ from tests.distbelief.parameter_server.pair import (
     sent,
     shard_of,
 )
+from tests.distbelief.parameter_server.shard_copies import LAYOUT, A, N, OneCopy, block, said
 
 
-LAYOUT = layout_of()
-N = LAYOUT.shard_size(0)
-REMOTE = "elsewhere"
 M = TypeVar("M", bound=Message)
 
 
-class Alone:
-    """A shard alone on a bench: the test plays all its peers."""
+class Alone(OneCopy):
+    """A shard with one copy; messages come from a client unless another sender is named."""
 
     def __init__(
-        self,
-        layout: Layout = LAYOUT,
-        *,
-        memory: PrivateMemory | None = None,
-        ready: bool = True,
-        n_copies: int = 2,
-        n_clients_max: int = 4096,
-        pin_seconds_max: Seconds = 10.0,
-        initialise: Callable[[], Vector] | None = None,
-        restored: Snapshot | None = None,
-        incarnation: int = 1,
+        self, layout: Layout = LAYOUT, *, memory: PrivateMemory | None = None, **settings: object
     ) -> None:
-        self.memory = PrivateMemory(poison=True) if memory is None else memory
-        self.layout = layout
-        self.now = 0.0
-        self.shard = shard_of(
-            layout,
-            self.memory,
-            n_copies=n_copies,
-            n_clients_max=n_clients_max,
-            pin_seconds_max=pin_seconds_max,
-            initialise=initialise,
-        )
-        self.incarnation = incarnation
-        self.started = self.shard.handle(Started(incarnation=incarnation, restored=restored), 0.0)
-        if ready:
-            self.work(self.started)
-
-    def receive(
-        self, message: Message, sender: Address = CLIENT, *, life: int = 1
-    ) -> Sequence[Action]:
-        return self.shard.handle(
-            Received(sender=sender, incarnation=life, message=message), self.now
+        memory = memory or PrivateMemory(poison=True)
+        super().__init__(
+            A,
+            layout=layout,
+            memory=memory,
+            is_replicated=False,
+            **settings,  # type: ignore[arg-type]
         )
 
-    def work(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Run the one piece of work among these actions."""
-        (work,) = [a for a in actions if isinstance(a, Compute | Persist)]
-        if isinstance(work, Persist):
-            return self.shard.handle(Persisted(label=work.snapshot.label), self.now)
-        return self.shard.handle(Computed(name=work.name, result=work.work()), self.now)
-
-    def work_all(self, actions: Sequence[Action]) -> list[Action]:
-        """Run work until there is none; return all actions, these included."""
-        collected = list(actions)
-        while any(isinstance(a, Compute | Persist) for a in actions):
-            actions = self.work(actions)
-            collected += actions
-        return collected
-
-    def hello(
-        self,
-        sender: Address = CLIENT,
-        *,
-        life: int = 1,
-        host: str = REMOTE,
-        pushes: bool = True,
-        next_sequence: int = 1,
-        holds: Vector | None = None,
-    ) -> Sequence[Action]:
-        message = pf.OpenSession(
-            layout=self.layout.fingerprint,
-            pushes=pushes,
-            host=host,
-            next_sequence=next_sequence,
-            holds=holds,
-        )
-        return self.receive(message, sender, life=life)
-
-    def push(
-        self,
-        sequence: int,
-        *,
-        sender: Address = CLIENT,
-        value: float = -1.0,
-        life: int = 1,
-        samples: int = 0,
-        fetched_clock: int = 0,
-        lives_of_shard: int | None = None,
-    ) -> Sequence[Action]:
-        """Send every block of a push, and then the push; return its last actions."""
-        n, dtype = self.layout.shard_size(0), self.layout.dtype
-        bounds = block_bounds(n, itemsize=dtype.itemsize)
-        for index, (start, stop) in enumerate(bounds):
-            self.receive(
-                block(sequence, index, np.full(stop - start, value, dtype)), sender, life=life
-            )
-        return self.receive(
-            said(
-                sequence,
-                samples=samples,
-                fetched_clock=fetched_clock,
-                shard_incarnation=lives_of_shard or self.incarnation,
-            ),
-            sender,
-            life=life,
-        )
-
-    def counters(self) -> dict[str, float]:
-        return dict(self.shard.status()[1])
+    @override
+    def receive(self, message: Message, sender: Address = CLIENT, *, life: int = 1) -> list[Action]:
+        return super().receive(message, sender, life=life)
 
 
-def opened(layout: Layout = LAYOUT, *, n_copies: int = 2, n_clients_max: int = 4096) -> Alone:
+def opened(layout: Layout = LAYOUT, **settings: object) -> Alone:
     """Return a shard with which a client elsewhere has opened its session."""
-    alone = Alone(layout, n_copies=n_copies, n_clients_max=n_clients_max)
+    alone = Alone(layout, **settings)  # type: ignore[arg-type]
     alone.hello()
     return alone
-
-
-def block(sequence: int, index: int, values: Vector, *, shard_incarnation: int = 1) -> pf.PushBlock:
-    return pf.PushBlock(
-        sequence=sequence, shard_incarnation=shard_incarnation, block_index=index, values=values
-    )
-
-
-def said(
-    sequence: int, *, samples: int = 0, fetched_clock: int = 0, shard_incarnation: int = 1
-) -> pf.Push:
-    return pf.Push(
-        sequence=sequence,
-        shard_incarnation=shard_incarnation,
-        fetched_clock=fetched_clock,
-        n_gradients=1,
-        samples=samples,
-    )
 
 
 def fetch(request: int = 1, *, credit: int = 16) -> pf.Fetch:
@@ -218,16 +111,13 @@ def indices(actions: Sequence[Action]) -> list[int]:
     return [block.block_index for block in sent(actions, pf.ParameterBlock)]
 
 
-# ------------------------------------------------------------------ configuration
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"index": 1}, "index is 1; the layout has 1 shards"),
         ({"pin_seconds_max": 0.0}, "pin_seconds_max is 0.0; use more than 0"),
         ({"absence_seconds_max": 0.0}, "absence_seconds_max is 0.0; use more than 0"),
-        ({"n_copies": 0}, "n_copies is 0; use at least 1"),
+        ({"n_copies": 0}, "n_copies is 0; use more than 0"),
         ({"n_clients_max": 0}, "n_clients_max is 0"),
     ],
 )
@@ -235,9 +125,6 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], mess
     usual = ShardConfig(index=0, layout=LAYOUT, rule=PLUS_ONE)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(usual, **changes)
-
-
-# -------------------------------------------------------------------- beginning
 
 
 def test_an_early_open_session_is_answered_when_the_values_are_there() -> None:
@@ -329,9 +216,6 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     alone.work(alone.started)
     welcome = only(alone.hello(host=""), pf.SessionOpened)
     assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
-
-
-# ---------------------------------------------------------------------- session
 
 
 def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
@@ -458,14 +342,11 @@ def test_unknown_clients_must_open_a_session(message: Message) -> None:
 
 
 def test_messages_for_another_incarnation_of_the_shard_are_refused() -> None:
-    alone = Alone(incarnation=2)
+    alone = Alone(life=2)
     alone.hello()
     assert not only(alone.receive(said(1)), pf.SessionRefused).for_good
-    only(alone.receive(said(1, shard_incarnation=2), life=2), pf.SessionRefused)
+    only(alone.receive(said(1, number=2), life=2), pf.SessionRefused)
     assert alone.counters()["pushes_refused"] == 0  # they are pushed again
-
-
-# ------------------------------------------------------------------------ pushes
 
 
 def test_a_push_is_applied_once_and_acknowledged_again() -> None:
@@ -598,9 +479,6 @@ def test_a_push_buffer_stays_unchanged_for_a_repeated_push() -> None:
     assert (slot == -1.0).all()
 
 
-# ----------------------------------------------------------------------- buffers
-
-
 def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
     layout = layout_of(n_buffers=1)
     start = layout.n_gradient(0)
@@ -694,9 +572,6 @@ def test_a_reader_has_no_push_buffers_to_release() -> None:
     alone = Alone()
     alone.hello(pushes=False)
     assert alone.shard.handle(LOST, 0.0) == []
-
-
-# ----------------------------------------------------------------------- fetches
 
 
 def large(*, n_copies: int = 2) -> Alone:
@@ -910,9 +785,6 @@ def test_stop_does_not_wait_for_the_rest_of_a_version() -> None:
     assert isinstance(alone.work(copying)[-1], Exit)
 
 
-# --------------------------------------------------------------------- published
-
-
 def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None:
     alone = opened()
     published = alone.shard._values._published
@@ -921,9 +793,6 @@ def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None
     assert published.version % 2 == 1
     alone.work(applying)
     assert (published.version % 2, published.clock) == (0, 1)
-
-
-# --------------------------------------------------------------------- snapshots
 
 
 def test_a_snapshot_is_taken_while_pushes_queue() -> None:
@@ -978,7 +847,7 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
             initialise=lambda: np.ones(N),
         )
         alone.shard = shard
-        alone.incarnation = incarnation
+        alone.life = incarnation
         started = Started(incarnation=incarnation, restored=restored)
         alone.work(shard.handle(started, 0.0))
         return shard
@@ -994,13 +863,10 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     welcome = only(alone.hello(next_sequence=2), pf.SessionOpened)
     assert (welcome.clock, welcome.samples, welcome.applied) == (1, 5, 1)
     # What the old incarnation would have done with the next push, the new one does.
-    alone.receive(block(2, 0, np.full(N, 2.0), shard_incarnation=2))
-    alone.work(alone.receive(said(2, shard_incarnation=2)))
+    alone.receive(block(2, 0, np.full(N, 2.0), number=2))
+    alone.work(alone.receive(said(2, number=2)))
     first._values.begin_push(np.full(N, 2.0), n_clients=1)[0]()
     assert second._values.vector.tobytes() == first._values.vector.tobytes()
-
-
-# --------------------------------------------------------------------------- end
 
 
 def test_stop_finishes_complete_pushes_and_snapshots_then_exits() -> None:

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.slices import HEADER_BYTES, SeqlockVector
 
@@ -19,20 +18,6 @@ def both_ends(n_elements: int = 4) -> tuple[SeqlockVector, SeqlockVector]:
     writer = SeqlockVector.create(memory, "values", n_elements=n_elements, dtype=FLOAT64)
     reader = SeqlockVector.attach(memory, "values", n_elements=n_elements, dtype=FLOAT64)
     return writer, reader
-
-
-def test_a_reader_sees_what_was_written_and_its_clock() -> None:
-    writer, reader = both_ends()
-    writer.values[:] = 7.0
-    writer.end(clock=5)
-    copy: list[Vector] = []
-    assert reader.read(lambda: copy.append(reader.values.copy())) == 5
-    assert np.array_equal(copy[0], np.full(4, 7.0))
-
-
-def test_values_never_written_cannot_be_read() -> None:
-    _, reader = both_ends()
-    assert reader.read(pytest.fail) is None
 
 
 @given(
@@ -74,7 +59,7 @@ def test_whatever_is_written_within_a_read_it_is_one_version_or_torn(
 
 
 def test_nobody_attaches_to_private_values() -> None:
-    private = SeqlockVector.private(n_elements=3, dtype=FLOAT64)
+    private = SeqlockVector.create(None, "", n_elements=3, dtype=FLOAT64)
     assert private.name == ""
     assert private.values.shape == (3,)
     with pytest.raises(MemoryGoneError):

@@ -58,12 +58,6 @@ def test_stripes_say_the_same_on_the_other_side_of_the_wire(
     assert received.key == ranges.key
 
 
-def test_a_slice_of_columns_is_one_stripe() -> None:
-    starts = np.arange(66, 66 + 6 * 4000, 6)
-    stripes = IndexRanges.of(starts, starts + 3).stripes()
-    assert stripes.tolist() == [66, 3, 6, 4000]
-
-
 def test_equal_keys_are_of_equal_elements_only() -> None:
     one, other = IndexRanges.whole(0, 4), IndexRanges.whole(0, 5)
     assert one.key != other.key

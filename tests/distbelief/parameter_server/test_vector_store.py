@@ -224,9 +224,6 @@ def test_a_shard_without_parameters_measures_nothing() -> None:
     assert empty.perform(batch) == (0.0, 0.0)
 
 
-# -------------------------------------------------------------- all or nothing
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -259,9 +256,6 @@ def test_vectors_made_from_within_count_as_well() -> None:
     algebra.vector("x")
     with pytest.raises(RemoteProtocolError, match="the most is 1"):
         algebra.vector("y")
-
-
-# ------------------------------------------------------------ saved, priced
 
 
 def test_what_is_saved_is_restored_to_the_bit_and_nothing_else() -> None:

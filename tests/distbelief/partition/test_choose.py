@@ -13,13 +13,16 @@ from distbelief.config import cluster_file
 from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
+from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError
-from distbelief.graph.graph import LayerGraph
+from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.partition import choose
 from distbelief.partition.choose import draw, plan_for_job
 from distbelief.program.plan import Plan, load
-from distbelief.task.task import Sample, TaskSpec, capture_for, sample_of
+from distbelief.task import task as task_module
+from distbelief.task.task import BuildContext, Sample, TaskSpec, capture_for, sample_of
 from distbelief.task.validation import check_data, check_evaluation
+from distbelief.worker.build import Split
 
 
 HERE = __name__
@@ -93,6 +96,30 @@ def test_a_plan_is_made_and_saved(made: Plan, tmp_path: Path) -> None:
     assert load(tmp_path / "plan.json") == made
     draw(made, graph_of(job()), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ranks_read_the_graph_in_the_plan(
+    made: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To capture the model again takes each of them seconds."""
+    graph = graph_of(job())
+    monkeypatch.setattr(task_module, "capture", None)
+    context = BuildContext(
+        task=job().task,
+        layout=None,
+        n_replicas=1,
+        n_shards=1,
+        seed=0,
+        memory=PrivateMemory(host=""),
+        plan=str(tmp_path / "plan.json"),
+    )
+    assert Split.of(context).graph == graph
+    # A plan without its graph, of an older version, gets it at the start of the next job.
+    msgspec.structs.replace(made, captured=b"").save(tmp_path / "plan.json")
+    with pytest.raises(GraphError, match="no layer graph"):
+        Split.of(context)
+    plan_for_job(job(), graph, kept=tmp_path / "plan.json")
+    assert Split.of(context).graph == graph
 
 
 def test_a_resumed_run_keeps_its_plan(made: Plan, tmp_path: Path) -> None:

@@ -10,13 +10,7 @@ from hypothesis import given, strategies as st
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.partition.baselines import even
-from distbelief.partition.cost_model import (
-    AnalyticCosts,
-    ProfiledCosts,
-    Variance,
-    signature,
-    single_sample,
-)
+from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, Variance, single_sample
 from distbelief.partition.cost_tables import sync_seconds
 from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, uniform
@@ -81,8 +75,8 @@ def test_what_reads_statistics_only_is_computed_for_one_sample() -> None:
 
 def test_equal_layers_have_equal_signatures_whatever_their_names() -> None:
     graph = fully_connected(440, 64, 64, 64, 10)
-    assert signature(graph["2"]) == signature(graph["4"])
-    assert signature(graph["0"]) != signature(graph["2"])
+    assert graph["2"].signature == graph["4"].signature
+    assert graph["0"].signature != graph["2"].signature
 
 
 WEIGHT = Region.of(64, 10)
@@ -141,7 +135,7 @@ def made_up(
     slices = Slices(extents=(2, 4, 8), forward=forward, backward=backward)
     rows = {"whole": slices, "0": slices, "inputs": slices}
     host = Host(torch="2", processor="abacus", n_threads=1)
-    key = digest(signature(graph["2"]), batch=3)
+    key = digest(graph["2"].signature, batch=3)
     return Profile(host=host, date="2012-12-03", layers={key: rows})
 
 

@@ -12,7 +12,7 @@ from tests.distbelief.partition.requests import make_request, permuted, planned,
 from tests.distbelief.partition.solvers.problems import chain, choices, problems
 
 
-PROBLEMS = problems(caps=False, forbid=False)
+PROBLEMS = problems(caps=False)
 
 
 @given(PROBLEMS, st.integers(0, 30))

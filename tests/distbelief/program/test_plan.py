@@ -17,7 +17,17 @@ from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.placement import Placement, grid
-from distbelief.program.plan import N_BYTES_MAX, Plan, Prediction, decode, encode, load, plan_for
+from distbelief.program.plan import (
+    N_BYTES_MAX,
+    Plan,
+    Prediction,
+    decode,
+    encode,
+    load,
+    packed,
+    plan_for,
+)
+from tests.distbelief.program.plans import captured
 
 
 MACHINE = Machine(flops=1e11, memory_rate=3e10, bandwidth=1.25e8)
@@ -81,6 +91,23 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     plan.save(str(tmp_path / "plan.json"))
     assert load(str(tmp_path / "plan.json")) == plan
     assert decode(encode(plan_of(predicted=None))).predicted is None
+
+
+@pytest.mark.parametrize("name", ["encoder", "inception", "lstm"])
+def test_the_graph_comes_back_from_the_plan(name: str) -> None:
+    graph = captured(name)[1]
+    computed = [layer for layer in graph.layers if layer.kind != INPUT]
+    alone = {layer.name: Placement.whole(len(layer.shape), 0) for layer in computed}
+    plan = plan_for(graph, alone, batch=4, loss="mse", cluster=CLUSTER)
+    assert decode(encode(plan)).captured_graph() == graph
+    with pytest.raises(GraphError, match=f"{graph.fingerprint}, but holds {GRAPH.fingerprint}"):
+        msgspec.structs.replace(plan, captured=packed(GRAPH)).captured_graph()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", packed(GRAPH)[:-20]])
+def test_a_plan_without_its_graph_says_so(content: bytes) -> None:
+    with pytest.raises(GraphError, match=r"has no layer graph .*plan again"):
+        plan_of(captured=content).captured_graph()
 
 
 def test_each_layer_has_a_line_of_its_own_in_the_graphs_order() -> None:

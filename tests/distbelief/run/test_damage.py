@@ -101,11 +101,14 @@ def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> 
     assert read() == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", "\0" * 40])
+@pytest.mark.parametrize("content", ["", "{", '{"name": "x"}', "\0" * 40])
 def test_what_was_lost_before_a_damaged_status_is_unknown_not_none(run: Run, content: str) -> None:
     run.directory.status_file.write_text(content)
     resumed = run.take_up(job())
-    assert resumed.previous.before.view.pushes_lost is None
+    before = resumed.previous.before
+    assert resumed.previous.restored == {"shard-0": "00001", "shard-1": "00001"}
+    assert before.samples == {"replica-0": 40, "replica-1": 52}
+    assert (before.view.seconds, before.view.pushes_lost) == (0.0, None)
     (told,) = resumed.notes
     assert told.startswith(f"{run.directory.status_file} is damaged")
     assert told.endswith("time, steps and lost pushes of previous sessions are unknown")

@@ -15,6 +15,7 @@ from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.model_file import write_model_file
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.limits import largest_file
+from tests.distbelief.parameter_server.pair import gather
 
 
 class Net(nn.Module):
@@ -42,7 +43,7 @@ def saved(
     store = CheckpointStore(directory, report=print)
     for k in range(n_shards):
         vector = np.zeros(layout.shard_size(k), np.float32)
-        layout.gather(k, model.values, vector)
+        gather(layout, k, model.values, vector)
         values = vector + np.float32(shift)
         store.save(f"shard-{k}", Snapshot(label="1", arrays={"values": values}, facts={}))
     return layout, [store.path(f"shard-{k}", "1") for k in range(n_shards)]

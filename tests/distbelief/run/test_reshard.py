@@ -31,6 +31,7 @@ from distbelief.run.resume import (
 )
 from distbelief.run.summary import DataFacts
 from tests.distbelief.jobs import speech
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 TENSORS = (
@@ -104,7 +105,7 @@ class Run:
             torch.arange(1.0, spec.n_elements + 1.0) * (i + 1) for i, spec in enumerate(cut.tensors)
         ]
         values = np.zeros(cut.shard_size(k), np.float32)
-        cut.gather(k, tensors, values)
+        gather(cut, k, tensors, values)
         sums = stream.random(cut.n_gradient(k)).astype(np.float32)
         lives = resumed.previous.incarnation
         state = ShardState(
@@ -147,7 +148,7 @@ def values(store: CheckpointStore, n_shards: int) -> list[list[float]]:
     """Return the whole tensors that these snapshots hold."""
     tensors = [torch.zeros(spec.n_elements) for spec in layout(n_shards).tensors]
     for k in range(n_shards):
-        layout(n_shards).scatter(k, newest(store, k).arrays["values"].copy(), tensors)
+        scatter(layout(n_shards), k, newest(store, k).arrays["values"].copy(), tensors)
     return [tensor.tolist() for tensor in tensors]
 
 

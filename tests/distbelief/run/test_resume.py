@@ -118,17 +118,6 @@ def test_metrics_of_held_values_stay(past: Past, n_kept: int, samples: int, *, k
     assert past.read().before.view == expected  # what was best was so
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"name": "x"}', "\0" * 40])
-def test_a_damaged_status_is_as_good_as_none(past: Past, content: str) -> None:
-    """It holds figures; what a run goes on with is in its snapshots."""
-    past.save(0)
-    past.run.status_file.write_text(content)
-    previous = past.read(1)
-    assert previous.restored == {"shard-0": "00001"}
-    assert previous.before.samples == {"replica-0": 70}
-    assert previous.before.view.seconds == 0.0
-
-
 def test_a_job_may_go_on_with_other_ends_and_on_other_machines() -> None:
     ends_and_machines = (
         *("stop.epochs=9", "algorithm.batch_size=9"),

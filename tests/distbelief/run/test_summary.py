@@ -7,16 +7,8 @@ import pytest
 from rich.console import Console
 
 from distbelief.errors import StorageError
+from distbelief.run import summary as sm
 from distbelief.run.directory import RunDirectory
-from distbelief.run.summary import (
-    DataFacts,
-    Summary,
-    TaskFacts,
-    final_table,
-    read_summary,
-    summarise,
-    summary_text,
-)
 from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.jobs import speech
 
@@ -47,13 +39,15 @@ VIEW = JobView(
         RoleView(name="replica-0", state="done"),
     ),
 )
-FACTS = TaskFacts(
-    n_parameters=41_800_000, train=DataFacts.of(Frames(range(710))), test=DataFacts.of([0] * 49)
+FACTS = sm.TaskFacts(
+    n_parameters=41_800_000,
+    train=sm.DataFacts.of(Frames(range(710))),
+    test=sm.DataFacts.of([0] * 49),
 )
 
 
-def a_summary(view: JobView = VIEW, *, error: str | None = None) -> Summary:
-    return summarise(
+def a_summary(view: JobView = VIEW, *, error: str | None = None) -> sm.Summary:
+    return sm.summarise(
         speech("algorithm.seed=3", "model.seed=5"),
         view,
         directory="runs/speech-demo",
@@ -62,15 +56,15 @@ def a_summary(view: JobView = VIEW, *, error: str | None = None) -> Summary:
     )
 
 
-def shown(summary: Summary, *, width: int) -> list[str]:
+def shown(summary: sm.Summary, *, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(final_table(summary))
+    console.print(sm.final_table(summary))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
 def test_copies_failures_and_losses_that_nobody_knows_are_reported() -> None:
     """After a damaged status.json a resumed run ended with "0 pushes lost"."""
-    summary = summarise(speech("cluster.shard_copies=2"), VIEW, directory="runs/a", task=FACTS)
+    summary = sm.summarise(speech("cluster.shard_copies=2"), VIEW, directory="runs/a", task=FACTS)
     assert summary.shard_copies == 2
     assert "2 replicas x 2 shards in 2 copies" in shown(summary, width=100)[1]
     summary = a_summary(replace(VIEW, pushes_lost=None))
@@ -90,8 +84,8 @@ def test_a_summary_holds_figures_seeds_versions_and_data() -> None:
     assert summary.seeds == {"model": 5, "algorithm": 3, "evaluation": 0}
     assert summary.versions["python"] == platform.python_version()
     assert {"torch", "numpy", "pyzmq"} <= summary.versions.keys()
-    assert summary.train == DataFacts(n_samples=710, fingerprint="9f86d081")
-    assert summary.test == DataFacts(n_samples=49, fingerprint=None)
+    assert summary.train == sm.DataFacts(n_samples=710, fingerprint="9f86d081")
+    assert summary.test == sm.DataFacts(n_samples=49, fingerprint=None)
 
 
 def test_a_fingerprint_may_be_a_method() -> None:
@@ -99,18 +93,18 @@ def test_a_fingerprint_may_be_a_method() -> None:
         def fingerprint(self) -> str:
             return "abc"
 
-    assert DataFacts.of(Lazy()).fingerprint == "abc"
+    assert sm.DataFacts.of(Lazy()).fingerprint == "abc"
 
 
 def test_a_summary_reads_back_equal(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "demo") as run:
-        assert read_summary(run) is None
-        run.write(run.summary_file, summary_text(a_summary()))
-        assert read_summary(run) == a_summary()
+        assert sm.read_summary(run) is None
+        run.write(run.summary_file, sm.summary_text(a_summary()))
+        assert sm.read_summary(run) == a_summary()
         assert run.summary_file.read_text().count("\n") > 20  # for people, too
         run.summary_file.write_text("{")
         with pytest.raises(StorageError, match="cannot be read"):
-            read_summary(run)
+            sm.read_summary(run)
 
 
 def test_the_final_table_looks_so() -> None:

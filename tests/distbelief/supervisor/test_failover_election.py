@@ -31,7 +31,7 @@ def paired(*, in_sync: bool = False) -> PrimaryElection:
     election.joined(A, 1, 0.0)
     election.joined(B, 1, 0.0)
     if in_sync:
-        election.backup_in_sync(B, 2, 0.2)
+        election.heard(B, {"in_sync": 2}, 0.2)
     return election
 
 
@@ -72,8 +72,8 @@ def test_decisions(story: Story) -> None:
 
 def test_a_backup_that_is_not_in_sync_does_not_take_over() -> None:
     election = paired()
-    election.backup_in_sync(B, 1, 0.2)  # of an earlier term
-    election.backup_in_sync(A, 2, 0.2)  # not the backup
+    election.heard(B, {"in_sync": 1}, 0.2)  # of an earlier term
+    election.heard(A, {"in_sync": 2}, 0.2)  # not the backup
     assert promoted(election.lost(A)) == []
     assert election.primary is None
     assert promoted(election.joined(A, 2, 1.0)) == [(A, 3, "")]
@@ -138,7 +138,7 @@ def test_terms_rise_and_only_present_copies_have_a_part(story: list[tuple[str, A
                 present.discard(copy)
                 actions = election.lost(copy)
             case "in_sync":
-                actions = election.backup_in_sync(copy, election.term, now)
+                actions = election.heard(copy, {"in_sync": election.term}, now)
             case _:
                 actions = election.backup_unresponsive(copy, election.term, now)
         for receiver, term, backup in promoted(actions):

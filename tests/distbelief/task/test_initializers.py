@@ -13,6 +13,7 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.task.initializers import initials_of, reader, recorded_initials
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import Everything
+from tests.distbelief.parameter_server.pair import scatter
 
 
 # --------------------------------------------------------- by the type of the layer
@@ -195,7 +196,7 @@ def test_shards_filled_from_a_file_hold_the_file(path: str) -> None:
     got = [torch.zeros(spec.n_elements) for spec in layout.tensors]
     for k in range(3):
         vector = shard_values_from(layout, k, reader(path, layout))
-        layout.scatter(k, vector, got)
+        scatter(layout, k, vector, got)
     for spec, values in zip(layout.tensors, got, strict=True):
         assert torch.equal(values, TENSORS[spec.name].float().reshape(-1))
 

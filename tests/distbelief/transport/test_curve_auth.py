@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,21 +45,24 @@ class World:
     def allow(self, key: str, name: str) -> None:
         self.server_files.allow(Allowed(key=key, roles=("worker",), name=name))
 
-    def server(
-        self,
-        name: str = "supervisor",
-        *,
-        limits: PeerLimits | None = None,
-        bind: str = "tcp://127.0.0.1:*",
-    ) -> ZmqTransport:
+    def server(self, name: str = "supervisor", **options: Any) -> ZmqTransport:  # noqa: ANN401
         ring = KeyConfig(directory=str(self.server_files.directory), role="server")
-        return self.started(name, ring, limits=limits, bind=bind)
+        return self.started(name, ring, **options)
 
-    def worker(self, name: str = "worker-1") -> ZmqTransport:
-        directory = str(self.worker_files.directory)
-        return self.started(
-            name, KeyConfig(directory=directory, role="worker", server_key=self.server_key)
-        )
+    def worker(
+        self, name: str = "worker-1", *, files: KeyFiles | None = None, key: str = ""
+    ) -> ZmqTransport:
+        """Return a worker with these key files, for a server with this key."""
+        directory = str((files or self.worker_files).directory)
+        ring = KeyConfig(directory=directory, role="worker", server_key=key or self.server_key)
+        return self.started(name, ring)
+
+    def pair(self, limits: PeerLimits | None = None) -> tuple[ZmqTransport, ZmqTransport]:
+        """Return a server and an honest worker, whose first message has arrived."""
+        server, worker = self.server(limits=limits), self.worker()
+        worker.connect("supervisor", 1, server.endpoint)
+        assert works(server, worker)
+        return server, worker
 
     def started(
         self,
@@ -68,9 +72,7 @@ class World:
         limits: PeerLimits | None = None,
         bind: str = "tcp://127.0.0.1:*",
     ) -> ZmqTransport:
-        def log(_level: str, text: str) -> None:
-            self.log.append(text)
-
+        log = lambda _level, text: self.log.append(text)  # noqa: E731
         guard = ring.guard(log=log, limits=limits)
         transport = ZmqTransport(name=name, incarnation=1, run=RUN, bind=bind, guard=guard, log=log)
         self.stack.callback(transport.close)
@@ -141,9 +143,6 @@ def port_of(transport: ZmqTransport) -> int:
     return Endpoint.parse(transport.endpoint).port
 
 
-# -------------------------------------------------------------------------- honest
-
-
 def test_peers_with_keys_speak_both_ways(world: World) -> None:
     server, worker = world.server(), world.worker()
     assert Endpoint.parse(server.endpoint).key == world.server_key
@@ -164,8 +163,18 @@ def test_peers_with_keys_speak_both_ways(world: World) -> None:
     assert world.log == []
 
 
-def test_a_servers_processes_know_each_other_by_the_key_they_share(world: World) -> None:
-    server, shard = world.server(), world.server("shard-0")
+@pytest.mark.parametrize("rotates", [False, True])
+def test_a_servers_processes_know_each_other_by_the_key_they_share(
+    world: World, *, rotates: bool
+) -> None:
+    """After a key rotation, a server ended at the first shard that was restarted."""
+    files = world.server_files
+    ring = KeyConfig(directory=str(files.directory), role="server").pinned()
+    server = world.started("supervisor", ring)
+    if rotates:
+        files.begin_rotation()
+        files.finish_rotation()
+    shard = world.started("shard-0", ring)
     shard.connect("supervisor", 1, server.endpoint)
     server.connect("shard-0", 1, shard.endpoint)
     shard.send("supervisor", SaveCheckpoint(label="here"))
@@ -174,29 +183,11 @@ def test_a_servers_processes_know_each_other_by_the_key_they_share(world: World)
     take(shard, 1)
 
 
-def test_a_shard_that_starts_after_its_key_was_replaced_is_known(world: World) -> None:
-    """After a key rotation, a server ended at the first shard that was restarted."""
-    files = world.server_files
-    ring = KeyConfig(directory=str(files.directory), role="server").pinned()
-    server = world.started("supervisor", ring)
-    files.begin_rotation()
-    files.finish_rotation()
-    shard = world.started("shard-0", ring)
-    shard.connect("supervisor", 1, server.endpoint)
-    server.connect("shard-0", 1, shard.endpoint)
-    shard.send("supervisor", SaveCheckpoint(label="again"))
-    assert labels(take(server, 1)) == ["again"]
-    server.send("shard-0", HeartbeatAck())
-    take(shard, 1)
-
-
 @pytest.mark.parametrize("name", ["supervisor", "shard-0"])
 def test_a_loop_on_the_servers_machine_speaks_by_the_servers_key(world: World, name: str) -> None:
     """A user has one key per host and cannot add it to its own allow-list."""
     server = world.server(name)
-    directory = str(world.server_files.directory)
-    ring = KeyConfig(directory=directory, role="worker", server_key=world.server_key)
-    worker = world.started("worker-1", ring)
+    worker = world.worker(files=world.server_files)
     worker.connect(name, 1, server.endpoint)
     worker.send(name, SaveCheckpoint(label="mine"))
     assert labels(take(server, 1)) == ["mine"]
@@ -215,9 +206,6 @@ def test_what_is_bound_everywhere_is_found_where_the_supervisor_was(world: World
     worker.connect("shard-0", 1, shard.endpoint)
     worker.send("shard-0", HeartbeatAck())
     take(shard, 1)
-
-
-# ------------------------------------------------------------------------ at the door
 
 
 def test_a_key_that_is_not_allowed_is_refused_with_the_command_that_allows_it(
@@ -254,9 +242,7 @@ def test_a_worker_learns_that_another_process_listens_there(world: World) -> Non
     for inbox in (server, other):
         with inbox if inbox is other else ExitStack():
             wrong = KeyPair.new().public
-            directory = str(world.worker_files.directory)
-            ring = KeyConfig(directory=directory, role="worker", server_key=wrong)
-            worker = world.started("worker-1", ring)
+            worker = world.worker(key=wrong)
             port = Endpoint.parse(inbox.endpoint).port
             place = Endpoint(host="127.0.0.1", port=port, key=wrong)
             worker.connect("supervisor", 1, str(place), watched=True)
@@ -368,9 +354,6 @@ def test_requests_that_no_zeromq_makes_are_refused(server: ZmqTransport) -> None
     assert judge([*good[:5], b"PLAIN", bytes(32)]).status == REFUSED
 
 
-# --------------------------------------------------------------------- bad manners
-
-
 @pytest.mark.parametrize(
     "frames",
     [
@@ -455,10 +438,7 @@ def test_a_bucket_gives_what_its_rate_allows_and_once_its_size(
 
 
 def test_a_key_that_sends_too_much_is_kept_out(world: World) -> None:
-    server = world.server(limits=PeerLimits(messages_per_second=10, burst_messages=100))
-    honest = world.worker()
-    honest.connect("supervisor", 1, server.endpoint)
-    assert works(server, honest)
+    server, honest = world.pair(PeerLimits(messages_per_second=10, burst_messages=100))
     link = world.member(server)
     watch = world.lost(link, server)
     n_taken = 0
@@ -475,10 +455,7 @@ def test_a_key_that_sends_too_much_is_kept_out(world: World) -> None:
 
 def test_a_key_that_opens_too_many_connections_is_kept_out(world: World) -> None:
     limits = PeerLimits(messages_per_second=1, burst_messages=100, connection_messages=30)
-    server = world.server(limits=limits)
-    honest = world.worker()
-    honest.connect("supervisor", 1, server.endpoint)
-    assert works(server, honest)
+    server, honest = world.pair(limits)
     pair = KeyPair.new()
     world.allow(pair.public, "hostile")
     links = [world.stranger(server, pair) for _ in range(6)]
@@ -511,8 +488,7 @@ def test_a_peer_that_sends_byte_by_byte_is_cut(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distbelief.transport.keys.HANDSHAKE_SECONDS_MAX", 0.2)
-    server, worker = world.server(), world.worker()
-    worker.connect("supervisor", 1, server.endpoint)
+    server, worker = world.pair()
     with socket.create_connection(("127.0.0.1", port_of(server))) as raw:
         raw.settimeout(0.01)
         begun, n_sent = time.monotonic(), 0
@@ -538,8 +514,7 @@ def test_random_bytes_do_no_harm(
 ) -> None:
     world = World(tmp_path_factory.mktemp("world"))
     with world.stack:
-        server, worker = world.server(), world.worker()
-        worker.connect("supervisor", 1, server.endpoint)
+        server, worker = world.pair()
         hello = GREETING + b"\x04\xc8\x05HELLO\x01\x00"
         prefix = data.draw(st.sampled_from([b"", GREETING, hello]))
         with socket.create_connection(("127.0.0.1", port_of(server))) as raw:

@@ -7,9 +7,23 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from distbelief.errors import RemoteProtocolError
+from distbelief.protocol import HeartbeatAck, Release
+from distbelief.protocol.codec import JOINING, AnotherRunError, Codec
 from distbelief.transport import authenticator as module
-from distbelief.transport.authenticator import Permissions
+from distbelief.transport.address import Endpoint
+from distbelief.transport.authenticator import (
+    NOT_NOW,
+    REFUSED,
+    CurveAuth,
+    NotIntroducedError,
+    Permissions,
+    Source,
+)
+from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import Allowed, KeyFiles
+from distbelief.transport.zmq_transport import ZmqTransport
+from tests.distbelief.transport.test_zmq_transport import take
 
 
 A, B, SERVER = "a" * 64, "b" * 64, "5" * 64
@@ -141,3 +155,125 @@ class Naming(RuleBasedStateMachine):
 
 
 TestNaming = Naming.TestCase
+
+
+OTHER = "c" * 64
+
+
+class Keys:
+    """Key files of the supervisor's host, and of a host that joins."""
+
+    def __init__(self, directory: Path) -> None:
+        self.here, self.there = KeyFiles(directory / "here"), KeyFiles(directory / "to")
+        self.key, self.its_key = self.here.make(), self.there.make()
+        self.here.allow(Allowed(key=self.its_key, roles=("host",), name="h"))
+
+    def ring(self, role: str, *, believes: bool = False) -> KeyConfig:
+        if role == "job":
+            directory = str(self.here.directory)
+            return KeyConfig(directory=directory, role="job", believes=believes)
+        return KeyConfig(
+            directory=str(self.there.directory), role="host", server_key=self.key, believes=True
+        )
+
+    def guard(self, role: str, *, believes: bool = False) -> CurveAuth:
+        return self.ring(role, believes=believes).guard(log=lambda _level, _text: None)
+
+    def transport(self, name: str, role: str, *, run: str, believes: bool = False) -> ZmqTransport:
+        reach = ListenConfig(host="127.0.0.1", keys=self.ring(role, believes=believes))
+        return reach.transport(name=name, incarnation=1, run=run, log=lambda _level, _text: None)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+def test_a_role_speaks_with_the_key_of_the_host_that_it_was_placed_on(keys: Keys) -> None:
+    authenticator = keys.guard("job")
+    there, here = Source(keys.its_key, 3), Source(keys.key, 4)
+    authenticator.check(there, "host-1")
+    with pytest.raises(NotIntroducedError):
+        authenticator.check(there, "replica-1")
+    authenticator.assign_name("replica-1", "host-1")
+    authenticator.check(there, "replica-1")
+    with pytest.raises(NotIntroducedError):
+        authenticator.check(here, "replica-1")
+    authenticator.assign_name("replica-1", "supervisor")
+    authenticator.check(here, "replica-1")
+    with pytest.raises(NotIntroducedError):
+        authenticator.check(there, "replica-1")
+
+
+def test_a_host_that_is_allowed_as_a_worker_only_gets_the_missing_command(keys: Keys) -> None:
+    """Without --role host, a host was accepted and then waited for a reply in vain."""
+    keys.here.allow(Allowed(key=OTHER, roles=("worker",), name="w"))
+    authenticator = keys.guard("job")
+    request = [b"1.0", b"1", b"", b"10.0.0.3", b"", b"CURVE", bytes.fromhex(OTHER)]
+    verdict = authenticator.judge(request)
+    assert verdict.status == REFUSED
+    assert f"distbelief keys allow {OTHER} NAME --role host" in verdict.remark
+    keys.here.allow(Allowed(key=OTHER, roles=("worker", "host"), name="w"))
+    assert authenticator.judge(request).admitted
+
+
+def test_no_other_key_speaks_as_the_supervisor(keys: Keys) -> None:
+    authenticator = keys.guard("job", believes=True)
+    with pytest.raises(RemoteProtocolError) as caught:
+        authenticator.check(Source(keys.its_key, 3), "supervisor")
+    assert not isinstance(caught.value, NotIntroducedError)
+
+
+def test_a_member_believes_whom_it_is_introduced_to(keys: Keys) -> None:
+    authenticator = keys.guard("host")
+    request = [b"1.0", b"1", b"", b"10.0.0.3", b"", b"CURVE", bytes.fromhex(OTHER)]
+    assert authenticator.judge(request).status == NOT_NOW
+    permissions = authenticator._permissions
+    assert permissions.introduce("replica-7", OTHER)
+    assert not permissions.introduce("supervisor", OTHER)
+    assert authenticator.judge(request).admitted
+    authenticator.check(Source(OTHER, 3), "replica-7")
+    with pytest.raises(NotIntroducedError):
+        authenticator.check(Source(OTHER, 3), "replica-8")
+
+
+def test_a_host_may_leave_out_the_run_and_other_roles_may_not(keys: Keys) -> None:
+    host = keys.transport("host-1", "host", run=JOINING)
+    supervisor = keys.transport("supervisor", "job", run="run")
+    with host, supervisor:
+        host.connect("supervisor", 0, supervisor.endpoint)
+        assert host.send("supervisor", HeartbeatAck())
+        assert take(supervisor, 1)[0].sender == "host-1"
+        supervisor.connect("host-1", 1, host.endpoint)
+        dismissed = Release(incarnation=1, again=False, reason="")
+        assert supervisor.send("host-1", dismissed)
+        assert take(host, 1)[0].sender == "supervisor"
+
+
+def test_only_a_host_may_leave_out_the_run() -> None:
+    joining = Codec(run=JOINING)
+    wire = Codec(run="run", strangers="host-")
+    strange = joining.encode(HeartbeatAck(), sender="replica-1", incarnation=1)
+    with pytest.raises(AnotherRunError):
+        wire.decode(strange)
+    with pytest.raises(AnotherRunError):
+        Codec(run="run").decode(joining.encode(HeartbeatAck(), sender="host-1", incarnation=1))
+
+
+def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: Keys) -> None:
+    """The first message is early: it is dropped, and the connection stays open."""
+    replica = keys.transport("replica-1", "host", run="run")
+    shard = keys.transport("shard-0", "job", run="run", believes=True)
+    with replica, shard:
+        replica.connect("shard-0", 1, shard.endpoint)
+        assert replica.send("shard-0", HeartbeatAck())
+        for _ in range(100):
+            shard.poll(0.05)
+            assert not list(shard.receive())
+            if shard.n_malformed:
+                break
+        assert shard.n_malformed == 1
+        shard.connect("replica-1", 1, replica.endpoint)
+        assert replica.send("shard-0", HeartbeatAck())
+        assert take(shard, 1)[0].sender == "replica-1"
+        assert Endpoint.parse(replica.endpoint).key == keys.its_key

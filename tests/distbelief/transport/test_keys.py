@@ -114,9 +114,6 @@ def test_errors_of_the_disk_are_reported(keys: KeyFiles, tmp_path: Path) -> None
         keys.make()
 
 
-# ----------------------------------------------------------------------- allow-list
-
-
 def test_keys_are_allowed_changed_and_revoked_by_key_or_name(keys: KeyFiles) -> None:
     assert keys.allowed() == ()
     other = Allowed(key="b" * 64, roles=("server",), name="lab-3")
@@ -210,24 +207,6 @@ def test_an_invalid_entry_is_not_written(keys: KeyFiles, entry: Allowed, said: s
     assert keys.allowed() == ()
 
 
-@given(content=st.binary(max_size=300))
-def test_any_file_is_an_allow_list_or_a_mistake_that_is_named(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    files = KeyFiles(tmp_path_factory.mktemp("keys"))
-    files.make()
-    path = files.directory / "allowed"
-    path.touch(mode=0o600)
-    for text in (content, b"# mine\n\n" + b"a" * 64 + b" worker x\n" + content):
-        path.write_bytes(text)
-        try:
-            entries = files.allowed()
-        except JobError as error:
-            assert str(path) in str(error)  # noqa: PT017 -- some are no mistake
-        else:
-            assert all(set(entry.roles) <= set(keys_module.ROLES) for entry in entries)
-
-
 def test_the_list_is_bounded(keys: KeyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys_module, "N_ALLOWED_MAX", 1)
     keys.allow(WORKER)
@@ -237,9 +216,6 @@ def test_the_list_is_bounded(keys: KeyFiles, monkeypatch: pytest.MonkeyPatch) ->
     path.write_text(path.read_text() * 2)
     with pytest.raises(JobError, match="has 2 keys, at most 1"):
         keys.allowed()
-
-
-# ------------------------------------------------------------------------- exchange
 
 
 def test_a_key_is_exchanged_in_two_steps(keys: KeyFiles) -> None:
@@ -277,25 +253,14 @@ def test_no_secret_is_in_an_error_of_any_kind(keys: KeyFiles) -> None:
     assert KeyPair.new().secret.hex() not in str(caught.value)
 
 
-# ------------------------------------------------------------------------ as text
-
-
-def test_a_pair_is_known_by_its_secret() -> None:
+def test_a_pair_is_known_by_its_secret_which_no_text_shows() -> None:
     pair = KeyPair.new()
     assert KeyPair.of(pair.secret).public == pair.public
     assert KeyPair.new().public != pair.public
-
-
-def test_a_pair_has_no_text_with_its_secret() -> None:
-    pair = KeyPair.new()
     for text in (repr(pair), str(pair), f"{[pair]!r}"):
         assert pair.secret.hex() not in text
         assert repr(pair.secret) not in text
-
-
-def test_a_public_key_is_taken_as_users_paste_it() -> None:
-    key = KeyPair.new().public
-    assert public_key(f" {key.upper()}\n") == key
+    assert public_key(f" {pair.public.upper()}\n") == pair.public  # as users paste it
 
 
 @given(text=st.text(max_size=70))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn
 
 import pytest
 from hypothesis import given, strategies as st
@@ -23,7 +23,7 @@ from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth
-from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner, Timers
+from distbelief.transport.node import POSTED_MAX, RoleRunner, Timers
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.supervisor.hosts import offer_of
 from tests.links import link
@@ -55,16 +55,7 @@ class Scripted:
         return "scripted", {}
 
 
-class Build(Protocol):
-    """Makes a runner for a role with these reactions."""
-
-    def __call__(
-        self,
-        react: React,
-        *,
-        store: CheckpointStorage | None = None,
-        launcher: Launcher | None = None,
-    ) -> tuple[RoleRunner, Scripted]: ...
+Build = Callable[..., tuple[RoleRunner, Scripted]]  # a runner for a role with these reactions
 
 
 @pytest.fixture
@@ -91,19 +82,10 @@ def transport(tmp_path: Path) -> Iterator[ZmqTransport]:
 def build(transport: ZmqTransport, log: list[tuple[str, str]]) -> Iterator[Build]:
     nodes: list[RoleRunner] = []
 
-    def build(
-        react: React, *, store: CheckpointStorage | None = None, launcher: Launcher | None = None
-    ) -> tuple[RoleRunner, Scripted]:
-        role = Scripted(react)
-        node = RoleRunner(
-            role,
-            transport=transport,
-            log=lambda level, text: log.append((level, text)),
-            store=store,
-            launcher=launcher,
-        )
-        nodes.append(node)
-        return node, role
+    def build(react: React, **more: object) -> tuple[RoleRunner, Scripted]:
+        role, note = Scripted(react), lambda level, text: log.append((level, text))
+        nodes.append(RoleRunner(role, transport=transport, log=note, **more))  # type: ignore[arg-type]
+        return nodes[-1], role
 
     threads = set(threading.enumerate())
     yield build
@@ -112,16 +94,28 @@ def build(transport: ZmqTransport, log: list[tuple[str, str]]) -> Iterator[Build
     assert set(threading.enumerate()) <= threads, "a thread was left behind"
 
 
-def on_start(*actions: rl.Action) -> React:
-    """React to `Started` with these actions, and to the next event with an exit."""
+def on_start(
+    *actions: rl.Action, end: Callable[[rl.Event], object] = lambda _: True, at: float | None = None
+) -> React:
+    """React to `Started` with these actions, and to an event for which `end` holds with an exit.
 
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        return actions if isinstance(event, rl.Started) else [rl.Exit()]
+    With `at`, a timer named "end" fires after so many seconds.
+    """
+
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        if isinstance(event, rl.Started):
+            timer = [] if at is None else [rl.SetTimer(name="end", at=now + at)]
+            return [*actions, *timer]
+        return [rl.Exit()] if end(event) else []
 
     return react
 
 
-# ---------------------------------------------------------------- a life, as planned
+def fail(error: BaseException) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize("error", [None, "NaN in replica-1"])
@@ -179,9 +173,6 @@ def test_reports_and_peers_that_cannot_be_connected_go_to_the_log(
     assert log[0] == ("warning", "warm")
     assert log[1][0] == "error"
     assert "tcp://10.0.0.1:1" in log[1][1]
-
-
-# -------------------------------------------------------------------------- timers
 
 
 def test_timers_fire_in_order_once_and_never_early(build: Build) -> None:
@@ -285,9 +276,6 @@ def test_timers_do_what_a_dictionary_of_times_would(steps: list[tuple[str, str, 
         assert len(timers) == len(plain)
 
 
-# ---------------------------------------------------------------------------- work
-
-
 def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
     """A gradient that takes seconds must not silence the heartbeats."""
     handled = threading.Event()
@@ -315,24 +303,15 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
 def test_work_is_answered_by_its_result_or_its_error(
     build: Build, executor: rl.Executor, error: BaseException
 ) -> None:
-    def fail() -> None:
-        raise error
-
     good = rl.Compute(name="gradient", work=lambda: 42, executor=executor)
-    bad = rl.Compute(name="batch", work=fail, executor=executor)
-
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        if isinstance(event, rl.Started):
-            return [good, bad]
-        return [rl.Exit()] if isinstance(event, rl.Computed) and event.error else []
-
-    node, role = build(react)
+    bad = rl.Compute(name="batch", work=fail(error), executor=executor)
+    node, role = build(on_start(good, bad, end=lambda e: isinstance(e, rl.Computed) and e.error))
     assert node.run() is None
-    _, one, other = role.events
-    assert isinstance(one, rl.Computed)
-    assert isinstance(other, rl.Computed)
-    assert (one.name, one.result, one.error) == ("gradient", 42, None)
-    assert (other.name, other.result, other.error) == ("batch", None, error)
+    answers = [e for e in role.events if isinstance(e, rl.Computed)]
+    assert [(e.name, e.result, e.error) for e in answers] == [
+        ("gradient", 42, None),
+        ("batch", None, error),
+    ]
 
 
 def test_two_executors_work_in_parallel_and_each_in_order(build: Build) -> None:
@@ -344,14 +323,10 @@ def test_two_executors_work_in_parallel_and_each_in_order(build: Build) -> None:
         order.append(index)
         busy.release()
 
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        if isinstance(event, rl.Started):
-            meet = partial(meeting.wait, PATIENCE_SECONDS)
-            both = [rl.Compute(name=each.value, work=meet, executor=each) for each in rl.Executor]
-            return [*both, *(rl.Compute(name=f"{n}", work=partial(work, n)) for n in range(50))]
-        return [rl.Exit()] if isinstance(event, rl.Computed) and event.name == "49" else []
-
-    node, role = build(react)
+    meet = partial(meeting.wait, PATIENCE_SECONDS)
+    both = [rl.Compute(name=each.value, work=meet, executor=each) for each in rl.Executor]
+    others = [rl.Compute(name=f"{n}", work=partial(work, n)) for n in range(50)]
+    node, role = build(on_start(*both, *others, end=lambda e: e.name == "49"))  # type: ignore[union-attr]
     assert node.run() is None
     assert not [event for event in role.events if isinstance(event, rl.Computed) and event.error]
     assert order == list(range(50))
@@ -364,23 +339,15 @@ def test_work_without_an_end_is_abandoned_and_named_and_what_waits_is_dropped(
     end = threading.Event()
     ran: list[int] = []
 
-    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        if isinstance(event, rl.Started):
-            endless = rl.Compute(name="endless", work=lambda: end.wait(PATIENCE_SECONDS))
-            never = rl.Compute(name="never", work=lambda: ran.append(1))
-            return [endless, never, rl.SetTimer(name="end", at=now + 0.01)]
-        return [rl.Exit()]
-
-    node, _ = build(react)
+    endless = rl.Compute(name="endless", work=lambda: end.wait(PATIENCE_SECONDS))
+    never = rl.Compute(name="never", work=lambda: ran.append(1))
+    node, _ = build(on_start(endless, never, at=0.01))
     assert node.run() is None
     assert log == [("warning", "me: endless (compute) still runs 0.02 s after the end: abandoned")]
     end.set()
     monkeypatch.undo()
     node.close()  # waits for it
     assert ran == []
-
-
-# ----------------------------------------------------------------------- snapshots
 
 
 class Shelf:
@@ -413,30 +380,23 @@ class Shelf:
 SNAPSHOT = rl.Snapshot(label="00412", arrays={}, facts={"clock": "7"})
 
 
-def test_a_snapshot_is_saved_under_the_roles_name(build: Build) -> None:
-    shelf = Shelf()
+@pytest.mark.parametrize(
+    ("shelf", "error"),
+    [
+        (Shelf(), None),
+        (Shelf(save_error=StorageError("disk full")), "StorageError: disk full"),
+        (Shelf(save_error=OSError("disk full")), "OSError: disk full"),
+        (None, "no checkpoint storage is configured"),
+    ],
+)
+def test_a_snapshot_is_saved_under_the_roles_name_or_the_role_learns_why_not(
+    build: Build, shelf: Shelf | None, error: str | None
+) -> None:
     node, role = build(on_start(rl.Persist(snapshot=SNAPSHOT)), store=shelf)
-    node.run()
-    assert shelf.saved == {ME: SNAPSHOT}
-    assert role.events[1] == rl.Persisted(label="00412")
-
-
-@pytest.mark.parametrize("error", [StorageError("disk full"), OSError("disk full")])
-def test_a_snapshot_that_cannot_be_saved_is_answered_so(build: Build, error: Exception) -> None:
-    node, role = build(on_start(rl.Persist(snapshot=SNAPSHOT)), store=Shelf(save_error=error))
     assert node.run() is None
-    answer = role.events[1]
-    assert isinstance(answer, rl.Persisted)
-    assert answer.error == f"{type(error).__name__}: disk full"
-
-
-def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) -> None:
-    node, role = build(on_start(rl.Persist(snapshot=SNAPSHOT)))
-    assert node.run() is None
-    assert role.events == [
-        rl.Started(incarnation=4),
-        rl.Persisted(label="00412", error="no checkpoint storage is configured"),
-    ]
+    assert role.events == [rl.Started(incarnation=4), rl.Persisted(label="00412", error=error)]
+    if shelf is not None:
+        assert shelf.saved == ({} if error else {ME: SNAPSHOT})
 
 
 @pytest.mark.parametrize(
@@ -465,9 +425,6 @@ def test_a_store_that_fails_otherwise_ends_the_role(build: Build) -> None:
     assert role.events == []
 
 
-# -------------------------------------------------------------------------- errors
-
-
 def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
@@ -493,44 +450,27 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
 def test_a_message_that_the_role_does_not_accept_never_reaches_it(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        if isinstance(event, rl.Started):
-            return [rl.Send(receiver=ME, message=m) for m in (HeartbeatAck(), Stop(reason=""))]
-        return [rl.Exit()]
-
-    node, role = build(react)
+    sends = [rl.Send(receiver=ME, message=m) for m in (HeartbeatAck(), Stop(reason=""))]
+    node, role = build(on_start(*sends))
     role.accepts = frozenset({Stop})
     assert node.run() is None
     assert [type(event).__name__ for event in role.events] == ["Started", "Received"]
-    assert log == [
-        (
-            "warning",
-            "rejected a message (1 so far): me sent me HeartbeatAck, which it does not accept",
-        )
-    ]
+    said = "rejected a message (1 so far): me sent me HeartbeatAck, which it does not accept"
+    assert log == [("warning", said)]
 
 
-@pytest.mark.parametrize("error", [PeerLostError("shard-1 silent for 60 s"), JobError("no data")])
-def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
-    build: Build, log: list[tuple[str, str]], error: Exception
+@pytest.mark.parametrize(
+    ("error", "is_bug"),
+    [(PeerLostError("shard-1 silent"), False), (JobError("no data"), False), (KeyError(1), True)],
+)
+def test_an_error_ends_the_role_and_only_a_bug_has_a_traceback(
+    build: Build, log: list[tuple[str, str]], error: Exception, *, is_bug: bool
 ) -> None:
-    def react(_event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        raise error
-
-    node, _ = build(react)
-    assert node.run() == f"{type(error).__name__}: {error}"
-    assert log == [("error", f"me failed: {type(error).__name__}: {error}")]
-
-
-def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str, str]]) -> None:
-    def react(_event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        raise KeyError("step")
-
-    node, _ = build(react)
-    assert node.run() == "KeyError: 'step'"
-    assert log[0] == ("error", "me failed: KeyError: 'step'")
-    assert "Traceback" in log[1][1]
-    assert "in react" in log[1][1]
+    node, _ = build(fail(error))
+    said = f"{type(error).__name__}: {error}"
+    assert node.run() == said
+    assert log[0] == ("error", f"me failed: {said}")
+    assert ["Traceback" in text and "in fail" in text for _, text in log[1:]] == [True] * is_bug
 
 
 def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
@@ -539,9 +479,6 @@ def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
     error = node.run()
     assert error is not None
     assert error.startswith("LocalProtocolError: cannot send Save")
-
-
-# ---------------------------------------------------------------------------- post
 
 
 def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> None:
@@ -554,23 +491,10 @@ def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> N
 
 
 def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
-    waiting = threading.Event()
-
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        if isinstance(event, rl.Started):
-            waiting.set()
-            return []
-        return [rl.Exit()]
-
-    node, role = build(react)
-
-    def post() -> None:
-        assert waiting.wait(PATIENCE_SECONDS)
-        node.post(NEWS)
-
-    thread = threading.Thread(target=post)
-    thread.start()
+    node, role = build(on_start())
     begun = time.monotonic()
+    thread = threading.Timer(0.05, node.post, (NEWS,))
+    thread.start()
     assert node.run() is None  # or it would wait a minute
     thread.join()
     assert role.events[1] == NEWS
@@ -578,13 +502,8 @@ def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
 
 
 def test_a_post_from_a_signal_handler_wakes_the_node(build: Build) -> None:
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        if isinstance(event, rl.Started):
-            work = rl.Compute(name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1))
-            return [work]
-        return [rl.Exit()] if event == NEWS else []
-
-    node, role = build(react)
+    kill = rl.Compute(name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    node, role = build(on_start(kill, end=lambda event: event == NEWS))
     before = signal.signal(signal.SIGUSR1, lambda _number, _frame: node.post(NEWS))
     try:
         assert node.run() is None
@@ -596,18 +515,12 @@ def test_a_post_from_a_signal_handler_wakes_the_node(build: Build) -> None:
 def test_a_role_far_behind_drops_what_is_posted_and_says_so(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        return [rl.Exit()] if isinstance(event, rl.TimerFired) else []
-
-    node, role = build(react)
+    node, role = build(on_start(end=lambda event: isinstance(event, rl.TimerFired)))
     taken = [node.post(NEWS) for _ in range(POSTED_MAX + 3)]
     assert taken == [True] * POSTED_MAX + [False] * 3
     node.post(rl.TimerFired(name="too late"))
     assert node.pump(lambda: len(role.events) > POSTED_MAX, timeout_seconds=20)
     assert log == [("warning", "4 posted events were dropped")]
-
-
-# ---------------------------------------------------------------------------- pump
 
 
 def test_pump_runs_the_role_until_it_is_so(build: Build) -> None:
@@ -638,14 +551,8 @@ def test_pump_gives_up_in_time_and_when_the_role_has_ended(build: Build) -> None
     assert node.error == "no shard"
 
 
-# --------------------------------------------------------------------------- ticks
-
-
 def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) -> None:
-    def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
-        return [] if isinstance(event, rl.Started) else [rl.Exit()]
-
-    node, _ = build(react)
+    node, _ = build(on_start())
     ticks: list[int] = []
 
     def on_tick() -> None:
@@ -659,21 +566,10 @@ def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) ->
 
 
 def test_a_broken_display_does_not_end_the_job(build: Build, log: list[tuple[str, str]]) -> None:
-    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        if isinstance(event, rl.Started):
-            return [rl.SetTimer(name="end", at=now + 0.02)]
-        return [rl.Exit()]
-
-    def on_tick() -> None:
-        raise OSError("no terminal")
-
-    node, _ = build(react)
-    assert node.run(on_tick, tick_seconds=0.001) is None
+    node, _ = build(on_start(at=0.02))
+    assert node.run(fail(OSError("no terminal")), tick_seconds=0.001) is None
     ((_, text),) = log
     assert "no terminal" in text
-
-
-# ------------------------------------------------------------------------ launcher
 
 
 class Fleet:
@@ -752,26 +648,22 @@ def test_only_posted_events_are_user_events(
         assert node.halted or role.status()[0] != before
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "reason"),
+    [
+        ("shard-0", ["launch shard-0 2", "terminate shard-1"], "exit code 1"),
+        ("impossible", ["terminate shard-1"], "no such role"),
+    ],
+)
 def test_roles_are_launched_and_terminated_and_their_end_is_an_event(
-    build: Build, fleet: Fleet
+    build: Build, fleet: Fleet, name: str, asked: list[str], reason: str
 ) -> None:
-    launch = rl.Launch(name=rl.Address("shard-0"), incarnation=2)
+    launch = rl.Launch(name=rl.Address(name), incarnation=2)
     terminate = rl.Terminate(name=rl.Address("shard-1"))
     node, role = build(on_start(launch, terminate), launcher=fleet)
     assert node.run() is None
-    assert fleet.asked == ["launch shard-0 2", "terminate shard-1"]
-    assert role.events[1] == rl.PeerLost(
-        peer=rl.Address("shard-0"), incarnation=2, reason="exit code 1"
-    )
-
-
-def test_a_role_that_cannot_be_launched_is_lost(build: Build, fleet: Fleet) -> None:
-    launch = rl.Launch(name=rl.Address("impossible"), incarnation=1)
-    node, role = build(on_start(launch), launcher=fleet)
-    assert node.run() is None
-    assert role.events[1] == rl.PeerLost(
-        peer=rl.Address("impossible"), incarnation=1, reason="no such role"
-    )
+    assert fleet.asked == asked
+    assert role.events[1] == rl.PeerLost(peer=rl.Address(name), incarnation=2, reason=reason)
 
 
 def test_launching_without_a_launcher_is_a_bug_of_ours(build: Build) -> None:

@@ -61,9 +61,6 @@ region = memory.create("theirs", n_bytes=4096)
 """
 
 
-# ------------------------------------------------------- what any memory of roles does
-
-
 @pytest.fixture(params=["files", "private"])
 def any_memory(request: pytest.FixtureRequest, memory: FileMemory) -> Memory:
     return memory if request.param == "files" else PrivateMemory(host="h", poison=True)
@@ -115,9 +112,6 @@ def test_a_region_given_up_is_gone_and_existing_mappings_stay_valid(
     assert (seen == (0xFF if is_poisoned else 7)).all()
     with pytest.raises(MemoryGoneError, match=r"no region 'a' (on host 'h'|in /)"):
         other_role(any_memory).attach("a")
-
-
-# ----------------------------------------------------------------------- in files
 
 
 def test_roles_of_different_runs_share_no_host_name(tmp_path: Path) -> None:

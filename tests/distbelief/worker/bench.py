@@ -3,76 +3,49 @@
 from collections.abc import Sequence
 from typing import Self
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
 
+from distbelief import protocol as wire
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.data import Dataset, DataShard
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout
-from distbelief.protocol import (
-    Fetch,
-    Message,
-    OpenSession,
-    ParameterBlock,
-    Push,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
-    SessionOpened,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Event,
-    Exit,
-    Received,
-    Report,
-    Role,
-    Send,
-    SetTimer,
-    Started,
-)
+from distbelief.roles import role as rl
 from distbelief.task import dry_run
+from distbelief.transport.node import _compute
 from distbelief.worker.build import whole_replica
-from distbelief.worker.config import DownpourConfig
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import Frames, net
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
-SHARD = Address("shard-0")
+SHARD = rl.Address("shard-0")
+USUAL = {"loss": "", "batch_size": 4, "rule": {"name": "sgd", "learning_rate": 0.1}}
 
 
 class Shard:
-    """A shard reached by messages; it records pushes and applies none.
-
-    Attributes:
-        values: What a fetch returns.
-        samples: What it sends in SessionOpened.
-        acknowledges: Whether pushes are acknowledged at once.
-        pushed: Each push and its values.
-    """
+    """A shard reached by messages; it records pushes and applies none."""
 
     def __init__(self, values: Vector) -> None:
-        self.values = values
-        self.samples = 0
+        self.values = values  # what a fetch returns
+        self.samples = 0  # in SessionOpened
         self.clock = 0  # when nothing is pushed
         self.n_fetches = 0
-        self.acknowledges = True
-        self.pushed: list[tuple[Push, Vector]] = []
+        self.acknowledges = True  # pushes, at once
+        self.pushed: list[tuple[wire.Push, Vector]] = []
         self._blocks: dict[int, Vector] = {}
 
-    def answer(self, message: Message) -> list[Message]:
+    def answer(self, message: wire.Message) -> list[wire.Message]:
         match message:
-            case OpenSession():
+            case wire.OpenSession():
                 return [
-                    SessionOpened(
+                    wire.SessionOpened(
                         shard_incarnation=1,
                         clock=0,
                         samples=self.samples,
@@ -82,10 +55,10 @@ class Shard:
                         push_buffers_region="",
                     )
                 ]
-            case Fetch():
+            case wire.Fetch():
                 self.n_fetches += 1
                 return [
-                    ParameterBlock(
+                    wire.ParameterBlock(
                         request=message.request,
                         shard_incarnation=1,
                         block_index=0,
@@ -93,18 +66,20 @@ class Shard:
                         values=self.values.copy(),
                     )
                 ]
-            case PushBlock():
+            case wire.PushBlock():
                 self._blocks[message.sequence] = message.values.copy()
-                return [PushBlockAck(sequence=message.sequence, shard_incarnation=1, received=1)]
-            case Push():
+                return [
+                    wire.PushBlockAck(sequence=message.sequence, shard_incarnation=1, received=1)
+                ]
+            case wire.Push():
                 self.pushed.append((message, self._blocks[message.sequence]))
                 return self.acknowledge() if self.acknowledges else []
             case _:
                 return []
 
-    def acknowledge(self) -> list[Message]:
+    def acknowledge(self) -> list[wire.Message]:
         return [
-            PushApplied(
+            wire.PushApplied(
                 sequence=self.pushed[-1][0].sequence,
                 shard_incarnation=1,
                 clock=len(self.pushed),
@@ -114,22 +89,14 @@ class Shard:
 
 
 class RoleBench:
-    """A role with one shard, whose actions wait for the test.
+    """A role with one shard, whose actions wait for the test."""
 
-    Attributes:
-        shard: Its one shard.
-        computes: Work that was requested and has not run.
-        reported: Messages to others than the shard.
-        reports: Its log.
-        now: The time, set by the test.
-    """
-
-    role: Role  # set by the subclass
+    role: rl.Role  # set by the subclass
 
     def __init__(self, model: FlatModel, *, pushes: bool = True) -> None:
         self.layout = Layout.of(model.specs(), n_shards=1)
         values = np.zeros(self.layout.shard_size(0), np.float32)
-        self.layout.gather(0, model.values, values)
+        gather(self.layout, 0, model.values, values)
         self.shard = Shard(values)
         self.client = ParameterClient(
             ClientConfig(pushes=pushes),
@@ -137,35 +104,36 @@ class RoleBench:
             shards=[SHARD],
             memory=PrivateMemory(host=""),
         )
-        self.computes: list[Compute] = []
+        self.computes: list[rl.Compute] = []  # requested, and has not run
         self.timers: dict[str, float] = {}
-        self.reported: list[Message] = []
-        self.reports: list[Report] = []
-        self.to_shard: list[Message] = []  # sent, not yet arrived
+        self.reported: list[wire.Message] = []  # to others than the shard
+        self.reports: list[rl.Report] = []  # its log
+        self.to_shard: list[wire.Message] = []  # sent, not yet arrived
         self._halted = False
+        self.has_started = False
         self.now = 0.0
 
-    def feed(self, event: Event) -> list[Action]:
+    def feed(self, event: rl.Event) -> list[rl.Action]:
         """Handle an event and record its actions."""
         actions = list(self.role.handle(event, self.now))
         for action in actions:
             match action:
-                case Send(receiver=receiver, message=message):
+                case rl.Send(receiver=receiver, message=message):
                     (self.to_shard if receiver == SHARD else self.reported).append(message)
-                case Compute():
+                case rl.Compute():
                     self.computes.append(action)
-                case SetTimer():
+                case rl.SetTimer():
                     self.timers[action.name] = action.at
-                case Report():
+                case rl.Report():
                     self.reports.append(action)
-                case Exit():
+                case rl.Exit():
                     self._halted = True
                 case _:
                     raise AssertionError(action)
         return actions
 
-    def receive(self, message: Message, *, sender: str = SUPERVISOR) -> list[Action]:
-        return self.feed(Received(sender=Address(sender), incarnation=1, message=message))
+    def receive(self, message: wire.Message, *, sender: str = rl.SUPERVISOR) -> list[rl.Action]:
+        return self.feed(rl.Received(sender=rl.Address(sender), incarnation=1, message=message))
 
     def deliver(self) -> None:
         """Let the shard answer until no message is left."""
@@ -173,22 +141,21 @@ class RoleBench:
             for answer in self.shard.answer(self.to_shard.pop(0)):
                 self.receive(answer, sender=SHARD)
 
-    def compute(self, name: str = "") -> Compute:
+    def acknowledge(self) -> None:
+        for message in self.shard.acknowledge():
+            self.receive(message, sender=SHARD)
+
+    def compute(self, name: str = "") -> rl.Compute:
         """Run the oldest work, or the oldest of this name."""
         wanted = next(c for c in self.computes if name in c.name)
         self.computes.remove(wanted)
-        result: object = None
-        error: Exception | None = None
-        try:
-            result = wanted.work()
-        except Exception as caught:  # noqa: BLE001 -- as a driver does
-            error = caught
-        self.feed(Computed(name=wanted.name, result=result, error=error, seconds=0.25))
+        self.feed(msgspec.structs.replace(_compute(wanted), seconds=0.25))
         return wanted
 
     def start(self) -> Self:
         """Start the role; the shard opens a session."""
-        self.feed(Started(incarnation=1))
+        self.has_started = True
+        self.feed(rl.Started(incarnation=1))
         self.deliver()
         return self
 
@@ -224,9 +191,10 @@ class Bench(RoleBench):
         dataset: Dataset | None = None,
         n_samples: int = 64,
         await_begin: bool = False,
-        config: DownpourConfig | None = None,
+        samples_max: int | None = None,
+        **settings: object,
     ) -> None:
-        self.config = config or DownpourConfig(batch_size=4, learning_rate=0.1)
+        self.config = msgspec.convert(USUAL | settings, DownpourSettings)
         self.model = FlatModel(net() if module is None else module)
         super().__init__(self.model)
         self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
@@ -244,6 +212,7 @@ class Bench(RoleBench):
             ),
             data_shard=self.data_shard,
             await_begin=await_begin,
+            samples_max=samples_max,
         )
         assert isinstance(self.replica.objective, TrainingObjective)
         self.counters = self.replica.objective.counters
@@ -256,19 +225,22 @@ class Bench(RoleBench):
             self.compute()
         raise AssertionError(f"step {step} never came: {self.replica.status()}")
 
-    def run_to_the_end(self) -> None:
+    def run_to_the_end(self) -> Self:
+        if not self.has_started:
+            self.start()
         self.run_while_it_can()
-        assert self._halted, self.replica.status()
+        assert self.has_halted(), self.replica.status()
+        return self
 
     def sums_pushed(self) -> list[list[torch.Tensor]]:
         """Return each push as flat tensors, in the order of the layout."""
         found: list[list[torch.Tensor]] = []
         for _, vector in self.shard.pushed:
             tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
-            self.layout.scatter(0, vector, tensors)
+            scatter(self.layout, 0, vector, tensors)
             found.append(tensors)
         return found
 
-    def sent(self, kind: type[Message]) -> Sequence[Message]:
+    def sent(self, kind: type[wire.Message]) -> Sequence[wire.Message]:
         """Return undelivered messages to the shard, of one type."""
         return [message for message in self.to_shard if isinstance(message, kind)]

@@ -24,51 +24,29 @@ from distbelief.worker.batches import micro_sizes
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """The results of a step on all ranks.
+    """The results of a step on all ranks."""
 
-    Attributes:
-        loss: Mean over the samples; None if there is none.
-        outputs: Of the wanted layers: (n_samples, *shape), whole.
-        gradients: Per tensor, whole; zeros where none was pushed.
-        pushed: Per tensor, the regions that were pushed, once each.
-        averages: New running averages, per tensor, whole.
-        n_bytes: Sent, by sender and receiver.
-    """
-
-    loss: float | None
-    outputs: Mapping[str, torch.Tensor]
-    gradients: Mapping[str, torch.Tensor]
-    pushed: Mapping[str, Sequence[Region]]
-    averages: Mapping[str, torch.Tensor]
-    n_bytes: Mapping[tuple[int, int], int]
+    loss: float | None  # mean over the samples
+    outputs: Mapping[str, torch.Tensor]  # of the wanted layers: (n_samples, *shape), whole
+    gradients: Mapping[str, torch.Tensor]  # whole; zeros where none was pushed
+    pushed: Mapping[str, Sequence[Region]]  # the regions that were pushed, once each
+    averages: Mapping[str, torch.Tensor]  # new running averages, whole
+    n_bytes: Mapping[tuple[int, int], int]  # sent, by sender and receiver
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LocalGroup:
-    """The ranks of a plan.
-
-    Attributes:
-        compiled: The plan.
-        dtype: float32 or float64.
-        micro_batches: Parts of a batch.
-        modules: Layers that are computed whole.
-        training: With the backward pass.
-        loss: The layer whose mean over the samples is the objective.
-        outputs: Layers whose outputs are wanted.
-        seeds: Layers where gradients begin; by default the loss.
-        seed_gradient: Their values.
-        device: Where tensors are.
-    """
+    """The ranks of a plan."""
 
     compiled: Compiled
     dtype: torch.dtype = torch.float32
     micro_batches: int = 1
-    modules: Mapping[str, nn.Module] | None = None
-    training: bool = True
-    loss: str | None = None
-    outputs: frozenset[str] = frozenset()
-    seeds: frozenset[str] | None = None
+    modules: Mapping[str, nn.Module] | None = None  # layers that are computed whole
+    training: bool = True  # with the backward pass
+    loss: str | None = None  # the layer whose mean over the samples is the objective
+    outputs: frozenset[str] = frozenset()  # layers whose outputs are wanted
+    seeds: frozenset[str] | None = None  # where gradients begin; by default the loss
     seed_gradient: Seed = mean_over_samples
     device: str = "cpu"
 
@@ -79,13 +57,7 @@ class LocalGroup:
         *,
         seed: int = 0,
     ) -> StepOutput:
-        """Return the results of a step on this batch.
-
-        Args:
-            inputs: Per input layer: (n_samples, *shape).
-            tensors: The model's, by name, whole.
-            seed: Of the step's random numbers.
-        """
+        """Return the results of a step on (n_samples, *shape) per input layer."""
         n_samples = len(next(iter(inputs.values())))
         sizes = micro_sizes(n_samples, self.micro_batches)
         ranks = [

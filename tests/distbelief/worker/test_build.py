@@ -1,6 +1,7 @@
 """The ranks of a replica and of the evaluator: results, status, and rejected messages."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
@@ -8,26 +9,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.core.memory import PrivateMemory
 from distbelief.data import DataShard
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
-from distbelief.protocol import (
-    Evaluate,
-    EvaluationDone,
-    Finished,
-    GrantSteps,
-    HeartbeatAck,
-    Message,
-    Progress,
-    RankReady,
-    StartEpoch,
-    StartTraining,
-    Stop,
-    TransferAck,
-)
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send, Started
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause
@@ -47,13 +35,33 @@ EXAMPLES = "tests.distbelief.examples"
 SIMULATED = "tests.simulation.test_downpour"
 
 
-# ------------------------------------------------------- one replica: Algorithm 1.1
+def learning(task: TaskSpec = LEARNING, **options: object) -> Group:
+    """Return a replica; options that are no keys of [algorithm] are those of the group."""
+    keys = DownpourSettings.__struct_fields__
+    settings = {key: value for key, value in options.items() if key in keys}
+    others = {key: value for key, value in options.items() if key not in keys}
+    others = {"n_machines": 2, "plan_seed": 1} | others
+    made = msgspec.structs.replace(downpour(), **settings)
+    return Group(task, made, inputs=FRAMES, **others)  # type: ignore[arg-type]
 
 
-def sequential(
-    settings: DownpourSettings, group: Group, *, task: TaskSpec = LEARNING
-) -> dict[str, torch.Tensor]:
+def task_of(data: str = "", model: str = "") -> TaskSpec:
+    """Return the task with data and model of these functions."""
+    task = LEARNING
+    if data:
+        arguments: dict[str, object] = {"width": 40, "n_samples": 40}
+        train = DataSpec(factory=f"{HERE}:{data}", arguments=arguments)
+        task = msgspec.structs.replace(task, train=train)
+    if model:
+        factory = model if ":" in model else f"{HERE}:{model}"
+        spec = ModelSpec(factory=factory, initial="seed")
+        task = msgspec.structs.replace(task, model=spec)
+    return task
+
+
+def sequential(group: Group, *, task: TaskSpec = LEARNING) -> dict[str, torch.Tensor]:
     """Return all tensors after plain SGD in one process, in float64."""
+    settings = group.settings
     module = build_model(task.model).double()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     drawn = group.first_values()
@@ -77,6 +85,16 @@ def sequential(
     return {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
 
 
+def compare(
+    group: Group, expected: Mapping[str, torch.Tensor], *, rtol: float, atol: float
+) -> None:
+    """Run the group; compare its values."""
+    group.run()
+    for name, value in group.values().items():
+        wanted = expected[name].to(value.dtype)
+        torch.testing.assert_close(value, wanted, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize(
     ("n_machines", "n_shards", "micro_batches"),
     [(1, 1, 1), (2, 1, 2), (3, 2, 1), (5, 2, 3), (8, 1, 1)],
@@ -84,35 +102,31 @@ def sequential(
 def test_one_replica_with_blocking_calls_is_sequential_sgd(
     n_machines: int, n_shards: int, micro_batches: int
 ) -> None:
-    settings = downpour(blocking=True, max_steps=18)  # more than one pass
-    group = Group(
-        LEARNING,
-        settings,
-        inputs=FRAMES,
-        n_shards=n_shards,
+    group = learning(
+        blocking=True,
+        max_steps=18,
         n_machines=n_machines,
-        micro_batches=micro_batches,
         plan_seed=n_machines,
+        n_shards=n_shards,
+        micro_batches=micro_batches,
         dtype="float64",
-    )
-    group.run()
-    expected = sequential(settings, group)
-    for name, value in group.values().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+    )  # more than one pass
+    compare(group, sequential(group), rtol=1e-12, atol=1e-14)
     # Regression: one rank's push made another's stale by one, 0.5 of two ranks on average.
     assert [group.status(shard)["staleness_max"] for shard in group.shards] == ([0.0] * n_shards)
 
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(3, 1), (1, 3), (2, 2), (3, 2)])
 def test_fetches_and_pushes_are_those_of_the_paper(n_fetch: int, n_push: int) -> None:
-    settings = downpour(
-        overwrite_local_steps=True, blocking=True, max_steps=8, n_fetch=n_fetch, n_push=n_push
+    group = learning(
+        overwrite_local_steps=True,
+        blocking=True,
+        max_steps=8,
+        n_fetch=n_fetch,
+        n_push=n_push,
+        n_machines=3,
     )
-    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1)
-    group.run()
-    expected = plain(settings, task=LEARNING)
-    for name, value in group.values().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    compare(group, plain(group.settings, task=LEARNING), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -122,36 +136,27 @@ def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushe
     n_fetch: int, n_push: int
 ) -> None:
     """Regression: a fetch overwrote the local steps whose gradients were not pushed yet."""
-    settings = downpour(max_steps=23, n_fetch=n_fetch, n_push=n_push)
-    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1, dtype="float64")
-    group.run()
-    expected = sequential(settings, group)
-    for name, value in group.values().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-13)
+    group = learning(max_steps=23, n_fetch=n_fetch, n_push=n_push, n_machines=3, dtype="float64")
+    compare(group, sequential(group), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("n_machines", [1, 3])
 def test_running_statistics_are_those_of_one_process(n_machines: int, n: int) -> None:
-    task = msgspec.structs.replace(
-        LEARNING, model=ModelSpec(factory=f"{SIMULATED}:normal_net", initial="seed")
-    )
-    settings = downpour(blocking=True, max_steps=9, n_fetch=n, n_push=n)
-    group = Group(
+    task = task_of(model=f"{SIMULATED}:normal_net")
+    group = learning(
         task,
-        settings,
-        inputs=FRAMES,
+        blocking=True,
+        max_steps=9,
+        n_fetch=n,
+        n_push=n,
         n_machines=n_machines,
         plan_seed=4,
         dtype="float64",
         n_shards=2,
     )
-    group.run()
-    expected = sequential(settings, group, task=task)
-    for name, value in group.values().items():
-        wanted = expected[name].to(value.dtype)
-        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
-    assert expected["1.num_batches_tracked"].item() == 9
+    compare(group, sequential(group, task=task), rtol=1e-10, atol=1e-12)
+    assert group.values()["1.num_batches_tracked"].item() == 9
 
 
 def big_data(*, width: int, n_samples: int) -> list[object]:
@@ -162,13 +167,8 @@ def big_data(*, width: int, n_samples: int) -> list[object]:
 
 @pytest.mark.parametrize("n_push", [1, 2])
 def test_running_statistics_of_a_step_that_is_skipped_are_skipped(n_push: int) -> None:
-    task = msgspec.structs.replace(
-        LEARNING,
-        model=ModelSpec(factory=f"{SIMULATED}:normal_net", initial="seed"),
-        train=DataSpec(factory=f"{HERE}:big_data", arguments={"width": 40, "n_samples": 40}),
-    )
-    settings = downpour(blocking=True, max_steps=10, n_push=n_push, n_fetch=5)
-    group = Group(task, settings, inputs=FRAMES, n_machines=1, plan_seed=4)
+    task = task_of("big_data", f"{SIMULATED}:normal_net")
+    group = learning(task, blocking=True, max_steps=10, n_push=n_push, n_fetch=5, n_machines=1)
     group.run()
     for name, value in group.values().items():
         assert bool(value.isfinite().all()), name
@@ -176,8 +176,7 @@ def test_running_statistics_of_a_step_that_is_skipped_are_skipped(n_push: int) -
 
 
 def test_a_rank_connects_only_to_the_shards_that_hold_its_part() -> None:
-    settings = downpour(max_steps=3)
-    group = Group(LEARNING, settings, inputs=FRAMES, n_shards=4, n_machines=3, plan_seed=2)
+    group = learning(max_steps=3, n_machines=3, plan_seed=2, n_shards=4)
     asked: dict[str, set[str]] = {name: set() for name in group.machines}
 
     def note(happening: HandledEvent) -> None:
@@ -197,23 +196,19 @@ def test_a_rank_connects_only_to_the_shards_that_hold_its_part() -> None:
     assert few  # or it would have shown nothing
 
 
-def test_ranks_send_the_bytes_that_the_plan_predicts() -> None:
-    settings = downpour(max_steps=7, batch_size=5)
-    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_ranks_send_the_bytes_that_the_plan_predicts(micro_batches: int) -> None:
+    group = learning(max_steps=7, n_machines=3, micro_batches=micro_batches)
     group.run()
-    compiled = group.split.compiled()
+    once = {"parameter", "parameter_gradient"}
+    predicted: Counter[tuple[int, int]] = Counter()
+    for message in group.split.compiled().messages:
+        n_times = 7 * (1 if message.kind in once else micro_batches)
+        predicted[message.sender, message.receiver] += n_times * message.n_bytes
     for sender in range(3):
         figures = group.status(group.machines[sender])
         for receiver in range(3):
-            n_bytes = sum(
-                message.n_bytes
-                for message in compiled.messages
-                if (message.sender, message.receiver) == (sender, receiver)
-            )
-            assert figures.get(f"bytes_to_{receiver}", 0.0) == 7 * n_bytes
-
-
-# ----------------------------------------------------------------- begin, wait, fail
+            assert figures.get(f"bytes_to_{receiver}", 0.0) == predicted[sender, receiver]
 
 
 def state(group: Group, machine: int) -> str:
@@ -221,65 +216,53 @@ def state(group: Group, machine: int) -> str:
 
 
 def test_ranks_wait_for_start_and_name_the_missing_rank() -> None:
-    group = Group(
-        LEARNING,
-        downpour(max_steps=4),
-        inputs=FRAMES,
-        n_machines=3,
-        plan_seed=1,
-        await_begin=True,
-        faults=[Kill(at=0.0, role=rank_name(0, 2), restart_after=1.0)],
-    )
+    late = Kill(at=0.0, role=rank_name(0, 2), restart_after=1.0)
+    group = learning(max_steps=4, n_machines=3, await_begin=True, faults=[late])
     group.simulation.run(until=0.5)
     assert state(group, 0) == "waiting for replica-0.2"
     assert state(group, 1) == "waiting for replica-0.0"
     group.simulation.run(until=2.0)
     assert state(group, 0) == "waiting for begin"
-    group.tell(group.machines[1], StartTraining())  # not the leader
+    group.tell(group.machines[1], wire.StartTraining())  # not the leader
     group.simulation.run(until=3.0)
     assert not group.simulation.halted
-    group.tell(group.machines[0], StartTraining())
+    group.tell(group.machines[0], wire.StartTraining())
     group.run()
-    progress = group.told(Progress)
+    progress = group.told(wire.Progress)
     assert progress[-1].samples == 16
     assert progress[-1].step == 4
-    assert len(group.told(Finished)) == 3
+    assert len(group.told(wire.Finished)) == 3
 
 
 def test_ranks_take_no_step_beyond_the_allowed_samples() -> None:
-    group = Group(
-        LEARNING, downpour(max_steps=4), inputs=FRAMES, n_machines=3, plan_seed=1, await_begin=True
-    )
+    group = learning(max_steps=4, n_machines=3, await_begin=True)
     group.simulation.run(until=0.5)
-    group.tell(group.machines[0], StartTraining(samples=5))
+    group.tell(group.machines[0], wire.StartTraining(samples=5))
     group.simulation.run(until=5.0)
     assert state(group, 0) == "waiting for more samples"
-    assert group.told(Progress)[-1].samples == 8
+    assert group.told(wire.Progress)[-1].samples == 8
     assert group.status(group.machines[0])["samples_allowed"] == 5
-    group.tell(group.machines[0], StartTraining(samples=9))
+    group.tell(group.machines[0], wire.StartTraining(samples=9))
     group.simulation.run(until=10.0)
-    assert group.told(Progress)[-1].samples == 12
-    group.tell(group.machines[0], StartTraining(samples=100))
+    assert group.told(wire.Progress)[-1].samples == 12
+    group.tell(group.machines[0], wire.StartTraining(samples=100))
     group.run()
-    assert group.told(Progress)[-1].samples == 16
+    assert group.told(wire.Progress)[-1].samples == 16
 
 
 def test_status_names_the_rank_that_is_waited_for() -> None:
     pause = Pause(at=0.004, role=rank_name(0, 1), seconds=2.0)
-    settings = downpour(max_steps=60)
-    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=2, plan_seed=1, faults=[pause])
+    group = learning(max_steps=60, faults=[pause])
     group.simulation.run(until=1.0)
     assert state(group, 0) == "waiting for replica-0.1"
     group.run()
 
 
 def test_stop_ends_a_replica_without_a_step_limit() -> None:
-    group = Group(
-        LEARNING, downpour(max_steps=None, n_push=3), inputs=FRAMES, n_machines=3, plan_seed=1
-    )
+    group = learning(max_steps=None, n_push=3, n_machines=3)
     group.simulation.run(until=0.02)
     for name in group.machines:
-        group.tell(name, Stop(reason="enough"))
+        group.tell(name, wire.Stop(reason="enough"))
     group.run()
     for name in group.machines:
         figures = group.status(name)
@@ -288,18 +271,18 @@ def test_stop_ends_a_replica_without_a_step_limit() -> None:
 
 @pytest.mark.parametrize(("n_machines", "clip_norm"), [(1, 0.05), (3, 0.05), (3, 1e9)])
 def test_gradients_are_clipped_as_those_of_one_process(n_machines: int, clip_norm: float) -> None:
-    settings = msgspec.structs.replace(downpour(blocking=True, max_steps=8), clip_norm=clip_norm)
-    group = Group(
-        LEARNING,
-        settings,
-        inputs=FRAMES,
+    group = learning(
+        blocking=True,
+        max_steps=8,
+        clip_norm=clip_norm,
         n_machines=n_machines,
         plan_seed=n_machines,
         dtype="float64",
     )
     group.run()
-    expected = sequential(settings, group)
-    free = sequential(msgspec.structs.replace(settings, clip_norm=None), group)
+    expected = sequential(group)
+    group.settings = msgspec.structs.replace(group.settings, clip_norm=None)
+    free = sequential(group)
     for name, value in group.values().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-13)
     differ = any(not torch.equal(free[name], expected[name]) for name in free)
@@ -334,17 +317,12 @@ def zero_data(*, width: int, n_samples: int) -> list[object]:
 
 @pytest.mark.parametrize("n_push", [1, 2])
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(n_push: int) -> None:
-    task = msgspec.structs.replace(
-        LEARNING,
-        model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
-        train=DataSpec(factory=f"{HERE}:zero_data", arguments={"width": 40, "n_samples": 40}),
-    )
-    settings = downpour(blocking=True, max_steps=6, n_push=n_push, batch_size=1)
-    group = Group(
-        task,
-        settings,
-        inputs=FRAMES,
-        n_machines=2,
+    group = learning(
+        task_of("zero_data", "root_net"),
+        blocking=True,
+        max_steps=6,
+        n_push=n_push,
+        batch_size=1,
         place=lambda layer: int(layer in {"last", "loss"}),
     )
     group.run()
@@ -362,12 +340,7 @@ def nan_data(*, width: int, n_samples: int) -> list[object]:
 
 @pytest.mark.parametrize("n_push", [1, 2])
 def test_gradients_that_are_not_finite_end_the_job(n_push: int) -> None:
-    task = msgspec.structs.replace(
-        LEARNING,
-        train=DataSpec(factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}),
-    )
-    settings = downpour(max_steps=60, n_push=n_push)
-    group = Group(task, settings, inputs=FRAMES, n_machines=2, plan_seed=1)
+    group = learning(task_of("nan_data"), max_steps=60, n_push=n_push)
     group.simulation.run(until=5.0)
     errors = [error for error in group.simulation.halted.values() if error]
     assert errors
@@ -376,13 +349,11 @@ def test_gradients_that_are_not_finite_end_the_job(n_push: int) -> None:
 
 def test_a_rank_without_parameters_reports_skipped_steps() -> None:
     """Regression: the rank that knew the loss kept no parameters and reported nothing."""
-    task = msgspec.structs.replace(
-        LEARNING,
-        train=DataSpec(factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}),
-    )
-    settings = msgspec.structs.replace(downpour(max_steps=6), non_finite_limit=100)
-    group = Group(
-        task, settings, inputs=FRAMES, n_machines=2, place=lambda layer: int(layer == "loss")
+    group = learning(
+        task_of("nan_data"),
+        max_steps=6,
+        non_finite_limit=100,
+        place=lambda layer: int(layer == "loss"),
     )
     group.simulation.run(until=5.0)
     told = [str(report) for report in group.simulation.reports]
@@ -404,14 +375,9 @@ def test_a_bad_sample_is_named_on_whichever_rank_it_is_read(
     apart: Sequence[str], clip_norm: float | None
 ) -> None:
     """Regression: the reporting rank looked only at the inputs that it had read itself."""
-    task = msgspec.structs.replace(
-        LEARNING,
-        model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
-        train=DataSpec(factory=f"{HERE}:one_bad_sample", arguments={"width": 40, "n_samples": 40}),
-    )
-    settings = msgspec.structs.replace(downpour(max_steps=20), clip_norm=clip_norm)
-    group = Group(
-        task, settings, inputs=FRAMES, n_machines=2, place=lambda layer: int(layer in apart)
+    task = task_of("one_bad_sample", "root_net")
+    group = learning(
+        task, max_steps=20, clip_norm=clip_norm, place=lambda layer: int(layer in apart)
     )
     group.simulation.run(until=5.0)
     told = [str(report) for report in group.simulation.reports]
@@ -421,8 +387,7 @@ def test_a_bad_sample_is_named_on_whichever_rank_it_is_read(
 
 
 def test_ranks_with_different_plans_are_rejected() -> None:
-    group = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
-    other = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=2)
+    group, other = learning(), learning(plan_seed=2)
     group.split_of[group.machines[1]] = other.split
     group.simulation.run(until=1.0)
     error = group.simulation.halted[group.machines[1]]
@@ -431,30 +396,16 @@ def test_ranks_with_different_plans_are_rejected() -> None:
 
 
 def test_a_failing_step_is_a_job_error() -> None:
-    task = msgspec.structs.replace(
-        LEARNING,
-        train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 39, "n_samples": 40}),
-    )
-    group = Group(task, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
+    train = DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 39, "n_samples": 40})
+    group = learning(msgspec.structs.replace(LEARNING, train=train))
     group.simulation.run(until=1.0)
     errors = [error for error in group.simulation.halted.values() if error]
     assert any("inputs have shape [39]; the plan is for [40]" in e for e in errors)
 
 
-# ---------------------------------------------------------------------- evaluation
-
-
 @pytest.mark.parametrize("plan_seed", range(3))
 def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
-    group = Group(
-        LEARNING,
-        downpour(),
-        inputs=FRAMES,
-        n_machines=plan_seed + 1,
-        plan_seed=plan_seed,
-        group="evaluator",
-        n_shards=2,
-    )
+    group = learning(n_machines=plan_seed + 1, plan_seed=plan_seed, group="evaluator", n_shards=2)
     assert LEARNING.test is not None
     module = build_model(LEARNING.model)
     group.simulation.run(until=1.0)
@@ -467,30 +418,27 @@ def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
     inputs, targets = torch.utils.data.default_collate(samples)
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(module(inputs), targets)
-    group.tell("evaluator", Evaluate(request=7, whole=False))
-    group.tell("evaluator", Evaluate(request=8, whole=False))
+    group.tell("evaluator", wire.Evaluate(request=7, whole=False))
+    group.tell("evaluator", wire.Evaluate(request=8, whole=False))
     group.simulation.run(until=2.0)
     if plan_seed:
         group.simulation.restart(group.machines[-1])
-    group.tell("evaluator", Evaluate(request=9, whole=True))
+    group.tell("evaluator", wire.Evaluate(request=9, whole=True))
     group.simulation.run(until=5.0)
-    group.tell("evaluator", Evaluate(request=9, whole=True))
+    group.tell("evaluator", wire.Evaluate(request=9, whole=True))
     group.simulation.run(until=6.0)
     answers = [
         event.message
         for event in group.simulation.sent_to(SUPERVISOR)
-        if isinstance(event.message, EvaluationDone)
+        if isinstance(event.message, wire.EvaluationDone)
     ]
     assert [answer.request for answer in answers] == [7, 8, 9, 9]
     assert [answer.n_samples for answer in answers] == [20, 20, 50, 50]
     assert answers[0].loss == pytest.approx(float(expected), rel=1e-5)
     assert 0.0 <= answers[0].metric <= 1.0
     for name in group.machines:
-        group.tell(name, Stop(reason="over"))
+        group.tell(name, wire.Stop(reason="over"))
     group.run()
-
-
-# ------------------------------------------------------------------------ refusals
 
 
 def build(group: Group, name: str, **changes: object) -> Role:
@@ -499,12 +447,8 @@ def build(group: Group, name: str, **changes: object) -> Role:
     return build_rank(name, config=settings, context=context, split=group.split)
 
 
-def small_group(task: TaskSpec = LEARNING) -> Group:
-    return Group(task, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
-
-
 def test_a_plan_is_for_one_batch() -> None:
-    group = small_group()
+    group = learning()
     group.simulation.run(until=0.1)
     with pytest.raises(JobError, match="batch_size is 5, and the plan is for batches of 4"):
         build(group, "replica-0.0", batch_size=5)
@@ -512,28 +456,28 @@ def test_a_plan_is_for_one_batch() -> None:
 
 @pytest.mark.parametrize("name", ["replica-0.2", "replica-1.0", "shard-0"])
 def test_unknown_ranks_are_rejected(name: str) -> None:
-    group = small_group()
+    group = learning()
     group.simulation.run(until=0.1)
     with pytest.raises(LocalProtocolError, match=f"no rank '{name}' in a"):
         build(group, name)
 
 
 def test_evaluators_need_held_out_data() -> None:
-    group = small_group(msgspec.structs.replace(LEARNING, test=None))
+    group = learning(msgspec.structs.replace(LEARNING, test=None))
     group.simulation.run(until=0.1)
     with pytest.raises(JobError, match="an evaluator needs held-out data"):
         build(group, "evaluator.1")
 
 
 def test_a_rank_rejects_messages_it_does_not_accept() -> None:
-    group = small_group()
+    group = learning()
     group.simulation.run(until=0.1)
     machine = group.machine(group.machines[1])
     machine._is_gone = False
-    wrong: list[tuple[str, Message]] = [
-        ("replica-0.0", HeartbeatAck()),
-        ("replica-0.1", StartEpoch(generation=1 << 40, plan="p")),
-        ("stranger", TransferAck(generation=1, taken=0)),
+    wrong: list[tuple[str, wire.Message]] = [
+        ("replica-0.0", wire.HeartbeatAck()),
+        ("replica-0.1", wire.StartEpoch(generation=1 << 40, plan="p")),
+        ("stranger", wire.TransferAck(generation=1, taken=0)),
     ]
     for sender, message in wrong:
         event = Received(sender=Address(sender), incarnation=1, message=message)
@@ -548,41 +492,41 @@ def test_a_rank_rejects_messages_it_does_not_accept() -> None:
 
 
 def test_a_rank_that_starts_after_the_end_exits_on_stop() -> None:
-    group = small_group()
+    group = learning()
     group.simulation.run(until=5.0)
     name = group.machines[1]
     group.simulation.restart(name)
     group.simulation.run(until=6.0)
     assert state(group, 1) == "waiting for replica-0.0"
-    group.tell(name, Stop(reason="over"))
+    group.tell(name, wire.Stop(reason="over"))
     group.simulation.run(until=60.0)
     assert group.simulation.halted[name] is None
 
 
 def test_a_rank_rejects_what_the_leader_sent_earlier_or_too_early() -> None:
-    group = small_group()
+    group = learning()
     machine = build(group, "replica-0.1")
     machine.handle(Started(incarnation=1), 0.0)
     plan = group.split.fingerprint
 
-    def lead(message: Message) -> None:
+    def lead(message: wire.Message) -> None:
         sender = Address("replica-0.0")
         machine.handle(Received(sender=sender, incarnation=1, message=message), 0.0)
 
-    grant = GrantSteps(generation=5, position=0, steps=2, is_last=False, ended=False)
+    grant = wire.GrantSteps(generation=5, position=0, steps=2, is_last=False, ended=False)
     with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
         lead(grant)
-    lead(StartEpoch(generation=5, plan=plan))
+    lead(wire.StartEpoch(generation=5, plan=plan))
     with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
         lead(grant)
     for early in (
         msgspec.structs.replace(grant, generation=4),
-        StartEpoch(generation=4, plan=plan),
+        wire.StartEpoch(generation=4, plan=plan),
     ):
         with pytest.raises(RemoteProtocolError, match="of generation 4, after generation 5 had"):
             lead(early)
     with pytest.raises(JobError, match=r"has plan q, replica-0\.1 has .*: start all ranks"):
-        lead(StartEpoch(generation=6, plan="q"))
+        lead(wire.StartEpoch(generation=6, plan="q"))
 
 
 def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,15 +534,15 @@ def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.M
     applied = False
     monkeypatch.setattr(ParameterClient, "ready", True)
     monkeypatch.setattr(TrainingObjective, "all_pushes_applied", property(lambda _: applied))
-    group = small_group()
+    group = learning()
     machine = build(group, "replica-0.1")
     machine.handle(Started(incarnation=1), 0.0)
-    begins = StartEpoch(generation=5, plan=group.split.fingerprint)
+    begins = wire.StartEpoch(generation=5, plan=group.split.fingerprint)
 
     def is_ready() -> bool:
         event = Received(sender=Address("replica-0.0"), incarnation=1, message=begins)
         sent = [a.message for a in machine.handle(event, 0.0) if isinstance(a, Send)]
-        return any(isinstance(message, RankReady) for message in sent)
+        return any(isinstance(message, wire.RankReady) for message in sent)
 
     assert not is_ready()
     applied = True

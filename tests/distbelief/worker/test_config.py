@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from distbelief.parameter_server.optimizers import InverseTime
-from distbelief.worker.config import Async, DownpourConfig
+from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
+from distbelief.worker.config import Async, DownpourSettings
 
 
 def test_fetches_and_pushes_begin_at_step_0() -> None:
@@ -35,32 +35,26 @@ def test_a_fetch_waits_for_pushes_if_it_could_lose_or_repeat_a_step(
     assert policy.may_fetch(unacknowledged=0, during=3) is during_other
 
 
+def settings(**fields: object) -> DownpourSettings:
+    usual = {"loss": "", "batch_size": 1, "rule": SGD(learning_rate=0.5)}
+    return DownpourSettings(**usual | fields)  # type: ignore[arg-type] # any field
+
+
 def test_local_steps_follow_the_schedule() -> None:
-    own = DownpourConfig(batch_size=1, learning_rate=0.5, schedule=InverseTime(n_pushes=10))
-    assert own.rate(0) == 0.5
-    assert own.rate(10) == 0.25
-    stated = DownpourConfig(batch_size=1, learning_rate=0.5, local_learning_rate=0.1)
-    assert stated.rate(10) == 0.1
+    own = settings(rule=SGD(learning_rate=0.5, schedule=InverseTime(n_pushes=10)))
+    assert [own.rate(clock) for clock in (0, 10)] == [0.5, 0.25]
+    assert settings(local_learning_rate=0.1).rate(10) == 0.1
+    assert settings(rule=Adagrad(learning_rate=0.5)).rate(0) == 0.0
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("batch_size", 0),
-        ("max_steps", 0),
-        ("max_samples", 0),
-        ("clip_norm", 0.0),
-        ("clip_norm", math.inf),
-        ("progress_seconds", -1.0),
-        ("non_finite_limit", 0),
+        *[(name, 0) for name in ("batch_size", "max_steps", "non_finite_limit")],
+        *[(name, 0) for name in ("n_fetch", "n_push")],
+        *[("clip_norm", value) for value in (0.0, math.inf)],
     ],
 )
 def test_a_bad_value_is_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{field} is {value}; use"):
-        DownpourConfig(**{"batch_size": 1, field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["n_fetch", "n_push"])
-def test_a_bad_number_of_steps_is_named(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0; use 1 or more"):
-        Async(**{field: 0})  # type: ignore[arg-type] # any field
+        settings(**{field: value})

@@ -15,6 +15,7 @@ from distbelief.worker.build import score_of, whole_evaluator
 from distbelief.worker.evaluator import CHUNK, held_out
 from distbelief.worker.local_executor import FlatModel, LocalEvaluator
 from tests.distbelief.examples import Frames, failing_function, net
+from tests.distbelief.parameter_server.pair import scatter
 from tests.distbelief.worker.bench import RoleBench
 
 
@@ -55,7 +56,7 @@ class Bench(RoleBench):
 
 def expected(bench: Bench, indices: list[int]) -> tuple[float, float]:
     module = net()
-    bench.layout.scatter(0, bench.shard.values, FlatModel(module).values)
+    scatter(bench.layout, 0, bench.shard.values, FlatModel(module).values)
     inputs, targets = bench.dataset.inputs[indices], bench.dataset.targets[indices]
     with torch.no_grad():
         outputs = module(inputs)

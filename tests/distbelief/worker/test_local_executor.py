@@ -12,6 +12,7 @@ from distbelief.errors import JobError
 from distbelief.parameter_server.layout import Layout
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import Everything, Frames, net
+from tests.distbelief.parameter_server.pair import gather, scatter
 
 
 def everything() -> nn.Module:
@@ -143,8 +144,8 @@ def test_what_is_fetched_is_what_the_module_uses() -> None:
     layout = Layout.of(model.specs(), n_shards=2)
     for k in range(2):
         vector = np.zeros(layout.shard_size(k), layout.dtype)
-        layout.gather(k, model.values, vector)
-        layout.scatter(k, vector, other.values)
+        gather(layout, k, model.values, vector)
+        scatter(layout, k, vector, other.values)
     for name, value in model.named_tensors().items():
         assert torch.equal(other.named_tensors()[name], value), name
 

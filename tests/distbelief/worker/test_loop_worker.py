@@ -8,21 +8,11 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import HeartbeatAck, Join, Message, PeerEntry, Peers
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Connect,
-    Received,
-    Seconds,
-    Send,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.worker.loop_worker import BEAT, LoopWorker
 
 
-SHARD = Address("shard-0")
+SHARD = rl.Address("shard-0")
 
 
 def peers(incarnation: int) -> Peers:
@@ -30,14 +20,14 @@ def peers(incarnation: int) -> Peers:
     return Peers(entries=(entry,))
 
 
-def tell(worker: LoopWorker, message: Message, now: Seconds) -> Sequence[Action]:
-    said = Received(sender=SUPERVISOR, incarnation=1, message=message)
+def tell(worker: LoopWorker, message: Message, now: rl.Seconds) -> Sequence[rl.Action]:
+    said = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=message)
     return worker.handle(said, now)
 
 
-def joins(actions: Sequence[Action]) -> bool:
+def joins(actions: Sequence[rl.Action]) -> bool:
     """Return whether the server is asked to be let in."""
-    return any(isinstance(a, Send) and isinstance(a.message, Join) for a in actions)
+    return any(isinstance(a, rl.Send) and isinstance(a.message, Join) for a in actions)
 
 
 @pytest.fixture
@@ -50,7 +40,7 @@ def worker() -> LoopWorker:
         memory=PrivateMemory(host=""),
     )
     made = LoopWorker(client=client, join=Join(endpoint="here", host="", pid=0))
-    assert joins(made.handle(Started(incarnation=1), 0.0))
+    assert joins(made.handle(rl.Started(incarnation=1), 0.0))
     tell(made, peers(1), 0.5)
     return made
 
@@ -60,7 +50,7 @@ def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: LoopW
 
     The loop waited for a minute and failed.
     """
-    beat = TimerFired(name=BEAT)
+    beat = rl.TimerFired(name=BEAT)
     for now in (1.0, 2.0, 3.0):
         assert not joins(worker.handle(beat, now))
         tell(worker, HeartbeatAck(), now)
@@ -68,9 +58,10 @@ def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: LoopW
         assert not joins(worker.handle(beat, now))
     assert joins(worker.handle(beat, 7.0))
     assert joins(worker.handle(beat, 8.0))
-    connects = [a for a in tell(worker, peers(2), 8.5) if isinstance(a, Connect)]
+    connects = [a for a in tell(worker, peers(2), 8.5) if isinstance(a, rl.Connect)]
     assert [(c.peer, c.incarnation, c.endpoint) for c in connects] == [(SHARD, 2, "at-2")]
-    assert tell(worker, peers(2), 8.6) == tell(worker, peers(1), 8.7)  # no news: no new link
+    for n in (2, 1, 2):  # no news: no new link
+        assert not any(isinstance(a, rl.Connect) for a in tell(worker, peers(n), 8.6))
     assert not joins(worker.handle(beat, 9.0))
 
 
@@ -79,5 +70,5 @@ def test_a_loop_that_computes_for_long_does_not_join_again_after_every_step(
 ) -> None:
     for step in range(1, 5):
         now = 10.0 * step  # its timer was due nine seconds ago
-        assert not joins(worker.handle(TimerFired(name=BEAT), now))
+        assert not joins(worker.handle(rl.TimerFired(name=BEAT), now))
         tell(worker, HeartbeatAck(), now)

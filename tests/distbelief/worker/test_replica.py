@@ -1,52 +1,27 @@
 """The replica's state machine: events in, actions out."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.data import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
+from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.protocol import (
-    Evaluate,
-    Fetch,
-    Finished,
-    HeartbeatAck,
-    Progress,
-    Push,
-    StartTraining,
-    Stop,
-)
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Executor, Started
-from distbelief.worker.config import Async, DownpourConfig
-from distbelief.worker.training import Items, Trainer
+from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.config import Async, DownpourSettings
+from distbelief.worker.training import Items, Trainer, TrainingObjective
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
-
-
-def config(
-    *,
-    n_fetch: int = 1,
-    n_push: int = 1,
-    blocking: bool = False,
-    max_steps: int | None = None,
-    clip_norm: float | None = None,
-    non_finite_limit: int = 10,
-) -> DownpourConfig:
-    return DownpourConfig(
-        batch_size=4,
-        learning_rate=0.1,
-        policy=Async(n_fetch=n_fetch, n_push=n_push, blocking=blocking),
-        max_steps=max_steps,
-        clip_norm=clip_norm,
-        non_finite_limit=non_finite_limit,
-    )
-
-
-# --------------------------------------------------------------- what runs beside what
 
 
 def test_one_step_is_fetch_install_gradient_push() -> None:
@@ -60,7 +35,7 @@ def test_one_step_is_fetch_install_gradient_push() -> None:
     bench.compute("step")
     assert bench.state == "pushing"
     bench.compute("push")
-    assert len(bench.sent(Push)) == 1
+    assert len(bench.sent(wire.Push)) == 1
 
 
 def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None:
@@ -69,7 +44,7 @@ def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None
     bench.deliver()
     bench.compute("read")
     bench.compute("install")
-    assert len(bench.sent(Fetch)) == 1
+    assert len(bench.sent(wire.Fetch)) == 1
     read = bench.compute("read")
     assert read.executor is Executor.DATA
     assert bench.pending == ["replica:step"]
@@ -77,15 +52,14 @@ def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None
 
 def test_a_blocking_replica_fetches_when_its_push_is_applied() -> None:
     """DB-11."""
-    bench = Bench(config=config(blocking=True)).start()
+    bench = Bench(blocking=True).start()
     bench.run_until_step(1)
     bench.shard.acknowledges = False
     bench.compute("push")
     bench.deliver()
-    assert not bench.sent(Fetch)
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
-    assert len(bench.sent(Fetch)) == 1
+    assert not bench.sent(wire.Fetch)
+    bench.acknowledge()
+    assert len(bench.sent(wire.Fetch)) == 1
 
 
 def test_two_pushes_may_be_in_flight_and_the_third_waits() -> None:
@@ -97,9 +71,23 @@ def test_two_pushes_may_be_in_flight_and_the_third_waits() -> None:
     assert "replica:step" not in bench.pending
     assert "replica:push" not in bench.pending
     assert bench.state == "waiting for shard-0"
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert "replica:push" in bench.pending
+
+
+def test_a_step_behind_a_torn_install_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench().start()
+    install = bench.client.install
+
+    def torn(values: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
+        install(values)
+        return lambda: FetchResult(torn=(0,), clocks=(-1,))
+
+    monkeypatch.setattr(bench.client, "install", torn)
+    bench.deliver()
+    for work in ("read", "install", "step"):
+        bench.compute(work)
+    assert (bench.counters.torn, bench.counters.steps) == (1, 0)
 
 
 def test_only_two_batches_are_held() -> None:
@@ -124,47 +112,39 @@ def test_work_has_a_cost() -> None:
 def test_no_step_begins_beyond_the_allowed_samples() -> None:
     """Regression: it trained on until Stop came, however late."""
     bench = Bench(await_begin=True).start()
-    bench.receive(StartTraining(samples=7))
+    bench.receive(wire.StartTraining(samples=7))
     bench.run_while_it_can()
     assert bench.counters.steps == 2  # a batch of 4 begins at 4, none at 8
     assert bench.state == "waiting for more samples"
     last = bench.reported[-1]
-    assert isinstance(last, Progress)  # at once: the supervisor waits for it
+    assert isinstance(last, wire.Progress)  # at once: the supervisor waits for it
     assert last.samples == 8
     assert bench.replica.status()[1]["samples_allowed"] == 7
-    bench.receive(StartTraining(samples=9))
+    bench.receive(wire.StartTraining(samples=9))
     bench.run_while_it_can()
     assert bench.counters.steps == 3
-    bench.receive(Stop(reason="that is all"))
+    bench.receive(wire.Stop(reason="that is all"))
     bench.run_while_it_can()
-    assert isinstance(bench.reported[-1], Finished)
-
-
-# ---------------------------------------------------------------------- what is pushed
+    assert isinstance(bench.reported[-1], wire.Finished)
 
 
 def test_the_first_push_has_one_gradient_and_later_ones_n_push() -> None:
     """DB-6 and DB-7."""
-    bench = Bench(config=config(n_push=3, max_steps=8)).start()
-    bench.run_to_the_end()
+    bench = Bench(n_push=3, max_steps=8).run_to_the_end()
     pushes = [push for push, _ in bench.shard.pushed]
     assert [push.n_gradients for push in pushes] == [1, 3, 3, 1]
     assert [push.samples for push in pushes] == [4, 16, 28, 32]
 
 
 def test_a_push_names_the_clock_of_its_oldest_gradient() -> None:
-    policy = Async(n_push=3, overwrite_local_steps=True)
-    literal = replace(config(max_steps=8), policy=policy)
-    bench = Bench(config=literal).start()
-    bench.run_to_the_end()
+    bench = Bench(max_steps=8, n_push=3, overwrite_local_steps=True).run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
     assert clocks == [0, 0, 1, 2]  # the fetch for step 1 began before push 1 was sent
 
 
 def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
     """Otherwise it is unknown whether the fetch contains that push, and which steps to repeat."""
-    bench = Bench(config=config(n_push=3, max_steps=8)).start()
-    bench.run_to_the_end()
+    bench = Bench(n_push=3, max_steps=8).run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
     assert clocks == [0, 1, 2, 3]
 
@@ -198,19 +178,19 @@ def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
 @pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
 def test_samples_of_all_incarnations_count_towards_the_bound(done: int, pushed: list[int]) -> None:
     """Regression: a late incarnation did its whole share once more."""
-    bench = Bench(config=replace(config(), max_samples=16))
+    bench = Bench(samples_max=16)
     bench.shard.samples = done
-    bench.start().run_to_the_end()
+    bench.run_to_the_end()
     assert [push.samples for push, _ in bench.shard.pushed] == pushed
-    assert len(bench.sent(Fetch)) <= max(1, len(pushed))
+    assert len(bench.sent(wire.Fetch)) <= max(1, len(pushed))
     assert not bench.reported[:-1] or pushed
-    assert isinstance(bench.reported[-1], Finished)
+    assert isinstance(bench.reported[-1], wire.Finished)
 
 
 def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:
-    bench = Bench(config=config(max_steps=1))
+    bench = Bench(max_steps=1)
     bench.shard.samples = 20
-    bench.start().run_to_the_end()
+    bench.run_to_the_end()
     indices = BatchCursor(bench.data_shard).batch(20, 4).tolist()
     dataset = Frames()
     module = net()
@@ -231,8 +211,7 @@ def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:
 
 
 def test_clipping_bounds_each_gradient() -> None:
-    bench = Bench(config=config(clip_norm=0.01, max_steps=2)).start()
-    bench.run_to_the_end()
+    bench = Bench(clip_norm=0.01, max_steps=2).run_to_the_end()
     for tensors in bench.sums_pushed():
         assert float(torch.cat(tensors).norm()) == pytest.approx(0.01, rel=1e-3)
 
@@ -241,7 +220,7 @@ def test_dropout_is_a_function_of_seed_and_position() -> None:
     pushed = []
     for noise in (1, 2):
         torch.manual_seed(0)
-        bench = Bench(module=dropout_net(), config=config(max_steps=1))
+        bench = Bench(module=dropout_net(), max_steps=1)
         bench.start()
         torch.manual_seed(noise)
         bench.run_to_the_end()
@@ -249,28 +228,30 @@ def test_dropout_is_a_function_of_seed_and_position() -> None:
     assert torch.equal(*pushed)
 
 
-# ------------------------------------------------------------------- what is not finite
+class Computing(nn.Module):
+    """A model of one layer that computes what a test says."""
+
+    def __init__(self, compute: Callable[[nn.Linear, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.compute = compute
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.layer, x)
 
 
-class Spoilt(Frames):
-    """Frames of which some are NaN."""
-
-    def spoil(self, indices: list[int]) -> "Spoilt":
-        self.inputs[indices] = float("nan")
-        return self
-
-
-def spoilt_steps(steps: list[int]) -> Spoilt:
+def spoilt_steps(steps: list[int]) -> Frames:
     """Return data that is NaN in these steps of the first pass."""
-    order = Bench().data_shard.order(0)
-    return Spoilt().spoil([int(i) for step in steps for i in order[4 * step :][:4]])
+    order, dataset = Bench().data_shard.order(0), Frames()
+    dataset.inputs[[int(i) for step in steps for i in order[4 * step :][:4]]] = float("nan")
+    return dataset
 
 
 @pytest.mark.parametrize("n_push", [1, 3])
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_named(n_push: int) -> None:
     dataset = spoilt_steps([2])
-    bench = Bench(dataset=dataset, config=config(n_push=n_push, max_steps=7)).start()
-    bench.run_to_the_end()
+    bench = Bench(dataset=dataset, n_push=n_push, max_steps=7).run_to_the_end()
     assert bench.counters.non_finite == 1
     assert bench.counters.gradients_pushed == 6
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == 6
@@ -283,24 +264,17 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_named(n_push: int)
 def test_an_infinite_sum_of_finite_losses_is_named_by_its_tensors() -> None:
     """The gradient alone overflows: the client finds it as it is staged."""
 
-    class Steep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 2))
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ self.weight) * 1e38 * 1e38
-
-    bench = Bench(module=Steep(), config=config(max_steps=3)).start()
-    bench.run_to_the_end()
+    steep = Computing(lambda layer, x: layer(x) * 1e38 * 1e38)
+    nn.init.zeros_(steep.layer.weight)
+    nn.init.zeros_(steep.layer.bias)
+    bench = Bench(module=steep, max_steps=3).run_to_the_end()
     assert bench.shard.pushed == []
     assert bench.counters.non_finite == 3
     assert len(bench.reports) == 1  # once for each row of them
 
 
 def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
-    bench = Bench(dataset=spoilt_steps([0, 2, 3, 4]), config=config(non_finite_limit=3))
+    bench = Bench(dataset=spoilt_steps([0, 2, 3, 4]), non_finite_limit=3)
     bench.start()
     with pytest.raises(JobError) as caught:
         bench.run_until_step(9)
@@ -311,12 +285,9 @@ def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
 
 
 def test_a_step_of_nothing_but_bad_gradients_pushes_nothing() -> None:
-    bench = Bench(dataset=spoilt_steps([0]), config=config(n_push=9)).start()
+    bench = Bench(dataset=spoilt_steps([0]), n_push=9).start()
     bench.run_until_step(1)
     assert "replica:push" not in bench.pending
-
-
-# ------------------------------------------------------------------------- what fails
 
 
 def test_a_label_out_of_range_is_named_with_its_sample() -> None:
@@ -329,36 +300,24 @@ def test_a_label_out_of_range_is_named_with_its_sample() -> None:
 
 
 def test_a_failure_that_does_not_repeat_is_reported_as_it_was() -> None:
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-            self.n_calls = 0
+    failures = [OSError("a cold cache")]
 
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.n_calls += 1
-            if self.n_calls == 1:
-                raise OSError("a cold cache")
-            outputs: torch.Tensor = self.layer(x)
-            return outputs
+    def once(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        outputs: torch.Tensor = layer(x)
+        return outputs
 
     with pytest.raises(JobError, match=r"net failed on .*OSError: a cold cache"):
-        Bench(module=Once()).start().run_until_step(1)
+        Bench(module=Computing(once)).start().run_until_step(1)
 
 
 def test_running_out_of_memory_is_reported_with_the_batch_size() -> None:
-    class Huge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        @override
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise MemoryError(x.shape)
+    def huge(_layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        raise MemoryError(x.shape)
 
     with pytest.raises(JobError, match="a step of 4 samples: use a smaller batch_size"):
-        Bench(module=Huge()).start().run_until_step(1)
+        Bench(module=Computing(huge)).start().run_until_step(1)
 
 
 def test_data_that_fails_is_named() -> None:
@@ -371,35 +330,32 @@ def test_data_that_fails_is_named() -> None:
         Bench(dataset=Torn()).start().run_until_step(1)
 
 
-@pytest.mark.parametrize("message", [Evaluate(request=1, whole=True), HeartbeatAck()])
-def test_unexpected_messages_are_rejected(message: Evaluate | HeartbeatAck) -> None:
+@pytest.mark.parametrize("message", [wire.Evaluate(request=1, whole=True), wire.HeartbeatAck()])
+def test_unexpected_messages_are_rejected(message: wire.Evaluate | wire.HeartbeatAck) -> None:
     with pytest.raises(RemoteProtocolError, match="is not for"):
         Bench().start().receive(message)
-
-
-# ---------------------------------------------------------------- beginning and ending
 
 
 def test_it_waits_for_begin() -> None:
     bench = Bench(await_begin=True).start()
     assert bench.state == "waiting for begin"
     assert bench.pending == []
-    bench.receive(StartTraining())
+    bench.receive(wire.StartTraining())
     assert bench.pending == ["replica:read"]
     assert bench.state == "waiting for shard-0"  # whose values are on their way
 
 
 def test_stop_before_begin_ends_it_at_once() -> None:
     bench = Bench(await_begin=True).start()
-    bench.receive(Stop(reason="enough"))
+    bench.receive(wire.Stop(reason="enough"))
     assert bench.has_halted()
-    assert isinstance(bench.reported[-1], Finished)
+    assert isinstance(bench.reported[-1], wire.Finished)
 
 
 def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
-    bench = Bench(config=config(n_push=4)).start()
+    bench = Bench(n_push=4).start()
     bench.run_until_step(2)
-    bench.receive(Stop(reason="enough"))
+    bench.receive(wire.Stop(reason="enough"))
     assert not bench.has_halted()
     bench.shard.acknowledges = False
     while bench.computes:
@@ -407,13 +363,12 @@ def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
         bench.deliver()
     assert bench.state == "finishing"
     assert not bench.has_halted()  # not before the shard has it
-    for message in bench.shard.acknowledge():
-        bench.receive(message, sender="shard-0")
+    bench.acknowledge()
     assert bench.has_halted()
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (bench.counters.gradients)
     progress, finished = bench.reported[-2:]
-    assert isinstance(progress, Progress)
-    assert isinstance(finished, Finished)
+    assert isinstance(progress, wire.Progress)
+    assert isinstance(finished, wire.Finished)
     assert finished.counters["samples"] == progress.samples
 
 
@@ -422,16 +377,15 @@ def test_progress_is_reported_at_most_twice_a_second() -> None:
     for step in range(1, 11):
         bench.now = 0.2 * step
         bench.run_until_step(step)
-    reported = [m for m in bench.reported if isinstance(m, Progress)]
+    reported = [m for m in bench.reported if isinstance(m, wire.Progress)]
     assert [m.step for m in reported] == [1, 4, 7, 10]
     assert [m.samples for m in reported] == [4, 16, 28, 40]
     assert all(0.0 < m.loss < 2.0 for m in reported)
 
 
 def test_seconds_computing_are_those_of_the_work() -> None:
-    bench = Bench(config=config(max_steps=2)).start()
-    bench.run_to_the_end()
-    progress = [m for m in bench.reported if isinstance(m, Progress)][-1]
+    bench = Bench(max_steps=2).run_to_the_end()
+    progress = [m for m in bench.reported if isinstance(m, wire.Progress)][-1]
     assert progress.seconds_computing == 2 * (0.25 + 0.25)
 
 
@@ -440,13 +394,45 @@ def test_no_step_begins_after_a_stop() -> None:
     bench.feed(Started(incarnation=1))
     for opened in bench.shard.answer(bench.to_shard.pop(0)):
         bench.receive(opened, sender="shard-0")
-    assert bench.sent(Fetch)  # its values are on their way
+    assert bench.sent(wire.Fetch)  # its values are on their way
     bench.compute("read")
-    bench.receive(Stop(reason="enough"))
+    bench.receive(wire.Stop(reason="enough"))
     assert bench.has_halted()
     assert bench.counters.steps == 0
 
 
 def test_no_batch_beyond_the_last_step_is_read() -> None:
-    bench = Bench(config=config(max_steps=2)).start()
+    bench = Bench(max_steps=2).start()
     assert bench.run_while_it_can().count("replica:read") == 2
+
+
+class Client:
+    """A client whose shards have the pushes of 8 samples."""
+
+    samples = 8
+    clocks = (2,)
+    unacknowledged = 0
+    can_push = ready = False
+
+
+def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
+    """The group begins where the rank that has pushed least left off."""
+    config = DownpourSettings(loss="", batch_size=4, rule=SGD(learning_rate=0.1))
+    items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
+    trainer = Trainer(items, config.policy, clip_norm=None, n_ranks=1, is_whole=False)
+    client = cast("ParameterClient", Client())
+    objective = TrainingObjective(config, client=client, trainer=trainer)
+    objective.begin(0, 0.0)
+    counted = []
+    for step in range(4):
+        batch = BatchIndices(position=4 * step, indices=np.arange(4))
+        batch_slice = BatchSlice(generation=1, step=step, samples=batch)
+        objective.open(step, batch, batch_slice)(0, torch.ones(2))
+        found = StepResult(loss=4.0, averages={}, outputs=())
+        objective.closed(objective.close(found), found, batch, 0.0)
+        counted.append(objective.counters.gradients)
+    assert counted == [0, 0, 1, 2]
+    due = [objective.is_due]
+    objective.drop()
+    assert [*due, objective.is_due] == [True, False]
+    assert objective.pushed == 8

@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
-from distbelief.core.reliable import WINDOW
 from distbelief.core.vectors import BLOCK_BYTES, Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import TransferAck, TransferBlock
@@ -35,38 +33,6 @@ def messages(actions: list[Action]) -> list[TransferBlock | TransferAck]:
     return [m for m in found if isinstance(m, TransferBlock | TransferAck)]
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 1 << 32), n=st.integers(1, 3 * WINDOW))
-def test_everything_arrives_once_over_a_bad_link(seed: int, n: int) -> None:
-    generator = np.random.default_rng(seed)
-    sender, receiver = link(), link()
-    now = 0.0
-    under_way = messages(sender.post([block(i) for i in range(n)], now))
-    assert len(under_way) == min(n, WINDOW)
-    came: list[int] = []
-    for _ in range(10_000):
-        if len(came) == n and not under_way:
-            break
-        if not under_way:
-            now += AGAIN_SECONDS * 16
-            under_way += messages(sender.remind(now)) + messages(receiver.remind(now))
-            continue
-        message = under_way.pop(int(generator.integers(len(under_way))))
-        if generator.random() < 0.2:
-            continue  # lost
-        if generator.random() < 0.2:
-            under_way.append(message)  # and once more
-        if isinstance(message, TransferAck):
-            under_way += messages(sender.acked(message.taken, now))
-            continue
-        if receiver.is_new(message.sequence):
-            came.append(message.step)
-        under_way += messages(receiver.arrived(message.sequence))
-    assert sorted(came) == list(range(n))
-    assert sender.n_out == n
-    assert sender.n_bytes == 12 * n
-
-
 def test_what_is_not_acknowledged_is_sent_again_in_this_generation_only() -> None:
     sender = link()
     sender.post([block(0)], 0.0)
@@ -86,8 +52,6 @@ def test_acknowledgements_go_every_few_blocks_and_with_what_is_sent() -> None:
     assert transfer.taken == ACK_EVERY + 1
     assert receiver.remind(0.1) == []
 
-
-# --- messages put together from blocks ---
 
 KEY = StreamKey(step=3, micro_batch=0, way=5, sender=1)
 FLOAT = np.dtype(np.float32)

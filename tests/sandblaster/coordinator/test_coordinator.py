@@ -4,31 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
-from distbelief.protocol import (
-    BeginEpoch,
-    CheckpointRecord,
-    CommandDone,
-    Finished,
-    HeartbeatAck,
-    ShardCommand,
-    Stop,
-    WorkReport,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Computed,
-    Exit,
-    PeerJoined,
-    PeerLost,
-    Persisted,
-    Received,
-    Send,
-    Started,
-    TimerFired,
-)
+from distbelief import protocol as wire
+from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.roles import role as rl
 from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
@@ -37,8 +15,8 @@ from sandblaster.optimizers.descent import GradientDescent
 from tests.simulation.sandblasts import Run, Sandblast
 
 
-SHARDS = (Address("shard-0"), Address("shard-1"))
-REPLICA = Address("replica-0")
+SHARDS = (rl.Address("shard-0"), rl.Address("shard-1"))
+REPLICA = rl.Address("replica-0")
 CONFIG = CoordinatorConfig(
     chunk_sizes=ChunkSizes(mini_batch_size=5),
     retry_seconds=1.0,
@@ -48,18 +26,21 @@ CONFIG = CoordinatorConfig(
 )
 
 
-def orders_in(actions: list[Action]) -> list[tuple[Address, ShardCommand]]:
+def orders_in(actions: list[rl.Action]) -> list[tuple[rl.Address, wire.ShardCommand]]:
     return [
         (action.receiver, action.message)
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, ShardCommand)
+        if isinstance(action, rl.Send) and isinstance(action.message, wire.ShardCommand)
     ]
 
 
 def says(
-    sender: Address, message: CommandDone | WorkReport | HeartbeatAck, *, incarnation: int = 1
-) -> Received:
-    return Received(sender=sender, incarnation=incarnation, message=message)
+    sender: rl.Address,
+    message: wire.CommandDone | wire.WorkReport | wire.HeartbeatAck,
+    *,
+    incarnation: int = 1,
+) -> rl.Received:
+    return rl.Received(sender=sender, incarnation=incarnation, message=message)
 
 
 # --- commands ---
@@ -74,23 +55,23 @@ class Orders:
 
     def answer(
         self,
-        shard: Address,
+        shard: rl.Address,
         *,
         number: int = 1,
         epoch: int = 4097,
         incarnation: int = 1,
         error: str | None = None,
     ) -> None:
-        performed = CommandDone(epoch=epoch, number=number, error=error)
+        performed = wire.CommandDone(epoch=epoch, number=number, error=error)
         event = says(shard, performed, incarnation=incarnation)
         self.commands.receive(event, performed, 0.0)
 
     # Methods: a type checker believes that a property stays as it was.
 
-    def waiting_for(self) -> Address | None:
+    def waiting_for(self) -> rl.Address | None:
         return self.commands.waiting_for
 
-    def lost(self) -> Address | None:
+    def lost(self) -> rl.Address | None:
         return self.commands.lost
 
 
@@ -146,17 +127,17 @@ def test_a_coordinator_with_an_older_epoch_ends() -> None:
 
 def coordinator() -> Coordinator:
     role = Coordinator(CONFIG, method=GradientDescent(), shards=SHARDS, n_examples=20)
-    actions = role.handle(Started(incarnation=1), 0.0)
+    actions = role.handle(rl.Started(incarnation=1), 0.0)
     begin_epoch = [order for _, order in orders_in(list(actions))]
-    assert [type(order.task) for order in begin_epoch] == [BeginEpoch, BeginEpoch]
+    assert [type(order.task) for order in begin_epoch] == [wire.BeginEpoch, wire.BeginEpoch]
     return role
 
 
-def answer_all(role: Coordinator, number: int) -> list[Action]:
-    cuts = (CheckpointRecord(cut=0, whole=False, clock=0),) if number == 1 else ()
-    done: list[Action] = []
+def answer_all(role: Coordinator, number: int) -> list[rl.Action]:
+    cuts = (wire.CheckpointRecord(cut=0, whole=False, clock=0),) if number == 1 else ()
+    done: list[rl.Action] = []
     for shard in SHARDS:
-        performed = CommandDone(epoch=4097, number=number, cuts=cuts)
+        performed = wire.CommandDone(epoch=4097, number=number, cuts=cuts)
         done += role.handle(says(shard, performed), 0.0)
     return done
 
@@ -170,34 +151,59 @@ def test_status_names_what_it_waits_for() -> None:
     assert role.status()[0] == "waiting for replicas"
 
 
+def test_a_shard_that_dies_while_no_answer_is_due_is_named() -> None:
+    """Chunks were computed, and none was ever on all shards: the run stood still for good."""
+    role, now, asked = coordinator(), 0.0, set[rl.Address]()
+    actions = [action for number in (1, 2, 3) for action in answer_all(role, number)]
+
+    def live(seconds: float, *living: rl.Address) -> None:
+        nonlocal now, actions
+        until = now + seconds
+        while now < until:
+            now = next(a.at for a in actions if isinstance(a, rl.SetTimer) and "tick" in a.name)
+            actions = list(role.handle(rl.TimerFired(name="coordinator:tick"), now))
+            for shard, command in orders_in(actions):
+                asked.add(shard)
+                done = wire.CommandDone(epoch=4097, number=command.number)
+                if shard in living:
+                    role.handle(says(shard, done), now)
+
+    live(30.0, *SHARDS)  # each repeats its last answer
+    assert asked == {*SHARDS}
+    now += 500.0  # its own process stood still
+    actions = list(role.handle(rl.TimerFired(name="coordinator:tick"), now))
+    with pytest.raises(PeerLostError, match="shard-1 has not answered for 10"):
+        live(30.0, SHARDS[0])
+
+
 def test_other_senders_break_the_protocol() -> None:
     with pytest.raises(RemoteProtocolError, match="sent the coordinator HeartbeatAck"):
-        coordinator().handle(says(Address("stranger"), HeartbeatAck()), 0.0)
-    performed = CommandDone(epoch=1, number=1)
+        coordinator().handle(says(rl.Address("stranger"), wire.HeartbeatAck()), 0.0)
+    performed = wire.CommandDone(epoch=1, number=1)
     with pytest.raises(RemoteProtocolError, match="CommandDone"):
-        coordinator().handle(says(Address("stranger"), performed), 0.0)
+        coordinator().handle(says(rl.Address("stranger"), performed), 0.0)
 
 
 def test_peers_come_and_go() -> None:
     role = coordinator()
-    joined = role.handle(PeerJoined(peer=SHARDS[0], incarnation=1), 0.0)
+    joined = role.handle(rl.PeerJoined(peer=SHARDS[0], incarnation=1), 0.0)
     assert len(orders_in(list(joined))) == 1
     for lost in (SHARDS[0], REPLICA):
-        event = PeerLost(peer=lost, incarnation=1, reason="gone")
+        event = rl.PeerLost(peer=lost, incarnation=1, reason="gone")
         assert list(role.handle(event, 0.0)) == []
-    here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+    here = wire.WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
     role.handle(says(REPLICA, here), 0.0)
     assert role.status()[1]["replicas"] == 1.0
-    role.handle(PeerLost(peer=REPLICA, incarnation=1, reason="gone"), 0.0)
+    role.handle(rl.PeerLost(peer=REPLICA, incarnation=1, reason="gone"), 0.0)
     assert role.status()[1]["replicas"] == 0.0
 
 
 def test_nothing_is_ever_computed_there() -> None:
     role = coordinator()
-    assert list(role.handle(Computed(name="whatever"), 0.0)) == []
-    assert list(role.handle(Persisted(label="whatever"), 0.0)) == []
-    assert list(role.handle(TimerFired(name="coordinator:tick"), 0.0)) == []
-    assert list(role.handle(TimerFired(name="coordinator:save"), 0.0)) == []
+    assert list(role.handle(rl.Computed(name="whatever"), 0.0)) == []
+    assert list(role.handle(rl.Persisted(label="whatever"), 0.0)) == []
+    assert list(role.handle(rl.TimerFired(name="coordinator:tick"), 0.0)) == []
+    assert list(role.handle(rl.TimerFired(name="coordinator:save"), 0.0)) == []
 
 
 def test_a_shard_that_is_lost_too_often_ends_the_run() -> None:
@@ -205,34 +211,36 @@ def test_a_shard_that_is_lost_too_often_ends_the_run() -> None:
     role._n_epochs = (1 << 12) - 1
     answer_all(role, 1)
     with pytest.raises(DistBeliefError, match="shards restarted 4096 times"):
-        role.handle(PeerJoined(peer=SHARDS[0], incarnation=2), 0.0)
+        role.handle(rl.PeerJoined(peer=SHARDS[0], incarnation=2), 0.0)
 
 
 def test_status_in_a_warm_start_and_the_end_on_request() -> None:
     coordinator = Coordinator(
         replace(CONFIG, n_warm=1, await_begin=False),
         method=GradientDescent(),
-        shards=[Address("shard-0")],
+        shards=[rl.Address("shard-0")],
         n_examples=4,
     )
-    coordinator.handle(Started(incarnation=1, restored=None), 0.0)
-    here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
-    report = Received(sender=REPLICA, incarnation=1, message=here)
+    coordinator.handle(rl.Started(incarnation=1, restored=None), 0.0)
+    here = wire.WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+    report = rl.Received(sender=REPLICA, incarnation=1, message=here)
     assert coordinator.handle(report, 0.1)
     assert coordinator.status()[0] == "warm start"
-    assert coordinator.handle(TimerFired(name="coordinator:warm"), 0.5)
-    stop = Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="enough"))
-    assert any(isinstance(a, Exit) for a in coordinator.handle(stop, 1.0))
+    assert coordinator.handle(rl.TimerFired(name="coordinator:warm"), 0.5)
+    stop = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=wire.Stop(reason="enough"))
+    assert any(isinstance(a, rl.Exit) for a in coordinator.handle(stop, 1.0))
 
 
 def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:
     coordinator = Coordinator(
-        CONFIG, method=GradientDescent(), shards=[Address("shard-0")], n_examples=4
+        CONFIG, method=GradientDescent(), shards=[rl.Address("shard-0")], n_examples=4
     )
-    coordinator.handle(Started(incarnation=1, restored=None), 0.0)
-    late = Received(sender=Address("replica-0"), incarnation=1, message=Finished(counters={}))
+    coordinator.handle(rl.Started(incarnation=1, restored=None), 0.0)
+    late = rl.Received(
+        sender=rl.Address("replica-0"), incarnation=1, message=wire.Finished(counters={})
+    )
     assert coordinator.handle(late, 1.0) == []
-    assert coordinator.handle(TimerFired(name="coordinator:warm"), 2.0) == []
+    assert coordinator.handle(rl.TimerFired(name="coordinator:warm"), 2.0) == []
 
 
 def test_a_run_that_ends_at_its_start_has_a_loss() -> None:
@@ -244,6 +252,6 @@ def test_a_run_that_ends_at_its_start_has_a_loss() -> None:
 
 def test_a_damaged_journal_does_not_restart_the_run() -> None:
     coordinator = Coordinator(CONFIG, method=GradientDescent(), n_examples=10, shards=SHARDS)
-    started = Started(incarnation=2, unrestored="no snapshot of coordinator is whole")
+    started = rl.Started(incarnation=2, unrestored="no snapshot of coordinator is whole")
     with pytest.raises(StorageError, match="no snapshot of coordinator is whole"):
         coordinator.handle(started, 0.0)

@@ -76,15 +76,6 @@ def test_dropped_evaluations_have_no_share() -> None:
     assert shares.counters()["computing_share"] == 1.0
 
 
-def test_a_time_that_cannot_be_is_not_counted() -> None:
-    pool = crew_of("replica-0")
-    for seconds in (float("nan"), -1.0, 0.0):
-        computed(pool, "replica-0", seconds=seconds, elapsed=1.0)
-    worker = pool.get(Address("replica-0"))
-    assert worker is not None
-    assert not worker.spent
-
-
 def test_a_run_reports_its_shares() -> None:
     counters = play(Sandblast(n_replicas=2)).coordinator.status()[1]
     shares = [value for name, value in counters.items() if name.endswith("_share")]

@@ -62,7 +62,7 @@ class Table:
 
     def has(self, name: Address) -> list[int]:
         """Return the chunks that it has to compute."""
-        return [one.chunk.index for one in self.worker(name).outstanding]
+        return [one.chunk.index for one in self.worker(name).outstanding.values()]
 
     def says(
         self,
@@ -82,7 +82,7 @@ class Table:
 
     def computes(self, name: Address, *, now: Seconds) -> int:
         """Let it compute what is next; return the attempt."""
-        attempt = self.worker(name).outstanding[0].number
+        attempt = next(iter(self.worker(name).outstanding))
         self.says(name, attempt, now=now)
         return attempt
 
@@ -282,11 +282,15 @@ def test_no_backup_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     for name in (A, B):
         table.worker(name).seconds_per_example = 1e-3
     table.assign()
-    table.worker(A).outstanding[0].assigned_at = 9.94
+    next(iter(table.worker(A).outstanding.values())).assigned_at = 9.94
     table.worker(A).progress_at = 9.94
     table.queue.touch(table.worker(A))
     table.assign(10.0)
     assert not table.queue.n_backups
+    table = Table(A, B, n_chunks=1)
+    for now in (0.0, 100.0):
+        table.assign(now)
+    assert not table.queue.n_backups  # how long a chunk takes is not known
 
 
 def test_many_workers_are_not_all_looked_at_for_every_report(
@@ -424,7 +428,7 @@ def test_a_batch_takes_as_long_as_summed_speeds_allow(n_workers: int) -> None:
             table.queue.rank()
         else:
             del ends[name]
-            attempt = table.worker(name).outstanding[0].number
+            attempt = next(iter(table.worker(name).outstanding))
             for staged in (False, True):
                 table.says(name, attempt, now=now, seconds=takes[name], staged=staged)
             table.queue.committed(*table.queue.to_commit(), now)
@@ -450,6 +454,7 @@ def test_a_pace_that_is_none_is_not_believed() -> None:
         result = ChunkResult(attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False)
         table.pool.record(worker, result, elapsed=1.0)
         assert worker.seconds_per_example is None
+        assert not worker.spent
 
 
 def test_the_first_chunk_of_an_evaluation_waits_for_the_parameters() -> None:

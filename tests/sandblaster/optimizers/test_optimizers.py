@@ -12,16 +12,7 @@ from numpy.typing import NDArray
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.vector_commands import Batch, targets
-from sandblaster.optimizers import AnyMethod
-from sandblaster.optimizers.base import (
-    Evaluate,
-    Evaluation,
-    Examples,
-    IterationDone,
-    Reply,
-    Request,
-    VectorOps,
-)
+from sandblaster.optimizers import AnyMethod, base
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
@@ -60,10 +51,10 @@ def test_a_bowl_is_solved_on_any_number_of_shards(name: str, n_shards: int) -> N
     assert result.gradient_norm <= 1e-4
 
 
-def requests_of(method: AnyMethod, local: Local) -> Iterator[Request]:
+def requests_of(method: AnyMethod, local: Local) -> Iterator[base.Request]:
     """Run a method, and yield its requests."""
     steps = method.steps()
-    request: Request = next(steps)
+    request: base.Request = next(steps)
     with suppress(StopIteration):
         while True:
             yield request
@@ -74,12 +65,12 @@ class Recorder:
     """Runs a method, and keeps every savepoint and every request."""
 
     def __init__(self, problem: Logistic, n: int, *, n_shards: int = 2) -> None:
-        self.cuts: list[tuple[IterationDone, list[Mapping[str, Vector]]]] = []
+        self.cuts: list[tuple[base.IterationDone, list[Mapping[str, Vector]]]] = []
         self.points: list[tuple[float, Doubles]] = []
-        self.requests: list[Request] = []
+        self.requests: list[base.Request] = []
         self.local = Local(np.zeros(n), problem.of, n_shards=n_shards, callback=self._cut)
 
-    def _cut(self, cut: IterationDone) -> bool:
+    def _cut(self, cut: base.IterationDone) -> bool:
         self.cuts.append((cut, self.local.export(cut.vectors)))
         self.points.append((cut.loss, self.local.get("parameters")))
         return False
@@ -132,9 +123,9 @@ def test_parameters_are_only_written_by_an_acceptance(name: str) -> None:
     """Every other batch leaves them alone, so a run may be cut down at any moment."""
     n_writes, n_accepted = 0, 0
     for request in requests_of(METHODS[name], Local(np.zeros(12), ill_conditioned().of)):
-        if isinstance(request, Evaluate):
+        if isinstance(request, base.Evaluate):
             assert "parameters" not in targets(request.before + request.after)
-        elif isinstance(request, VectorOps):
+        elif isinstance(request, base.VectorOps):
             n_writes += "parameters" in targets(request.commands)
         else:
             n_accepted = request.iteration
@@ -215,7 +206,7 @@ def test_a_loss_that_is_no_number_any_more_ends_at_the_last_point(name: str) -> 
     problem, method = ill_conditioned(), METHODS[name]
     recorder = Recorder(problem, 12)
 
-    def breaking(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+    def breaking(x: Doubles, examples: base.Examples | None) -> tuple[float, Doubles, int]:
         loss, gradient, n_examples = problem.of(x, examples)
         factor = 1.0 if len(recorder.cuts) < 4 else math.nan
         return factor * loss, factor * gradient, n_examples
@@ -306,21 +297,21 @@ def test_the_unit_of_the_loss_does_not_matter(name: str, size: float) -> None:
 # ------------------------------------------------------------------------ traffic
 
 
-def n_bytes(requests: list[Request]) -> list[int]:
+def n_bytes(requests: list[base.Request]) -> list[int]:
     """Bytes of every batch of commands, as they go to each shard."""
     sizes = []
     for request in requests:
         match request:
-            case VectorOps():
+            case base.VectorOps():
                 sizes.append(len(msgspec.msgpack.encode(request.commands)))
-            case Evaluate():
+            case base.Evaluate():
                 sizes.append(len(msgspec.msgpack.encode(request.before + request.after)))
-            case IterationDone():
+            case base.IterationDone():
                 sizes.append(len(request.state))
     return sizes
 
 
-def record(name: str, n: int) -> list[Request]:
+def record(name: str, n: int) -> list[base.Request]:
     local = Local(np.zeros(n), Logistic.made(40, n, l2=1e-2).of, n_shards=2)
     method = msgspec.structs.replace(METHODS[name], n_iterations_max=15)
     return list(requests_of(method, local))
@@ -331,7 +322,7 @@ def test_what_is_sent_does_not_grow_with_the_number_of_parameters(name: str) -> 
     small, large = record(name, 10), record(name, 5000)
     assert max(n_bytes(large)) <= 1.1 * max(n_bytes(small)) + 200
     for request in large:
-        if isinstance(request, VectorOps):
+        if isinstance(request, base.VectorOps):
             encoded = msgspec.msgpack.encode(request.commands)
             assert msgspec.msgpack.decode(encoded, type=Batch) == request.commands
 
@@ -339,13 +330,13 @@ def test_what_is_sent_does_not_grow_with_the_number_of_parameters(name: str) -> 
 @each_full_batch_method
 def test_an_iteration_takes_two_requests_and_one_per_further_trial(name: str) -> None:
     requests = record(name, 50)
-    n_iterations = sum(isinstance(r, IterationDone) for r in requests) - 1
-    n_evaluations = sum(isinstance(r, Evaluate) for r in requests)
-    n_operations = sum(isinstance(r, VectorOps) for r in requests)
+    n_iterations = sum(isinstance(r, base.IterationDone) for r in requests) - 1
+    n_evaluations = sum(isinstance(r, base.Evaluate) for r in requests)
+    n_operations = sum(isinstance(r, base.VectorOps) for r in requests)
     assert n_iterations > 3
     assert n_operations <= n_iterations + 1  # one more at the start, for a direction
     assert n_evaluations >= n_iterations + 1
-    assert all(isinstance(r, Evaluate | VectorOps | IterationDone) for r in requests)
+    assert all(isinstance(r, base.Evaluate | base.VectorOps | base.IterationDone) for r in requests)
 
 
 # ------------------------------------------------------------------------ settings
@@ -397,23 +388,3 @@ def test_every_reason_has_a_sentence() -> None:
         "CONVERGED_VALUE",
         "CONVERGED_ROUNDING",
     ]
-
-
-def test_a_gradient_of_the_wrong_shape_is_named() -> None:
-    with pytest.raises(ValueError, match=r"shape \(2,\), the point \(3,\)"):
-        minimize_flat(lambda x: (0.0, x[:2]), np.zeros(3), LBFGS())
-
-
-def test_examples_are_passed_on() -> None:
-    seen: list[Examples | None] = []
-
-    def watched(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-        seen.append(examples)
-        return (*bowl(x), 7)
-
-    local = Local(np.ones(2), watched)
-    asked = Evaluate(point="parameters", gradient="gradient", examples=Examples(3, 10))
-    reply: Reply = local.answer(asked)
-    assert isinstance(reply, Evaluation)
-    assert reply.n_examples == 7
-    assert seen == [Examples(3, 10)]

@@ -188,9 +188,6 @@ def timers(actions: Sequence[Action]) -> list[Seconds]:
     return [action.at for action in actions if isinstance(action, SetTimer)]
 
 
-# ------------------------------------------------------------------ configuration
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -212,9 +209,6 @@ def test_the_layout_says_how_many_shards_there_are() -> None:
         ParameterClient(
             ClientConfig(pushes=True), layout=LAYOUT, shards=[SHARD, OTHER], memory=PrivateMemory()
         )
-
-
-# ------------------------------------------------------------------------- events
 
 
 def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
@@ -241,9 +235,6 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
         assert client.handle(event, 0.0) == []
     with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck, which a client"):
         client.handle(others[1], 0.0)
-
-
-# ------------------------------------------------------------------------ session
 
 
 def test_it_repeats_open_session_until_the_session_opens() -> None:
@@ -431,9 +422,6 @@ def test_a_shard_that_knows_pushes_never_made_ends_the_client() -> None:
         Alone(welcome=False).welcome(watermark=FIRST + 3)
 
 
-# ------------------------------------------------------------------------ waiting
-
-
 def test_a_silent_shard_is_given_up_by_name() -> None:
     alone = Alone(welcome=False)
     with pytest.raises(PeerLostError, match=r"shard-0 has been silent for 63.* SessionOpened"):
@@ -494,9 +482,6 @@ def test_the_limits_restart_with_each_wait() -> None:
     alone.acknowledge(FIRST + 1)
     alone.now = 1.0
     assert timers(alone.push()) == [1.5]  # earlier than the last one would ask
-
-
-# ------------------------------------------------------------------------ fetches
 
 
 def test_a_fetch_by_blocks_acknowledges_blocks_as_they_come() -> None:
@@ -693,9 +678,6 @@ def test_a_whole_fetch_survives_the_shard_and_its_clock_does_not() -> None:
     assert alone.clocks() == (2,)
 
 
-# ------------------------------------------------------------------- shared memory
-
-
 def shared(*, slots: bool = True) -> tuple[Alone, PrivateMemory, NDArray[np.int64]]:
     """A client, and the memory in which the test plays the shard's part."""
     memory = PrivateMemory(poison=True)
@@ -855,9 +837,6 @@ def test_push_buffers_of_another_size_are_refused_with_both_sizes() -> None:
     memory.create("slots", n_bytes=64)
     with pytest.raises(RemoteProtocolError, match=f"64 bytes, not the {16 * N}"):
         Alone(memory=memory, welcome=False).welcome(push_buffers_region="slots")
-
-
-# ------------------------------------------------------------------------- pushes
 
 
 def test_two_pushes_may_be_in_flight_and_no_more() -> None:
@@ -1020,9 +999,6 @@ def test_work_is_reported_before_it_is_asked_for_again() -> None:
     alone.client.installed(installing(), 0.0)
     with pytest.raises(LocalProtocolError, match="installed without an install"):
         alone.client.installed(installing(), 0.0)
-
-
-# -------------------------------------------------------------------- lost pushes
 
 
 def test_what_two_shards_lose_is_counted_once_where_it_is_the_same() -> None:

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from distbelief.errors import StorageError
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.cost_model import signature
 from distbelief.partition.profiling.layer_timer import (
     Limits,
     busy_seconds,
@@ -55,7 +54,7 @@ def test_alike_layers_are_measured_once_and_kept(graph: LayerGraph) -> None:
     other = profiled(graph, batch=4, limits=limits(), progress=lambda *_: None)
     assert len(other.layers) == 2 * len(first.layers)
     assert len(told) == n_told
-    slices = first.layers[digest(signature(graph["2"]), batch=3)]
+    slices = first.layers[digest(graph["2"].signature, batch=3)]
     assert set(slices) == {"whole", "0", "inputs", "samples"}
     assert slices["samples"].extents == (1, 3)  # of a micro-batch; of the batch
     assert slices["0"].extents == (1, 2, 4, 8)
@@ -74,7 +73,7 @@ def test_layers_left_when_time_is_up_are_measured_next_time(graph: LayerGraph) -
 def test_a_layer_that_takes_long_is_measured_as_far_as_there_is_time() -> None:
     # Once every measurement used all the time, and was repeated in each call.
     graph = fully_connected(64, 64, 6)
-    key = digest(signature(graph["0"]), batch=3)
+    key = digest(graph["0"].signature, batch=3)
     first = profiled(graph, batch=3, limits=limits(0.1))
     assert set(first.layers[key]) == {"whole"}
     assert len(first.layers) > 1
@@ -104,7 +103,7 @@ def test_layers_larger_than_memory_are_left_to_arithmetic() -> None:
     graph = fully_connected(40_000, 40_000, 6)
     profile = profiled(graph, batch=1, limits=limits())
     assert is_too_large(graph["0"], batch=1)
-    assert digest(signature(graph["0"]), batch=1) not in profile.layers
+    assert digest(graph["0"].signature, batch=1) not in profile.layers
 
 
 def test_a_broken_or_outdated_profile_is_measured_again(graph: LayerGraph) -> None:
@@ -155,7 +154,7 @@ def test_slices_that_take_long_are_run_less_often() -> None:
 def test_gradients_are_measured_for_a_caller_who_wants_none(graph: LayerGraph) -> None:
     with torch.no_grad():
         profile = profiled(graph, batch=3, limits=limits())
-    slices = profile.layers[digest(signature(graph["2"]), batch=3)]
+    slices = profile.layers[digest(graph["2"].signature, batch=3)]
     assert slices["whole"].backward == pytest.approx([1e-3])
 
 

@@ -1,6 +1,5 @@
-"""Small random problems, with ties, forbidden candidates and caps."""
+"""Small random problems, with ties and caps."""
 
-import math
 from itertools import combinations, product
 
 import numpy as np
@@ -10,17 +9,14 @@ from distbelief.partition.solvers.problem import TOLERANCE, Array, Choice, Probl
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, caps: bool = True, forbid: bool = True) -> Problem:
+def problems(draw: st.DrawFn, *, caps: bool = True) -> Problem:
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
     seed = draw(st.integers(0, 2**32 - 1))
     highest = draw(st.sampled_from([2, 1000]))  # ties, or none
-    forbidden = draw(st.sampled_from([0.0, 0.2])) if forbid else 0.0
     rng = np.random.default_rng(seed)
 
     def numbers(*shape: int) -> Array:
-        values = rng.integers(0, highest, shape).astype(float)
-        values[rng.random(shape) < forbidden] = np.inf
-        return values
+        return rng.integers(0, highest, shape).astype(float)
 
     density = draw(st.sampled_from([0.3, 0.8]))
     edges = {
@@ -41,17 +37,15 @@ def problems(draw: st.DrawFn, *, caps: bool = True, forbid: bool = True) -> Prob
     )
 
 
-def best(problem: Problem) -> Solution | None:
-    """The best of all choices, looked at one by one; None if everything is forbidden.
+def best(problem: Problem) -> Solution:
+    """The best of all choices, looked at one by one.
 
     If none fits the caps, the cheapest of those that overrun them least; of equals, the one of
     lowest indices.
     """
-    finite = [choice for choice in choices(problem) if math.isfinite(problem.cost(choice))]
-    if not finite:
-        return None
-    limit = max(1.0, min(map(problem.overrun, finite))) * (1 + TOLERANCE)
-    allowed = [choice for choice in finite if problem.overrun(choice) <= limit]
+    every = choices(problem)
+    limit = max(1.0, min(map(problem.overrun, every))) * (1 + TOLERANCE)
+    allowed = [choice for choice in every if problem.overrun(choice) <= limit]
     choice = min(allowed, key=lambda choice: (problem.cost(choice), choice))
     return problem.solution(choice, bound=problem.cost(choice), solver="enumeration")
 

@@ -20,7 +20,7 @@ def test_descent_never_raises_cost_or_overrun(problem: Problem) -> None:
     assert (problem.used(end) <= limit).all()
 
 
-@given(problems(forbid=False))
+@given(problems())
 def test_repair_returns_nothing_or_what_fits(problem: Problem) -> None:
     if problem.shares is None:
         return

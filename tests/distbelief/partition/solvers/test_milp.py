@@ -1,8 +1,6 @@
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from distbelief.graph.graph import GraphError
 from distbelief.partition.solvers.milp import milp, n_variables
 from distbelief.partition.solvers.problem import PROOF, Problem
 from tests.distbelief.partition.solvers.problems import best, chain, crowded, problems
@@ -12,13 +10,9 @@ from tests.distbelief.partition.solvers.problems import best, chain, crowded, pr
 @given(problems())
 def test_the_program_finds_what_enumeration_finds(problem: Problem) -> None:
     expected = best(problem)
-    if expected is None:
-        with pytest.raises(GraphError, match="finite cost"):
-            milp(problem)
-        return
     solution = milp(problem)
     assert solution.exact
-    assert solution.feasible == expected.feasible
+    assert bool(solution.offending) == bool(expected.offending)
     assert solution.cost == pytest.approx(expected.cost, rel=PROOF)
     assert solution.bound <= expected.cost * (1 + PROOF)
 
@@ -38,13 +32,6 @@ def test_costs_of_microseconds_are_distinguished() -> None:
 def test_a_chain_has_a_variable_for_each_candidate_and_pair() -> None:
     assert n_variables(chain(5, 3, seed=0)) == 5 * 3 + 4 * 9
     assert milp(chain(5, 3, seed=0)).exact
-
-
-def test_forbidden_pairs_have_no_variable() -> None:
-    edge = np.array([[0.0, np.inf], [np.inf, np.inf]])
-    problem = Problem(costs=(np.zeros(2), np.zeros(2)), edges={(0, 1): edge})
-    assert n_variables(problem) == 5
-    assert milp(problem).choice == (0, 0)
 
 
 def test_what_is_known_is_returned_if_time_is_over() -> None:

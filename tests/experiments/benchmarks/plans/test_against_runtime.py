@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.partition.baselines import whole_layers
-from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, signature, single_sample
+from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, single_sample
 from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine
@@ -126,7 +126,7 @@ def test_what_takes_twice_as_long_at_half_the_pace_is_as_predicted() -> None:
     graph, batch = workload.graph(), workload.batch_size
     machine = Machine(flops=1e11, memory_rate=2e10, overhead=0.0, bandwidth=1e12)
     cluster = Cluster(name="two", machines=(machine,) * 2, latency=0.0)
-    keys = [digest(signature(layer), batch=batch) for layer in graph.layers]
+    keys = [digest(layer.signature, batch=batch) for layer in graph.layers]
     whole = Slices(extents=(1,), forward=(1.0,), backward=(2.0,))
     profile = Profile(
         host=Host(torch="2", processor="any", n_threads=1),

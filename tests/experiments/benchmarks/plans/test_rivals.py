@@ -16,7 +16,7 @@ def words(problem: Problem) -> list[list[str]]:
     return [[f"units {index}" for index in range(size)] for size in problem.sizes]
 
 
-@given(problems(caps=False, forbid=False), st.integers(1, 40))
+@given(problems(caps=False), st.integers(1, 40))
 def test_it_returns_the_best_of_what_it_tried(problem: Problem, tries: int) -> None:
     asked: list[Choice] = []
 
