@@ -16,9 +16,10 @@ from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.verify import SharedDropoutMasks
-from tests.distbelief.graph.reference import evaluate
+from tests.distbelief.graph.ops.comparison import close_gradients
+from tests.distbelief.graph.reference import Partials, evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
-from tests.distbelief.graph.zoo.comparison import assert_same, tensors_of
+from tests.distbelief.graph.zoo.comparison import assert_same, flat, tensors_of, whole_modules
 from tests.distbelief.graph.zoo.local import LocalNet
 from tests.elsewhere import answers
 
@@ -358,6 +359,7 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "largest": (lambda x: x.topk(3, dim=1).values, (4, 2), 0),
     "two results": (lambda x: sum(x.cummax(1)), (4, 2), 0),
     "smallest": (lambda x: x.amin(1) * x.min(1).values + x.logsumexp(1), (4, 2), 0),
+    "smallest before the batch": (lambda x: x.transpose(0, 1).amin(0), (4, 2), 0),
     "norms": (lambda x: functional.normalize(x, dim=-1), (3, 4), 0),
     "gated": (lambda x: functional.glu(x, dim=1), (4, 3), 0),
     "indices in a list": (lambda x: x[:, [1, 0, 1]], (4, 2), 0),
@@ -528,12 +530,19 @@ def test_experts_are_computed_where_their_weights_are() -> None:
         return x + experts(tokens, chosen, weights).view_as(x)
 
     make = lambda: Applied(forward, router=nn.Linear(4, 5), experts=Gates())  # noqa: E731
-    graph = check(Case(make=make, shape=(3, 4)))
+    case = Case(make=make, shape=(3, 4))
+    graph = check(case)
     layer, kind = graph["experts"], operator_of(graph["experts"])
     assert kind.partial is not None
-    part = Region(((0, 3), (1, 3)))
-    assert kind.partial.uses(layer, part)["up"] == Region(((1, 3), (0, 3), (0, 4)))
-    assert kind.partial.writes(layer, part) == layer.region
+    parts = Region.of(3, 5).cut(1, [2.0, 0.0, 3.0])
+    assert kind.partial.uses(layer, parts[2])["up"] == Region(((2, 5), (0, 3), (0, 4)))
+    assert kind.partial.writes(layer, parts[2]) == layer.region
+    model, x = case.model(), case.input(batch=3)
+    step = Step(modules=whole_modules(graph, model))
+    cut = {"experts": Partials(tuple(parts))}
+    found = evaluate(graph, {"x": x}, tensors_of(model), parts=cut, step=step)[graph.outputs[0]]
+    (expected,) = flat(model(x))
+    close_gradients(found.square().sum(), expected.square().sum(), list(model.parameters()))
 
 
 # --- words ---
