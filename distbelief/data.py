@@ -1,9 +1,13 @@
 """Data sets, and which samples each replica reads in which order.
 
-A data set has a length and returns a pair (input, target) for `dataset[index]`, as in torch. With
-torch's `__getitems__`, it is asked for a whole batch at once. It may return a list of samples, or
-the finished batch as a tuple (inputs, targets), which avoids splitting an array into samples and
-joining them again.
+A data set has a length and returns for `dataset[index]`, as in torch, a pair (input, target), or a
+dictionary. The input is a tensor, a tuple of positional arguments or a dictionary of keyword
+arguments of the model's forward; the target is a tensor, tuple or dictionary. Of an item that is a
+dictionary, forward gets the entries that it names, and the loss gets all of them.
+
+With torch's `__getitems__`, a data set is asked for a whole batch at once. It may return a list of
+samples, or the finished batch as a tuple (inputs, targets) or a dictionary, which avoids splitting
+an array into samples and joining them again.
 
 "We divide the training data into a number of subsets and run a copy of the model on each of these
 subsets" (Dean et al. 2012, section 4.1).
@@ -16,27 +20,147 @@ new order for each pass. Seed, r and pass alone decide it, so a restarted replic
 one number: the samples consumed.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Final, Protocol, final, runtime_checkable
+from typing import Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from distbelief.errors import JobError
 
 
+# --- tensors in tuples, dictionaries and objects with fields ---
+
+Path = tuple[str | int, ...]
+"""Where a tensor stands: ("inputs", "mask"), ("logits",), ()."""
+
+
+def tensors_of(value: object, path: Path = ()) -> dict[Path, torch.Tensor]:
+    """Return the tensors in a value by their paths; everything else is left out."""
+    leaves = _leaves(value, path, lists=True)
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+def _leaves(value: object, path: Path, *, lists: bool = False) -> dict[Path, object]:
+    parts: Iterable[tuple[str | int, object]]
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    elif hasattr(value, "_fields"):  # a named tuple
+        parts = [(name, getattr(value, name)) for name in value._fields]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = [(name, getattr(value, name)) for name in names]
+    elif isinstance(value, (tuple, list) if lists else tuple):
+        parts = list(enumerate(value))
+    else:
+        return {path: value}
+    return {
+        p: leaf
+        for key, part in parts
+        for p, leaf in _leaves(part, (*path, key), lists=lists).items()
+    }
+
+
+@final
+class Fields(dict[str | int, object]):
+    """Entries by key, attribute or position, as an object with fields has them."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"there is no {name!r}, only {', '.join(map(str, self))}")
+
+    @override
+    def __getitem__(self, key: str | int, /) -> object:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+def rebuilt(tensors: Mapping[Path, torch.Tensor]) -> object:
+    """Return the value that has these tensors: a tensor, tuples, and `Fields` for the rest."""
+    if () in tensors:
+        return tensors[()]
+    parts: dict[str | int, dict[Path, torch.Tensor]] = {}
+    for (key, *rest), tensor in tensors.items():
+        parts.setdefault(key, {})[tuple(rest)] = tensor
+    found = {key: rebuilt(part) for key, part in parts.items()}
+    if parts and all(isinstance(key, int) for key in parts):
+        return tuple(found.get(index) for index in range(max(map(int, parts)) + 1))
+    return Fields(found)
+
+
+def shown_path(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
 # --- data sets ---
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs (n_samples, ...) and targets (n_samples, ...)."""
+
+class Batch(NamedTuple):
+    """The tensors of a batch, samples first."""
+
+    inputs: object  # a tensor, a tuple of positional or a dictionary of keyword arguments
+    targets: object  # a tensor, tuple or dictionary; of items that are dictionaries, the inputs
+
+    @property
+    def is_dictionary(self) -> bool:
+        """Whether items are dictionaries, which forward and loss both read."""
+        return self.inputs is self.targets
+
+    def tensors(self) -> dict[Path, torch.Tensor]:
+        """Return all tensors, by paths that begin with "batch", or "inputs" and "targets"."""
+        if self.is_dictionary:
+            return tensors_of(self.inputs, ("batch",))
+        return tensors_of(self.inputs, ("inputs",)) | tensors_of(self.targets, ("targets",))
+
+    @classmethod
+    def of(cls, tensors: Mapping[Path, torch.Tensor]) -> "Batch":
+        """Return the batch that has these tensors."""
+        found = rebuilt(tensors)
+        assert isinstance(found, Fields), found
+        both = found.get("batch")
+        return cls(found.get("inputs", both), found.get("targets", both))
+
+    def arguments(self, module: nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return the arguments of a model's forward.
+
+        Of an item that is a dictionary these are the entries that forward names; all of them if it
+        names none and takes any.
+        """
+        match self.inputs:
+            case dict() if self.is_dictionary:
+                parameters = inspect.signature(module.forward).parameters
+                named = {key: value for key, value in self.inputs.items() if key in parameters}
+                takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+                return (), named if named or not takes_any else dict(self.inputs)
+            case dict():
+                return (), dict(self.inputs)
+            case tuple():
+                return self.inputs, {}
+            case _:
+                return (self.inputs,), {}
+
+    def run(self, module: nn.Module) -> object:
+        """Return what a model's forward returns."""
+        arguments, keywords = self.arguments(module)
+        result: object = module(*arguments, **keywords)
+        return result
+
+
+def n_samples_of(value: object) -> int:
+    """Return the number of samples of inputs or targets."""
+    return len(next(iter(tensors_of(value).values())))
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A map-style data set of pairs (input, target)."""
+    """A map-style data set of pairs (input, target), or of dictionaries."""
 
     def __len__(self) -> int: ...
 
@@ -52,7 +176,7 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
     """Return the samples of these indices, joined in this order; `table` is for messages.
 
     Raises:
-        JobError: The data set fails, or its samples are not pairs or do not join.
+        JobError: The data set fails, or its samples are no pairs or dictionaries or do not join.
     """
     wanted = [int(index) for index in indices]
     try:
@@ -64,7 +188,7 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
         raise JobError(
             f"[{table}] reading samples {_shown(wanted)} failed: {type(error).__name__}: {error}"
         ) from error
-    if isinstance(read, tuple):
+    if isinstance(read, tuple | Mapping):
         return _whole_batch(read, wanted, table=table)
     if not isinstance(read, list) or len(read) != len(wanted):
         raise JobError(
@@ -74,47 +198,73 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
     return _joined(read, wanted, table=table)
 
 
-def _whole_batch(read: tuple[object, ...], wanted: Sequence[int], *, table: str) -> Batch:
-    if len(read) != 2:
+def _whole_batch(
+    read: tuple[object, ...] | Mapping[object, object], wanted: Sequence[int], *, table: str
+) -> Batch:
+    if isinstance(read, tuple) and len(read) != 2:
         raise JobError(
             f"[{table}] __getitems__ returned {_kind(read)}: a batch is a tuple (inputs, targets)"
         )
-    batch = _tensor(read[0], "inputs", table), _tensor(read[1], "targets", table)
-    for name, tensor in zip(("inputs", "targets"), batch, strict=True):
+    batch = _batch_of(_entries(read), table=table)
+    for path, tensor in batch.tensors().items():
         if tensor.ndim == 0 or len(tensor) != len(wanted):
             raise JobError(
-                f"[{table}] __getitems__ of {len(wanted)} samples returned {name} of "
+                f"[{table}] __getitems__ of {len(wanted)} samples returned {shown_path(path)} of "
                 f"shape {tuple(tensor.shape)}: the first size must be {len(wanted)}"
             )
     return batch
 
 
 def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batch:
+    has_entries = isinstance(samples[0], Mapping)
     for index, sample in zip(wanted, samples, strict=True):
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
+        is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+        if not (isinstance(sample, Mapping) if has_entries else is_pair):
             raise JobError(
                 f"[{table}] sample {index} is {_kind(sample)}: it must be a pair (input, target)"
+                + (" or, as all others, a dictionary" if has_entries else " or a dictionary")
             )
+    entries = [_entries(sample) for sample in samples]
+    first = entries[0]
+    if any(each.keys() != first.keys() for each in entries):
+        raise JobError(f"[{table}] {_misfit(entries, wanted)}")
     try:
-        inputs, targets = default_collate(samples)
+        columns = {path: default_collate([each[path] for each in entries]) for path in first}
     except (RuntimeError, TypeError, ValueError) as error:
         raise JobError(
-            f"[{table}] {_misfit(samples, wanted) or f'cannot join samples: {error}'}"
+            f"[{table}] {_misfit(entries, wanted) or f'cannot join samples: {error}'}"
         ) from error
-    return _tensor(inputs, "inputs", table), _tensor(targets, "targets", table)
+    return _batch_of(columns, table=table)
+
+
+def _entries(read: object) -> dict[Path, object]:
+    if isinstance(read, Mapping):
+        return _leaves(read, ("batch",))
+    inputs, targets = cast("tuple[object, object]", read)
+    return _leaves(inputs, ("inputs",)) | _leaves(targets, ("targets",))
+
+
+def _batch_of(columns: Mapping[Path, object], *, table: str) -> Batch:
+    # Sorted, so that all processes have the entries in one order.
+    paths = sorted(columns, key=shown_path)
+    return Batch.of({path: _tensor(columns[path], shown_path(path), table) for path in paths})
 
 
 # Names the first two samples with different shapes, which torch's own error does not.
-def _misfit(samples: list[object], wanted: Sequence[int]) -> str | None:
-    shapes: dict[int, tuple[int, object]] = {}
+def _misfit(samples: Sequence[Mapping[Path, object]], wanted: Sequence[int]) -> str | None:
+    first = samples[0]
     for index, sample in zip(wanted, samples, strict=True):
-        assert isinstance(sample, tuple | list)
-        for place, part in enumerate(sample):
-            shape = tuple(getattr(part, "shape", ()))
-            first, expected = shapes.setdefault(place, (index, shape))
+        if sample.keys() != first.keys():
+            names = [", ".join(map(shown_path, each)) for each in (first, sample)]
+            return (
+                f"samples {wanted[0]} and {index} have entries {names[0]} and {names[1]}: all "
+                "samples must have the same"
+            )
+        for path, value in sample.items():
+            shape, expected = (tuple(getattr(x, "shape", ())) for x in (value, first[path]))
             if shape != expected:
                 return (
-                    f"the {('inputs', 'targets')[place]} of samples {first} and {index}"
+                    f"the {shown_path(path)} of samples {wanted[0]} and {index}"
                     f" have shapes {expected} and {shape}: all samples must have one "
                     "shape (pad or crop them in the data set)"
                 )

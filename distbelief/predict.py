@@ -3,22 +3,28 @@
 If the run has a plan, one process per rank computes its part and reads only its part of
 model.safetensors, so a model may be too large for one process. With `whole`, or without a plan,
 this process computes everything.
+
+A file with one tensor has the input; one with several has the arguments of the model's forward, by
+name. Several outputs are written by name too, those with a row for each sample.
 """
 
 import os
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, final
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file as load_arrays, save_file
 from safetensors.torch import load_file
 
 from distbelief.config.job import Job
@@ -26,25 +32,29 @@ from distbelief.config.load import load_job
 from distbelief.core import files
 from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
+from distbelief.data import Batch, n_samples_of, tensors_of
 from distbelief.errors import JobError, StorageError
-from distbelief.graph.graph import GraphError
+from distbelief.graph.graph import INPUT, GraphError
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.preflight import check_device
 from distbelief.launch.role_process import import_from
-from distbelief.program.plan import Plan, load
+from distbelief.program.placement import Placement
+from distbelief.program.plan import Plan, load, packed
 from distbelief.run.directory import RunDirectory
 from distbelief.run.model_file import check_trained
-from distbelief.task.dry_run import shown
-from distbelief.task.task import Sample, build_model
-from distbelief.worker.computation import OUTPUT, Computation
+from distbelief.task.dry_run import check_arguments, shown
+from distbelief.task.forward import Sample, input_specs
+from distbelief.task.task import build_model, forward_graph
+from distbelief.worker.computation import Computation, output_name, outputs_of
 
 
-SUFFIXES: Final = (".npy", ".safetensors")
+SUFFIXES: Final = (".npy", ".npz", ".safetensors")
 CHUNK: Final = 256
 _KINDS: Final = "fiub"  # numpy kinds of inputs: not complex, not text
 
 Array = NDArray[np.float32 | np.float64 | np.int64]
+Outputs = dict[str, Array]  # (n_samples, *shape), by name
 
 
 @final
@@ -57,6 +67,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, rename={"n_machines"
     seconds: float  # total time, including the start of processes
     # Index of the largest output for the first few samples, if outputs are scores
     labels: tuple[int, ...] = ()
+    outputs: dict[str, tuple[int, ...]] = {}  # shapes by name, if there are several
 
 
 def predict(
@@ -71,8 +82,9 @@ def predict(
 
     Args:
         directory: The run directory.
-        source: .npy, or .safetensors with one tensor: (n_samples, *shape).
-        out: File to write; by default beside `source`, "NAME.outputs" of the same kind.
+        source: .npy, .npz or .safetensors with one tensor: (n_samples, *shape), or several.
+        out: File to write; by default beside `source`, "NAME.outputs" of the same kind (.npz for
+            several outputs, if `source` is .npy).
         whole: Compute in this process, even with a plan.
         tell: Receives a line when a rank is silent, and when it is back.
 
@@ -90,151 +102,190 @@ def predict(
         if writer is not None:
             why = f"the run (process {writer}) writes it at its end; wait, or stop it with Ctrl+C"
         raise JobError(f"{run.model_file} does not exist: {why}")
-    out = source.with_suffix(f".outputs{source.suffix}") if out is None else out
+    chosen, out = out, out or source.with_suffix(f".outputs{source.suffix}")
     for path in (source, out):
         if path.suffix not in SUFFIXES:
-            raise JobError(f"{path}: use a file {' or '.join(SUFFIXES)}")
+            raise JobError(f"{path}: use a file {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise StorageError(
             f"cannot write {out}: {out.parent} is not a writable directory: "
             "make it, or choose another one with --out"
         )
-    inputs = _read(source)
+    batch = _read(source)
     import_from(job)
     plan = load(run.plan_file) if run.plan_file.is_file() and not whole else None
     if plan is None:
-        outputs = _whole(job, run.model_file, inputs)
+        outputs = _whole(job, run.model_file, batch)
     else:
-        outputs = _split(job, run, plan, inputs, tell=tell)
+        outputs = _split(job, run, plan, batch, tell=tell)
+    if len(outputs) > 1 and out.suffix == ".npy":
+        if chosen is not None:
+            raise JobError(
+                f"{out} holds one array, and the model returns {', '.join(outputs)}: use .npz or "
+                ".safetensors"
+            )
+        out = out.with_suffix(".npz")
     try:
-        files.write_by(out, partial(_write, outputs=outputs, is_numpy=out.suffix == ".npy"))
+        files.write_by(out, partial(_write, outputs=outputs, suffix=out.suffix))
     except SafetensorError as error:
         raise StorageError(f"cannot write {out}: {error}") from error
-    scores = outputs.ndim == 2 and outputs.shape[1] > 1
+    first = outputs.get("logits", next(iter(outputs.values())))
+    scores = first.ndim == 2 and first.shape[1] > 1
     return Prediction(
-        shape=outputs.shape,
+        shape=first.shape,
         out=out,
         n_machines=1 if plan is None else plan.cluster.n_machines,
         seconds=round(time.monotonic() - begun, 3),
-        labels=tuple(int(k) for k in outputs[:10].argmax(axis=1)) if scores else (),
+        labels=tuple(int(k) for k in first[:10].argmax(axis=1)) if scores else (),
+        outputs={name: o.shape for name, o in outputs.items()} if len(outputs) > 1 else {},
     )
 
 
-def _whole(job: Job, weights: Path, inputs: Array) -> Array:
+def _whole(job: Job, weights: Path, inputs: Batch) -> Outputs:
     module = build_model(job.model)
     check_trained(module, weights, factory=job.model.factory)
     module.load_state_dict(load_file(weights))
     module.eval()
-    found: list[torch.Tensor] = []
+    check_arguments(module, inputs, model=job.model.factory, table="predict")
+    found: dict[str, list[torch.Tensor]] = {}
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    given = inputs.tensors()
     with torch.no_grad():
-        for begin in range(0, len(inputs), CHUNK):
-            batch = torch.from_numpy(np.array(inputs[begin : begin + CHUNK]))
-            if batch.is_floating_point():
-                batch = batch.to(dtype)
+        for begin in range(0, n_samples_of(inputs.inputs), CHUNK):
+            parts = {path: tensor[begin : begin + CHUNK] for path, tensor in given.items()}
+            parts = {
+                path: part.to(dtype) if part.is_floating_point() else part.clone()
+                for path, part in parts.items()
+            }
+            batch = Batch.of(parts)
             try:
-                found.append(module(batch))
+                outputs = tensors_of(batch.run(module))
             except (RuntimeError, IndexError) as error:  # an unknown word, for example
-                raise JobError(f"the model does not take {shown(batch)}: {error}") from error
-    return torch.cat(found).numpy()
+                raise JobError(f"the model does not take {shown(batch.inputs)}: {error}") from error
+            n = n_samples_of(batch.inputs)
+            for path, tensor in outputs.items():
+                if tensor.shape[:1] == (n,):
+                    found.setdefault(output_name(path), []).append(tensor)
+    if not found:
+        raise JobError(f"[model] {job.model.factory} returns no tensor with a row for each sample")
+    return {name: torch.cat(parts).numpy() for name, parts in found.items()}
 
 
 def _split(
-    job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None]
-) -> Array:
-    graph = plan.captured_graph()
-    wanted, is_integer = graph.layers[0], not np.issubdtype(inputs.dtype, np.floating)
-    if (inputs.shape[1:], is_integer) != (wanted.shape, wanted.is_integer):
-        words = ("floating-point numbers", "integers")
-        raise GraphError(
-            f"each input sample has shape {list(inputs.shape[1:])} of {words[is_integer]}, and the "
-            f"model takes {list(wanted.shape)} of {words[wanted.is_integer]}"
-        )
+    job: Job, run: RunDirectory, plan: Plan, inputs: Batch, *, tell: Callable[[str], None]
+) -> Outputs:
     check_device(job.cluster.device, "use --whole, which needs none")
     with torch.device("meta"):
         module = build_model(job.model)
     check_trained(module, run.model_file, factory=job.model.factory)
+    sample = Sample.of(inputs)
+    check_arguments(module, inputs, model=job.model.factory, table="predict")
+    trained = plan.captured_graph()
+    words = ("floating-point numbers", "integers")
+    for name, spec in input_specs(module, sample.inputs).items():
+        wanted = trained.by_name.get(name, spec)
+        if (spec.shape, spec.is_integer) != (wanted.shape, wanted.is_integer):
+            raise GraphError(
+                f"each input sample has shape {list(spec.shape)} of {words[spec.is_integer]}, and "
+                f"the model takes {list(wanted.shape)} of {words[wanted.is_integer]}"
+            )
+    if len(sample.inputs) == 1 and trained.fields == ((),):  # all that the model has and returns
+        graph = replace(trained.only(trained.outputs[:-1]), fields=trained.fields)
+    else:
+        graph = forward_graph(module, sample)
+    # The plan may lack what the loss does not need.
+    places = {
+        layer.name: plan.placements.get(layer.name, Placement.whole(len(layer.shape), 0))
+        for layer in graph.layers
+        if layer.kind != INPUT
+    }
+    plan = msgspec.structs.replace(
+        plan, graph=graph.fingerprint, captured=packed(graph), placements=places, micro_batches=1
+    )
     with safe_open(run.model_file, framework="pt") as file:
         kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     dtype = "float64" if "F64" in kinds else "float32"
+    n_samples = n_samples_of(inputs.inputs)
     with ended_by_signals(), closing(LocalLauncher()) as launcher, scratch() as folder:
         launcher.start()  # it imports torch meanwhile
-        given = folder / "inputs.npy"
-        np.save(given, inputs)
-        sample = Sample(
-            input_shape=tuple(inputs.shape[1:]),
-            input_is_integer=is_integer,
-            target_shape=(),
-            target_is_integer=False,
-        )
         computation = Computation(
             folder=str(folder),
             weights=str(run.model_file.absolute()),
-            inputs=str(given),
-            n_samples=len(inputs),
-            n_steps=-(-len(inputs) // plan.batch),
+            n_samples=n_samples,
+            n_steps=-(-n_samples // plan.batch),
             dtype=dtype,
         )
-        place = computation.path(OUTPUT)
-        np.lib.format.open_memmap(
-            place,
-            mode="w+",
-            dtype=np.dtype(computation.dtype),
-            shape=(len(inputs), *graph[graph.outputs[0]].shape),
-        )
+        for index, tensor in enumerate(inputs.tensors().values()):
+            np.save(computation.file("input", index), tensor.numpy())
+        plan.save(folder / "plan.json")
+        layers = outputs_of(graph, has_loss=False)
+        computation.make_room([graph[name].shape for name in layers])
         compute(
             job,
             computation,
-            plan=run.plan_file,
+            plan=folder / "plan.json",
             sample=sample,
             n_ranks=plan.cluster.n_machines,
             launcher=launcher,
             tell=tell,
         )
-        outputs: Array = np.load(place)
-        return outputs
+        return {
+            output_name(path): computation.load("output", layers.index(name)).numpy()
+            for path, name in zip(graph.fields, graph.outputs, strict=True)
+        }
 
 
-def _read(path: Path) -> Array:
+def _read(path: Path) -> Batch:
+    arrays: dict[str, Array]
     try:
         if path.suffix == ".npy":
-            array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+            arrays = {"": np.load(path, mmap_mode="r", allow_pickle=False)}
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                arrays = dict(file)
         else:
-            with safe_open(path, framework="numpy") as file:
-                names: Sequence[str] = list(file.keys())
-                if len(names) != 1:
-                    raise JobError(
-                        f"{path} has tensors {', '.join(names) or '(none)'}: use a "
-                        "file with one, the inputs"
-                    )
-                array = file.get_tensor(names[0])
+            arrays = dict(load_arrays(path))
     except OSError as error:
         raise files.explained(error, path, doing="read") from error
-    except (ValueError, EOFError, SafetensorError) as error:
+    except (ValueError, EOFError, BadZipFile, SafetensorError) as error:
         raise JobError(f"{path} is not a plain array: {error}") from error
-    if array.ndim == 0 or not len(array):
-        raise JobError(
-            f"{path} has shape {list(array.shape)}: use (n_samples, ...) with at least one sample"
-        )
-    if array.dtype.kind not in _KINDS:
-        raise JobError(f"{path} has type {array.dtype}: use floating-point or whole numbers")
-    native: Array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return native
+    if not arrays:
+        raise JobError(f"{path} has no tensors: use a file with the inputs")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, array in sorted(arrays.items()):
+        what = f"{path} has {name!r} of" if len(arrays) > 1 else f"{path} has"
+        if array.ndim == 0 or not len(array) or len(array) != len(next(iter(arrays.values()))):
+            raise JobError(
+                f"{what} shape {list(array.shape)}: use (n_samples, ...) with at least one sample"
+            )
+        if array.dtype.kind not in _KINDS:
+            raise JobError(f"{what} type {array.dtype}: use floating-point or whole numbers")
+        with warnings.catch_warnings(action="ignore"):  # a file is not writable
+            native = array.astype(array.dtype.newbyteorder("="), copy=False)
+            tensors[name] = torch.from_numpy(native)
+    if len(tensors) == 1:
+        return Batch(next(iter(tensors.values())), None)
+    return Batch(tensors, None)
 
 
-def _write(path: Path, *, outputs: Array, is_numpy: bool) -> None:
-    if not is_numpy:
-        save_file({"outputs": np.ascontiguousarray(outputs)}, path)
+def _write(path: Path, *, outputs: Outputs, suffix: str) -> None:
+    if suffix == ".safetensors":
+        save_file({name: np.ascontiguousarray(array) for name, array in outputs.items()}, path)
         return
     with path.open("wb") as file:
-        np.save(file, outputs, allow_pickle=False)
+        if suffix == ".npz":
+            np.savez(file, allow_pickle=False, **outputs)
+        else:
+            np.save(file, next(iter(outputs.values())), allow_pickle=False)
 
 
 def text(prediction: Prediction) -> str:
     """Return the result as a line or two of text."""
     shape, n = " x ".join(map(str, prediction.shape)), prediction.n_machines
     by = f"{n} processes" if n > 1 else "one process"
-    line = f"{prediction.out}: outputs {shape}, by {by}, in {prediction.seconds:.1f} s"
+    several = [f"{o} {' x '.join(map(str, s))}" for o, s in prediction.outputs.items()]
+    what = ", ".join(several) or f"outputs {shape}"
+    line = f"{prediction.out}: {what}, by {by}, in {prediction.seconds:.1f} s"
     if not prediction.labels:
         return line
     more = ", ..." if prediction.shape[0] > len(prediction.labels) else ""

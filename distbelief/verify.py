@@ -11,7 +11,6 @@ from typing import Final, final
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -23,6 +22,7 @@ from typing_extensions import override
 from distbelief.config.load import resolve
 from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
+from distbelief.data import Batch, Path as Keys, tensors_of
 from distbelief.errors import JobError
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.lowering.lower import by_name
@@ -38,10 +38,11 @@ from distbelief.partition.api import PlanningResult
 from distbelief.partition.report import seconds
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan
+from distbelief.task.forward import Sample
 from distbelief.task.losses import Loss, loss_function
-from distbelief.task.task import ModelSpec, Sample, build_model
+from distbelief.task.task import ModelSpec, build_model
 from distbelief.worker.batches import step_seed
-from distbelief.worker.computation import OUTPUT, SEED, Computation, gradient_file
+from distbelief.worker.computation import SEED, Computation, output_name, outputs_of
 
 
 _DRAW: Final = torch.ops.aten.bernoulli_.float
@@ -220,9 +221,11 @@ class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 N_STEPS: Final = 12
 N_WARM: Final = 3
-SHARE: Final = 1e-3  # of the largest number: errors are relative to at least this
+_SHARE_TRUE: Final = 0.8  # of a mask
+# Of the largest gradient: errors are relative to at least this. A gradient that is a sum of larger
+# numbers (zero for a bias before softmax) has their rounding.
+SHARE: Final = 0.1
 
-Array = NDArray[np.float32 | np.float64]
 Tensors = Mapping[str, torch.Tensor]
 Counters = Sequence[Mapping[str, float]]  # of each rank, at its end
 
@@ -243,31 +246,29 @@ def verify(
     import path of the model; the caller closes the launcher.
 
     Raises:
-        JobError: the model has no loss, or several inputs, or draws random numbers other than
-            dropout masks.
+        JobError: there is no loss, or the model draws random numbers other than dropout masks.
     """
-    graph, plan = result.request.graph, result.plan
-    _check(graph, loss)
-    sample = _sample(graph)
+    graph, plan, sample = result.request.graph, result.plan, result.request.sample
+    if not loss or sample is None:
+        raise JobError("--verify needs a loss: name it, as in --loss cross_entropy")
     spec = ModelSpec(factory=factory)
-    inputs, targets = _batch(graph, sample, batch=plan.batch, loss=loss)
+    batch = _batch(graph, sample, batch=plan.batch, loss=loss)
     with ended_by_signals(), scratch() as folder:
         # float32, as ranks compute, whatever dtype the model is made in.
         module = build_model(spec).train().float()
         tensors = {key: value.clone() for key, value in module.state_dict().items()}
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors")
         plan.save(folder / "plan.json")
-        np.save(folder / "inputs.npy", inputs.numpy())
-        np.save(folder / "targets.npy", targets.numpy())
         computation = Computation(
             folder=str(folder),
             weights=str(folder / "w.safetensors"),
-            inputs=str(folder / "inputs.npy"),
-            targets=str(folder / "targets.npy"),
+            trains=True,
             n_samples=plan.batch,
             n_steps=n_steps + N_WARM,
             n_warm=N_WARM,
         )
+        for index, tensor in enumerate(batch.tensors().values()):
+            np.save(computation.file("input", index), tensor.numpy())
         job = resolve(
             {
                 "model": {"factory": factory},
@@ -282,7 +283,11 @@ def verify(
             },
             file="partition.toml",
         )
-        _make_room(computation, graph, tensors)
+        outputs = outputs_of(graph, has_loss=True)
+        computation.make_room(
+            [graph[name].shape for name in outputs],
+            [tuple(tensors[name].shape) for name in sorted(tensors)],
+        )
         seen = compute(
             job,
             computation,
@@ -297,13 +302,12 @@ def verify(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = _seconds(module, inputs, targets, function, n_steps=n_steps)
+        alone = _seconds(module, batch, function, n_steps=n_steps)
         # The last step is compared.
         seed = step_seed(SEED, (computation.n_steps - 1) * plan.batch)
-        single = _reference(module, inputs, targets, function, graph=graph, seed=seed)
-        exact = _reference(
-            module.double(), _double(inputs), _double(targets), function, graph=graph, seed=seed
-        )
+        single = _reference(module, batch, function, graph=graph, seed=seed)
+        double = Batch.of({path: _double(value) for path, value in batch.tensors().items()})
+        exact = _reference(module.double(), double, function, graph=graph, seed=seed)
     finally:
         torch.set_num_threads(threads)
     return VerificationResult(
@@ -318,41 +322,26 @@ def verify(
     )
 
 
-def _check(graph: LayerGraph, loss: str) -> None:
-    if not loss:
-        raise JobError("--verify needs a loss: name it, as in --loss cross_entropy")
-    inputs = [layer.name for layer in graph.layers if layer.kind == "input"]
-    if len(inputs) != 2:
-        raise JobError(
-            f"--verify supports models with one input, but this one has {len(inputs) - 1}"
-        )
-
-
-def _sample(graph: LayerGraph) -> Sample:
-    given, wanted = (layer for layer in graph.layers if layer.kind == "input")
-    return Sample(
-        input_shape=given.shape,
-        input_is_integer=given.is_integer,
-        target_shape=wanted.shape,
-        target_is_integer=wanted.is_integer,
-    )
-
-
-def _batch(
-    graph: LayerGraph, sample: Sample, *, batch: int, loss: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(graph: LayerGraph, sample: Sample, *, batch: int, loss: str) -> Batch:
     # Random inputs from 0 to 1, labels of all classes.
     generator = torch.Generator().manual_seed(0)
-    classes = graph[graph.outputs[0]].shape[0] if sample.target_is_integer else 0
-    inputs = torch.rand(batch, *sample.input_shape, generator=generator)
-    targets = torch.rand(batch, *sample.target_shape, generator=generator)
-    if loss.startswith("soft_margin"):
-        targets = targets.round() * 2 - 1
-    if sample.input_is_integer:
-        inputs = (inputs * _n_words(graph)).to(torch.int64)
-    if sample.target_is_integer:
-        targets = (targets * classes).to(torch.int64)
-    return inputs, targets
+    found: dict[Keys, torch.Tensor] = {}
+    for path, spec in ((entry.path, entry.spec) for entry in sample.entries):
+        values = torch.rand(batch, *spec.shape, generator=generator)
+        if spec.is_mask:
+            values = values < _SHARE_TRUE
+            values[..., :1] = True  # a row without any would have no mean
+        elif spec.is_integer:
+            n_values = spec.n_values or 1
+            if n_values == 1:
+                n_values = _n_words(graph)
+                if path == ("targets",):
+                    n_values = graph[graph.outputs[0]].shape[0]
+            values = (values * n_values).to(torch.int64)
+        elif path == ("targets",) and loss.startswith("soft_margin"):
+            values = values.round() * 2 - 1
+        found[path] = values
+    return Batch.of(found)
 
 
 def _n_words(graph: LayerGraph) -> int:
@@ -367,64 +356,45 @@ def _n_words(graph: LayerGraph) -> int:
     return 1 if hides else min(known, default=1)
 
 
-def _make_room(computation: Computation, graph: LayerGraph, tensors: Tensors) -> None:
-    shape = (computation.n_samples, *graph[graph.outputs[0]].shape)
-    names = [(OUTPUT, shape)] + [
-        (gradient_file(index), tuple(tensors[name].shape))
-        for index, name in enumerate(sorted(tensors))
-    ]
-    for name, wanted in names:
-        np.lib.format.open_memmap(computation.path(name), mode="w+", dtype=np.float32, shape=wanted)
-
-
 def _found(
     computation: Computation, graph: LayerGraph, tensors: Tensors, seen: Counters
 ) -> dict[str, torch.Tensor]:
+    layers = outputs_of(graph, has_loss=True)
     found = {
-        "outputs": _load(computation, OUTPUT),
-        "loss": torch.tensor(sum(rank["loss"] for rank in seen) / computation.n_samples),
+        output_name(path): computation.load("output", layers.index(name))
+        for path, name in zip(graph.fields, graph.outputs[:-1], strict=True)
     }
+    loss = sum(rank["loss"] for rank in seen) / computation.n_samples
+    found["loss"] = torch.tensor(loss, dtype=torch.float64)
     for index, name in enumerate(sorted(tensors)):
         if name in graph.tensors:
-            found[name] = _load(computation, gradient_file(index))
+            found[name] = computation.load("gradient", index)
     return found
 
 
-def _load(computation: Computation, name: str) -> torch.Tensor:
-    array: Array = np.load(computation.path(name))
-    return torch.from_numpy(array)
-
-
-def _seconds(
-    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss, *, n_steps: int
-) -> float:
+def _seconds(module: nn.Module, batch: Batch, loss: Loss, *, n_steps: int) -> float:
     times: list[float] = []
     for _ in range(1 + n_steps):
         module.zero_grad()
         begun = time.perf_counter()
-        loss(module(inputs), targets).backward()
+        loss(batch.run(module), batch.targets).backward()
         times.append(time.perf_counter() - begun)
     return median(times[1:])
 
 
 def _reference(
-    module: nn.Module,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    loss: Loss,
-    *,
-    graph: LayerGraph,
-    seed: int,
+    module: nn.Module, batch: Batch, loss: Loss, *, graph: LayerGraph, seed: int
 ) -> dict[str, torch.Tensor]:
     # One process, with the dropout masks of this step.
     module.zero_grad()
     masks = SharedDropoutMasks(graph, seed=seed)
     with masks:
-        outputs = module(inputs)
-        value = loss(outputs, targets)
+        outputs = tensors_of(returned := batch.run(module))
+        value = loss(returned, batch.targets)
         value.backward()
     masks.check()
-    found = {"outputs": outputs.detach(), "loss": value.detach()}
+    found = {output_name(path): outputs[path].detach() for path in graph.fields}
+    found["loss"] = value.detach()
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             found[name] = parameter.grad.clone()
@@ -437,7 +407,8 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compared(found: Tensors, single: Tensors, exact: Tensors) -> dict[str, Agreement]:
     names = [name for name in exact if name in found]
-    largest = max(_largest(exact[name]) for name in names if name != "outputs")
+    n_results = names.index("loss") + 1
+    largest = max(_largest(exact[name]) for name in names[n_results - 1 :])
     errors: dict[str, Agreement] = {}
     for name in names:
         # A gradient that is only rounding (a bias before normalisation) is relative to the others.
@@ -446,8 +417,8 @@ def _compared(found: Tensors, single: Tensors, exact: Tensors) -> dict[str, Agre
             _distance(found[name], exact[name]) / scale,
             _distance(single[name], exact[name]) / scale,
         )
-    gradients = sorted(names[2:], key=lambda name: errors[name].plan)
-    return {name: errors[name] for name in (*names[:2], *gradients)}
+    gradients = sorted(names[n_results:], key=lambda name: errors[name].plan)
+    return {name: errors[name] for name in (*names[:n_results], *gradients)}
 
 
 def _distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:

@@ -54,9 +54,9 @@ def train(job: Job, *, rule: str, learning_rate: float, steps: int, seed: int) -
     while True:
         for _ in range(steps):
             begun = time.monotonic()
-            inputs, targets = read_batch(data, next(batches))
+            batch = read_batch(data, next(batches))
             optimizer.zero_grad()
-            loss(net(inputs), targets).backward()
+            loss(batch.run(net), batch.targets).backward()
             optimizer.step()
             seconds += time.monotonic() - begun
         n_done += steps * job.batch_size
@@ -88,9 +88,10 @@ def measure(net: nn.Module, test: Dataset, job: Job) -> tuple[float, float]:
     net.eval()
     sums = torch.zeros(2)
     for indices in chosen.split(TEST_BATCH):
-        inputs, targets = read_batch(test, indices.tolist(), table="data.test")
-        outputs = net(inputs)
-        each = torch.tensor([float(metric(outputs, targets)), float(loss(outputs, targets))])
+        batch = read_batch(test, indices.tolist(), table="data.test")
+        outputs = batch.run(net)
+        scores = metric(outputs, batch.targets), loss(outputs, batch.targets)
+        each = torch.tensor(list(map(float, scores)))
         sums += len(indices) * each
     net.train()
     accuracy, held_out = (sums / len(chosen)).tolist()

@@ -218,15 +218,16 @@ def partition(  # noqa: PLR0913 -- options
         None,
         "SHAPE",
         "Shape of an input without the batch dimension: 3x200x200. For integers add "
-        "how many values there are: 128:30000. Repeat it for each input.",
+        "how many values there are: 128:30000. Repeat it for each input; by keyword: "
+        "ids=128:30000, mask=128:bool.",
         "--input",
     ),
     batch: int = o.option(32, "N", "Samples in one step.", least=1),
     loss: str = o.option(
         "",
         "NAME",
-        "torch's name of the loss function, or one_vs_all. Without it, the step starts "
-        "from given gradients of the outputs.",
+        "torch's name of the loss function, or one_vs_all; model for the loss that the model "
+        "returns. Without it, the step starts from given gradients of the outputs.",
         shown=False,
     ),
     machines: str = o.option("1,2,4,8", "N,N,...", "Numbers of machines, one row for each."),
@@ -316,7 +317,7 @@ def partition(  # noqa: PLR0913 -- options
         o.look_up_modules_here()
         asked = planner.Request(
             model=model,
-            inputs=[api.input_spec(text) for text in inputs],
+            inputs=api.input_specs(inputs),
             batch=batch,
             loss=loss,
             counts=api.counts(machines),

@@ -91,6 +91,7 @@ class StepResult:
     averages: Mapping[int, torch.Tensor]  # new running averages, by item
     # Per layer and region wanted: (n_samples, *shape).
     outputs: Sequence[tuple[str, Region, torch.Tensor]]
+    scores: tuple[float, float] | None = None  # loss and metric, if a whole model is evaluated
 
 
 @final
@@ -393,15 +394,3 @@ def inference_of(
         places[end] = Placement.whole(len(layer.shape), 0)
         ends.append(end)
     return compile_plan(builder.finish(ends), places, batch=batch, n_machines=n_machines)
-
-
-def model_output(graph: LayerGraph) -> str:
-    """Return the one output of the model, whose graph ends in its loss.
-
-    Raises:
-        GraphError: it has several.
-    """
-    *outputs, _ = graph.outputs
-    if len(outputs) != 1:
-        raise GraphError(f"the model has outputs {', '.join(outputs)}: only one can be evaluated")
-    return outputs[0]

@@ -180,8 +180,8 @@ def _n_parameters(prepared: PreparedJob) -> int:
 
 
 def _bytes_of_sample(prepared: PreparedJob) -> int:
-    parts = read_batch(prepared.datasets["data.train"], [0])
-    return max(1, sum(part.nbytes for part in parts))
+    batch = read_batch(prepared.datasets["data.train"], [0])
+    return max(1, sum(tensor.nbytes for tensor in batch.tensors().values()))
 
 
 def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:

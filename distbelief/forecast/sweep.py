@@ -13,7 +13,8 @@ is no target. A suggestion stays within a number of machines.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final, final
 
@@ -225,24 +226,13 @@ def combinations(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
 def usual_axes(n_machines: int) -> list[Axis]:
     """Return the axes that a suggestion searches: powers of two that may fit."""
     most = max(n_machines, 2)  # no job fits one machine; `best_of` reports that
-    doublings = list(itertools.takewhile(lambda n: n < most, _doublings()))
+    doublings = [2**k for k in range((most - 1).bit_length())]
     replicas = sorted({*doublings, max(n_machines - 2, 1)})
     shards = [n for n in doublings if n <= max(n_machines // 4, 1)]
     return [
         Axis(key="cluster.replicas", values=tuple(map(str, replicas))),
         Axis(key="cluster.shards", values=tuple(map(str, shards))),
     ]
-
-
-def _doublings() -> Iterator[int]:
-    return (2**k for k in itertools.count())
-
-
-def better(job: Job) -> Callable[[Variant], float]:
-    """Return the objective by which variants are compared; lower is better."""
-    if has_target(job):
-        return _target_seconds
-    return _negative_speed
 
 
 def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
@@ -261,9 +251,8 @@ def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
     fitting = [v for v in ran if v.failure is None]
     if not fitting:
         raise JobError(f"none of {len(ran)} configurations completes: {ran[0].failure}")
-    rank = better(fitting[0].job)
-    best = min(fitting, key=rank)
-    if rank(best) == float("inf"):
+    best = min(fitting, key=_cost)
+    if _cost(best) == math.inf:
         raise JobError(
             f"none of {len(fitting)} configurations reaches the target of [stop]: "
             "lower it, or give [stop] more samples or seconds"
@@ -271,14 +260,11 @@ def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
     return best
 
 
-def _target_seconds(variant: Variant) -> float:
-    # The median over seeds; a run that misses the target counts as infinite.
-    return median(
-        float("inf") if run.target_seconds is None else run.target_seconds
-        for run in variant.outcomes
-    )
-
-
-def _negative_speed(variant: Variant) -> float:
+def _cost(variant: Variant) -> float:
+    # By which variants are compared, the lower the better: the median time to the target, where
+    # a run that misses it counts as infinite; without a target, minus the speed.
+    if has_target(variant.job):
+        times = (run.target_seconds for run in variant.outcomes)
+        return median(math.inf if seconds is None else seconds for seconds in times)
     found = variant.spreads.get("samples_per_second")
-    return float("inf") if found is None else -found.p50
+    return math.inf if found is None else -found.p50

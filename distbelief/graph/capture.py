@@ -14,16 +14,15 @@ import logging
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
@@ -31,12 +30,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from distbelief.errors import JobError
 from distbelief.graph import lowering, ops
 from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
 from distbelief.graph.lowering.fallback import (
     call_in_parts,
     call_whole,
     constant_layer,
+    per_sample,
     whole_module,
 )
 from distbelief.graph.lowering.lower import (
@@ -85,20 +86,42 @@ class InputSpec:
     shape: Shape  # shape without the batch dimension
     # for integers, the number of values (words, classes); None for floats
     n_values: int | None = None
+    is_mask: bool = False  # whether they are True and False
+
+    @property
+    def is_integer(self) -> bool:
+        return self.n_values is not None
+
+
+Inputs = Mapping[str, InputSpec]
+"""The tensors that a model is called with, by the names that their layers get."""
+
+
+class ModelCall(Protocol):
+    """How a model is called with its inputs."""
+
+    fields: tuple[tuple[str | int, ...], ...]  # where the outputs of the last call stand
+    has_loss: bool  # whether the last of them is the loss, a mean over the samples
+    joins: bool  # whether the model may compute such a mean itself
+
+    def __call__(self, module: nn.Module, tensors: Sequence[torch.Tensor], /) -> Sequence[object]:
+        """Return the outputs of a model for these inputs, then the loss."""
+        ...
 
 
 @final
 class _Model(nn.Module):
     # The model under a name, so that it can be a leaf itself.
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, call: ModelCall | None) -> None:
         super().__init__()
         self.inner = inner
+        self.call = call
         self.training = inner.training
 
     @override
     def forward(self, *inputs: torch.Tensor) -> object:
-        result: object = self.inner(*inputs)
+        result: object = self.inner(*inputs) if self.call is None else self.call(self.inner, inputs)
         return result
 
 
@@ -109,27 +132,32 @@ class _Exported:
     calls: Mapping[int, LeafCall]
 
 
-def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
+def capture(
+    module: nn.Module, inputs: Sequence[InputSpec] | Inputs, *, call: ModelCall | None = None
+) -> LayerGraph:
     """Return the layer graph of `module`.
 
     Args:
         module: Module on any device; it is not changed or copied.
-        inputs: The inputs of its forward, in order; further parameters keep their defaults.
+        inputs: The positional inputs of its forward; further parameters keep their defaults. With
+            a call, what it gets, by name.
+        call: How the model is called; the graph's outputs are what it returns.
 
     Raises:
         GraphError: It takes other inputs, or mixes or loses the samples of a batch.
     """
-    _check_sizes(inputs)
     refuse_parameter_hooks(module)
     refuse_bounded_tables(module)
     _refuse_plain_averages(module)
-    names = _names(module, inputs)
-    whole: dict[str, str] = {}
+    named = _named(module, inputs)
+    _check_sizes(named.values())
     with attributes_kept(module), _in_mode(module, training=True):
-        return _captured(module, names, inputs, whole)
+        return _captured(_Model(module, call), named, {})
 
 
-def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str | None:
+def evaluation_difference(
+    module: nn.Module, inputs: Sequence[InputSpec] | Inputs, *, call: ModelCall | None = None
+) -> str | None:
     """Return where a model computes something else in evaluation mode; None if nowhere.
 
     Differences that layers know do not count: dropout, and which statistics are used.
@@ -137,20 +165,22 @@ def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str
     Args:
         module: A module that `capture` accepts.
         inputs: As for `capture`.
+        call: As for `capture`.
 
     Raises:
         GraphError: It cannot be captured.
     """
     whole: dict[str, str] = {}
+    named = _named(module, inputs)
     with attributes_kept(module):
         with _in_mode(module, training=True):
-            _captured(module, _names(module, inputs), inputs, whole)
-            training = None if "" in whole else _exported(module, inputs, whole)
+            _captured(_Model(module, call), named, whole)
+            training = None if "" in whole else _exported(_Model(module, call), named, whole)
         if training is None:
             return None
         try:
             with _in_mode(module, training=False):
-                evaluating = _exported(module, inputs, whole)
+                evaluating = _exported(_Model(module, call), named, whole)
         except OpaqueError as error:
             return str(error)
     dropping = _dropping(evaluating.program)
@@ -168,6 +198,7 @@ def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str
 
 
 _DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_ALIKE: Final = (*_DROPOUTS, "contiguous", "clone")  # elements stay, if at other places in memory
 # What layers know of the mode.
 _MODES: Final = {
     "batch_norm": "training",
@@ -201,9 +232,7 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
     found: list[tuple[fx.Node, str]] = []
     for node in program.graph.nodes:
         packet = _packet(node)
-        # The strides of attention's result, and so whether it is copied, differ by mode.
-        same = packet in (*_DROPOUTS, "contiguous")
-        if same or str(node.target) == "distbelief.drop.default":
+        if packet in _ALIKE or str(node.target) == "distbelief.drop.default":
             numbers[node] = numbers[node.all_input_nodes[0]]
             continue
         if packet == "add" and "num_batches_tracked" in str(node.args[0]):
@@ -231,22 +260,20 @@ def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
 # --- export ---
 
 
-def _captured(
-    module: nn.Module, names: Sequence[str], inputs: Sequence[InputSpec], whole: dict[str, str]
-) -> LayerGraph:
-    for path, part in module.named_modules():
+def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> LayerGraph:
+    for path, part in model.inner.named_modules():
         if has_gradient_hooks(part):
             whole[path] = "it has hooks on its gradients, so it cannot be split"
     while True:  # ends: every round makes one more module opaque
         try:
-            exported = _exported(module, inputs, whole)
+            exported = _exported(model, inputs, whole)
             try:
-                return _lowered(module, exported, names, inputs, whole)
+                return _lowered(model, exported, inputs, whole)
             except NeedsFunctionalError:
                 with _quietly(), warnings.catch_warnings(action="ignore"):
                     functional = exported.program.run_decompositions({})
                 again = _Exported(program=functional, calls=exported.calls)
-                return _lowered(module, again, names, inputs, whole)
+                return _lowered(model, again, inputs, whole)
         except (OpaqueError, NotSplitError, NeedsFunctionalError) as error:
             path = error.path if isinstance(error, OpaqueError) else ""
             if path in whole:
@@ -254,9 +281,7 @@ def _captured(
             whole[path] = str(error)
 
 
-def _exported(
-    module: nn.Module, inputs: Sequence[InputSpec], whole: Mapping[str, str]
-) -> _Exported:
+def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Exported:
     """Export a module.
 
     Raises:
@@ -266,8 +291,8 @@ def _exported(
     from torch.export import Dim, export  # noqa: PLC0415 -- takes a second
 
     calls: dict[int, LeafCall] = {}
-    model = _Model(module)
-    examples = tuple(_without_memory(module, [_example(spec, module) for spec in inputs]))
+    module = model.inner
+    examples = tuple(_without_memory(module, [_example(spec, module) for spec in inputs.values()]))
     dim = Dim("batch", min=2)
 
     def is_leaf(path: str, part: nn.Module) -> bool:
@@ -297,7 +322,7 @@ def _exported(
                 dynamic_shapes={"inputs": tuple({0: dim} for _ in examples)},
                 strict=False,
             )
-    except (GraphError, OpaqueError):
+    except (JobError, OpaqueError):
         raise
     except Exception as error:  # a forward may do anything with fake tensors
         path = _innermost(error, module)
@@ -374,8 +399,8 @@ def _reason(error: Exception) -> str:
 def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
     tensors = [*module.parameters(), *module.buffers()]
     own = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    dtype = torch.int64
-    if spec.n_values is None:
+    dtype = torch.bool if spec.is_mask else torch.int64
+    if not spec.is_integer:
         dtype = torch.get_default_dtype() if own is None else own.dtype
     device = torch.device("cpu") if own is None else own.device
     return torch.empty(_N_SAMPLES, *spec.shape, dtype=dtype, device=device)
@@ -384,6 +409,8 @@ def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
 def _without_memory(module: nn.Module, examples: list[torch.Tensor]) -> list[torch.Tensor]:
     # Puts tensors without memory, on the CPU, in the place of the module's; those on the meta
     # device would make constants of the forward that have no values.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415 -- takes a second
+
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     known: dict[int, torch.Tensor] = {}
     # Buffers that are not saved with the model are constants of the graph: no shard has them.
@@ -476,17 +503,15 @@ def _given_masks() -> Iterator[None]:
 
 
 def _lowered(
-    module: nn.Module,
-    exported: _Exported,
-    names: Sequence[str],
-    inputs: Sequence[InputSpec],
-    whole: Mapping[str, str],
+    model: _Model, exported: _Exported, inputs: Inputs, whole: Mapping[str, str]
 ) -> LayerGraph:
+    module, call = model.inner, model.call
     builder = Builder(aliases=_aliases(module))
     lowerer = Lowerer(
         builder,
         calls=exported.calls,
         whole=whole,
+        joins=call is not None and call.joins,
         in_parts=call_in_parts,
         fallback=call_whole,
         constant=constant_layer,
@@ -499,7 +524,7 @@ def _lowered(
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     own = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    given = iter(zip(names, inputs, strict=True))
+    given = iter(inputs.items())
     for node in program.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -518,14 +543,21 @@ def _lowered(
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:
             name, spec = next(given)
-            builder.input(name, spec.shape, is_integer=spec.n_values is not None)
+            builder.input(name, spec.shape, is_integer=spec.is_integer, is_mask=spec.is_mask)
             known = Value(builder[name])
         lowerer.known[node] = known
     _check_changes(program)
     results = lowerer.run(program.graph, program.graph_module)
     assert isinstance(results, list)
-    changed = len(signature.buffers_to_mutate)
-    return builder.finish(_outputs(results[changed:]))
+    found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
+    if call is None:
+        return builder.finish(_outputs(found))
+    losses = [_loss(lowerer, found.pop())] if call.has_loss else []
+    # Of several outputs, those without a row for each sample are left out.
+    kept = [i for i, value in enumerate(found) if _is_output(value) or len(found) == 1]
+    outputs = _outputs([found[i] for i in kept]) if kept or not losses else []
+    graph = builder.finish([*outputs, *losses])
+    return replace(graph, fields=tuple(call.fields[i] for i in kept))
 
 
 def _check_changes(program: "ExportedProgram") -> None:
@@ -535,9 +567,13 @@ def _check_changes(program: "ExportedProgram") -> None:
             raise GraphError(lost_change(path.removeprefix(f"{_INNER}.")))
 
 
-def _outputs(results: object) -> list[str]:
+def _is_output(value: object) -> bool:
+    return isinstance(value, Value) and value.is_plain
+
+
+def _outputs(results: Sequence[object]) -> list[str]:
     names: list[str] = []
-    for value in pytree.tree_leaves(results):
+    for value in results:
         if isinstance(value, Value) and value.batch is not None:
             if not value.is_plain:
                 raise GraphError(
@@ -553,6 +589,13 @@ def _outputs(results: object) -> list[str]:
     if not names:
         raise GraphError("the model returns no tensors")
     return names
+
+
+def _loss(lowerer: Lowerer, given: object) -> str:
+    # The layer of a loss: each sample has the mean over the batch.
+    if not isinstance(given, Value):
+        raise GraphError("[algorithm] the loss does not depend on the model's outputs")
+    return per_sample(lowerer, given)
 
 
 @contextmanager
@@ -577,7 +620,7 @@ def _refuse_plain_averages(module: nn.Module) -> None:
             )
 
 
-def _check_sizes(inputs: Sequence[InputSpec]) -> None:
+def _check_sizes(inputs: Iterable[InputSpec]) -> None:
     # torch counts elements in 64 bits.
     for spec in inputs:
         if math.prod(spec.shape) > N_ELEMENTS_MAX:
@@ -587,26 +630,37 @@ def _check_sizes(inputs: Sequence[InputSpec]) -> None:
             )
 
 
-def _names(module: nn.Module, inputs: Sequence[InputSpec]) -> list[str]:
+def _named(module: nn.Module, inputs: Sequence[InputSpec] | Inputs) -> Inputs:
+    if isinstance(inputs, Mapping):
+        return inputs
+    return dict(zip(input_names(module, len(inputs)), inputs, strict=True))
+
+
+def input_names(module: nn.Module, n_inputs: int) -> list[str]:
+    """Return the names of the first parameters of a forward.
+
+    Raises:
+        GraphError: It does not take so many inputs.
+    """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
     known = [p for p in parameters if p.kind in positional]
     required = [p.name for p in known if p.default is p.empty]
     keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if keyword_only or len(inputs) < max(1, len(required)):
+    if keyword_only or n_inputs < max(1, len(required)):
         raise GraphError(
             f"{type(module).__name__}.forward takes {len(required) + len(keyword_only)} inputs "
-            f"({', '.join([*required, *keyword_only])}), but {len(inputs)} shapes are given"
+            f"({', '.join([*required, *keyword_only])}), but {n_inputs} shapes are given"
             + (": make all of them positional" if keyword_only else "")
         )
-    if len(inputs) > len(known) and not several:
+    if n_inputs > len(known) and not several:
         raise GraphError(
             f"{type(module).__name__}.forward takes {len(known)} inputs "
-            f"({', '.join(p.name for p in known)}), but {len(inputs)} shapes are given"
+            f"({', '.join(p.name for p in known)}), but {n_inputs} shapes are given"
         )
-    more = [f"input{index}" for index in range(len(known), len(inputs))]
-    return [*(p.name for p in known), *more][: len(inputs)]
+    more = [f"input{index}" for index in range(len(known), n_inputs)]
+    return [*(p.name for p in known), *more][:n_inputs]
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

@@ -128,6 +128,8 @@ class LayerGraph:
     Args:
         layers: Each after all the layers that it reads.
         outputs: The layers whose outputs are the model's.
+        fields: Where each of them, without a loss, stands in what its forward returns; () if that
+            is not known.
 
     Raises:
         GraphError: The layers are inconsistent.
@@ -135,6 +137,7 @@ class LayerGraph:
 
     layers: tuple[Layer, ...]
     outputs: tuple[str, ...]
+    fields: tuple[tuple[str | int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         known: dict[str, Layer] = {}
@@ -243,9 +246,13 @@ class Builder:
             free = f"{name}.{number}"
         return free
 
-    def input(self, name: str, shape: Shape, *, is_integer: bool = False) -> str:
-        layer = Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer)
-        return self.add_layer(layer)
+    def input(
+        self, name: str, shape: Shape, *, is_integer: bool = False, is_mask: bool = False
+    ) -> str:
+        options: dict[str, Option] = {"mask": True} if is_mask else {}
+        return self.add_layer(
+            Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer, options=options)
+        )
 
     def add(
         self,

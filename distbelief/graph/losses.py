@@ -9,6 +9,7 @@ losses and user functions are opaque, computed by the module `OpaqueLoss`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final, final
 
 import torch
@@ -119,7 +120,7 @@ def append_loss(
     last = builder.extend(
         _layers(builder.free_name("loss"), (scores, builder[target]), loss=name, dim=dim)
     )
-    return builder.finish([*graph.outputs, last])
+    return replace(builder.finish([*graph.outputs, last]), fields=graph.fields)
 
 
 def opaque_loss(loss: str | Loss) -> OpaqueLoss | None:

@@ -9,6 +9,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import count
 from types import NoneType
 from typing import Any, Final, final
@@ -321,4 +322,4 @@ def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
         tensors: list[object] = torch.ops.distbelief.leaf(call.tensors, key)
         return call.result(tensors)
 
-    return forward
+    return wraps(part.forward)(forward)  # so that it has the same signature

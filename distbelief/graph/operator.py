@@ -133,6 +133,13 @@ class Operator(ABC):
         work = self.per_element or Work(forward=1.0, backward=float(n), n_elements=1.0 + n)
         return work.times(output.n_elements)
 
+    def product_work(self, layer: Layer, output: Region, operations: float) -> Work:
+        """Return the cost of a product: as much again for each of two gradients."""
+        read = sum(region.n_elements for region in self.reads(layer, output))
+        return Work(
+            forward=operations, backward=2 * operations, n_elements=float(output.n_elements + read)
+        )
+
     @abstractmethod
     def compute(self, call: Call) -> torch.Tensor:
         """Return (batch, *call.region.shape), by operations that autograd knows."""

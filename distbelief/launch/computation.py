@@ -18,7 +18,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.task.task import Sample
+from distbelief.task.forward import Sample
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.worker.build import replica_entries

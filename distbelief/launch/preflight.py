@@ -25,11 +25,11 @@ from distbelief.launch.role_process import check_allowed, import_from, log, read
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.run.summary import DataFacts, TaskFacts
+from distbelief.task.forward import Sample
 from distbelief.task.imports import place
 from distbelief.task.initializers import reader, recorded_initials
 from distbelief.task.losses import higher_is_better
 from distbelief.task.task import (
-    Sample,
     build_model,
     capture_for,
     datasets_of,

@@ -29,8 +29,9 @@ from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.protocol import Failed
 from distbelief.roles.role import SUPERVISOR, PeerLost, Role
 from distbelief.run.checkpoints import CheckpointStore
+from distbelief.task.forward import Sample
 from distbelief.task.imports import resolve
-from distbelief.task.task import BuildContext, Sample
+from distbelief.task.task import BuildContext
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory

@@ -53,6 +53,7 @@ class VectorStore:
             if segment.offset < self._n
         ]
         self._vectors: dict[VectorName, Vector] = {}
+        self._room = torch.empty(0, dtype=torch.float64)  # used again: it stays in the cache
 
     def names(self) -> tuple[VectorName, ...]:
         return tuple(sorted(self._vectors))
@@ -158,11 +159,11 @@ class VectorStore:
         elif len(terms) > _FEW:
             factors = torch.tensor([weights], dtype=torch.float64)
             for piece in _pieces(self._n):
-                matrix = _stacked(xs, piece)
+                matrix = self._stacked(xs, piece)
                 out[piece] = torch.mm(factors, matrix)[0].numpy()
         else:
             for piece in _pieces(self._n, _PIECE_OF_FEW):
-                matrix = _stacked(xs, piece)
+                matrix = self._stacked(xs, piece)
                 for row, a in zip(matrix, weights, strict=True):
                     if a != 1.0:
                         row.mul_(a)  # not fused, so that every element rounds alike
@@ -197,7 +198,7 @@ class VectorStore:
         vectors = [self._real(x)] if x == y else [self._real(x), self._real(y)]
         total = 0.0
         for piece in _pieces(self._n, _PIECE_OF_FEW):
-            matrix = _stacked(vectors, piece)
+            matrix = self._stacked(vectors, piece)
             total += torch.dot(matrix[0], matrix[-1]).item()
         return total
 
@@ -207,7 +208,7 @@ class VectorStore:
         n_rows = len(set(rows))  # the first of the names
         sums = torch.zeros(n_rows, len(names), dtype=torch.float64)
         for piece in _pieces(self._n):
-            matrix = _stacked(vectors, piece)
+            matrix = self._stacked(vectors, piece)
             sums.addmm_(matrix[:n_rows], matrix.T)
         totals = dict(zip(names, sums.tolist(), strict=False))
         column_indices = [names.index(column) for column in columns]
@@ -221,19 +222,21 @@ class VectorStore:
             return float(torch.maximum(-least, most)) + 0.0  # -0 becomes 0
         return float(sum(np.sum(np.abs(x[p]), dtype=np.float64) for p in _pieces(self._n)))
 
+    def _stacked(self, vectors: Sequence[Reals], piece: "slice[int, int, None]") -> torch.Tensor:
+        """Return a piece of each vector, (n_vectors, piece size), valid until the next call."""
+        n, size = len(vectors), piece.stop - piece.start
+        if n * size > self._room.numel():
+            # Torch aligns the memory, so that its kernels round alike in every call.
+            self._room = torch.empty(n * size, dtype=torch.float64)
+        tensor = self._room[: n * size].view(n, size)
+        rows: Doubles = tensor.numpy()
+        for row, vector in zip(rows, vectors, strict=True):
+            row[:] = vector[piece]
+        return tensor
+
     def _real(self, name: VectorName) -> Reals:
         # The layout has real types only, and dtypes do not narrow an array's type.
         return cast("Reals", self._vectors[name])
-
-
-def _stacked(vectors: Sequence[Reals], piece: "slice[int, int, None]") -> torch.Tensor:
-    """Return a piece of each vector in float64, (n_vectors, piece size)."""
-    # Torch aligns the memory, so that its kernels round alike in every call.
-    tensor = torch.empty(len(vectors), piece.stop - piece.start, dtype=torch.float64)
-    rows: Doubles = tensor.numpy()
-    for row, vector in zip(rows, vectors, strict=True):
-        row[:] = vector[piece]
-    return tensor
 
 
 def _pieces(n_elements: int, size: int = _PIECE) -> Iterator["slice[int, int, None]"]:

@@ -51,6 +51,8 @@ def examples_of(example: object) -> list[torch.Tensor]:
         GraphError: `example` is no tensor and no sequence of tensors, or its shapes are wrong.
     """
     found = [example] if isinstance(example, torch.Tensor) else example
+    if isinstance(found, Mapping):
+        found = list(found.values())
     if not isinstance(found, Sequence) or isinstance(found, str | bytes) or not found:
         raise _wrong("example", example, "give a tensor (batch, *shape), or one per input")
     for tensor in found:
@@ -77,7 +79,8 @@ def spec_of(example: torch.Tensor) -> InputSpec:
     n_values = None
     if not example.is_floating_point():
         n_values = int(example.max()) + 1 if not example.is_meta else 1
-    return InputSpec(shape=tuple(example.shape[1:]), n_values=n_values)
+    is_mask = example.dtype == torch.bool
+    return InputSpec(shape=tuple(example.shape[1:]), n_values=n_values, is_mask=is_mask)
 
 
 def counts_of(machines: object) -> list[int]:
@@ -232,7 +235,7 @@ class PlanningResult:
 
 def plan(
     model: nn.Module,
-    example: torch.Tensor | Sequence[torch.Tensor],
+    example: torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
     *,
     loss: str = "",
     machines: int | Sequence[int] = 1,
@@ -249,9 +252,10 @@ def plan(
 
     Args:
         model: On any device, the meta device included; it is not changed.
-        example: A batch of its input, or of each input: (batch, *shape). Only the shapes count, and
-            the largest value of integers.
-        loss: torch's name of the loss, or "one_vs_all"; "" for none.
+        example: A batch of its input, or of each input, in order or by keyword: (batch, *shape).
+            Only the shapes count, and the largest value of integers.
+        loss: torch's name of the loss, or "one_vs_all"; "model" for the one that it returns; the
+            import path of f(outputs, batch), of a batch by keyword; "" for none.
         machines: The number of machines, or several numbers; a row for each.
         cluster: The name of a cluster of this package, the path of a file, or a cluster; or "here":
             machines like this one, with an assumed network. For another network give
@@ -271,7 +275,11 @@ def plan(
     examples = examples_of(example)
     asked = Request(
         model=type(model).__name__,
-        inputs=[spec_of(x) for x in examples],
+        inputs=(
+            {name: spec_of(x) for name, x in example.items()}
+            if isinstance(example, Mapping)
+            else [spec_of(x) for x in examples]
+        ),
         batch=len(examples[0]),
         loss=loss,
         counts=counts_of(machines),
@@ -437,7 +445,17 @@ def _console(*, stderr: bool = False) -> Console:
     return console
 
 
-_INPUT: Final = re.compile(r"(\d+(?:x\d+)*)?(?::(\d+))?")
+_INPUT: Final = re.compile(r"(\d+(?:x\d+)*)?(?::(\d+|bool))?")
+
+
+def input_specs(texts: Sequence[str]) -> list[InputSpec] | dict[str, InputSpec]:
+    """Return the inputs in texts like "3x200x200", or by keyword: "mask=128:bool"."""
+    named = [text.rpartition("=") for text in texts]
+    if all(name for name, _, _ in named):
+        return {name.strip(): input_spec(shape) for name, _, shape in named}
+    if any(name for name, _, _ in named):
+        raise JobError(f"--input {', '.join(texts)}: name all inputs, as in ids=128:30000, or none")
+    return [input_spec(text) for text in texts]
 
 
 def input_spec(text: str) -> InputSpec:
@@ -446,11 +464,13 @@ def input_spec(text: str) -> InputSpec:
     if match is None or not text.strip():
         raise JobError(
             f"--input {text!r} is not a shape: write the extents without the batch, like "
-            "3x200x200; for integers also their number, like 128:30000"
+            "3x200x200; for integers also their number, like 128:30000; for a mask 128:bool"
         )
     shape = tuple(int(extent) for extent in (match[1] or "").split("x") if extent)
     if 0 in shape:
         raise JobError(f"--input {text!r} has an extent of 0: use 1 or more")
+    if match[2] == "bool":
+        return InputSpec(shape=shape, n_values=2, is_mask=True)
     return InputSpec(shape=shape, n_values=int(match[2]) if match[2] else None)
 
 

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from distbelief.config.cluster_file import load_cluster
-from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.losses import append_loss, opaque_loss
+from distbelief.graph.losses import append_loss
 from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import check_pins
@@ -45,6 +45,9 @@ from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Seconds
 from distbelief.program.step_graph import statistics_of
+from distbelief.task.forward import Entry, Sample
+from distbelief.task.losses import OWN
+from distbelief.task.task import forward_graph, graph_with_loss, loss_module, modules_of
 
 
 # --- orders of machines ---
@@ -157,9 +160,9 @@ class Request:
     """What a user asks for."""
 
     model: str  # import path of the function that makes it, or a name for it
-    inputs: Sequence[InputSpec]
+    inputs: Sequence[InputSpec] | Mapping[str, InputSpec]  # of its forward, or by keyword
     batch: int  # samples of a step
-    loss: str = ""  # name; "" to plan inference
+    loss: str = ""  # as in a job file; "" to plan inference
     counts: Sequence[int]  # numbers of machines
     cluster: str | Path | Cluster = "rack-10g"  # name, path, or "here": machines like this one
     pins: Mapping[str, str] = field(default_factory=dict)  # by layer, a required split
@@ -194,12 +197,10 @@ def planning_request(
     if not is_here:
         machines = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
         machines.first(most)
-    graph = capture(model, asked.inputs)
+    sample, graph = _captured(model, asked)
     layers = [layer for layer in graph.layers if layer.inputs]
     if len(layers) == 1 and layers[0].whole:
         raise GraphError(f"no layer of this model can be split: {layers[0].whole}")
-    if loss:
-        graph = append_loss(graph, loss)
     _check_sizes(graph, batch)
     measures = is_here or asked.profile
     slower = recheck(notify) if measures else 1.0
@@ -210,6 +211,7 @@ def planning_request(
     costs = AnalyticCosts(machines, batch=batch, single=single)
     request = PlanningRequest(
         graph=graph,
+        sample=sample,
         model=asked.model,
         loss=loss,
         cluster=machines,
@@ -226,9 +228,31 @@ def planning_request(
     def progress(n_done: int, n_wanted: int, name: str) -> None:
         notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
 
-    modules = _modules(model, graph, loss=loss)
+    modules = _modules(request, model)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
     return replace(request, costs=ProfiledCosts(measured, machines=costs, host=host, slower=slower))
+
+
+def _captured(model: nn.Module, asked: Request) -> tuple[Sample, LayerGraph]:
+    given, loss = asked.inputs, asked.loss
+    if isinstance(given, Mapping):
+        # A loss of its own reads the same dictionary.
+        root = "batch" if loss == OWN or ":" in loss else "inputs"
+        entries = [Entry((root, name), spec) for name, spec in sorted(given.items())]
+    elif len(given) == 1:
+        entries = [Entry(("inputs",), given[0])]
+    else:
+        entries = [Entry(("inputs", index), spec) for index, spec in enumerate(given)]
+    sample = Sample(entries=tuple(entries))
+    if loss == OWN or ":" in loss:
+        return sample, graph_with_loss(model, sample, loss)
+    graph = forward_graph(model, sample, scores=bool(loss))
+    if loss:
+        graph = append_loss(graph, loss)
+        *_, target = (layer for layer in graph.layers if layer.kind == INPUT)
+        spec = InputSpec(shape=target.shape, n_values=1 if target.is_integer else None)
+        sample = Sample(entries=(*entries, Entry(("targets",), spec)))
+    return sample, graph
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:
@@ -247,20 +271,13 @@ def _check_sizes(graph: LayerGraph, batch: int) -> None:
             )
 
 
-def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.Module]:
+def _modules(request: PlanningRequest, model: nn.Module) -> dict[str, nn.Module]:
     # Copies of the modules of opaque layers, by path.
-    found: dict[str, nn.Module] = {}
-    for layer in graph.layers:
-        if "module" not in layer.options or layer.text("module") in found:
-            continue
-        path = layer.text("module")
-        try:
-            found[path] = copy.deepcopy(model.get_submodule(path))
-        except AttributeError:  # a module of the loss, not of the model
-            module = opaque_loss(loss) if loss else None
-            if module is not None:
-                found[path] = module
-    return found
+    own = None
+    if request.loss and request.sample is not None:
+        own = loss_module(request.graph, request.sample, request.loss)
+    found = modules_of(request.graph, model, own)
+    return {path: copy.deepcopy(module) for path, module in found.items()}
 
 
 # --- plans ---

@@ -27,6 +27,7 @@ from distbelief.program.cluster import UNLIMITED, Cluster
 from distbelief.program.compiler import CompilerCache, compile_plan
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, StepCost, step_cost
+from distbelief.task.forward import Sample
 
 
 SOLVER_SECONDS: Final = 10.0
@@ -40,6 +41,7 @@ class PlanningRequest:
     """What to plan: graph, machines, costs and constraints."""
 
     graph: LayerGraph  # with its loss, for training
+    sample: Sample | None = None  # of its inputs, those of the loss included
     model: str = ""  # import path of the function that makes it, or a name for it
     loss: str = ""  # its name; "" if there is none
     cluster: Cluster  # fastest machine first

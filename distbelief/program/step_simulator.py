@@ -12,6 +12,7 @@ connected layer on 144 machines has 20,592 messages.
 """
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -224,9 +225,7 @@ class StepSimulator:
             seconds=dict(zip(receivers, seconds.tolist(), strict=True)),
             sizes=dict(zip(receivers, sizes.tolist(), strict=True)),
         )
-        batches = self._batches[sender]
-        batches.append(batch)
-        batches.sort(key=lambda each: each.flow)
+        insort(self._batches[sender], batch, key=lambda each: each.flow)
         self._touched_senders |= 1 << sender
 
     def _start_messages(self, now: float) -> None:

@@ -18,7 +18,6 @@ from typing import assert_never
 
 from distbelief.roles.role import Address, Event, Received, Report, Role, Seconds
 from distbelief.simulation.driver import Builder, Counts, Driver, Observer, SimulatedProcess
-from distbelief.simulation.event_queue import RandomStreams
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -201,23 +200,11 @@ class SimulatedCluster:
         """The checkpoints of all roles."""
         return self._driver.disk
 
-    @property
-    def streams(self) -> RandomStreams:
-        return self._driver.streams
-
     def memory(self, name: Address) -> HostMemory:
         return self._driver.memory_of(name)
 
-    def watch(self, check: Callable[[], None]) -> None:
-        """Call `check` after every event; it asserts invariants."""
-        self._driver.checks.append(check)
-
     def observe(self, observer: Observer) -> None:
-        """Call `observer` with every event and the actions performed for it.
-
-        An event changes only the process that handles it. An observer can look at that one
-        alone, at a fraction of the cost of looking at all.
-        """
+        """Call `observer` with every event and the actions performed; it may assert invariants."""
         self._driver.observers.append(observer)
 
     # --- intervention ---

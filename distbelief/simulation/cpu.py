@@ -1,8 +1,8 @@
 """The CPU model: the work in progress on a host, and the threads of a process.
 
 * `Host`: the pieces of work of its roles share its cores and memory bandwidth.
+* `SimulatedThread`: one piece of work at a time, in each executor of a process.
 * `EventLoop`: the thread of a process that handles events in sequence.
-* `Executors`: one piece of work at a time in each executor of a process.
 
 The work itself runs at its virtual *end*. So it sees what other roles did to shared memory in
 the meantime; a buffer whose pin has been released is full of NaN by then.
@@ -12,12 +12,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import final
 
 import msgspec
 
-from distbelief.roles.role import Event, Executor, Seconds
+from distbelief.roles.role import Event, Seconds
 from distbelief.simulation.event_queue import Call, EventQueue
 
 
@@ -127,6 +126,89 @@ class Host:
             job.end()
 
 
+def _nothing() -> None:
+    pass
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One piece of work for a thread."""
+
+    demand: Callable[[], Demand]  # called when it begins
+    end: Callable[[Seconds], None]  # does the work; gets the time that it took
+    begin: Call = _nothing
+    cut_short: Call = _nothing  # called if the process is killed before the end
+
+
+@final
+class SimulatedThread:
+    """A thread of a simulated process, such as an executor: one piece of work at a time."""
+
+    def __init__(self, host: Host, *, wake_seconds: Seconds = 0.0) -> None:
+        self._host = host
+        self._wake_seconds = wake_seconds  # until it begins, if it sleeps
+        self._queue: deque[Work] = deque()  # with the work in progress
+        self._job: Job | None = None
+        self._began: Seconds = 0.0
+        self._wakes = False
+        self._held = False
+        self._closed = False
+
+    @property
+    def sleeps(self) -> bool:
+        return not self._queue
+
+    def add(self, work: Work) -> None:
+        """Do `work` after all earlier work."""
+        self._queue.append(work)
+        if len(self._queue) > 1:
+            return
+        if self._wake_seconds:
+            self._wakes = True
+            event_queue = self._host.event_queue
+            event_queue.at(event_queue.now + self._wake_seconds, self._wake)
+        else:
+            self._begin()
+
+    def hold(self, *, held: bool) -> None:
+        """Pause, or continue: work in progress ends that much later."""
+        self._held = held
+        if self._job is not None:
+            self._host.hold(self._job, held=held)
+        elif not held and self._queue and not self._wakes:
+            self._begin()
+
+    def close(self) -> Work | None:
+        """Drop all work; return the piece in progress."""
+        self._closed = True
+        work = None
+        if self._job is not None:
+            self._host.remove(self._job)
+            self._job, work = None, self._queue[0]
+        self._queue.clear()
+        return work
+
+    def _wake(self) -> None:
+        self._wakes = False
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._held or self._closed:
+            return
+        work = self._queue[0]
+        work.begin()
+        self._began = self._host.event_queue.now
+        self._job = self._host.add(work.demand(), self._end)
+
+    def _end(self) -> None:
+        self._job = None
+        # It stays in the queue, so that work added by `end` waits.
+        self._queue[0].end(self._host.event_queue.now - self._began)
+        if not self._closed:
+            self._queue.popleft()
+            if self._queue:
+                self._begin()
+
+
 @final
 class EventLoop:
     """The thread of a simulated process that handles its events in sequence.
@@ -151,147 +233,29 @@ class EventLoop:
         handle: Callable[[Event], None],
         slowness: Callable[[], float],
     ) -> None:
-        self._host = host
+        self.thread = SimulatedThread(host)
+        self._event_queue = host.event_queue
         self._event_seconds = event_seconds
         self._wake_seconds = wake_seconds
         self._handle = handle
         self._slowness = slowness
-        self._queue: deque[Event] = deque()
-        self._job: Job | None = None
-        self._handles = False  # inside `handle`
         self._results_at: Seconds = -math.inf  # when the last waiting result is delivered
-        self._closed = False
-        self._held = False
 
     def add(self, event: Event) -> None:
         """Handle an event after all earlier ones."""
-        self._queue.append(event)
-        if self._job is None and not self._handles:
-            self._begin()
+        self.thread.add(Work(demand=self._demand, end=lambda _: self._handle(event)))
 
     def deliver_result(self, event: Event) -> None:
         """Handle the result of an executor; a sleeping process wakes up first."""
         # Results are delivered in order, although another event may wake the process earlier.
-        event_queue = self._host.event_queue
-        sleeps = self._job is None and not self._handles and not self._queue
-        awake_at = event_queue.now + (self._wake_seconds if sleeps else 0.0)
-        if awake_at > event_queue.now or self._results_at >= event_queue.now:
+        now = self._event_queue.now
+        awake_at = now + (self._wake_seconds if self.thread.sleeps else 0.0)
+        if awake_at > now or self._results_at >= now:
             self._results_at = max(self._results_at, awake_at)
-            event_queue.at(self._results_at, self.add, event)
+            self._event_queue.at(self._results_at, self.add, event)
         else:
             self.add(event)
 
-    def hold(self, *, held: bool) -> None:
-        """Pause, or continue."""
-        self._held = held
-        if self._job is not None:
-            self._host.hold(self._job, held=held)
-        elif not held and self._queue:
-            self._begin()
-
-    def close(self) -> None:
-        self._closed = True
-        self._queue.clear()
-        if self._job is not None:
-            self._host.remove(self._job)
-            self._job = None
-
-    def _begin(self) -> None:
-        if self._held or self._closed:
-            return
+    def _demand(self) -> Demand:
         slowness = self._slowness()
-        demand = Demand(seconds=slowness * self._event_seconds, threads=1.0 / slowness)
-        self._job = self._host.add(demand, self._end)
-
-    def _end(self) -> None:
-        self._job = None
-        event = self._queue.popleft()
-        self._handles = True  # events that it causes wait in the queue
-        self._handle(event)
-        self._handles = False
-        if self._queue:
-            self._begin()
-
-
-def _nothing() -> None:
-    pass
-
-
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of work for an executor."""
-
-    demand: Callable[[], Demand]  # called when it begins
-    end: Callable[[Seconds], None]  # does the work; gets the time that it took
-    begin: Call = _nothing
-    cut_short: Call = _nothing  # called if the process is killed before the end
-
-
-class Executors:
-    """The executors of one simulated process: compute, data and so on."""
-
-    def __init__(self, host: Host, *, wake_seconds: Seconds = 0.0) -> None:
-        self._host = host
-        self._wake_seconds = wake_seconds  # until a sleeping executor begins
-        self._jobs: dict[Executor, Job] = {}
-        self._queues: dict[Executor, deque[Work]] = {executor: deque() for executor in Executor}
-        self._began: dict[Executor, Seconds] = {}
-        self._held = False
-        self._awake: list[tuple[Executor, Work]] = []  # while held
-
-    def add(self, executor: Executor, work: Work) -> None:
-        """Do `work` after all earlier work of this executor."""
-        queue = self._queues[executor]
-        queue.append(work)
-        if len(queue) > 1:
-            return
-        if self._wake_seconds:
-            event_queue = self._host.event_queue
-            event_queue.at(event_queue.now + self._wake_seconds, self._wake, executor, work)
-        else:
-            self._begin(executor)
-
-    def hold(self, *, held: bool) -> None:
-        """Pause, or continue: work in progress ends that much later."""
-        self._held = held
-        for job in self._jobs.values():
-            self._host.hold(job, held=held)
-        if not held:
-            awake, self._awake = self._awake, []
-            for executor, work in awake:
-                self._wake(executor, work)
-
-    def close(self, *, cut_short: bool) -> None:
-        """Drop all work; with `cut_short`, call `Work.cut_short` of work in progress."""
-        running = [self._queues[executor][0] for executor in self._jobs]
-        for job in self._jobs.values():
-            self._host.remove(job)
-        self._jobs.clear()
-        for queue in self._queues.values():
-            queue.clear()
-        if cut_short:
-            for work in running:
-                work.cut_short()
-
-    def _wake(self, executor: Executor, work: Work) -> None:
-        if self._held:
-            self._awake.append((executor, work))
-            return
-        queue = self._queues[executor]
-        if queue and queue[0] is work:  # not closed since
-            self._begin(executor)
-
-    def _begin(self, executor: Executor) -> None:
-        work = self._queues[executor][0]
-        work.begin()
-        self._began[executor] = self._host.event_queue.now
-        self._jobs[executor] = self._host.add(work.demand(), partial(self._end, executor))
-
-    def _end(self, executor: Executor) -> None:
-        del self._jobs[executor]
-        queue = self._queues[executor]
-        work = queue[0]  # it stays in the queue, so that work added by `end` waits
-        work.end(self._host.event_queue.now - self._began[executor])
-        if queue and queue[0] is work:  # `end` has not closed the executors
-            queue.popleft()
-            if queue:
-                self._begin(executor)
+        return Demand(seconds=slowness * self._event_seconds, threads=1.0 / slowness)

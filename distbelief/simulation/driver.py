@@ -1,6 +1,6 @@
 """The driver: runs simulated processes, delivers their events and performs their actions.
 
-Compute, Persist -> Executors -> Computed, Persisted
+Compute, Persist -> SimulatedThread -> Computed, Persisted
 SetTimer -> Timers -> TimerFired
 Send -> Encoded or PassedOn -> Network -> Received
 Launch -> a new SimulatedProcess -> Started; when it ends, PeerLost to its launcher
@@ -21,8 +21,8 @@ from distbelief.core.memory import Memory
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles import role as rl
 from distbelief.roles.role import Address, Received, Role, Seconds, Send
-from distbelief.simulation.cpu import Demand, EventLoop, Executors, Host, Work
-from distbelief.simulation.event_queue import Call, EventQueue, RandomStreams, Timers
+from distbelief.simulation.cpu import Demand, EventLoop, Host, SimulatedThread, Work
+from distbelief.simulation.event_queue import EventQueue, RandomStreams, Timers
 from distbelief.simulation.faults import Slow
 from distbelief.simulation.machines import (
     ONE,
@@ -86,7 +86,7 @@ class SimulatedProcess:
     machine: Machine
     scale: CostScale
     memory: LentMemory
-    executors: Executors
+    executors: Mapping[rl.Executor, SimulatedThread]
     timers: Timers
     launcher: "SimulatedProcess | None"
     paths: dict[Address, Path] = field(default_factory=dict)
@@ -101,6 +101,11 @@ class SimulatedProcess:
     restart_after: Seconds | None = None  # after its death
     halted: bool = False  # it ended by itself
     error: str | None = None  # why it halted
+
+    @property
+    def threads(self) -> Sequence[SimulatedThread]:
+        loop = self.event_loop
+        return [*self.executors.values(), *([] if loop is None else [loop.thread])]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -130,7 +135,6 @@ class Driver:
         self.traffic: dict[tuple[Address, Address], list[float]] = {}
         self.busy: dict[Address, Seconds] = {}  # of compute executors
         self.away_until: dict[Address, Seconds] = {}  # outages
-        self.checks: list[Call] = []  # after every event
         self.observers: list[Observer] = []
         self.reports: deque[tuple[Address, rl.Report]] = deque(maxlen=N_REMEMBERED)
         # Messages to names without a builder: the test plays these roles itself.
@@ -210,8 +214,6 @@ class Driver:
             )
             for observer in self.observers:
                 observer(handled)
-        for check in self.checks:
-            check()
 
     def _actions_after(self, process: SimulatedProcess, error: Exception) -> Sequence[rl.Action]:
         match error:
@@ -370,7 +372,7 @@ class Driver:
             )
             self._deliver_result(process, result_event)
 
-        process.executors.add(action.executor, Work(demand=demand, end=end))
+        process.executors[action.executor].add(Work(demand=demand, end=end))
 
     def _deliver_result(
         self, process: SimulatedProcess, result_event: rl.Computed | rl.Persisted
@@ -408,7 +410,7 @@ class Driver:
                 self.disk.save(process.name, snapshot, whole=False)
 
         work = Work(demand=demand, begin=begin, end=end, cut_short=cut_short)
-        process.executors.add(rl.Executor.COMPUTE, work)
+        process.executors[rl.Executor.COMPUTE].add(work)
 
     # --- processes ---
 
@@ -461,7 +463,10 @@ class Driver:
             scale=scale_of(options.scales, name),
             handles_slowly=machine.handles_slowly,
             memory=memory,
-            executors=Executors(host, wake_seconds=wake_seconds),
+            executors={
+                executor: SimulatedThread(host, wake_seconds=wake_seconds)
+                for executor in rl.Executor
+            },
             timers=Timers(
                 event_queue, lambda timer: self.deliver(process, rl.TimerFired(name=timer))
             ),
@@ -548,9 +553,10 @@ class Driver:
         self.note(process.name, process.incarnation, reason)
         process.alive = False
         process.timers.close()
-        process.executors.close(cut_short=not process.halted)
-        if process.event_loop is not None:
-            process.event_loop.close()
+        running = [work for thread in process.threads if (work := thread.close()) is not None]
+        if not process.halted:
+            for work in running:
+                work.cut_short()
         process.waiting.clear()
         if not process.halted:
             for path in process.paths.values():
@@ -595,9 +601,8 @@ class Driver:
         if not process.alive or until <= stands_until:
             return
         self.note(process.name, process.incarnation, f"paused until {until!r}")
-        process.executors.hold(held=True)
-        if process.event_loop is not None:
-            process.event_loop.hold(held=True)
+        for thread in process.threads:
+            thread.hold(held=True)
         process.paused_until = until
         event_queue.at(until, self._resume, process)
 
@@ -605,9 +610,8 @@ class Driver:
         if process.paused_until is None or process.paused_until > self.event_queue.now:
             return  # paused again, for longer
         process.paused_until = None
-        process.executors.hold(held=False)
-        if process.event_loop is not None:
-            process.event_loop.hold(held=False)
+        for thread in process.threads:
+            thread.hold(held=False)
         waiting, process.waiting = process.waiting, []
         self.event_queue.before_all(partial(self.deliver, process, event) for event in waiting)
 

@@ -153,11 +153,10 @@ class RandomStreams:
     network: np.random.Generator  # how long messages travel
     disk: np.random.Generator  # how long writing a checkpoint takes
     faults: np.random.Generator  # which message a fault affects
-    user: np.random.Generator  # for the test itself
 
     @staticmethod
     def of(seed: int) -> "RandomStreams":
-        names = ("schedule", "network", "disk", "faults", "user")
+        names = ("schedule", "network", "disk", "faults")
         children = np.random.SeedSequence(seed).spawn(len(names))
         drawn = map(np.random.default_rng, children)
         return RandomStreams(**dict(zip(names, drawn, strict=True)))

@@ -5,6 +5,7 @@ replica runs it again on a batch that failed. It checks in the order in which da
 inputs, layers, outputs, targets, loss, gradient.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from typing import Final
 import torch
 from torch import nn
 
+from distbelief.data import Batch, shown_path, tensors_of
 from distbelief.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.ops.losses import ClassSums, ElementwiseLoss
 from distbelief.graph.unsupported import refuse_bounded_tables
-from distbelief.task.losses import CLASS_LOSSES, LOSSES, Loss, Metric
+from distbelief.task.losses import CLASS_LOSSES, LOSSES, Loss, Metric, labels_of, scores_of
 
 
 IGNORED_LABEL: Final = -100  # torch's `ignore_index`: such a target counts for nothing
@@ -64,9 +66,7 @@ def check_labels(
         )
 
 
-def train(
-    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, loss: Loss, names: Names
-) -> None:
+def train(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
     """Take one step forward and backward; the module keeps no gradient."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise JobError(
@@ -78,8 +78,8 @@ def train(
     except GraphError as error:
         raise JobError(f"[model] {names.model}: {error}") from error
     module.train()
-    outputs = _forward(module, inputs, names)
-    value = _loss(outputs, targets, loss, names)
+    outputs = _forward(module, batch, names)
+    value = _loss(outputs, batch.targets, loss, names)
     if not value.requires_grad:
         raise JobError(
             f"[algorithm] loss {names.loss} does not depend on the model's parameters: "
@@ -87,7 +87,7 @@ def train(
         )
     if not bool(value.isfinite().all()):
         raise JobError(
-            bad_sample(inputs, targets, names=names)
+            bad_sample(batch, names=names)
             or f"[algorithm] loss {names.loss} is {value.item()} for samples {names.indices[0]}, "
             "..., whose inputs and targets are finite: check the initial values of "
             f"{names.model}, and logarithms or divisions in the loss"
@@ -101,24 +101,17 @@ def train(
         module.zero_grad(set_to_none=True)
 
 
-def evaluate(
-    module: nn.Module,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    loss: Loss,
-    metric: Metric,
-    names: Names,
-) -> None:
+def evaluate(module: nn.Module, batch: Batch, *, loss: Loss, metric: Metric, names: Names) -> None:
     """Evaluate one batch; see `train`."""
     module.eval()
     with torch.no_grad():
-        outputs = _forward(module, inputs, names)
-        _loss(outputs, targets, loss, names)
+        outputs = _forward(module, batch, names)
+        _loss(outputs, batch.targets, loss, names)
         try:
-            value: object = metric(outputs, targets)
+            value: object = metric(outputs, batch.targets)
         except Exception as error:  # the metric may be the user's
-            raise _failed(f"[evaluation] metric {names.metric}", outputs, targets, error) from error
+            what = f"[evaluation] metric {names.metric}"
+            raise _failed(what, outputs, batch.targets, error) from error
     if not isinstance(value, torch.Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         raise JobError(
             f"[evaluation] metric {names.metric} returned {shown(value)}: it must "
@@ -126,15 +119,31 @@ def evaluate(
         )
 
 
-def bad_sample(inputs: torch.Tensor, targets: torch.Tensor, *, names: Names) -> str | None:
+def check_arguments(
+    module: nn.Module, batch: Batch, *, model: str, table: str = "data.train"
+) -> None:
+    """Check that forward takes what items have; `model` and `table` are for the message."""
+    arguments, keywords = batch.arguments(module)
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        given = ", ".join(map(shown_path, batch.tensors()))
+        raise JobError(
+            f"[{table}] items have {given}, but forward of {model} takes "
+            f"({', '.join(signature.parameters)}): {error}"
+        ) from error
+
+
+def bad_sample(batch: Batch, *, names: Names) -> str | None:
     """Return a sentence on the first sample that has NaN or infinity, if any has."""
-    for name, tensor in (("inputs", inputs), ("targets", targets)):
+    for path, tensor in batch.tensors().items():
         bad = ~tensor.isfinite()
         if bool(bad.any()):
             row = int(bad.nonzero()[0][0])
             return (
                 f"[{names.data}] sample {names.indices[row]} has NaN or infinite "
-                f"{name}: fix or remove such samples"
+                f"{shown_path(path)}: fix or remove such samples"
             )
     return None
 
@@ -149,30 +158,28 @@ def shown(value: object) -> str:
         case type():
             return f"the class {value.__name__}"
         case _:
-            return f"a {type(value).__name__}"
+            tensors = tensors_of(value).items()
+            parts = ", ".join(f"{shown_path(path)} {shown(tensor)}" for path, tensor in tensors)
+            return f"a {type(value).__name__}" + (f" ({parts})" if parts else "")
 
 
-def _failed(what: str, outputs: torch.Tensor, targets: torch.Tensor, error: Exception) -> JobError:
+def _failed(what: str, outputs: object, targets: object, error: Exception) -> JobError:
     return JobError(
         f"{what} failed on outputs {shown(outputs)} and targets {shown(targets)}: "
         f"{type(error).__name__}: {error}"
     )
 
 
-def _forward(module: nn.Module, inputs: torch.Tensor, names: Names) -> torch.Tensor:
+def _forward(module: nn.Module, batch: Batch, names: Names) -> object:
+    check_arguments(module, batch, model=names.model, table=names.data)
     with _LayerWatch(module) as watch:
         try:
-            outputs: object = module(inputs)
+            outputs = batch.run(module)
         except Exception as error:  # the model is the user's
             raise JobError(
-                f"[model] {names.model}: {watch.place(inputs, data=names.data)}: "
+                f"[model] {names.model}: {watch.place(batch, data=names.data)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != inputs.shape[:1]:
-        raise JobError(
-            f"[model] {names.model} returned {shown(outputs)} for {len(inputs)} samples: the loss "
-            f"takes one tensor of outputs, whose first size is {len(inputs)}"
-        )
     return outputs
 
 
@@ -196,11 +203,12 @@ class _LayerWatch(ExitStack):
     def _leave(self, *_: object) -> None:
         self._at, self._received = self._at.replace("layer", "after layer", 1), None
 
-    def place(self, inputs: torch.Tensor, *, data: str) -> str:
+    def place(self, batch: Batch, *, data: str) -> str:
         """Return where the pass was, and what the layer received."""
         if self._received is None:
             return self._at or "forward"
-        source = f"from [{data}]" if self._received is inputs else "from the layers before it"
+        is_given = any(self._received is tensor for tensor in batch.tensors().values())
+        source = f"from [{data}]" if is_given else "from the layers before it"
         return f"{self._at} received {_with_range(self._received)} {source}"
 
 
@@ -210,26 +218,13 @@ def _with_range(value: object) -> str:
     return f"{shown(value)} with values {int(value.min())} to {int(value.max())}"
 
 
-def _loss(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss, names: Names) -> torch.Tensor:
-    name = names.loss.removesuffix("_loss")
-    if name in CLASS_LOSSES and targets.shape != outputs.shape:
-        expected = (outputs.shape[0], *outputs.shape[2:])
-        if targets.dtype != torch.int64 or outputs.ndim < 2 or targets.shape != expected:
-            raise JobError(
-                f"[{names.data}] targets are {shown(targets)}, but loss {names.loss} needs labels "
-                f"for outputs {shown(outputs)}: let the data set return int64 of shape {expected}"
-            )
-        check_labels(targets, outputs.shape[1], indices=names.indices, table=names.data)
-    elif name in LOSSES:  # a loss of the user's own may take any targets
-        is_number = targets.is_floating_point() or name != "mse"
-        if outputs.shape != targets.shape or not is_number:
-            raise JobError(
-                f"[algorithm] loss {names.loss} compares element by element, but the model gives "
-                f"{shown(outputs)}, and [{names.data}] targets are {shown(targets)}: let the data "
-                "set return targets like the outputs, or use loss = 'cross_entropy' for labels"
-            )
+def _loss(outputs: object, targets: object, loss: Loss, names: Names) -> torch.Tensor:
+    if names.loss.removesuffix("_loss") in LOSSES:
+        _check_named(outputs, scores_of(outputs), labels_of(targets), names)
     try:
         value: object = loss(outputs, targets)
+    except JobError:
+        raise
     except Exception as error:  # the loss may be the user's
         raise _failed(f"[algorithm] loss {names.loss}", outputs, targets, error) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -237,12 +232,45 @@ def _loss(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss, names: Names
             f"[algorithm] loss {names.loss} returned {shown(value)}: it must return a "
             "tensor of one element, the mean over the samples"
         )
-    if value.dtype != outputs.dtype and targets.is_floating_point():
+    if (
+        isinstance(outputs, torch.Tensor)
+        and isinstance(targets, torch.Tensor)
+        and targets.is_floating_point()
+        and value.dtype != outputs.dtype
+    ):
         raise JobError(
             f"[{names.data}] targets are {shown(targets)}, but the model gives "
             f"{shown(outputs)}: let the data set return targets of that type"
         )
     return value
+
+
+def _check_named(
+    outputs: object, scores: torch.Tensor, targets: torch.Tensor, names: Names
+) -> None:
+    """Check outputs and targets of a loss with a name."""
+    if scores.shape[:1] != targets.shape[:1]:
+        raise JobError(
+            f"[model] {names.model} returned {shown(outputs)} for {len(targets)} samples: the loss "
+            f"takes one tensor of outputs, whose first size is {len(targets)}"
+        )
+    name = names.loss.removesuffix("_loss")
+    if name in CLASS_LOSSES and targets.shape != scores.shape:
+        expected = (scores.shape[0], *scores.shape[2:])
+        if targets.dtype != torch.int64 or scores.ndim < 2 or targets.shape != expected:
+            raise JobError(
+                f"[{names.data}] targets are {shown(targets)}, but loss {names.loss} needs labels "
+                f"for outputs {shown(scores)}: let the data set return int64 of shape {expected}"
+            )
+        check_labels(targets, scores.shape[1], indices=names.indices, table=names.data)
+        return
+    is_number = targets.is_floating_point() or name != "mse"
+    if scores.shape != targets.shape or not is_number:
+        raise JobError(
+            f"[algorithm] loss {names.loss} compares element by element, but the model gives "
+            f"{shown(scores)}, and [{names.data}] targets are {shown(targets)}: let the data "
+            "set return targets like the outputs, or use loss = 'cross_entropy' for labels"
+        )
 
 
 def _check_gradient(module: nn.Module, names: Names) -> None:

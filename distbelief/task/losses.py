@@ -1,5 +1,9 @@
 """Losses and metrics by name or import path: f(outputs, targets) -> mean over the samples.
 
+A user's own function gets what the model returns and what the data set gives: f(outputs, batch)
+where items are dictionaries. Those with a name take one tensor of each: `scores_of`. The loss
+"model" is the one that the model returns itself.
+
 The result is a tensor of one element. A batch that is evaluated in pieces is weighted by their
 sizes.
 """
@@ -12,12 +16,86 @@ import torch
 from torch.nn import functional
 
 from distbelief.core.formatting import nearest
+from distbelief.data import Path, shown_path, tensors_of
 from distbelief.errors import JobError
 from distbelief.task.imports import resolve
 
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | float]
+# Of what the model returns, and targets or batch.
+Loss = Callable[..., torch.Tensor]  # type: ignore[explicit-any] # of any type
+Metric = Callable[..., torch.Tensor | float]  # type: ignore[explicit-any] # the same
+
+_OfTensors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+OWN: Final = "model"  # the loss that the model returns
+LOSS_METRIC: Final = "loss"  # the metric that is the loss
+
+
+def scores_path(outputs: object) -> Path:
+    """Return where the one tensor of outputs stands that a loss with a name takes.
+
+    It is the only tensor, or that called "logits".
+
+    Raises:
+        JobError: there is none, or several.
+    """
+    found = tensors_of(outputs)
+    if len(found) == 1:
+        return next(iter(found))
+    if ("logits",) in found:
+        return ("logits",)
+    raise JobError(
+        f"a loss or metric with a name takes one tensor of outputs, and the model returned "
+        f"{', '.join(map(shown_path, found)) or f'a {type(outputs).__name__} without any'}: return "
+        "one, call it logits, or use your own function, loss = 'package.module:function'"
+    )
+
+
+def scores_of(outputs: object) -> torch.Tensor:
+    """Return the tensor at `scores_path`."""
+    return tensors_of(outputs)[scores_path(outputs)]
+
+
+def labels_of(targets: object) -> torch.Tensor:
+    """Return targets that are one tensor.
+
+    Raises:
+        JobError: they are not.
+    """
+    if isinstance(targets, torch.Tensor):
+        return targets
+    raise no_label(tensors_of(targets))
+
+
+def no_label(paths: Iterable[Path]) -> JobError:
+    """Return the error for targets with several tensors where a loss has a name."""
+    return JobError(
+        "a loss or metric with a name takes one tensor of targets, and the data set gives "
+        f"{', '.join(map(shown_path, paths))}: return pairs (inputs, target), or use loss = "
+        "'model' or your own function, loss = 'package.module:function'"
+    )
+
+
+def own_loss(outputs: object, targets: object) -> torch.Tensor:
+    """Return the loss that a model returned: its field or entry "loss", or the first of a tuple.
+
+    Raises:
+        JobError: there is none.
+    """
+    del targets
+    found = tensors_of(outputs)
+    for path in (("loss",), (0,), ()):
+        if path in found and found[path].numel() == 1:
+            return found[path]
+    raise JobError(
+        "[algorithm] loss = 'model' takes the field 'loss' of what the model returns, or the first "
+        f"of a tuple; it returned {', '.join(map(shown_path, found)) or 'no tensor'}: does "
+        "the data set give the labels, under the name that forward has for them?"
+    )
+
+
+def _named(function: _OfTensors) -> Loss:
+    return lambda outputs, targets: function(scores_of(outputs), labels_of(targets))
 
 
 def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -33,7 +111,7 @@ def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 # torch's losses of two arguments, with or without "_loss" at the end, and "one_vs_all".
-LOSSES: Final[dict[str, Loss]] = {
+LOSSES: Final[dict[str, _OfTensors]] = {
     "binary_cross_entropy": functional.binary_cross_entropy,
     "binary_cross_entropy_with_logits": functional.binary_cross_entropy_with_logits,
     "cross_entropy": functional.cross_entropy,
@@ -76,22 +154,34 @@ def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Te
     return functional.mse_loss(outputs, targets.to(outputs.dtype))
 
 
-METRICS: Final[dict[str, Metric]] = {"accuracy": accuracy, "mse": mean_squared_error, "top5": top5}
+METRICS: Final[dict[str, _OfTensors]] = {
+    "accuracy": accuracy,
+    "mse": mean_squared_error,
+    "top5": top5,
+}
+
+
+def is_named(loss: str) -> bool:
+    """Return whether a loss is one of `LOSSES`, of one tensor of outputs and one of targets."""
+    return loss != OWN and ":" not in loss
 
 
 def loss_function(name: str) -> Loss:
     """Return the loss of this name or import path."""
+    if name == OWN:
+        return own_loss
     if ":" in name:
         return cast("Loss", resolve(name, table="algorithm"))
     found = LOSSES.get(name) or LOSSES.get(name.removesuffix("_loss"))
-    return found or _refuse(name, LOSSES, what="loss", table="algorithm")
+    return _named(found or _refuse(name, [*LOSSES, OWN], what="loss", table="algorithm"))
 
 
 def metric_function(name: str) -> Metric:
-    """Return the metric of this name or import path."""
+    """Return the metric of this name or import path; `LOSS_METRIC` is none of them."""
     if ":" in name:
         return cast("Metric", resolve(name, table="evaluation"))
-    return METRICS.get(name) or _refuse(name, METRICS, what="metric", table="evaluation")
+    known = [*METRICS, LOSS_METRIC]
+    return _named(METRICS.get(name) or _refuse(name, known, what="metric", table="evaluation"))
 
 
 def higher_is_better(metric: str) -> bool:
@@ -100,13 +190,18 @@ def higher_is_better(metric: str) -> bool:
     A user's own function may have an attribute `higher_is_better`, as in torchmetrics; the
     default is true.
     """
-    if metric == "mse":
+    if metric in {"mse", LOSS_METRIC}:
         return False
     return getattr(metric_function(metric), "higher_is_better", True) is not False
 
 
-def usual_metric(loss: str, *, labels: bool = True) -> str:
-    """Return the default metric for a loss; with integer `labels`, a user's own loss classifies."""
+def usual_metric(loss: str, *, labels: bool | None = True) -> str:
+    """Return the default metric for a loss.
+
+    With integer `labels`, a user's own loss classifies; None: targets are not one tensor.
+    """
+    if loss == OWN or labels is None:
+        return LOSS_METRIC
     if labels if ":" in loss else loss.removesuffix("_loss") in CLASS_LOSSES:
         return "accuracy"
     return "mse"

@@ -7,67 +7,41 @@ and builds the objects itself. `validation` finds mistakes before any process st
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal, final
 
 import msgspec
 import torch
 from torch import nn
-from typing_extensions import override
 
 from distbelief.core.memory import Memory
-from distbelief.data import Dataset, read_batch
+from distbelief.data import Dataset, Path, read_batch, shown_path
 from distbelief.errors import JobError
-from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import LayerGraph
+from distbelief.graph.capture import capture
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
-from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.task import dry_run
+from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, place, resolve
 from distbelief.task.losses import (
     CLASS_LOSSES,
+    LOSS_METRIC,
+    OWN,
     Loss,
     Metric,
+    is_named,
     loss_function,
     metric_function,
+    no_label,
     usual_metric,
 )
 
 
-@final
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """Shapes and types of one input and its target: all that a layer graph needs."""
-
-    input_shape: Shape  # without the batch dimension
-    input_is_integer: bool  # for example words
-    target_shape: Shape  # without the batch dimension
-    target_is_integer: bool  # for example labels
-
-    @override
-    def __str__(self) -> str:
-        kinds = ("numbers", "whole numbers")
-        return (
-            f"input {list(self.input_shape)} of {kinds[self.input_is_integer]}, "
-            f"target {list(self.target_shape)} of {kinds[self.target_is_integer]}"
-        )
-
-    @property
-    def input_spec(self) -> InputSpec:
-        # No layer uses the number of values.
-        return InputSpec(shape=self.input_shape, n_values=1 if self.input_is_integer else None)
-
-
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
     """Return the description of a data set's first sample."""
-    inputs, targets = read_batch(dataset, [0], table=table)
-    return Sample(
-        input_shape=tuple(inputs.shape[1:]),
-        input_is_integer=not inputs.is_floating_point(),
-        target_shape=tuple(targets.shape[1:]),
-        target_is_integer=not targets.is_floating_point(),
-    )
+    return Sample.of(read_batch(dataset, [0], table=table))
 
 
 SEED_MAX: Final = 2**63 - 1  # torch takes no more
@@ -108,7 +82,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: ModelSpec  # table [model]
     train: DataSpec  # table [data.train]
     test: DataSpec | None = None  # table [data.test]; without it nothing is evaluated
-    loss: str  # name in `losses.LOSSES`, or import path of f(outputs, targets) -> mean
+    # name in `losses.LOSSES`, import path of f(outputs, targets) -> mean, or "model": its own
+    loss: str
     # name in `losses.METRICS`, or import path of such a function; None chooses by the loss and the
     # targets
     metric: str | None = None
@@ -223,7 +198,7 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):
         raise JobError(
             f"[{table}] {spec.factory} returned {dry_run.shown(dataset)}, not a data "
-            "set: it must have __len__ and __getitem__(index) -> (input, target)"
+            "set: it must have __len__ and __getitem__(index) -> (input, target) or a dictionary"
         )
     try:
         n_samples = len(dataset)
@@ -269,13 +244,15 @@ def metric_name(task: TaskSpec, sample: Sample | None = None) -> str:
     """Return the metric's name or import path, chosen by loss and sample if left open."""
     if task.metric is not None:
         return task.metric
-    labels = sample is None or sample.target_is_integer
+    target = None if sample is None else sample.target
+    labels = True if sample is None else None if target is None else target.is_integer
     return usual_metric(task.loss, labels=labels)
 
 
 def build_metric(task: TaskSpec, sample: Sample | None = None) -> Metric:
     """Return the metric as f(outputs, targets) -> mean over samples."""
-    return metric_function(metric_name(task, sample))
+    name = metric_name(task, sample)
+    return build_loss(task) if name == LOSS_METRIC else metric_function(name)
 
 
 @final
@@ -288,45 +265,90 @@ class Captured:
     specs: Sequence[TensorSpec]  # all tensors of the model, sorted by name
 
 
-def capture_task(
-    task: TaskSpec, *, inputs: Sequence[InputSpec], targets: Shape | None = None, soft: bool = False
-) -> Captured:
-    """Return the graph of a task's model with its loss.
-
-    `targets` is their shape, if not the usual one; with `soft`, targets of a classification loss
-    are probabilities.
-    """
+def capture_task(task: TaskSpec, sample: Sample) -> Captured:
+    """Return the graph of a task's model with its loss."""
     module = build_on_meta(task.model)
     module.train()
-    # torch's losses have layers of their own in the graph; a user's function is one layer.
-    loss = loss_function(task.loss) if ":" in task.loss else task.loss
-    graph = append_loss(capture(module, inputs), loss, targets=targets, soft=soft)
-    return Captured(graph=graph, modules=modules_of(graph, module, loss), specs=specs_of(module))
+    keeps_outputs = task.metric not in {None, LOSS_METRIC}  # it may read any output
+    graph = graph_with_loss(module, sample, task.loss, keeps_outputs=keeps_outputs)
+    modules = modules_of(graph, module, loss_module(graph, sample, task.loss))
+    return Captured(graph=graph, modules=modules, specs=specs_of(module))
+
+
+def graph_with_loss(
+    module: nn.Module, sample: Sample, loss: str, *, keeps_outputs: bool = False
+) -> LayerGraph:
+    """Return the graph of a model with its loss.
+
+    A loss with a name has layers of its own. A user's function of one tensor of outputs and one of
+    floating-point targets is computed whole; others are captured with the model, or else whole.
+    """
+    target = sample.target
+    if is_named(loss):
+        if target is None:
+            raise no_label(entry.path for entry in sample.entries)
+        graph = forward_graph(module, sample, scores=True)
+        soft = loss.removesuffix("_loss") in CLASS_LOSSES and not target.is_integer
+        return append_loss(graph, loss, targets=target.shape, soft=soft)
+    if target is not None and not target.is_integer and loss != OWN:
+        graph = forward_graph(module, sample)
+        if graph.fields == ((),):
+            return _with_whole_loss(graph, sample, "a user-defined loss function")
+    paths = [entry.path for entry in sample.entries]
+    forward = Forward(paths, loss=loss_function(loss), keeps_outputs=keeps_outputs, name=loss)
+    try:
+        return capture(module, input_specs(module, sample.entries), call=forward)
+    except GraphError as error:
+        if loss == OWN:
+            raise
+        only = () if keeps_outputs else forward.fields
+        graph = forward_graph(module, sample, only=only)
+        return _with_whole_loss(graph, sample, f"a loss that cannot be captured: {error}")
+
+
+def _with_whole_loss(graph: LayerGraph, sample: Sample, reason: str) -> LayerGraph:
+    """Return the graph with a user's loss as one layer."""
+    builder = Builder.of(graph)
+    names = [layer.name for layer in graph.layers if layer.kind == INPUT]
+    for entry in sample.entries[len(names) :]:
+        name, spec = builder.free_name(shown_path(entry.path[1:]) or "targets"), entry.spec
+        names.append(
+            builder.input(name, spec.shape, is_integer=spec.is_integer, is_mask=spec.is_mask)
+        )
+    read = (*graph.outputs, *names[-len(sample.of_loss) :])
+    name = builder.free_name("loss")
+    last = builder.add(name, "whole", read, (), options={"module": name}, whole=reason)
+    return replace(builder.finish([*graph.outputs, last]), fields=graph.fields)
+
+
+def loss_module(graph: LayerGraph, sample: Sample, loss: str) -> nn.Module | None:
+    """Return the module of a loss that is computed whole, the graph's last output."""
+    if "module" not in graph[graph.outputs[-1]].options:
+        return None
+    if is_named(loss):
+        return opaque_loss(loss)
+    return WholeLoss(loss_function(loss), graph.fields, sample.of_loss)
+
+
+def forward_graph(
+    module: nn.Module, sample: Sample, *, scores: bool = False, only: Sequence[Path] = ()
+) -> LayerGraph:
+    """Return the graph of a model without a loss; `scores` and `only` are those of `Forward`."""
+    forward = Forward([entry.path for entry in sample.inputs], scores=scores, only=only)
+    return capture(module, input_specs(module, sample.inputs), call=forward)
 
 
 def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     """Return the layer graph of a task for such samples, on the meta device."""
-    # Ranks exchange targets as floating-point numbers unless a named loss takes labels.
-    loss = task.loss.removesuffix("_loss")
-    if ":" in task.loss and sample.target_is_integer:
-        raise JobError(
-            f"[algorithm] loss = {task.loss!r}: with partitioned replicas your own function "
-            "gets floating-point targets, but [data.train] has integers: use a loss by "
-            "name, or one process per replica (partitions = 1)"
-        )
-    if loss == "mse" and sample.target_is_integer:
+    target = sample.target
+    if task.loss.removesuffix("_loss") == "mse" and target is not None and target.is_integer:
         raise JobError(
             f"[algorithm] loss {task.loss} compares element by element, but targets of "
-            f"[data.train] are integers of shape {list(sample.target_shape)}: return "
+            f"[data.train] are integers of shape {list(target.shape)}: return "
             "floating-point targets of the outputs' shape, or use loss = "
             "'cross_entropy' for class labels"
         )
-    captured = capture_task(
-        task,
-        inputs=[sample.input_spec],
-        targets=sample.target_shape,
-        soft=loss in CLASS_LOSSES and not sample.target_is_integer,
-    )
+    captured = capture_task(task, sample)
     saved = {spec.name for spec in captured.specs}
     for layer in captured.graph.layers:
         for use in layer.tensors.values():
@@ -382,19 +404,14 @@ def build_on_meta(spec: ModelSpec) -> nn.Module:
         ) from error
 
 
-def modules_of(graph: LayerGraph, module: nn.Module, loss: str | Loss) -> dict[str, nn.Module]:
+def modules_of(
+    graph: LayerGraph, module: nn.Module, loss: nn.Module | None = None
+) -> dict[str, nn.Module]:
     """Return the modules that some layer calls, that of the loss included."""
-    found: dict[str, nn.Module] = {}
-    loss_module = opaque_loss(loss)
-    for layer in graph.layers:
-        if "module" not in layer.options:
-            continue
-        path = layer.text("module")
-        if loss_module is not None and layer.name == graph.outputs[-1]:
-            found[path] = loss_module
-        else:
-            found[path] = module.get_submodule(path)
-    return found
+    paths = {layer.text("module") for layer in graph.layers if "module" in layer.options}
+    last = graph[graph.outputs[-1]]
+    own = {} if loss is None else {last.name: loss}
+    return {path: module.get_submodule(path) for path in paths - own.keys()} | own
 
 
 def specs_of(module: nn.Module) -> list[TensorSpec]:

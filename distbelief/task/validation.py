@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from distbelief.data import Batch, Dataset, read_batch
+from distbelief.data import Batch, Dataset, n_samples_of, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run
+from distbelief.task.forward import Forward, Sample, input_specs
 from distbelief.task.task import (
     DataSpec,
-    Sample,
     TaskSpec,
     build_dataset,
     build_loss,
@@ -31,16 +31,15 @@ def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | Non
     module, loss = build_model(task.model), build_loss(task)
     for table, dataset in (datasets or datasets_of(task)).items():
         indices = range(min(batch_size, len(dataset)))
-        inputs, targets = read_batch(dataset, indices, table=table)
+        batch = read_batch(dataset, indices, table=table)
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
-            dry_run.train(module, inputs, targets, loss=loss, names=names)
+            dry_run.train(module, batch, loss=loss, names=names)
             continue
         sample = sample_of(dataset, table=table)
         dry_run.evaluate(
             module,
-            inputs,
-            targets,
+            batch,
             loss=loss,
             metric=build_metric(task, sample),
             names=replace(names, metric=metric_name(task, sample)),
@@ -84,7 +83,8 @@ def _check_repeatable(spec: DataSpec, dataset: Dataset, batch: Batch, *, table: 
     # the same draw.
     rebuilt = build_dataset(spec, table=table)
     for when, source in (("it is read", dataset), (f"{spec.factory} is called", rebuilt)):
-        row = _first_difference(batch, _first_batch(source, len(batch[0]), table=table))
+        n_samples = n_samples_of(batch.inputs)
+        row = _first_difference(batch, _first_batch(source, n_samples, table=table))
         if row is not None:
             raise JobError(
                 f"[{table}] sample {row} differs each time {when}, but every rank of a "
@@ -98,7 +98,11 @@ def _first_batch(dataset: Dataset, n_samples: int, *, table: str) -> Batch:
 
 
 def _first_difference(batch: Batch, other: Batch) -> int | None:
-    for one, two in zip(batch, other, strict=True):
+    first, second = batch.tensors(), other.tensors()
+    if first.keys() != second.keys():
+        return 0
+    for path, one in first.items():
+        two = second[path]
         if one.shape != two.shape:
             return 0
         # NaN equals NaN here.
@@ -112,7 +116,9 @@ def check_evaluation(task: TaskSpec, sample: Sample) -> None:
     """Check that the layer graph of a task's model is the same in evaluation mode."""
     with torch.device("meta"):
         module = build_model(task.model)
-    difference = evaluation_difference(module, [sample.input_spec])
+    forward = Forward([entry.path for entry in sample.inputs])
+    inputs = input_specs(module, sample.inputs)
+    difference = evaluation_difference(module, inputs, call=forward)
     if difference is not None:
         raise JobError(
             f"{type(module).__name__} computes something else in evaluation mode than "

@@ -12,7 +12,7 @@ from typing import Final, Protocol, final
 import numpy as np
 import torch
 
-from distbelief.data import BatchCursor, Dataset, DataShard, Indices, read_batch
+from distbelief.data import Batch, BatchCursor, Dataset, DataShard, Indices, read_batch, shown_path
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region
@@ -149,7 +149,7 @@ class BatchSlice:
     samples: BatchIndices = BatchIndices(position=0, indices=np.empty(0, dtype=np.int64))
     # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
-    targets: torch.Tensor | None = None  # (n_samples, ...), whole, where they are needed
+    batch: Batch | None = None  # of a whole model; of the rank that evaluates, only the targets
 
 
 class Reader(Protocol):
@@ -170,8 +170,8 @@ class SliceReader:
     """Reads the input regions that a partition needs.
 
     Args:
-        dataset: Of pairs (input, target).
-        graph: The layer graph with its inputs.
+        dataset: Gives the inputs of the graph, in order.
+        graph: The layer graph.
         reads: Per input layer, the regions that are needed.
         dtype: Of floating-point numbers.
         keeps_targets: Whether whole targets are needed too.
@@ -195,12 +195,6 @@ class SliceReader:
         self._dtype = dtype
         self._keeps_targets = keeps_targets
         self._table = table
-        if len(self._inputs) > 2:
-            names = ", ".join(layer.name for layer in self._inputs)
-            raise JobError(
-                f"the model has inputs {names}, but a data set gives pairs (input, "
-                "target): use a model with one input"
-            )
 
     @property
     def reads_nothing(self) -> bool:
@@ -215,7 +209,13 @@ class SliceReader:
         indices = [int(index) for index in samples.indices]
         batch = read_batch(self._dataset, indices, table=self._table)
         found: dict[str, list[torch.Tensor]] = {}
-        for layer, value, what in zip(self._inputs, batch, ("inputs", "targets"), strict=False):
+        given = batch.tensors()
+        if len(given) < len(self._inputs):
+            raise JobError(
+                f"[{self._table}] items have {', '.join(map(shown_path, given))}; the plan is for "
+                f"{', '.join(layer.name for layer in self._inputs)}"
+            )
+        for layer, (path, value) in zip(self._inputs, given.items(), strict=False):
             if layer.name in self._n_classes:
                 n_classes = self._n_classes[layer.name]
                 check_labels(value, n_classes, indices=indices, table=self._table)
@@ -223,7 +223,7 @@ class SliceReader:
                 continue
             if tuple(value.shape[1:]) != layer.shape:
                 raise JobError(
-                    f"[{self._table}] {what} have shape {list(value.shape[1:])}; the "
+                    f"[{self._table}] {shown_path(path)} have shape {list(value.shape[1:])}; the "
                     f"plan is for {list(layer.shape)}"
                 )
             dtype = torch.int64 if layer.is_integer else self._dtype
@@ -231,9 +231,9 @@ class SliceReader:
             found[layer.name] = [
                 value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
             ]
-        targets = batch[1] if self._keeps_targets else None
+        kept = Batch(None, batch.targets) if self._keeps_targets else None
         return BatchSlice(
-            generation=generation, step=step, samples=samples, inputs=found, targets=targets
+            generation=generation, step=step, samples=samples, inputs=found, batch=kept
         )
 
     def read_bytes(self, n_samples: int) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from distbelief.core.vectors import Vector
-from distbelief.data import DataShard, Indices
+from distbelief.data import DataShard, Indices, rebuilt
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
@@ -32,13 +32,19 @@ from distbelief.program.plan import Plan, load
 from distbelief.roles.role import Address, Role, Seconds
 from distbelief.task import dry_run, task as tk
 from distbelief.task.initializers import reader
-from distbelief.task.losses import Loss, Metric, loss_function
+from distbelief.task.losses import LOSS_METRIC, OWN, Metric
 from distbelief.task.task import BuildContext, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
-from distbelief.worker.local_executor import FlatModel, LocalEvaluator, LocalExecutor, WholeSteps
+from distbelief.worker.local_executor import (
+    FlatModel,
+    LocalEvaluator,
+    LocalExecutor,
+    WholeSteps,
+    loss_and_metric,
+)
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
@@ -110,7 +116,6 @@ def build_evaluator(context: BuildContext) -> Role:
         LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
         client=build_client(context, pushes=False),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
-        score=score_of(loss, metric),
     )
 
 
@@ -119,7 +124,6 @@ def whole_evaluator(
     *,
     client: ParameterClient,
     kinds: Sequence[Indices],
-    score: Score,
     chunk: int = CHUNK,
 ) -> Replica:
     batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
@@ -128,9 +132,7 @@ def whole_evaluator(
         client=client,
         executor=WholeSteps(executor, n_bytes=float, follows_install=False),
         slices=batches.SlicePrefetch(None, batch_plan),
-        objective=EvaluationObjective(
-            client=client, values=model.values, batch_plan=batch_plan, score=score
-        ),
+        objective=EvaluationObjective(client=client, values=model.values, batch_plan=batch_plan),
         leader=leader_on_request(n_ranks=1),
     )
 
@@ -312,7 +314,7 @@ class Split:
         )
 
     @classmethod
-    def of(cls, context: BuildContext) -> "Split":
+    def of(cls, context: BuildContext, *, has_loss: bool = True) -> "Split":
         """Return how the job's plan partitions its model.
 
         Raises:
@@ -323,7 +325,8 @@ class Split:
         graph = plan.captured_graph()
         # Always built, because operations of the user's own are registered by its imports.
         module = tk.build_on_meta(task.model)
-        loss = loss_function(task.loss) if ":" in task.loss else task.loss
+        assert context.sample is not None
+        loss = tk.loss_module(graph, context.sample, task.loss) if has_loss else None
         modules = tk.modules_of(graph, module, loss)
         return cls(plan=plan, graph=graph, modules=modules, device=context.device)
 
@@ -400,7 +403,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     compiled = ex.inference_of(
         graph,
         plan.placements,
-        outputs=[ex.model_output(graph)],
+        outputs=list(dict.fromkeys(evaluated_layers(graph, task))),
         batch=plan.batch,
         n_machines=n_machines,
     )
@@ -422,7 +425,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         client=client,
         values=zeros_of(flow, dtype),
         batch_plan=batch_plan,
-        score=score_of(tk.build_loss(task), tk.build_metric(task, context.sample)),
+        score=score_of(graph, task, tk.build_metric(task, context.sample)),
     )
     return assemble(
         rank,
@@ -446,9 +449,25 @@ def zeros_of(flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.zeros(region.n_elements, dtype=dtype) for _, region in flow.items]
 
 
-def score_of(loss: Loss, metric: Metric) -> Score:
-    def score(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
-        return float(loss(outputs, targets)), float(metric(outputs, targets))
+def evaluated_layers(graph: LayerGraph, task: tk.TaskSpec) -> tuple[str, ...]:
+    """Return the layers from which loss and metric follow; the last is the model's own loss."""
+    if task.loss != OWN:
+        return graph.outputs[:-1]
+    return graph.outputs[-1:] if task.metric in {None, LOSS_METRIC} else graph.outputs
+
+
+def score_of(graph: LayerGraph, task: tk.TaskSpec, metric: Metric) -> Score:
+    """Return what computes loss and metric from `evaluated_layers`."""
+    wanted, loss = evaluated_layers(graph, task), tk.build_loss(task)
+    fields = graph.fields or ((),)
+
+    def score(found: Sequence[torch.Tensor], targets: object) -> tuple[float, float]:
+        by_name = dict(zip(dict.fromkeys(wanted), found, strict=True))
+        outputs = rebuilt({path: by_name[name] for path, name in zip(fields, wanted, strict=False)})
+        if task.loss != OWN:
+            return loss_and_metric(loss, metric, outputs, targets)
+        value = float(by_name[wanted[-1]].mean(dtype=torch.float64))
+        return value, value if len(wanted) == 1 else float(metric(outputs, targets))
 
     return score
 

@@ -2,16 +2,16 @@
 
 `distbelief partition --verify` trains so for some steps, `distbelief predict` only runs forward.
 
-    folder/output.npy        outputs, each rank its own regions
+    folder/input-K.npy       tensor K of the samples
+    folder/output-K.npy      output K of the graph, each rank its own regions
     folder/gradient-K.npy    gradient of tensor K of the weights, after the last step
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Final, final
+from typing import Final, Literal, final
 
 import msgspec
 import numpy as np
@@ -21,13 +21,14 @@ from safetensors import safe_open
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.data import Indices
+from distbelief.data import Batch, Indices, Path as Keys, shown_path
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import Put, StepResult
 from distbelief.execution.operations import Dataflow
+from distbelief.graph.graph import LayerGraph
+from distbelief.graph.region import Shape
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.program.compiler import compile_plan
 from distbelief.protocol import Evaluate, StartTraining, Stop
 from distbelief.roles.role import Action, Address, Role, Seconds
 from distbelief.task.task import BuildContext
@@ -43,59 +44,71 @@ from distbelief.worker.group import GroupLeader, Outgoing
 from distbelief.worker.objective import Objective
 
 
-OUTPUT: Final = "output.npy"
 SEED: Final = (0, 0)  # of all steps
 
 Array = NDArray[np.float32 | np.float64 | np.int64]
-
-
-def gradient_file(tensor: int) -> str:
-    return f"gradient-{tensor}.npy"
 
 
 @final
 class Computation(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of one replica compute."""
 
-    folder: str  # for results
+    folder: str  # for samples and results
     weights: str  # path of whole tensors by name (.safetensors)
-    inputs: str  # path of (n_samples, *shape), .npy
-    targets: str = ""  # path; "" to run forward only
+    trains: bool = False  # or runs forward only
     n_samples: int
     n_steps: int
     n_warm: int = 0  # steps at the start whose time does not count
     dtype: str = "float32"
 
-    @property
-    def trains(self) -> bool:
-        return bool(self.targets)
+    def file(self, kind: Literal["input", "output", "gradient"], index: int) -> Path:
+        return Path(self.folder) / f"{kind}-{index}.npy"
 
-    def path(self, name: str) -> Path:
-        return Path(self.folder) / name
+    def load(self, kind: Literal["input", "output", "gradient"], index: int) -> torch.Tensor:
+        array: Array = np.load(self.file(kind, index))
+        return torch.from_numpy(array)
+
+    def make_room(self, outputs: Sequence[Shape], gradients: Sequence[Shape] = ()) -> None:
+        """Make the files of the results; `outputs` are shapes of one sample."""
+        rows = [(self.n_samples, *shape) for shape in outputs]
+        places = [(self.file("output", index), shape) for index, shape in enumerate(rows)]
+        places += [(self.file("gradient", index), shape) for index, shape in enumerate(gradients)]
+        for path, shape in places:
+            np.lib.format.open_memmap(path, mode="w+", dtype=self.dtype, shape=shape)
 
 
 @final
 class SavedSamples:
-    """Arrays as a data set; targets are zeros if there are none."""
+    """Arrays as a data set; targets are zeros if there are none.
 
-    def __init__(self, computation: Computation) -> None:
-        self._inputs: Array = np.load(computation.inputs, mmap_mode="r", allow_pickle=False)
-        self._targets: Array | None = None
-        if computation.trains:
-            self._targets = np.load(computation.targets, mmap_mode="r", allow_pickle=False)
+    Args:
+        computation: Names the arrays.
+        paths: Of their tensors, as in `Batch.tensors`.
+    """
+
+    def __init__(self, computation: Computation, paths: Sequence[Keys]) -> None:
+        self._paths = paths
+        self._arrays: list[Array] = [
+            np.load(computation.file("input", index), mmap_mode="r", allow_pickle=False)
+            for index in range(len(paths))
+        ]
 
     def __len__(self) -> int:
-        return len(self._inputs)
+        return len(self._arrays[0])
 
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
+    def __getitem__(self, index: int, /) -> object:
+        raise NotImplementedError("batches are read at once")
 
-    def __getitems__(self, indices: list[int], /) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = torch.from_numpy(np.array(self._inputs[indices]))
-        if self._targets is None:
-            return inputs, torch.zeros(len(indices))
-        return inputs, torch.from_numpy(np.array(self._targets[indices]))
+    def __getitems__(self, indices: list[int], /) -> object:
+        tensors = {
+            path: torch.from_numpy(np.array(array[indices]))
+            for path, array in zip(self._paths, self._arrays, strict=True)
+        }
+        batch = Batch.of(tensors)
+        if batch.is_dictionary:
+            return batch.inputs
+        targets = torch.zeros(len(indices)) if batch.targets is None else batch.targets
+        return batch.inputs, targets
 
 
 @final
@@ -117,9 +130,14 @@ class ComputationObjective(Objective):
     """Writes outputs, and the gradients of the last step, to files."""
 
     def __init__(
-        self, computation: Computation, flow: Dataflow, values: Sequence[torch.Tensor]
+        self,
+        computation: Computation,
+        flow: Dataflow,
+        values: Sequence[torch.Tensor],
+        outputs: Sequence[str],
     ) -> None:
         self.values = values
+        self._outputs = outputs
         self._computation = computation
         self._flow = flow
         self._n_done = 0
@@ -144,10 +162,11 @@ class ComputationObjective(Objective):
         computation = self._computation
         is_last = self._n_done + 1 == computation.n_steps
         if step_result.outputs and (is_last or not computation.trains):
-            output = np.load(computation.path(OUTPUT), mmap_mode="r+")
-            for _, region, value in step_result.outputs:
+            for name, region, value in step_result.outputs:
+                path = computation.file("output", self._outputs.index(name))
+                output = np.load(path, mmap_mode="r+")
                 output[(self._rows, *region.slices)] = value.detach().cpu().numpy()
-            output.flush()
+                output.flush()
         if is_last and computation.trains:
             self._write_gradients()
         return None
@@ -157,7 +176,7 @@ class ComputationObjective(Objective):
             order = {name: index for index, name in enumerate(sorted(file.keys()))}
         for item, gradient in self._gradients.items():
             name, region = self._flow.items[item]
-            path = self._computation.path(gradient_file(order[name]))
+            path = self._computation.file("gradient", order[name])
             whole = np.load(path, mmap_mode="r+")
             whole[region.slices] = gradient.detach().cpu().view(region.shape).numpy()
             whole.flush()
@@ -188,31 +207,27 @@ class ComputationObjective(Objective):
 
 def build_computing_rank(name: str, computation: Computation, context: BuildContext) -> Role:
     """Return the rank of this name: a part of the plan, with its values."""
-    split = Split.of(context)
-    if not computation.trains:  # the last output is the loss
-        split = replace(split, graph=split.graph.only(split.graph.outputs[:-1]))
+    assert context.sample is not None
+    sample, trains = context.sample, computation.trains
+    split = Split.of(context, has_loss=trains)
     plan, graph = split.plan, split.graph
     rank = rank_in(name, context=context, split=split)
-    if computation.trains:
-        compiled = split.compiled()
-    else:  # the plan has the loss, too
-        names = plan.placements.keys() & graph.by_name.keys()
-        placements = {name: plan.placements[name] for name in names}
-        n_machines = plan.cluster.n_machines
-        compiled = compile_plan(graph, placements, batch=plan.batch, n_machines=n_machines)
+    outputs = outputs_of(graph, has_loss=trains)
     flow = dataflow(
-        compiled,
+        split.compiled(),
         rank.machine,
-        training=computation.trains,
-        loss=graph.outputs[-1] if computation.trains else None,
-        outputs=frozenset({graph.outputs[0]}),
+        training=trains,
+        loss=graph.outputs[-1] if trains else None,
+        outputs=frozenset(outputs),
     )
     dtype = torch.float64 if computation.dtype == "float64" else torch.float32
     batch_plan: BatchPlan = FixedBatchPlan(computation.n_samples)
-    if not computation.trains:
+    if not trains:
         indices = np.arange(computation.n_samples, dtype=np.int64)
         batch_plan = EvaluationPlan([indices], chunk=plan.batch)
-    reader = SliceReader(SavedSamples(computation), graph=graph, reads=flow.reads, dtype=dtype)
+    entries = sample.entries if trains else sample.inputs
+    dataset = SavedSamples(computation, [entry.path for entry in entries])
+    reader = SliceReader(dataset, graph=graph, reads=flow.reads, dtype=dtype)
     layout = Layout.of([], n_shards=1)
     client = ParameterClient(  # of no shard
         ClientConfig(pushes=False),
@@ -226,13 +241,25 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
         split,
         RankBuild(flow=flow, dtype=dtype, client=client, reader=reader),
         batch_plan=batch_plan,
-        objective=ComputationObjective(computation, flow, _values(computation, flow, dtype)),
+        objective=ComputationObjective(
+            computation, flow, _values(computation, flow, dtype), outputs
+        ),
         leader=GroupLeader(
             plan.cluster.n_machines, plan=split.fingerprint, steps_max=computation.n_steps
         ),
         seed=SEED,
-        training=computation.trains,
+        training=trains,
     )
+
+
+def outputs_of(graph: LayerGraph, *, has_loss: bool) -> tuple[str, ...]:
+    """Return the layers of the model's outputs, each once."""
+    return tuple(dict.fromkeys(graph.outputs[:-1] if has_loss else graph.outputs))
+
+
+def output_name(path: Keys) -> str:
+    """Return what an output is called: "logits"; "outputs" if it is the only one."""
+    return shown_path(path) or "outputs"
 
 
 def _values(computation: Computation, flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, EvaluationDone, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Seconds, Send
+from distbelief.task.dry_run import shown
 from distbelief.worker.batches import BatchIndices, BatchSlice, EvaluationPlan
 from distbelief.worker.group import GroupLeader, Outgoing
 from distbelief.worker.objective import Objective
@@ -31,8 +32,8 @@ CHUNK: Final = 1024  # samples of one step of a whole model, so that `Stop` is a
 
 N_WAITING_MAX: Final = 64  # requests; older ones are dropped, and asked again if still wanted
 
-# score(outputs, targets) -> loss and metric, means over the samples
-Score = Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
+# score(outputs of the graph, targets) -> loss and metric, means over the samples
+Score = Callable[[Sequence[torch.Tensor], object], tuple[float, float]]
 
 # The position where a generation begins selects what it measures.
 SUBSET: Final = 0
@@ -76,7 +77,8 @@ class EvaluationObjective(Objective):
         client: Connects to the shards; it only fetches.
         values: One flat tensor per item.
         batch_plan: The chunks.
-        score: Computes loss and metric from outputs; used on rank 0 only.
+        score: Computes loss and metric from outputs, on rank 0; None for a whole model, whose
+            executor does it.
     """
 
     verb = "measuring"
@@ -87,13 +89,13 @@ class EvaluationObjective(Objective):
         client: ParameterClient,
         values: Sequence[torch.Tensor],
         batch_plan: EvaluationPlan,
-        score: Score,
+        score: Score | None = None,
     ) -> None:
         self.values = values
         self._client = client
         self._batch_plan = batch_plan
         self._score = score
-        self._targets: torch.Tensor | None = None  # of the current chunk
+        self._targets: object = None  # of the current chunk
         self._sums = _Sums()
         self._asked = _Requests()
         self._n_measured = 0
@@ -126,25 +128,21 @@ class EvaluationObjective(Objective):
 
     @override
     def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
-        self._targets = batch_slice.targets
+        self._targets = None if batch_slice.batch is None else batch_slice.batch.targets
         return super().open(step, batch, batch_slice)
 
     @override
     def close(self, step_result: StepResult) -> object:
         """Compute loss and metric of the outputs, as work."""
-        if not step_result.outputs:
-            return None
-        (_, _, outputs), *others = step_result.outputs
-        # An executor of a whole model reads the targets itself.
-        targets = others[0][2] if others else self._targets
-        if targets is None:
-            return None
+        if step_result.scores is not None or self._score is None or not step_result.outputs:
+            return step_result.scores
+        outputs = [value for _, _, value in step_result.outputs]
         try:
-            return self._score(outputs, targets)
+            return self._score(outputs, self._targets)
         except Exception as error:  # loss and metric are the user's
             raise JobError(
-                f"loss or metric failed on outputs of shape {list(outputs.shape)} and targets of "
-                f"{list(targets.shape)}: {type(error).__name__}: {error}"
+                f"loss or metric failed on {shown(outputs)} and targets {shown(self._targets)}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     @override

@@ -13,10 +13,9 @@ from typing import Final, final
 import torch
 from torch import nn
 
-from distbelief.data import Dataset, read_batch
+from distbelief.data import Batch, Dataset, n_samples_of, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.graph.region import Region
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.roles.role import Action, Compute, Cost, Seconds
@@ -26,8 +25,6 @@ from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import BatchIndices, BatchSlice, step_seed
 from distbelief.worker.objective import STEP, Close, StepOutcome
 
-
-INPUTS: Final = ""  # the only input of a whole model, as of a batch slice
 
 # The tensors of a module keep their memory, so the flat views made here serve every fetch.
 # Gradients are fresh after each backward pass: they are handed on without a copy.
@@ -123,17 +120,11 @@ class FlatModel:
         """Flat gradients of the last batch; None for buffers and unused parameters."""
         return [_flat_gradient(tensor) for tensor in self._tensors]
 
-    def gradient(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> float:
-        """Compute the gradient of the loss on this batch; return the loss.
-
-        Args:
-            inputs: (n_samples, ...).
-            targets: (n_samples, ...).
-            loss: f(outputs, targets) -> mean over the samples.
-        """
+    def gradient(self, batch: Batch, loss: Loss) -> float:
+        """Compute the gradient of the loss on this batch; return the loss."""
         for index in self._trained:
             self._tensors[index].grad = None
-        value = loss(self.module(inputs), targets)
+        value = loss(batch.run(self.module), batch.targets)
         value.backward()
         self._keep_buffers()
         return float(value.detach())
@@ -215,15 +206,10 @@ class LocalExecutor:
     reads_nothing: Final = False
 
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
-        inputs, targets = read_batch(self._dataset, [int(index) for index in samples.indices])
-        self._bytes_per_sample = (inputs.nbytes + targets.nbytes) / len(samples.indices)
-        return BatchSlice(
-            generation=generation,
-            step=step,
-            samples=samples,
-            inputs={INPUTS: [inputs]},
-            targets=targets,
-        )
+        batch = read_batch(self._dataset, [int(index) for index in samples.indices])
+        n_bytes = sum(tensor.nbytes for tensor in batch.tensors().values())
+        self._bytes_per_sample = n_bytes / len(samples.indices)
+        return BatchSlice(generation=generation, step=step, samples=samples, batch=batch)
 
     def read_bytes(self, n_samples: int) -> float:
         return 2.0 * self._bytes_per_sample * n_samples
@@ -239,32 +225,31 @@ class LocalExecutor:
         Raises:
             JobError: the user's model, loss or data fails on this batch.
         """
-        loss = self._gradient(batch)
+        assert batch.batch is not None
+        loss = self._gradient(batch.batch, batch.samples)
         for item, gradient in enumerate(self.model.gradients):
             if gradient is not None:
                 put(item, gradient)
         loss = loss if self._sums else len(batch.samples.indices) * loss
         return StepResult(loss=loss, averages={}, outputs=())
 
-    def _gradient(self, batch: BatchSlice) -> float:
-        (inputs,), targets, model = batch.inputs[INPUTS], batch.targets, self.model
-        assert targets is not None
-        torch.default_generator.manual_seed(step_seed(self._seed, batch.samples.position))
+    def _gradient(self, batch: Batch, samples: BatchIndices) -> float:
+        model, indices = self.model, [int(index) for index in samples.indices]
+        torch.default_generator.manual_seed(step_seed(self._seed, samples.position))
         try:
-            loss = model.gradient(inputs, targets, self._loss)
+            loss = model.gradient(batch, self._loss)
             if self._clip_norm is not None:
                 model.clip(self._clip_norm)
         except MemoryError as error:
             raise JobError(
-                f"out of memory in a step of {len(inputs)} samples: use a smaller batch_size"
+                f"out of memory in a step of {len(indices)} samples: use a smaller batch_size"
             ) from error
         except DistBeliefError:
             raise
         except Exception as error:  # model and loss are the user's
-            indices = [int(index) for index in batch.samples.indices]
             names = replace(self._names, indices=indices)
             # Raises a clearer JobError if the dry run can find the cause.
-            dry_run.train(model.module, inputs, targets, loss=self._loss, names=names)
+            dry_run.train(model.module, batch, loss=self._loss, names=names)
             raise JobError(
                 f"[model] {names.model} failed on samples {indices[0]}, ...: "
                 f"{type(error).__name__}: {error}"
@@ -276,15 +261,15 @@ def summed(loss: Loss) -> Loss:
     """Return the loss times the number of samples: a sum, where users give a mean."""
 
     # The last mini-batch may be smaller: so sums are added, and the shards divide once.
-    def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss(outputs, targets) * targets.shape[0]
+    def total(outputs: object, targets: object) -> torch.Tensor:
+        return loss(outputs, targets) * n_samples_of(targets)
 
     return total
 
 
 @final
 class LocalEvaluator:
-    """Computes outputs of a whole model; each step reads its own samples.
+    """Computes loss and metric of a whole model; each step reads its own samples.
 
     Args:
         model: The local copy of the parameters.
@@ -313,31 +298,44 @@ class LocalEvaluator:
         return self.model.flops(n_samples) / 3.0  # forward only
 
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
-        """Compute outputs and, beside them, give the targets."""
+        """Compute loss and metric of the samples."""
         del put
         indices = [int(index) for index in batch.samples.indices]
-        inputs, targets = read_batch(self._dataset, indices, table="data.test")
+        given = read_batch(self._dataset, indices, table="data.test")
+        names = replace(self._names, indices=indices)
+        explain = partial(
+            dry_run.evaluate,
+            self.model.module,
+            given,
+            loss=self._loss,
+            metric=self._metric,
+            names=names,
+        )
         module = self.model.module
         module.eval()
         try:
             with torch.no_grad():
-                outputs = module(inputs)
+                outputs = given.run(module)
+                if _has_strange_labels(outputs, given.targets):
+                    explain()  # loss or metric may fail, and name no sample
+                scores = loss_and_metric(self._loss, self._metric, outputs, given.targets)
         except Exception:  # all of it is user code: a dry run finds the cause
-            self._explain(inputs, targets, indices)
+            explain()
             raise
-        if _has_strange_labels(outputs, targets):  # loss or metric may fail, and name no sample
-            self._explain(inputs, targets, indices)
-        whole = Region.of()
-        found = (("outputs", whole, outputs), ("targets", whole, targets))
-        return StepResult(loss=None, averages={}, outputs=found)
-
-    def _explain(self, inputs: torch.Tensor, targets: torch.Tensor, indices: Sequence[int]) -> None:
-        names = replace(self._names, indices=list(indices))
-        module = self.model.module
-        dry_run.evaluate(module, inputs, targets, loss=self._loss, metric=self._metric, names=names)
+        return StepResult(loss=None, averages={}, outputs=(), scores=scores)
 
 
-def _has_strange_labels(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+def loss_and_metric(
+    loss: Loss, metric: Metric, outputs: object, targets: object
+) -> tuple[float, float]:
+    """Return both; a metric may be the loss itself."""
+    value = float(loss(outputs, targets))
+    return value, value if metric is loss else float(metric(outputs, targets))
+
+
+def _has_strange_labels(outputs: object, targets: object) -> bool:
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return False
     if targets.is_floating_point() or targets.dim() >= outputs.dim():
         return False
     return bool(targets.max() >= outputs.shape[1]) or bool(targets.min() < 0)

@@ -119,8 +119,9 @@ def is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
 def bad_sample(batch_slice: BatchSlice) -> int | None:
     """Return the index in the data set of the first sample with NaN or infinity."""
     parts = [part for regions in batch_slice.inputs.values() for part in regions]
-    targets = batch_slice.targets
-    for part in parts if targets is None else [*parts, targets]:
+    if batch_slice.batch is not None:
+        parts += batch_slice.batch.tensors().values()
+    for part in parts:
         bad = ~part.isfinite()
         if bool(bad.any()):
             return int(batch_slice.samples.indices[int(bad.nonzero()[0][0])])

@@ -9,6 +9,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief.data import Batch
+from distbelief.graph.region import Shape
+from distbelief.task.forward import Sample
+
 
 HERE = "tests.distbelief.examples"
 NOT_CALLABLE = 3
@@ -135,7 +139,7 @@ class Wrapped(nn.Module):
         outputs = self.layer(x)
         match self.kind:
             case "tuple":
-                return (outputs,)
+                return outputs, outputs.exp()
             case "scalar":
                 return outputs.sum()
             case "detached":
@@ -223,3 +227,15 @@ def listing(outputs: torch.Tensor, targets: torch.Tensor) -> object:
 
 def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.mean() + 0.0 * targets.float().mean()
+
+
+def a_sample(
+    shape: Shape, target: Shape = (), *, words: bool = False, labels: bool = False
+) -> Sample:
+    """Return the description of a pair of an input and a target of these shapes."""
+    kinds = torch.float32, torch.int64
+    return Sample.of(
+        Batch(
+            torch.zeros(1, *shape, dtype=kinds[words]), torch.zeros(1, *target, dtype=kinds[labels])
+        )
+    )

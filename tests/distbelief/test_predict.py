@@ -13,6 +13,7 @@ from safetensors.numpy import load_file as load_arrays, save_file as save_arrays
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
+from typing_extensions import override
 
 import distbelief
 from distbelief import predict as predict_module
@@ -82,6 +83,56 @@ def test_outputs_are_those_of_the_plain_module(
     assert '"shape":[300,3]' in predict_module.as_json(done)
 
 
+class Several(nn.Module):
+    """Takes two tensors; of what it returns, two have a row for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    @override
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> object:
+        y = self.layer(x)
+        factor = 1.0 if scale is None else scale.unsqueeze(1)
+        return {"scaled": y * factor, "logits": y, "norm": self.layer.weight.norm(), "none": None}
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_several_inputs_and_outputs_are_named(
+    suffix: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:Several"))
+    module = Several()
+    save_file(module.state_dict(), run.model_file)
+    source = tmp_path / f"in{suffix}"
+    generator = np.random.default_rng(0)
+    given: dict[str, NDArray[np.float32 | np.int64]] = {
+        "x": generator.random((300, 5), np.float32),
+        "scale": np.full(300, 2, np.int64),
+    }
+    if suffix == ".npz":
+        np.savez(source, allow_pickle=False, **given)
+    else:
+        save_arrays(given, source)
+    done = predict(run.path, source)
+    found = dict(np.load(done.out)) if suffix == ".npz" else load_arrays(done.out)
+    expected = module.layer(torch.from_numpy(given["x"])).detach().numpy()
+    assert found.keys() == {"scaled", "logits"}
+    np.testing.assert_allclose(found["logits"], expected, rtol=1e-5)
+    np.testing.assert_allclose(found["scaled"], 2 * expected, rtol=1e-5)
+    assert done.labels == tuple(expected[:10].argmax(1))
+    assert "scaled 300 x 3, logits 300 x 3, by one process" in predict_module.text(done)
+    assert '"outputs":{"scaled":[300,3],"logits":[300,3]}' in predict_module.as_json(done)
+    np.save(tmp_path / "one.npy", given["x"])
+    assert predict(run.path, tmp_path / "one.npy").out == tmp_path / "one.outputs.npz"
+    with pytest.raises(JobError, match=r"holds one array, .*scaled, logits: use \.npz or"):
+        predict(run.path, source, out=tmp_path / "o.npy")
+    save_arrays(given | {"scales": given["scale"]}, tmp_path / "typo.safetensors")
+    refuses(run, tmp_path / "typo.safetensors", r"takes \(x, scale\): .*argument 'scales'")
+    np.savez(tmp_path / "short.npz", allow_pickle=False, x=given["x"], scale=given["scale"][:9])
+    refuses(run, tmp_path / "short.npz", r"has 'x' of shape \[300, 5\]|has 'scale' of shape \[9\]")
+
+
 def test_the_inputs_may_be_of_another_precision(run: RunDirectory, tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.ones((2, 5)))
     assert predict(run.path, tmp_path / "in.npy", out=tmp_path / "o.npy").out.is_file()
@@ -119,7 +170,7 @@ def test_words_that_the_model_does_not_know_are_refused(run: RunDirectory, sourc
 
 
 def test_other_kinds_of_files_are_refused(run: RunDirectory, source: Path) -> None:
-    refuses(run, source.with_suffix(".csv"), r"in\.csv: use a file \.npy or \.safetensors")
+    refuses(run, source.with_suffix(".csv"), r"in\.csv: use a file \.npy, \.npz or \.safetensors")
     with pytest.raises(JobError, match=r"out\.txt: use a file"):
         predict(run.path, source, out=source.parent / "out.txt")
 
@@ -138,7 +189,7 @@ def test_what_is_no_input_is_refused(run: RunDirectory, tmp_path: Path) -> None:
     refuses(run, path, r"does not take float32 of shape \(2, 4\)")
     several = tmp_path / "in.safetensors"
     save_arrays({"a": np.ones(2), "b": np.ones(2)}, several)
-    refuses(run, several, "has tensors a, b: use a file with one")
+    refuses(run, several, r"inputs.a, inputs.b, but forward of .*:net takes \(input\): missing")
 
 
 @pytest.mark.parametrize("dtype", [">f4", "f2", "f8"])
@@ -214,7 +265,7 @@ def test_sigterm_leaves_no_folder_behind(
 
     def end(_: object, computation: Computation, **__: object) -> None:
         folders.append(Path(computation.folder))
-        assert (folders[0] / "inputs.npy").is_file()
+        assert (folders[0] / "input-0.npy").is_file()
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(predict_module, "compute", end)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.run.checkpoints import CheckpointStore
-from tests.processes.commands import LONG, Command, alive, ended, poll, sets, train
+from tests.processes.commands import LONG, SHARED_MEMORY, Command, alive, ended, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -162,6 +162,15 @@ def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(folder
         snapshot = store.newest(shard)
         assert snapshot is not None
         assert int(snapshot.facts["clock"]) >= clock
+
+
+@pytest.mark.soak
+def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(folder: Path) -> None:
+    left = SHARED_MEMORY / f"distbelief-1-{folder.name}"
+    left.mkdir()
+    with train(folder) as command:
+        assert command.wait() == 0, command.output
+    assert not left.exists()
 
 
 # -------------------------------------------------------------------- the user's code

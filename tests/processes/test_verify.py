@@ -14,8 +14,8 @@ from distbelief.config.load import parse_job
 from distbelief.errors import DistBeliefError
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
-from distbelief.task.task import Sample
 from distbelief.worker.computation import Computation
+from tests.distbelief.examples import a_sample
 from tests.processes.commands import poll, said
 
 
@@ -72,15 +72,13 @@ rule = { name = "sgd", learning_rate = 1.0 }
 epochs = 1
 """
 
-SAMPLE = Sample(
-    input_shape=(1, 8, 8), input_is_integer=False, target_shape=(), target_is_integer=False
-)
+SAMPLE = a_sample((1, 8, 8))
 
 
 def run(
     folder: Path, tell: Callable[[str], None], show: Callable[[str], None] = lambda _: None
 ) -> None:
-    computation = Computation(folder=str(folder), weights="", inputs="", n_samples=1, n_steps=1)
+    computation = Computation(folder=str(folder), weights="", n_samples=1, n_steps=1)
     job = parse_job(JOB, path=folder / "job.toml")
     plan = folder / "no-plan.json"
     with closing(LocalLauncher()) as launcher:

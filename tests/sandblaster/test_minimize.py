@@ -159,9 +159,9 @@ def test_tensors_go_through_a_file(tmp_path: Path) -> None:
     assert len(data) == 7
     assert torch.equal(data[3][0], inputs[3])
     for indices in ([2, 3, 4], [4, 2, 2], [0]):
-        got, wanted = read_batch(data, indices)
-        assert torch.equal(got, inputs[indices])
-        assert torch.equal(wanted, targets[indices])
+        found = read_batch(data, indices).tensors()
+        assert torch.equal(found["inputs",], inputs[indices])
+        assert torch.equal(found["targets",], targets[indices])
     assert data.fingerprint == pf.pairs(str(file)).fingerprint
     pf.write_pairs(file, (inputs + 1, targets))
     assert data.fingerprint != pf.pairs(str(file)).fingerprint

@@ -2,55 +2,35 @@
 
     overseer    launches both copies, receives heartbeats, promotes a primary
     workers     push marks (`workers`), and know both copies
-    Books       records what was acknowledged, what each copy held, what was lost
+    Scene       what the observer of `invariants` has seen
 
 The overseer does the part of a job's supervisor that shards need.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.client.buffers import n_lost
 from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import copy_names
 from distbelief.parameter_server.shard import Shard
-from distbelief.protocol import (
-    BackupInSync,
-    BackupUnresponsive,
-    Heartbeat,
-    PushApplied,
-    SaveCheckpoint,
-)
+from distbelief.protocol import BackupInSync, BackupUnresponsive, Heartbeat, SaveCheckpoint
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.supervisor.failover import PrimaryElection
-from tests.simulation.workers import (
-    N_MARKS,
-    PLAIN,
-    STEP,
-    Ledger,
-    Unreadable,
-    Worker,
-    layout_of,
-    marks_of,
-    shard_of,
-)
+from tests.simulation.invariants import ALL, Scene, StalenessIsTrue, WholeVersions, watch
+from tests.simulation.workers import PLAIN, STEP, Ledger, Worker, layout_of, shard_of
 
 
 BEAT_SECONDS: Final = 0.2
@@ -160,107 +140,6 @@ class Overseer:
         return actions if self.terminates else [a for a in actions if a not in demoted]
 
 
-@dataclass
-class Books:
-    """What a global observer of one shard has seen."""
-
-    cluster: SimulatedCluster
-    index: int
-    copies: Sequence[rl.Address]
-    acknowledged: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(N_MARKS, bool))
-    n_times_lost: int = 0  # no one had a whole copy
-    n_twins: int = 0  # compared
-    n_pushes_while_building: int = 0
-    _settled: dict[rl.Address, int] = field(default_factory=dict)
-    _states: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    _leads_as: int = 0  # the highest term with which a copy began to lead
-    _leader: Shard | None = None  # that did
-
-    def __call__(self, happening: HandledEvent) -> None:
-        role = happening.role
-        if isinstance(role, Worker):
-            self._worker(role, happening)
-        elif isinstance(role, Beating) and happening.name in self.copies:
-            self._copy(role.shard, happening)
-
-    def _worker(self, worker: Worker, happening: HandledEvent) -> None:
-        settled = worker.client._links[self.index].pushing.settled
-        before = self._settled.get(happening.name, 0)
-        if settled > before:
-            self._settled[happening.name] = settled
-            for sequence, mark in worker.marks:
-                if before < sequence <= settled:
-                    self.acknowledged[mark] = True
-
-    def _copy(self, shard: Shard, happening: HandledEvent) -> None:
-        state, counters = shard.status()
-        if isinstance(happening.event, rl.Computed) and not self._is_abandoned(shard):
-            marks = marks_of(shard)
-            wrong = np.flatnonzero((marks != 0.0) & (marks != 1.0))
-            assert not wrong.size, f"{happening.name} has push {wrong[:1]} twice"
-        leads = bool(counters["primary"])
-        if leads and shard._sessions.incarnation > self._leads_as:
-            self._leads_as, self._leader = shard._sessions.incarnation, shard
-            self._check_kept(shard)
-        self._check_fence(happening)
-        if state in {"applying", "starting"}:
-            return
-        key = int(counters["term"]), shard._values.clock
-        if leads and shard._sessions.incarnation == self._leads_as:
-            self._states[key] = bits_of(shard)
-        elif counters["in_sync"] and key in self._states and not self._is_abandoned(shard):
-            self.n_twins += 1
-            assert bits_of(shard) == self._states[key], f"{happening.name} differs"
-        self.n_pushes_while_building += (
-            not leads
-            and not counters["in_sync"]
-            and shard._values.n_held > 0
-            and any(
-                isinstance(a, rl.Send) and isinstance(a.message, PushApplied)
-                for a in happening.actions
-            )
-        )
-
-    def _is_abandoned(self, shard: Shard) -> bool:
-        """Whether its primary goes on without it: what it reads may be anything."""
-        if shard._backup is None or self._leader is None:
-            return False
-        number = shard.status()[1]["term"]
-        return number < self._leader._primary.term
-
-    def _check_fence(self, happening: HandledEvent) -> None:
-        """Whoever led before acknowledges nothing that its successor lacks."""
-        for action in happening.actions:
-            if not isinstance(action, rl.Send) or action.receiver in self.copies:
-                continue
-            message = action.message
-            if not isinstance(message, PushApplied):
-                continue
-            if message.shard_incarnation < self._leads_as:
-                worker = self.cluster.role(action.receiver)
-                assert isinstance(worker, Worker)
-                assert self._leader is not None
-                marks = [m for s, m in worker.marks if s <= message.sequence]
-                assert (marks_of(self._leader)[marks] == 1.0).all(), (
-                    f"{happening.name} acknowledges push {message.sequence} of "
-                    f"{action.receiver}, which the leader after it does not have"
-                )
-
-    def _check_kept(self, shard: Shard) -> None:
-        """Whoever begins to lead has all that was acknowledged, if anybody does."""
-        missing = self.acknowledged & (marks_of(shard) != 1.0)
-        if missing.any():
-            self.n_times_lost += 1
-            self.acknowledged &= ~missing
-
-
-def bits_of(shard: Shard) -> bytes:
-    """Return values and state, as bytes."""
-    state = shard._values.state
-    arrays = [Unreadable.read(shard._values), *(state[name] for name in sorted(state))]
-    return b"".join(array.tobytes() for array in arrays)
-
-
 @contextmanager
 def small(*, block_bytes: int = 1024, window_pieces: int = 1) -> Iterator[None]:
     """Use blocks and windows so small that a shard of marks has several."""
@@ -322,12 +201,18 @@ class Run:
                 launch_seconds=0.2,
             ),
         )
-        self.books = [Books(self.cluster, index, names) for index, names in enumerate(self.copies)]
-        for books in self.books:
-            self.cluster.observe(books)
-        for one, other in self.copies:  # both keep their snapshots in one place
-            shelves = self.cluster.disk._stored
-            shelves[other] = shelves.setdefault(one, {})
+        self.scene = Scene(
+            cluster=self.cluster,
+            shards={name: index for index, names in enumerate(self.copies) for name in names},
+            workers=self.workers,
+            ledger=self.ledger,
+            host_bytes_max=1 << 30,
+            elections=self.overseer.elections,
+        )
+        # A worker that holds a part cannot tell which version it has of a whole shard.
+        of_whole = {WholeVersions, StalenessIsTrue}
+        kinds = [kind for kind in ALL if not n_partial or kind not in of_whole]
+        self.observer = watch(self.scene, kinds=kinds)
 
     def _worker(self, memory: Memory, *, n_wanted: int, holds_part: bool) -> Worker:
         return Worker(
@@ -346,17 +231,7 @@ class Run:
     def finish(self, *, within: rl.Seconds = 120.0) -> None:
         """Let all workers end, and look at the totals."""
         self.cluster.run_until(self.done, within=within)
-        for index in range(len(self.copies)):
-            leader = self.leader(index)
-            marks = marks_of(self.shard(leader))
-            if not self.books[index].n_times_lost:
-                assert marks[self.ledger.settled].all(), "an acknowledged push is gone"
-            missing = self.ledger.n_issued - int(marks.sum())
-            lost = sum(
-                n_lost([self.worker(name).client._links[index].pushing.lost])
-                for name in self.workers
-            )
-            assert lost == missing, f"{leader} lacks {missing}, {lost} are counted"
+        self.observer.at_end()
 
     def done(self) -> bool:
         return all(self.worker(name).state == "done" for name in self.workers)

@@ -2,40 +2,35 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.core.memory import Memory
-from distbelief.core.vectors import Vector
-from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT
+from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import ElementType, Layout
-from distbelief.parameter_server.shard import Shard
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
-from distbelief.protocol import Evaluate, Message, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Address, Received, Role
+from distbelief.protocol import Stop
+from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.task.forward import Sample
 from distbelief.task.task import BuildContext, Captured, TaskSpec, build_model, capture_task
 from distbelief.worker.build import Split, build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import member_names
 from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.replica import Replica
-from tests.distbelief.parameter_server.pair import scatter
+from tests.distbelief.examples import a_sample
 from tests.distbelief.program.plans import random_plan
+from tests.simulation.jobs import Direct
 
 
-M = TypeVar("M", bound=Message)
-
-
-class Group:
+class Group(Direct):
     """A job with one replica of several ranks, without a supervisor."""
 
     def __init__(
@@ -43,7 +38,7 @@ class Group:
         task: TaskSpec,
         settings: DownpourSettings,
         *,
-        inputs: Sequence[InputSpec],
+        inputs: Shape | Sample,
         n_machines: int = 3,
         n_shards: int = 1,
         plan_seed: int = 0,
@@ -56,7 +51,7 @@ class Group:
         dtype: ElementType = "float32",
         place: Callable[[str], int] | None = None,
     ) -> None:
-        captured = _captured(task, tuple(inputs))
+        captured = _captured(task, inputs)
         graph = captured.graph
         if place is None:
             generator = np.random.default_rng(plan_seed)
@@ -93,6 +88,7 @@ class Group:
             seed=0,
             initials=model.initials(),
             evaluation_subset=20,
+            sample=inputs if isinstance(inputs, Sample) else None,
             await_begin=await_begin,
         )
         names = [*self.shards, *self.machines]
@@ -131,62 +127,29 @@ class Group:
         halted = self.simulation.halted
         return any(halted.values()) or all(name in halted for name in self.machines)
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the shards' values: flat tensors by name."""
-        vectors = []
-        for name in self.shards:
-            shard = self.simulation.role(name)
-            assert isinstance(shard, Shard)
-            vectors.append(shard._values.vector)
-        return self._scattered(vectors)
-
     def first_values(self) -> dict[str, torch.Tensor]:
         """Return the shards' initial values."""
         model = self._context.keywords["task"].model
         initials = self._context.keywords["initials"]
-        return self._scattered(
+        return self.scattered(
             [
                 shard_values(self.layout, k, initials, seed=model.seed)
                 for k in range(self.layout.n_shards)
             ]
         )
 
-    def _scattered(self, vectors: Sequence[Vector]) -> dict[str, torch.Tensor]:
-        dtype = torch.float64 if self.layout.dtype.itemsize == 8 else torch.float32
-        specs = self.layout.tensors
-        tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in specs]
-        for k, vector in enumerate(vectors):
-            scatter(self.layout, k, vector, tensors)
-        names = [spec.name for spec in specs]
-        return dict(zip(names, tensors, strict=True))
 
-    def told(self, kind: type[M]) -> list[M]:
-        """Return the messages to the supervisor, of one type."""
-        heard = self.simulation.sent_to(SUPERVISOR)
-        return [event.message for event in heard if isinstance(event.message, kind)]
-
-    def machine(self, name: Address) -> Replica:
-        role = self.simulation.role(name)
-        assert isinstance(role, Replica)
-        return role
-
-    def status(self, name: str) -> dict[str, float]:
-        return dict(self.simulation.role(Address(name)).status()[1])
-
-    def tell(self, name: str, message: StartTraining | Stop | Evaluate) -> None:
-        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
-        self.simulation.post(Address(name), event)
-
-
-def _captured(task: TaskSpec, inputs: tuple[InputSpec, ...]) -> Captured:
+def _captured(task: TaskSpec, inputs: Shape | Sample) -> Captured:
     # Capturing takes longer than most simulations: do it once.
-    key = (task.model.factory, inputs)
+    key = (task.model.factory, task.loss, inputs)
     if key not in _CAPTURED:
-        _CAPTURED[key] = capture_task(task, inputs=inputs, targets=())
+        if not isinstance(inputs, Sample):
+            inputs = a_sample(inputs, labels=":" not in task.loss)
+        _CAPTURED[key] = capture_task(task, inputs)
     return _CAPTURED[key]
 
 
 _CAPTURED: dict[object, Captured] = {}
 
 
-FRAMES = [InputSpec(shape=(40,))]
+FRAMES = (40,)

@@ -61,6 +61,7 @@ class Scene:
     # Shards of which an incarnation was lost that no one else had a whole copy of.
     forgetful: set[int] = field(default_factory=set)
     broken_lives: set[Address] = field(default_factory=set)  # workers that had several
+    n_twins: int = 0  # copies that were compared with an equal clock's
 
     def __post_init__(self) -> None:
         n_shards = len(set(self.shards.values()))
@@ -374,6 +375,7 @@ class TwinsAreEqual(Invariant):
         bits = 0
         for array in Unreadable.read_all(shard._values):
             bits = zlib.crc32(array.tobytes(), bits)
+        self.scene.n_twins += key in self._bits
         known = self._bits.setdefault(key, bits)
         assert known == bits, f"{happening.name} differs at {key}"
 

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.job import PATIENCE_SECONDS, StopTable
 from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.parameter_server.replication import copy_names
-from distbelief.protocol import Stop
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import Evaluate, Message, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
@@ -33,6 +37,8 @@ from distbelief.task.task import (
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
+from distbelief.worker.replica import Replica
+from tests.distbelief.parameter_server.pair import scatter
 
 
 EXAMPLES = "tests.distbelief.examples"
@@ -44,7 +50,50 @@ TASK = TaskSpec(
     test=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}),
     loss="cross_entropy",
 )
+M = TypeVar("M", bound=Message)
 STEP_SECONDS = 0.05  # about, of a step of a replica
+
+
+class Direct:
+    """Roles on a simulated cluster that the test itself directs, in place of a supervisor."""
+
+    simulation: SimulatedCluster
+    layout: Layout
+    shards: list[Address]
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the shards' values: flat tensors by name."""
+        vectors = []
+        for name in self.shards:
+            shard = self.simulation.role(name)
+            assert isinstance(shard, Shard)
+            vectors.append(shard._values.vector)
+        return self.scattered(vectors)
+
+    def scattered(self, vectors: Sequence[Vector]) -> dict[str, torch.Tensor]:
+        dtype = torch.float64 if self.layout.dtype.itemsize == 8 else torch.float32
+        specs = self.layout.tensors
+        tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in specs]
+        for k, vector in enumerate(vectors):
+            scatter(self.layout, k, vector, tensors)
+        return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+
+    def replica(self, name: Address) -> Replica:
+        role = self.simulation.role(name)
+        assert isinstance(role, Replica)
+        return role
+
+    def status(self, name: str) -> dict[str, float]:
+        return dict(self.simulation.role(Address(name)).status()[1])
+
+    def tell(self, name: str, message: StartTraining | Stop | Evaluate) -> None:
+        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
+        self.simulation.post(Address(name), event)
+
+    def told(self, kind: type[M]) -> list[M]:
+        """Return the messages to the supervisor, of one type."""
+        heard = self.simulation.sent_to(SUPERVISOR)
+        return [event.message for event in heard if isinstance(event.message, kind)]
 
 
 class JobCluster:

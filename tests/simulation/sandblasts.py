@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.data import DataShard, Samples
+from distbelief.data import DataShard, Samples, read_batch
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
@@ -59,7 +59,6 @@ from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
 from distbelief.simulation.network import Link
-from distbelief.simulation.trace import SimulationFailed
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.build import whole_replica
@@ -76,8 +75,6 @@ from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
 from tests.distbelief.parameter_server.pair import scatter
-from tests.simulation.test_seeds import VARIABLE
-from tests.simulation.variants import Variant, broken
 
 
 N_SAMPLES = 30
@@ -153,7 +150,7 @@ def plain_gradient(
         for begin in range(start, stop, chunk_sizes.mini_batch_size):
             indices = samples.at(begin, min(begin + chunk_sizes.mini_batch_size, stop))
             model.gradient(
-                *points(n_samples, n_inputs).__getitems__(list(indices)), summed(logistic)
+                read_batch(points(n_samples, n_inputs), indices.tolist()), summed(logistic)
             )
             gradients = [g.clone() for g in model.gradients if g is not None]
             total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
@@ -375,35 +372,6 @@ def moments(run: Playable, happens: Callable[[HandledEvent], bool]) -> list[Seco
     run.cluster.observe(see)
     run.play()
     return times
-
-
-def sights_of(seeds: range, play: Callable[[int], RunChecker], *, file: str) -> Counter[str]:
-    """Play every seed; return in how many of them each thing happened."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            checker = play(seed)
-        except Exception as error:
-            raise AssertionError(
-                f"seed {seed} fails; alone: {VARIABLE}={seed} .venv/bin/python -m "
-                f"pytest -n 0 {file} -k whatever"
-            ) from error
-        seen.update(what for what, n in checker.sights.items() if n)
-    return seen
-
-
-def catches(variant: Variant, play: Callable[[], object]) -> bool:
-    """Return whether a run fails where this rule is left out."""
-    try:
-        with broken(variant):
-            play()
-    except (SimulationFailed, AssertionError) as error:
-        what = str(error)
-    else:
-        return False
-    mistakes = ("AttributeError", "TypeError", "NameError")
-    assert not any(f"raised {m}" in what for m in mistakes), what
-    return True
 
 
 # ------------------------------------------------------------------------------- scene

@@ -17,7 +17,6 @@ from torch.nn import functional
 from distbelief.core.memory import Memory
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import with_counts
-from distbelief.graph.capture import InputSpec
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.program.plan import Plan, Target
 from distbelief.roles.role import Address, Role, Seconds
@@ -43,6 +42,7 @@ from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
+from tests.distbelief.examples import a_sample
 from tests.distbelief.program.plans import random_plan
 from tests.simulation.sandblasts import (
     RunChecker,
@@ -95,7 +95,7 @@ TASK = TaskSpec(
 
 @cache
 def captured() -> Captured:
-    return capture_task(TASK, inputs=[InputSpec(shape=(6,))], targets=())
+    return capture_task(TASK, a_sample((6,), labels=True))
 
 
 @cache

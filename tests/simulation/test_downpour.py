@@ -23,9 +23,8 @@ from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
-from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Progress, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Address, Received, Role
+from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from distbelief.simulation.machines import ClusterOptions, Machine
@@ -40,10 +39,10 @@ from distbelief.task.task import (
 )
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.replica import Replica
 from distbelief.worker.training import Counters, TrainingObjective
 from tests.distbelief.parameter_server.pair import scatter
 from tests.elsewhere import answers
+from tests.simulation.jobs import Direct
 
 
 HERE = "tests.simulation.test_downpour"
@@ -103,7 +102,7 @@ LEARNING = TaskSpec(
 # ----------------------------------------------------------------------- cluster
 
 
-class Cluster:
+class Cluster(Direct):
     """A job without a supervisor: replicas start at once and end by themselves."""
 
     def __init__(  # one call describes a whole system
@@ -161,31 +160,9 @@ class Cluster:
         self.simulation.run(until=self.ended_at + 0.1)  # their last messages arrive
 
     def counters(self, index: int) -> Counters:
-        objective = self.replica(index).objective
+        objective = self.replica(self.replicas[index]).objective
         assert isinstance(objective, TrainingObjective)
         return objective.counters
-
-    def replica(self, index: int) -> Replica:
-        role = self.simulation.role(self.replicas[index])
-        assert isinstance(role, Replica)
-        return role
-
-    def status(self, name: str) -> dict[str, float]:
-        return dict(self.simulation.role(Address(name)).status()[1])
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the shards' values: flat tensors by name."""
-        tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
-        for k, name in enumerate(self.shards):
-            shard = self.simulation.role(name)
-            assert isinstance(shard, Shard)
-            scatter(self.layout, k, shard._values.vector, tensors)
-        names = [spec.name for spec in self.layout.tensors]
-        return dict(zip(names, tensors, strict=True))
-
-    def tell(self, name: str, message: StartTraining | Stop | Evaluate) -> None:
-        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
-        self.simulation.post(Address(name), event)
 
 
 def downpour(  # the options of one job
@@ -228,7 +205,7 @@ def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tens
     """
     module = build_model(task.model)
     local: dict[str, torch.Tensor] = dict(module.named_parameters())
-    server = {name: _drawn(task)[name].clone().requires_grad_() for name in local}
+    server = {name: drawn(task)[name].clone().requires_grad_() for name in local}
     optimizer = _optimizer(settings.rule, server)
     alpha = settings.local_learning_rate or settings.rule.learning_rate
     dataset, loss = build_dataset(task.train), loss_function(task.loss)
@@ -270,7 +247,7 @@ def _batches(settings: DownpourSettings, *, n_samples: int) -> Iterator[list[int
         yield indices.tolist()
 
 
-def _drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
+def drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     model = FlatModel(build_model(task.model))
     layout = Layout.of(model.specs(), n_shards=1)
     vector = shard_values(layout, 0, model.initials(), seed=task.model.seed)
@@ -558,7 +535,7 @@ def test_replicas_wait_for_their_start() -> None:
     """The warm start: the supervisor starts replica 0, later the others."""
     cluster = Cluster(LEARNING, downpour(), n_replicas=2, await_begin=True)
     cluster.simulation.run(until=1.0)
-    assert cluster.replica(0).status()[0] == "waiting for begin"
+    assert cluster.simulation.role(cluster.replicas[0]).status()[0] == "waiting for begin"
     cluster.tell("replica-0", StartTraining())
     cluster.run(but=["replica-1"])
     assert cluster.counters(1).steps == 0
@@ -577,11 +554,7 @@ def test_stop_at_any_time_loses_nothing(host: str, at: float, n_push: int) -> No
         cluster.tell(name, Stop(reason="enough"))
     cluster.run()
     assert torch.equal(cluster.values()["weight"], -gradient_sum(cluster))
-    finished = [
-        event.message
-        for event in cluster.simulation.sent_to(SUPERVISOR)
-        if isinstance(event.message, Finished)
-    ]
+    finished = cluster.told(Finished)
     assert len(finished) == 2
     assert sum(message.counters["samples"] for message in finished) == sum(
         cluster.status(name)["samples"] for name in cluster.replicas
@@ -591,11 +564,7 @@ def test_stop_at_any_time_loses_nothing(host: str, at: float, n_push: int) -> No
 def test_progress_adds_up() -> None:
     cluster = Cluster(LEARNING, downpour(max_steps=30))
     cluster.run()
-    progress = [
-        event.message
-        for event in cluster.simulation.sent_to(SUPERVISOR)
-        if isinstance(event.message, Progress)
-    ]
+    progress = cluster.told(Progress)
     assert progress[0].step == 1  # at once, then each half second, then at the end
     assert progress[-1].step == 30
     assert progress[-1].samples == 120
@@ -609,15 +578,8 @@ def test_the_evaluator_measures_the_shards_values(host: str) -> None:
     cluster.tell("evaluator", Evaluate(request=1, whole=True))
     cluster.tell("evaluator", Evaluate(request=2, whole=False))
 
-    def measured() -> list[EvaluationDone]:
-        return [
-            event.message
-            for event in cluster.simulation.sent_to(SUPERVISOR)
-            if isinstance(event.message, EvaluationDone)
-        ]
-
-    cluster.simulation.run_until(lambda: len(measured()) == 2)
-    whole, subset = measured()
+    cluster.simulation.run_until(lambda: len(cluster.told(EvaluationDone)) == 2)
+    whole, subset = cluster.told(EvaluationDone)
     module = build_model(LEARNING.model)
     for name, value in module.named_parameters():
         value.data.copy_(cluster.values()[name].view_as(value))

@@ -26,7 +26,6 @@ from torch.nn import functional
 
 from distbelief.config.job import StopTable
 from distbelief.core.vectors import Vector
-from distbelief.graph.capture import InputSpec
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD
@@ -204,7 +203,7 @@ def split(seed: int) -> Figures:
         downpour(
             max_steps=30, loss=COUNTING.loss, rule=SGD(learning_rate=1.0), n_push=1 + seed // 3 % 2
         ),
-        inputs=[InputSpec(shape=(200,))],
+        inputs=(200,),
         n_machines=n_machines,
         n_shards=1 + seed % 2,
         plan_seed=seed,

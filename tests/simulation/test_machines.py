@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from distbelief.data import DataShard, read_batch
-from distbelief.graph.capture import InputSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.protocol import Finished, Stop
 from distbelief.roles.role import Address, PeerLost
@@ -56,7 +55,8 @@ def counted(position: int) -> torch.Tensor:
     whole = torch.zeros(200)
     step = 0
     while (batch := plan.batch(step)).position < position:
-        inputs, _ = read_batch(dataset, [int(i) for i in batch.indices])
+        inputs = read_batch(dataset, [int(i) for i in batch.indices]).inputs
+        assert isinstance(inputs, torch.Tensor)
         whole += inputs.sum(0)
         step += 1
     assert batch.position == position, (batch.position, position)
@@ -98,7 +98,7 @@ def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
     group = Group(
         COUNTING,
         settings,
-        inputs=[InputSpec(shape=(200,))],
+        inputs=(200,),
         n_machines=n_machines,
         plan_seed=seed,
         host="host-0" if seed % 2 else "",
@@ -106,7 +106,7 @@ def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
         faults=faults,
     )
     group.run()
-    objectives = [group.machine(name).objective for name in group.machines]
+    objectives = [group.replica(name).objective for name in group.machines]
     pushed = {objective.pushed for objective in objectives if objective.pushed is not None}
     assert len(pushed) == 1, pushed
     (position,) = pushed
@@ -134,10 +134,7 @@ def test_the_others_end_once_a_silent_rank_is_lost_for_good(silent: int, at: flo
     names = [rank_name(0, m) for m in range(3)]
     settings = downpour(max_steps=None, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
     group = Group(
-        COUNTING,
-        settings,
-        inputs=[InputSpec(shape=(200,))],
-        faults=[Pause(at=at, role=names[silent], seconds=1e4)],
+        COUNTING, settings, inputs=(200,), faults=[Pause(at=at, role=names[silent], seconds=1e4)]
     )
     group.simulation.run(until=1.0)
     others = [name for name in names if name != names[silent]]
@@ -155,7 +152,7 @@ def test_the_others_end_once_a_silent_rank_is_lost_for_good(silent: int, at: flo
 
 def test_a_lost_peer_of_another_group_is_ignored() -> None:
     settings = downpour(max_steps=30, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
-    group = Group(COUNTING, settings, inputs=[InputSpec(shape=(200,))])
+    group = Group(COUNTING, settings, inputs=(200,))
     group.simulation.run(until=0.001)
     for name in group.machines:
         group.simulation.post(name, lost("replica-1.0"))

@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from distbelief.core.memory import Memory
 from distbelief.parameter_server.shard import Shard
-from distbelief.protocol import SaveCheckpoint
-from distbelief.roles.role import Address, PeerLost, Received
+from distbelief.roles.role import Address, PeerLost
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import (
     CutOff,
@@ -103,56 +101,6 @@ def test_without_faults_every_push_is_applied_on_every_shard(*, shared: bool) ->
     assert run.cluster.counts.lost == 0
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=10)
-def test_dead_workers_and_a_bad_network_lose_no_acknowledged_push(
-    *, shared: bool, seed: int
-) -> None:
-    faults = random_faults(seed, WORKERS, horizon=HORIZON, intensity=1.0)
-    run = Run(seed, shared=shared, faults=faults)
-    run.finish()
-    for name in SHARDS:
-        times = times_applied(run.cluster, name)
-        assert times[run.ledger.settled].all(), "an acknowledged push is missing"
-    for name in WORKERS:
-        assert run.worker(name).client.counters()["pushes_lost"] == 0
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=10)
-def test_after_any_death_missing_pushes_are_counted_as_lost(*, shared: bool, seed: int) -> None:
-    """Shards restart from snapshots, taken now and then; workers stay."""
-    faults = [
-        fault
-        for fault in random_faults(seed, SHARDS, horizon=HORIZON, intensity=2.0)
-        if not (isinstance(fault, Kill) and fault.role in WORKERS)
-    ]
-    run = Run(seed, shared=shared, faults=faults)
-    for n in range(1, 8):
-        run.cluster.run(until=0.02 * n)
-        for name in SHARDS:
-            run.cluster.post(name, save(f"{n:05}"))
-    run.finish()
-    assert not run.observer.scene.broken_lives  # so `MissingIsCounted` has counted
-
-
-@pytest.mark.slow
-@given(seed=st.integers(0, 2**32), shared=st.booleans())
-@settings(max_examples=10)
-def test_after_any_death_nothing_is_applied_twice_and_all_workers_end(
-    seed: int, *, shared: bool
-) -> None:
-    faults = random_faults(seed, (*SHARDS, *WORKERS), horizon=HORIZON, intensity=1.5)
-    run = Run(seed, shared=shared, faults=faults)
-    for n in range(1, 4):
-        run.cluster.run(until=0.04 * n)
-        for name in SHARDS:
-            run.cluster.post(name, save(f"{n:05}"))
-    run.finish()
-
-
 def test_a_torn_or_late_network_changes_nothing_but_the_time() -> None:
     faults = (
         Drop(probability=0.2, seconds=1.0),
@@ -216,22 +164,5 @@ def test_push_buffers_of_dead_clients_are_released() -> None:
         assert after * len(WORKERS) == before * (len(WORKERS) - 1)
 
 
-def test_the_same_seed_gives_the_same_trace_and_the_same_bits() -> None:
-    faults = random_faults(11, (*SHARDS, *WORKERS), horizon=2.0)
-    runs = [Run(11, shared=True, faults=faults) for _ in range(2)]
-    for run in runs:
-        run.finish()
-    one, two = runs
-    assert one.cluster.trace.digest == two.cluster.trace.digest
-    for name in SHARDS:
-        assert np.array_equal(times_applied(one.cluster, name), times_applied(two.cluster, name))
-
-
 def lost(worker: Address) -> PeerLost:
     return PeerLost(peer=worker, incarnation=1, reason="silent")
-
-
-def save(label: str) -> Received:
-    return Received(
-        sender=Address("supervisor"), incarnation=1, message=SaveCheckpoint(label=label)
-    )

@@ -34,15 +34,14 @@ from tests.simulation.sandblasts import (
     SECONDS_PER_MINI_BATCH,
     Run,
     Sandblast,
-    catches,
     drawn,
     half_pushed,
     journal_not_on_disk,
     play,
     shard_dies_while_saving,
-    sights_of,
 )
-from tests.simulation.test_seeds import chunks, name
+from tests.simulation.test_seeds import chunks, name, play_seeds
+from tests.simulation.variants import failure_of
 
 
 FILE = "tests/simulation/test_sandblaster.py"
@@ -67,10 +66,8 @@ def played(scene: Sandblast) -> Run:
 
 
 def play_all(seeds: range) -> None:
-    seen = sights_of(seeds, lambda seed: played(drawn(seed)).checker, file=FILE)
-    if len(seeds) >= 100:
-        too_seldom = {w: seen[w] for w in SELDOM if seen[w] < 0.04 * len(seeds)}
-        assert not too_seldom, f"of {len(seeds)} seeds, all in all: {dict(seen)}"
+    seldom = SELDOM if len(seeds) >= 100 else ()
+    play_seeds(seeds, lambda seed: played(drawn(seed)).checker.sights, file=FILE, seldom=seldom)
 
 
 @pytest.mark.slow
@@ -121,7 +118,7 @@ N_SEEDS = 60  # in which a variant is to be caught
 def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
     seeds = (drawn(seed) for seed in range(N_SEEDS))
     scenes = chain([CAUGHT_BY[variant]()], seeds)
-    caught = (catches(VARIANTS[variant], partial(play, scene)) for scene in scenes)
+    caught = (failure_of(VARIANTS[variant], partial(play, scene)) for scene in scenes)
     assert any(caught), "nothing notices"
 
 

@@ -6,6 +6,7 @@ SIMULATION_SEEDS=FIRST:STOP; `make soak` runs 10,000 seeds, or those.
 
 import os
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -59,20 +60,32 @@ def played(seed: int) -> Play:
         return play(seed)
 
 
-def play_all(seeds: range) -> None:
+def play_seeds(
+    seeds: range,
+    sights: Callable[[int], Mapping[str, int]],
+    *,
+    file: str,
+    seldom: Sequence[str],
+    share: float = 0.04,
+) -> None:
+    """Play every seed; of 25 or more, each of these things must have happened in this share."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         try:
-            drama = played(seed)
+            found = sights(seed)
         except Exception as error:
             raise AssertionError(
                 f"seed {seed} fails; alone: {VARIABLE}={seed} .venv/bin/python -m "
-                f"pytest -n 0 {FILE} -k whatever"
+                f"pytest -n 0 {file} -k whatever"
             ) from error
-        seen.update(what for what, n in drama.sights.items() if n)
+        seen.update(what for what, n in found.items() if n)
     if len(seeds) >= 25:
-        too_seldom = {w: seen[w] for w in SELDOM if seen[w] < 0.04 * len(seeds)}
+        too_seldom = {what: seen[what] for what in seldom if seen[what] < share * len(seeds)}
         assert not too_seldom, f"of {len(seeds)} seeds, all in all: {dict(seen)}"
+
+
+def play_all(seeds: range) -> None:
+    play_seeds(seeds, lambda seed: played(seed).sights, file=FILE, seldom=SELDOM)
 
 
 @pytest.mark.slow

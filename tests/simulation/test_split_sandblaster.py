@@ -14,7 +14,6 @@ from distbelief.protocol import Assignment, ChunkStaged, PushChunk
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
-from tests.simulation.sandblasts import catches, sights_of
 from tests.simulation.split_sandblasts import Run, Scene, undisturbed
 from tests.simulation.split_scenes import (
     LEADER,
@@ -28,16 +27,16 @@ from tests.simulation.split_scenes import (
     stands_still,
 )
 from tests.simulation.split_variants import VARIANTS
-from tests.simulation.test_seeds import chunks, name
+from tests.simulation.test_seeds import chunks, name, play_seeds
+from tests.simulation.variants import failure_of
 
 
 FILE = "tests/simulation/test_split_sandblaster.py"
 
 
 def play_all(seeds: range) -> None:
-    seen = sights_of(seeds, lambda seed: play(drawn(seed)).checker, file=FILE)
-    if len(seeds) >= 20:
-        assert seen["machines restarted"] >= 0.2 * len(seeds), dict(seen)
+    sights, seldom = (lambda seed: play(drawn(seed)).checker.sights), ("machines restarted",)
+    play_seeds(seeds, sights, file=FILE, seldom=seldom, share=0.2)
 
 
 @pytest.mark.slow
@@ -150,8 +149,8 @@ def patience(scene: Scene) -> Seconds:
 def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
     scene = CAUGHT_BY[variant]()
     _ = scene.undisturbed  # is kept as it is when nothing is broken
-    caught = catches(VARIANTS[variant], partial(play, scene, within=patience(scene)))
-    assert caught, "nothing notices"
+    run = partial(play, scene, within=patience(scene))
+    assert failure_of(VARIANTS[variant], run), "nothing notices"
 
 
 @pytest.mark.slow

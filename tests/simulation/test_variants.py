@@ -7,13 +7,13 @@ searches the first such seed of every variant and prints the table.
 
 import os
 import sys
+from functools import partial
 from itertools import chain
 
 import pytest
 
-from distbelief.simulation.trace import SimulationFailed
 from tests.simulation.scenarios import play
-from tests.simulation.variants import VARIANTS, broken
+from tests.simulation.variants import VARIANTS, failure_of
 
 
 N_SEEDS = 400  # in which each variant must be caught
@@ -48,19 +48,6 @@ CAUGHT_BY = {
 """A seed known to catch each variant; the test tries it first to save time."""
 
 
-def catches(seed: int, name: str) -> str | None:
-    """Return the failure that this seed provokes, if any."""
-    try:
-        with broken(VARIANTS[name]):
-            play(seed)
-    except (SimulationFailed, AssertionError) as error:
-        what = str(error)
-        mistakes = ("AttributeError", "TypeError", "NameError")
-        assert not any(f"raised {m}" in what for m in mistakes), what
-        return what.splitlines()[0]
-    return None
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # a changed scenario makes the test search for a new seed
 @pytest.mark.parametrize("name", VARIANTS)
@@ -69,7 +56,7 @@ def test_a_broken_rule_is_noticed(name: str) -> None:
     if "SIMULATION_VARIANTS" in os.environ:
         first = []
     for seed in chain(first, range(N_SEEDS)):
-        failure = catches(seed, name)
+        failure = failure_of(VARIANTS[name], partial(play, seed))
         if failure is not None:
             sys.stdout.write(f'    "{name}": {seed},  # {failure}\n')
             return

@@ -28,6 +28,7 @@ from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, FromPrimary, ReplicationMessage, Shard
 from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
+from distbelief.simulation.trace import SimulationFailed
 from distbelief.supervisor.failover import PrimaryElection
 
 
@@ -41,6 +42,20 @@ def broken(variant: Variant) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         variant(patch)
         yield
+
+
+def failure_of(variant: Variant, play: Callable[[], object]) -> str | None:
+    """Return how a run fails where this rule is left out; None if it does not."""
+    try:
+        with broken(variant):
+            play()
+    except (SimulationFailed, AssertionError) as error:
+        what = str(error)
+    else:
+        return None
+    mistakes = ("AttributeError", "TypeError", "NameError")
+    assert not any(f"raised {m}" in what for m in mistakes), what
+    return what.splitlines()[0]
 
 
 # ----------------------------------------------------------------- pushes, one copy

@@ -72,6 +72,19 @@ def call_whole(operation: Operation, reason: str) -> object:
     return Results(make) if several else make(None)
 
 
+def per_sample(lowerer: Lowerer, mean: Value) -> str:
+    """Add a layer that has a mean over the samples for each of them: a loss."""
+    place = {"input": 0, "batch": None, "before": 0, "after": 0}
+    keywords = {"self": place, "size": [{"samples": 1}], "implicit": False}
+    options: dict[str, Option] = {
+        "operation": "aten.expand.default",
+        "arguments": json.dumps({"arguments": [], "keywords": keywords}),
+        "batch": 0,
+    }
+    sources = [mean.layer.name, lowerer.first]
+    return lowerer.builder.add("loss", "call", sources, (), options=options)
+
+
 def _added(
     name: str,
     kind: str,
@@ -85,7 +98,8 @@ def _added(
     lowerer = encoder.lowerer
     batch = batch_of(result.shape)
     batched = any(value.batch is not None for value in encoder.inputs)
-    if batch is None and batched:
+    is_loss = lowerer.joins and not result.shape
+    if batch is None and batched and not is_loss:
         why = f" ({reason})" if kind == "whole" else ""
         raise GraphError(f"{name} joins samples{why}: a layer must keep them separate")
     if result.dtype == torch.bool:

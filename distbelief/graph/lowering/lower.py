@@ -340,6 +340,7 @@ class Lowerer:
         builder: Builder with its inputs.
         calls: Calls of leaf modules, by key.
         whole: Opaque modules, and why.
+        joins: Whether one number may be computed of all samples: a loss.
         in_parts: Adds what has no rule of its own, but is split.
         fallback: Adds what has no rule, for the reason.
         constant: Adds a tensor that the forward makes.
@@ -352,6 +353,7 @@ class Lowerer:
         *,
         calls: Mapping[int, LeafCall],
         whole: Mapping[str, str],
+        joins: bool,
         in_parts: Rule,
         fallback: Callable[[Operation, str], object],
         constant: Callable[["Lowerer", torch.Tensor], Value],
@@ -360,6 +362,7 @@ class Lowerer:
         self.builder = builder
         self.calls = calls
         self.whole = whole
+        self.joins = joins
         self.in_parts = in_parts
         self._fallback = fallback
         self._constant = constant
@@ -370,9 +373,10 @@ class Lowerer:
 
     @property
     def first(self) -> str:
-        """An input of the model, which has all samples."""
-        inputs = (value for value in self.known.values() if isinstance(value, Value))
-        return next(value.layer.name for value in inputs if value.layer.kind == INPUT)
+        """The smallest input of the model; it has all samples."""
+        values = [value.layer for value in self.known.values() if isinstance(value, Value)]
+        inputs = [layer for layer in values if layer.kind == INPUT]
+        return min(inputs, key=lambda layer: math.prod(layer.shape)).name
 
     # --- graphs ---
 

@@ -61,7 +61,18 @@ def mean_or_sum(op: Operation) -> object:
     function = str(op.target).split(".")[1]
     value = op.value("self")
     dims = op.arguments.get("dim") or []
-    return _reduced(op, value, function, dims, keep=bool(op.arguments.get("keepdim")))
+    keep = bool(op.arguments.get("keepdim"))
+    if op.lowerer.joins and value.batch is not None and not (op.result.shape or keep):
+        # Of all elements of all samples.
+        own = tuple(range(len(value.layer.shape)))
+        source = [value.layer]
+        if value.layer.is_integer:
+            raise NotSplitError("its input is integers")
+        layer = reduction_layer(
+            op.free_name, source, function=function, dims=own, keep=False, batch=True
+        )
+        return Value(op.builder[op.builder.add_layer(layer)], batch=None)
+    return _reduced(op, value, function, dims, keep=keep)
 
 
 @lowers("amax")

@@ -1,6 +1,5 @@
 """Linear layers, products of two computed matrices, and embeddings."""
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar, final
 
@@ -86,13 +85,7 @@ class Linear(Operator):
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         n_inputs = layer.input_shapes[0][-1]
-        operations = 2.0 * output.n_elements * n_inputs
-        n_read = math.prod(output.shape[:-1]) * n_inputs
-        return Work(
-            forward=operations,
-            backward=2 * operations,  # for the input, and for the weight
-            n_elements=float(output.n_elements + n_read),
-        )
+        return self.product_work(layer, output, 2.0 * output.n_elements * n_inputs)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -139,9 +132,7 @@ class Product(Operator):
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         n_inner = layer.input_shapes[0][-1]
-        forward = 2.0 * n_inner * output.n_elements
-        read = sum(region.n_elements for region in self.reads(layer, output))
-        return Work(forward=forward, backward=2 * forward, n_elements=read + output.n_elements)
+        return self.product_work(layer, output, 2.0 * n_inner * output.n_elements)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:

@@ -48,10 +48,7 @@ class Opaque(Operator):
         else:
             uses = layer.tensors.values()
             operations = 2.0 * sum(Region.of(*use.shape).n_elements for use in uses)
-        read = sum(region.n_elements for region in self.reads(layer, output))
-        return Work(
-            forward=operations, backward=2 * operations, n_elements=float(output.n_elements + read)
-        )
+        return self.product_work(layer, output, operations)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:

@@ -287,13 +287,3 @@ def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
         (*shapes[0][:dim], extent, *shapes[0][dim + 1 :]),
         options={"dim": dim},
     )
-
-
-def stack_layers(name: str, sources: Sequence[Layer], *, dim: int) -> list[Layer]:
-    """Return the layers that join equal shapes along a new dimension `dim`."""
-    shape = sources[0].shape
-    unsqueezed = [
-        reshape_layer(f"{name}.{i}", source, shape=(*shape[:dim], 1, *shape[dim:]))
-        for i, source in enumerate(sources)
-    ]
-    return [*unsqueezed, cat_layer(name, unsqueezed, dim=dim)]

@@ -402,13 +402,7 @@ class Convolution(Windowed):
     def work(self, layer: Layer, output: Region) -> Work:
         computed = layer.input_shapes[1:]
         shape = computed[0] if computed else layer.tensors["weight"].shape
-        operations = 2.0 * output.n_elements * math.prod(shape[1:])
-        read, *_ = self.reads(layer, output)
-        return Work(
-            forward=operations,
-            backward=2 * operations,
-            n_elements=float(output.n_elements + read.n_elements),
-        )
+        return self.product_work(layer, output, 2.0 * output.n_elements * math.prod(shape[1:]))
 
     @override
     def compute(self, call: Call) -> torch.Tensor:

@@ -17,7 +17,13 @@ import typer
 from typer.testing import CliRunner, Result
 
 from distbelief.cli.main import app
-from distbelief.cli.options import FAILED, INTERRUPTED, MISTAKEN, reported_errors
+from distbelief.cli.options import (
+    FAILED,
+    INTERRUPTED,
+    MISTAKEN,
+    reported as reported_command,
+    reported_errors,
+)
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.supervisor.view import JobView, RoleView
@@ -221,6 +227,9 @@ def test_each_kind_of_error_has_its_exit_code(capsys: pytest.CaptureFixture[str]
     assert "Traceback" in reported(mistake, capsys, show_traceback=True)[1]
     with pytest.raises(ZeroDivisionError), reported_errors(show_traceback=True):
         _ = 1 / 0
+    failing = typer.Typer()
+    failing.command()(reported_command(lambda: FAILED))
+    assert CliRunner().invoke(failing, []).exit_code == FAILED
 
 
 def status(*options: str) -> str:

@@ -30,6 +30,15 @@ def test_what_no_output_depends_on_is_left_out_but_inputs_and_effects() -> None:
     assert graph.outputs == ("kept",)
 
 
+def test_a_part_of_a_graph_is_all_that_its_outputs_depend_on() -> None:
+    builder = Builder()
+    x, y = builder.input("x", (4,)), builder.input("y", (4,))
+    both = builder.add("both", "pointwise", [x, y], (4,), options={"function": "add"})
+    graph = builder.finish([relu(builder, "one", x), relu(builder, "other", both)])
+    assert [layer.name for layer in graph.only(["one"]).layers] == [x, "one"]
+    assert graph.only(["other"]).by_name.keys() == {x, y, "both", "other"}
+
+
 def test_a_tensor_with_two_names_is_known_by_one() -> None:
     builder = Builder(aliases={"head.weight": "words.weight"})
     use = TensorUse(name="head.weight", shape=(2, 3))

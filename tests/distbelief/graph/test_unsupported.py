@@ -16,6 +16,7 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.region import Shape
+from distbelief.graph.unsupported import attributes_kept
 from tests.distbelief.graph.test_capture import check, owning
 from tests.distbelief.graph.zoo.catalogue import Applied, Case
 
@@ -405,8 +406,12 @@ def dropping(model: Two, x: torch.Tensor) -> object:
         lambda: Inner(frozen),
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(inplace=True)),
         lambda: Two(
-            lambda m, x: functional.scaled_dot_product_attention(
-                x[:, None], x[:, None], x[:, None], dropout_p=0.1 * m.training, scale=0.5
+            lambda m, x: (
+                functional.scaled_dot_product_attention(
+                    x[:, None], x[:, None], x[:, None], dropout_p=0.1 * m.training, scale=0.5
+                )
+                .transpose(1, 2)
+                .contiguous()
             )
         ),
         lambda: Two(lambda m, x: m.b(m.a(x).contiguous() if m.training else m.a(x))),
@@ -484,3 +489,15 @@ class Mixing(nn.Module):
 def test_refusals_say_where_in_the_source_they_stand() -> None:
     with pytest.raises(GraphError, match=r'test_unsupported.py"?, line \d+'):
         captured(nn.Sequential(Mixing()))
+
+
+def test_tensors_that_a_forward_replaces_are_put_back() -> None:
+    module = nn.BatchNorm1d(3)
+    weight, mean = module.weight, module.running_mean
+    with attributes_kept(module):
+        module.weight = nn.Parameter(torch.zeros(3))
+        module.running_mean = torch.ones(3)
+        module.seen = 1  # type: ignore[assignment] # as a forward may
+    assert module.weight is weight
+    assert module.running_mean is mean
+    assert not hasattr(module, "seen")

@@ -7,12 +7,21 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from typing_extensions import override
 
 import distbelief
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
-from distbelief.partition.api import counts, counts_of, examples_of, input_spec, pins, spec_of
+from distbelief.partition.api import (
+    counts,
+    counts_of,
+    examples_of,
+    input_spec,
+    input_specs,
+    pins,
+    spec_of,
+)
 
 
 NET = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
@@ -26,7 +35,8 @@ BATCH = torch.zeros(5, 6)
         (5, r"example is 5 \(int\)"),
         ("a batch", "example is 'a batch'"),
         ([], "example is"),
-        ({"x": BATCH}, "example is"),
+        ({}, "example is"),
+        ({"x": BATCH, "y": 5}, r"of an input is 5 \(int\): give a tensor"),
         ([5], r"of an input is 5 \(int\): give a tensor"),
         ([np.zeros((5, 6))], r"\(ndarray\): give a tensor .* torch.as_tensor"),
         (torch.zeros(5, 6, dtype=torch.complex64), "complex64: give floating point"),
@@ -133,3 +143,49 @@ def test_the_same_pin_twice_is_one_and_two_that_differ_are_rejected() -> None:
 def test_a_pin_without_a_split_is_rejected(text: str) -> None:
     with pytest.raises(JobError, match="pins nothing"):
         pins([text])
+
+
+def test_inputs_may_be_named() -> None:
+    specs = input_specs(["ids=3:50", "mask = 3:bool", "x=2x2"])
+    assert specs == {
+        "ids": InputSpec(shape=(3,), n_values=50),
+        "mask": InputSpec(shape=(3,), n_values=2, is_mask=True),
+        "x": InputSpec(shape=(2, 2)),
+    }
+    assert input_specs(["3", "4"]) == [InputSpec(shape=(3,)), InputSpec(shape=(4,))]
+    with pytest.raises(JobError, match="name all inputs"):
+        input_specs(["ids=3", "4"])
+
+
+class Asking(nn.Module):
+    """Needs a mask, and returns a loss where it gets labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    @override
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> object:
+        logits = self.layer(x.masked_fill(~mask, 0.0))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def test_examples_may_be_named_and_the_loss_the_models_own() -> None:
+    mask = torch.ones(5, 6, dtype=torch.bool)
+    example = {"x": BATCH, "mask": mask}
+    labels = {"labels": torch.zeros(5, dtype=torch.int64)}
+    with_labels = distbelief.plan(Asking(), example | labels, loss="model", machines=(2,))
+    assert with_labels.plan.inputs == {"labels": (), "mask": (6,), "x": (6,)}
+    (mean,) = (layer for layer in with_labels.request.graph.layers if layer.name == "loss")
+    named = distbelief.plan(Asking(), example, loss="cross_entropy", machines=(2,))
+    assert mean.shape == named.request.graph["loss"].shape == ()
+    # A large vocabulary is split in both.
+    kinds = [[layer.kind for layer in p.request.graph.layers] for p in (with_labels, named)]
+    assert all("class_sums" in each and "cross_entropy" in each for each in kinds)
+    with pytest.raises(JobError, match="missing a required argument: 'mask'"):
+        distbelief.plan(Asking(), {"x": BATCH}, loss="cross_entropy")
+    with pytest.raises(JobError, match="it returned logits: does the data set give the labels"):
+        distbelief.plan(Asking(), example, loss="model")

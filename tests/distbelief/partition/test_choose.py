@@ -20,9 +20,10 @@ from distbelief.partition import choose
 from distbelief.partition.choose import draw, plan_for_job
 from distbelief.program.plan import Plan, load
 from distbelief.task import task as task_module
-from distbelief.task.task import BuildContext, Sample, TaskSpec, capture_for, sample_of
+from distbelief.task.task import BuildContext, TaskSpec, capture_for, sample_of
 from distbelief.task.validation import check_data, check_evaluation
 from distbelief.worker.build import Split
+from tests.distbelief.examples import a_sample
 
 
 HERE = __name__
@@ -112,6 +113,7 @@ def test_ranks_read_the_graph_in_the_plan(
         seed=0,
         memory=PrivateMemory(host=""),
         plan=str(tmp_path / "plan.json"),
+        sample=a_sample((5,), labels=True),
     )
     assert Split.of(context).graph == graph
     # A plan without its graph, of an older version, gets it at the start of the next job.
@@ -246,9 +248,7 @@ def test_machines_like_this_one_talk_over_loopback(
 
 def test_what_a_sample_is_like() -> None:
     sample = sample_of(Data())
-    assert sample == Sample(
-        input_shape=(5,), input_is_integer=False, target_shape=(), target_is_integer=True
-    )
+    assert sample == a_sample((5,), labels=True)
     assert str(sample) == "input [5] of numbers, target [] of whole numbers"
 
 
@@ -308,7 +308,7 @@ def test_samples_drawn_at_random_are_rejected(
     task = job(f'data.train={{factory = "{HERE}:Drawn", arguments = {arguments}}}').task
     with pytest.raises(JobError, match=rf"\[data.train\] sample 1 .*{when}, .*seed"):
         check_data(task, 8)
-    assert check_data(task, 8, n_readers=1).input_shape == (5,)
+    assert check_data(task, 8, n_readers=1) == a_sample((5,), labels=True)
 
 
 class Scaled(nn.Module):
@@ -366,10 +366,11 @@ def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, targets)
 
 
-def test_a_custom_loss_takes_no_labels() -> None:
+def test_a_custom_loss_of_labels_is_captured_with_the_model() -> None:
     task: TaskSpec = msgspec.structs.replace(job().task, loss=f"{HERE}:own_loss")
-    with pytest.raises(JobError, match=r"own_loss.*partitions = 1"):
-        capture_for(task, sample_of(Data()))
+    graph = capture_for(task, sample_of(Data())).graph
+    assert graph["targets"].is_integer
+    assert not any("module" in layer.options for layer in graph.layers)
 
 
 class TwoMinds(nn.Module):

@@ -671,10 +671,10 @@ def test_a_broken_invariant_ends_the_run() -> None:
     role = Scripted(beat)
     cluster = cluster_of({A: role}, seed=9)
 
-    def few_events() -> None:
+    def few_events(_: HandledEvent) -> None:
         assert len(role.seen) < 3, "too many events"
 
-    cluster.watch(few_events)
+    cluster.observe(few_events)
     with pytest.raises(SimulationFailed, match=r"seed 9 .*broken: too many events"):
         cluster.run()
 
@@ -692,11 +692,6 @@ def test_an_observer_sees_each_event_and_what_was_done_of_what_was_asked() -> No
     assert [(h.name, h.incarnation, len(h.actions)) for h in seen] == [(A, 1, 2), (A, 1, 1)]
     assert seen[0].role is twice
     assert not cluster.is_alive(A)
-
-
-def test_the_users_stream_is_the_tests_own() -> None:
-    one, two = cluster_of({A: Scripted()}), cluster_of({A: Scripted()})
-    assert one.streams.user.random() == two.streams.user.random()
 
 
 def test_what_happens_to_the_dead_is_not_heard() -> None:

@@ -423,6 +423,8 @@ def test_an_executor_does_not_wake_up_in_a_pause_nor_after_death() -> None:
     pause, kill = Pause(at=0.6, role=A, seconds=2.0), Kill(at=0.6, role=A)
     paused = handled(answer=on_start(WORK), wake=0.25, faults=(pause,))
     assert times(paused) == [0.5, 2.6 + 1.0 + 0.25 + 0.5]
+    short = (Pause(at=0.6, role=A, seconds=0.05),)  # it is over before the executor wakes up
+    assert times(handled(answer=on_start(WORK), wake=0.25, faults=short)) == [0.5, 2.5]
     killed = handled(answer=on_start(WORK), wake=0.25, faults=(kill,))
     assert times(killed) == [0.5]
 

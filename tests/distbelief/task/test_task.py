@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.task import dry_run
 from distbelief.task.imports import installed_imports
-from distbelief.task.losses import higher_is_better
+from distbelief.task.losses import higher_is_better, loss_function
 from distbelief.task.task import (
     DataSpec,
     ModelSpec,
-    Sample,
     TaskSpec,
     build_dataset,
     build_metric,
@@ -23,7 +23,7 @@ from distbelief.task.task import (
     metric_name,
 )
 from distbelief.task.validation import check
-from tests.distbelief.examples import HERE, mean_output
+from tests.distbelief.examples import HERE, a_sample, mean_output
 
 
 def task(  # each argument is one thing to get wrong
@@ -198,7 +198,7 @@ def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) ->
         (task(model="nan_net"), "is nan for samples 0, ..., whose inputs and targets"),
         (task(model="nothing_to_train"), "none of its 4 parameters requires grad"),
         (task(model="no_parameters"), "nothing to train: none of its 0 parameters"),
-        (task(model="wrapped", kind="tuple"), "a tuple for 16 samples: the loss takes one tensor"),
+        (task(model="wrapped", kind="tuple"), "the model returned 0, 1: return one, call"),
         (task(model="wrapped", kind="scalar"), "returned float32 of shape () for 16 samples"),
         (task(model="wrapped", kind="detached"), "does not depend on the model's param"),
         (task(model="wrapped", kind="bug"), "bias=True): RuntimeError: a bug of the user's"),
@@ -227,7 +227,7 @@ def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) ->
         (task(loss="crossentropy"), "there is no loss 'crossentropy'"),
         (task(loss="crossentropy"), "Did you mean 'cross_entropy'?"),
         (task(loss=f"{HERE}:loss_per_sample"), "returned float32 of shape (16,)"),
-        (task(loss=f"{HERE}:listing"), "returned a list: it must return a tensor"),
+        (task(loss=f"{HERE}:listing"), ": it must return a tensor"),
         (task(loss=f"{HERE}:failing_function"), "ValueError: no such thing"),
         (
             task(model="wrapped", kind="root", loss=f"{HERE}:mean_output"),
@@ -245,7 +245,7 @@ def test_each_mistake_gives_one_sentence(wrong: TaskSpec, claim: str) -> None:
 def train(module: nn.Module, inputs: torch.Tensor) -> None:
     labels = torch.zeros(len(inputs), dtype=torch.int64)
     names = dry_run.Names(model="m", loss="cross_entropy", data="data.train")
-    dry_run.train(module, inputs, labels, loss=nn.functional.cross_entropy, names=names)
+    dry_run.train(module, Batch(inputs, labels), loss=nn.functional.cross_entropy, names=names)
 
 
 class Beside(nn.Linear):
@@ -294,6 +294,59 @@ def test_a_check_leaves_no_gradient_behind() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+# ------------------------------------------------------ several inputs and outputs
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    @override
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> object:
+        return {"logits": self.layer(x * mask), "hidden": x}
+
+
+@pytest.mark.parametrize(
+    ("names", "claim"),
+    [
+        (["x"], "have inputs.x, targets, but forward of m takes (x, mask): missing a required"),
+        (["x", "msk"], "missing a required argument: 'mask'"),
+        (["x", "mask", "more"], "got an unexpected keyword argument 'more'"),
+    ],
+)
+def test_arguments_that_forward_lacks_or_does_not_know_are_named(
+    names: list[str], claim: str
+) -> None:
+    inputs = {name: torch.ones(2, 4) for name in names}
+    names_of = dry_run.Names(model="m", loss="cross_entropy", data="data.train", indices=range(2))
+    batch = Batch(inputs, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(JobError, match=r"\[data.train\] items .*" + re.escape(claim)):
+        dry_run.train(Pair(), batch, loss=loss_function("cross_entropy"), names=names_of)
+
+
+def test_a_loss_with_a_name_takes_one_tensor_of_each() -> None:
+    scores, labels = torch.rand(3, 2), torch.tensor([0, 1, 1])
+    loss = loss_function("cross_entropy")
+    expected = nn.functional.cross_entropy(scores, labels)
+    for outputs in (scores, (scores,), {"logits": scores, "hidden": labels}, [None, scores]):
+        assert loss(outputs, labels) == expected
+    with pytest.raises(JobError, match=r"the model returned 0, 1: return one, call it logits"):
+        loss((scores, scores), labels)
+    with pytest.raises(JobError, match=r"the model returned a NoneType without any"):
+        loss(None, labels)
+    with pytest.raises(JobError, match=r"the data set gives ids, labels: return pairs .*'model'"):
+        loss(scores, {"ids": labels, "labels": labels})
+
+
+def test_the_loss_of_the_model_is_its_field_or_comes_first() -> None:
+    loss, value = loss_function("model"), torch.ones(())
+    for outputs in ({"logits": torch.ones(3), "loss": value}, (value, torch.ones(3)), value):
+        assert loss(outputs, None) is value
+    with pytest.raises(JobError, match=r"it returned logits: does the data set give the labels"):
+        loss({"logits": torch.ones(3), "loss": None}, None)
+
+
 # -------------------------------------------------------------------- metrics
 
 
@@ -306,6 +359,7 @@ def test_a_check_leaves_no_gradient_behind() -> None:
         # Regression: a regression model was reported with an accuracy of 9 %.
         ("a.b:own", True, "accuracy"),
         ("a.b:own", False, "mse"),
+        ("model", True, "loss"),
     ],
 )
 def test_the_usual_metric_goes_with_the_loss_and_the_targets(
@@ -315,9 +369,7 @@ def test_the_usual_metric_goes_with_the_loss_and_the_targets(
 ) -> None:
     sample = None
     if labels is not None:
-        sample = Sample(
-            input_shape=(4,), input_is_integer=False, target_shape=(2,), target_is_integer=labels
-        )
+        sample = a_sample((4,), (2,), labels=labels)
     assert metric_name(task(loss=loss), sample) == name
     assert metric_name(task(loss=loss, metric="top5"), sample) == "top5"
 

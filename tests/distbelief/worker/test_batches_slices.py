@@ -43,7 +43,7 @@ def samples(*indices: int) -> BatchIndices:
 
 def test_a_slice_is_what_the_rank_needs_and_no_more() -> None:
     batch_slice = reader(Labelled([0, 1, 1, 0])).read(7, 3, samples(2, 0))
-    assert (batch_slice.generation, batch_slice.step, batch_slice.targets) == (7, 3, None)
+    assert (batch_slice.generation, batch_slice.step, batch_slice.batch) == (7, 3, None)
     (inputs,), (labels,) = batch_slice.inputs["input"], batch_slice.inputs["targets"]
     assert inputs.dtype == torch.float64
     assert inputs.tolist() == [[2.0, 2.0], [0.0, 0.0]]

@@ -472,7 +472,7 @@ def test_evaluators_need_held_out_data() -> None:
 def test_a_rank_rejects_messages_it_does_not_accept() -> None:
     group = learning()
     group.simulation.run(until=0.1)
-    machine = group.machine(group.machines[1])
+    machine = group.replica(group.machines[1])
     machine._is_gone = False
     wrong: list[tuple[str, wire.Message]] = [
         ("replica-0.0", wire.HeartbeatAck()),

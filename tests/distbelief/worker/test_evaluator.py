@@ -11,7 +11,7 @@ from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, Sta
 from distbelief.roles.role import Computed, TimerFired
 from distbelief.task import dry_run
 from distbelief.task.losses import METRICS, Metric
-from distbelief.worker.build import score_of, whole_evaluator
+from distbelief.worker.build import whole_evaluator
 from distbelief.worker.evaluator import CHUNK, held_out
 from distbelief.worker.local_executor import FlatModel, LocalEvaluator
 from tests.distbelief.examples import Frames, failing_function, net
@@ -40,7 +40,6 @@ class Bench(RoleBench):
             LocalEvaluator(model, self.dataset, loss=loss, metric=metric, names=names),
             client=self.client,
             kinds=held_out(50, subset=subset, seed=seed),
-            score=score_of(loss, metric),
             chunk=chunk,
         )
         self.start()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.parameter_server.layout import Layout
 from distbelief.worker.local_executor import FlatModel
@@ -20,9 +21,9 @@ def everything() -> nn.Module:
     return Everything(4, 2)
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch(n: int = 12) -> Batch:
     frames = Frames(n_samples=12)
-    return frames.inputs, frames.targets
+    return Batch(frames.inputs[:n], frames.targets[:n])
 
 
 def test_tensors_are_sorted_once_each_and_of_their_kind() -> None:
@@ -85,10 +86,9 @@ def test_names_and_aliases_are_those_of_the_state_dict() -> None:
 def test_the_gradient_is_that_of_plain_torch() -> None:
     plain = everything()
     model = FlatModel(copy.deepcopy(plain))
-    inputs, targets = batch()
-    loss = cross_entropy(plain(inputs), targets)
+    loss = cross_entropy(plain(batch().inputs), Frames(n_samples=12).targets)
     loss.backward()
-    assert model.gradient(inputs, targets, cross_entropy) == float(loss.detach())
+    assert model.gradient(batch(), cross_entropy) == float(loss.detach())
     expected = dict(plain.named_parameters())
     for spec, gradient in zip(model.specs(), model.gradients, strict=True):
         plain_gradient = expected[spec.name].grad if spec.name in expected else None
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_plain_torch() -> None:
 
 def test_what_is_unused_frozen_or_a_buffer_has_no_gradient() -> None:
     model = FlatModel(everything())
-    model.gradient(*batch(), cross_entropy)
+    model.gradient(batch(), cross_entropy)
     missing = {
         spec.name
         for spec, gradient in zip(model.specs(), model.gradients, strict=True)
@@ -114,11 +114,11 @@ def test_what_is_unused_frozen_or_a_buffer_has_no_gradient() -> None:
 
 def test_each_gradient_is_fresh_and_the_older_one_stays_as_it_was() -> None:
     model = FlatModel(net())
-    model.gradient(*batch(), cross_entropy)
+    model.gradient(batch(), cross_entropy)
     stolen = model.gradients[0]
     assert stolen is not None
     kept = stolen.clone()
-    model.gradient(*batch(), cross_entropy)
+    model.gradient(batch(), cross_entropy)
     assert torch.equal(stolen, kept)
     fresh = model.gradients[0]
     assert fresh is not None
@@ -128,8 +128,8 @@ def test_each_gradient_is_fresh_and_the_older_one_stays_as_it_was() -> None:
 def test_views_stay_those_of_the_module_whatever_forward_does() -> None:
     module = everything()
     model = FlatModel(module)
-    model.gradient(*batch(), cross_entropy)
-    model.gradient(*batch(), cross_entropy)
+    model.gradient(batch(), cross_entropy)
+    model.gradient(batch(), cross_entropy)
     names = [spec.name for spec in model.specs()]
     assert float(model.values[names.index("rebound")]) == 2.0
     assert float(model.values[names.index("norm.num_batches_tracked")]) == 2.0
@@ -140,7 +140,7 @@ def test_views_stay_those_of_the_module_whatever_forward_does() -> None:
 def test_what_is_fetched_is_what_the_module_uses() -> None:
     """Through a layout of two shards and back, integers included."""
     model, other = FlatModel(everything()), FlatModel(Everything(4, 2))
-    model.gradient(*batch(), cross_entropy)
+    model.gradient(batch(), cross_entropy)
     layout = Layout.of(model.specs(), n_shards=2)
     for k in range(2):
         vector = np.zeros(layout.shard_size(k), layout.dtype)
@@ -152,7 +152,7 @@ def test_what_is_fetched_is_what_the_module_uses() -> None:
 
 def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
     model = FlatModel(net())
-    model.gradient(*batch(), cross_entropy)
+    model.gradient(batch(), cross_entropy)
     before = torch.cat([g for g in model.gradients if g is not None])
     model.clip(0.01)
     after = torch.cat([g for g in model.gradients if g is not None])
@@ -162,7 +162,7 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
 
 def test_a_sparse_gradient_is_made_dense() -> None:
     model = FlatModel(nn.Sequential(nn.Embedding(10, 2, sparse=True), nn.Flatten()))
-    model.gradient(torch.tensor([[1], [3]]), torch.tensor([0, 1]), cross_entropy)
+    model.gradient(Batch(torch.tensor([[1], [3]]), torch.tensor([0, 1])), cross_entropy)
     gradient = model.gradients[0]
     assert gradient is not None
     assert gradient.shape == (20,)
@@ -178,8 +178,7 @@ def test_complex_tensors_are_refused_by_name() -> None:
 
 def test_batches_may_be_of_any_size() -> None:
     model = FlatModel(net())
-    inputs, targets = batch()
     for n in (1, 5, 12):
-        model.gradient(inputs[:n], targets[:n], cross_entropy)
+        model.gradient(batch(n), cross_entropy)
     assert model.flops(12) == 6.0 * model.n_parameters * 12
     assert model.n_bytes == 4 * model.n_parameters

@@ -15,7 +15,7 @@ from distbelief.graph.ops.attention import multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
-from distbelief.graph.ops.views import stack_layers
+from distbelief.graph.ops.views import cat_layer
 from distbelief.graph.ops.windows import adaptive_pool_layers
 from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.ops.comparison import (
@@ -80,7 +80,7 @@ def examples() -> list[Layer]:
             causal=True,
         ),
         reading("dropout", IMAGE, probability=0.5, n_shared=2),
-        *stack_layers("stack", [x, x], dim=1),
+        cat_layer("cat", [x, x], dim=1),
         reading("slice", (2, 2, 2), starts=(1, 0, 2), steps=(1, 3, 2)),
         reading("pad", (4, 8, 8), before=(0, 1, 0), after=(0, 1, 0), value=0.0),
         reading("pointwise", IMAGE, function="relu"),
