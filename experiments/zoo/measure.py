@@ -28,6 +28,7 @@ from distbelief.launch.local import LocalLauncher
 from distbelief.partition.api import PlanningResult, planning_result
 from distbelief.partition.planner import Request, planning_request
 from distbelief.program.cluster import Cluster, Machine
+from distbelief.task.task import ModelSpec, build_on_meta
 from distbelief.verify import verify
 from experiments.zoo.models import MODELS, Size
 
@@ -84,14 +85,15 @@ def verified(name: str) -> Found:
     """
     begun = time.monotonic()
     size = MODELS[name].small
-    model = _without_memory(size)
+    factory = f"experiments.zoo.models:{name}_seed"
+    model = build_on_meta(ModelSpec(factory=f"{factory}0"))
     plans = _plans(name, model, size, cluster=SLOW, counts=[len(SLOW)], search=False)
     tries = 0
     while True:
         with LocalLauncher() as launcher:
             found = verify(
                 plans,
-                factory=f"experiments.zoo.models:{name}_seed{tries}",
+                factory=f"{factory}{tries}",
                 loss=LOSS,
                 n_cores=len(os.sched_getaffinity(0)),
                 launcher=launcher,

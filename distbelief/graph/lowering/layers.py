@@ -210,9 +210,15 @@ def index(op: Operation) -> object:
     # Rows of a table: a relative position bias.
     table, words = op["self"], op["indices"]
     *before, last = words
-    if not any(before) and isinstance(last, torch.Tensor) and last.dtype == torch.int64:
+    shape = list(op.result.shape)
+    if (
+        not any(before)
+        and isinstance(last, torch.Tensor)
+        and last.dtype == torch.int64
+        # Words that are the same for every sample may stand for all of them.
+        and not any(isinstance(n, torch.SymInt) for n in shape[len(before) :][: last.dim()])
+    ):
         arguments = {"self": table, "dim": len(before), "index": last.flatten()}
-        shape = list(op.result.shape)
         shape[len(before) : len(before) + last.dim()] = [last.numel()]
         chosen = replace(
             op,

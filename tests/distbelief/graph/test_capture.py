@@ -558,6 +558,11 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "own table": (lambda: owning(functional.embedding, (7, 3)), 0),
     "positions": (lambda: owning(partial(placed, torch.arange(1, 5)), (7, 3)), 0),
     "positions in steps": (lambda: owning(partial(placed, torch.arange(6, -2, -2)), (7, 3)), 0),
+    "positions of each sample": (
+        lambda: owning(
+            lambda x, w: w[x] + w[torch.arange(x.shape[1]).repeat(x.shape[0], 1)], (7, 3)
+        ), 0,
+    ),
     "whole numbers at other places": (
         lambda: owning(
             lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w), (7, 3)
