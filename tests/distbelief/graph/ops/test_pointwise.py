@@ -130,6 +130,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "either, not": lambda x: x * ~((x < -0.5) | torch.gt(x, 0.5)),
     "logical": lambda x: torch.logical_not(torch.logical_or(x > 1, x < -1)).float() * x,
     "two": lambda x: (x != x * x) * x,
+    "sum of masks": lambda x: x * ((x > 0) + (x < -1)),
+    "whole numbers": lambda x: x * (x > 0).to(torch.int64),
 }
 
 
@@ -154,9 +156,7 @@ def assert_captured(model: nn.Module, *, whole: bool = False) -> None:
 
 
 WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum of masks": lambda x: x * ((x > 0) + (x < -1)),
     "integers": lambda x: x * torch.where(x > 0, 1, 2),
-    "whole numbers": lambda x: x * (x > 0).to(torch.int64),
     "bits": lambda x: x * ((x > 0) & 3),
 }
 MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
