@@ -152,7 +152,7 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **dict.fromkeys(("glu", "index_select", "index_fill", "repeat_interleave"), "dim"),
     **dict.fromkeys(("flip", "roll"), "dims"),
     **dict.fromkeys(("tril", "triu"), (-2, -1)),
-    **dict.fromkeys(("_to_copy", "to", "nan_to_num", "fill", "zero"), ()),
+    **dict.fromkeys(("_to_copy", "to", "fill", "zero", "where", "__and__", "__or__"), ()),
     **{
         f"{kind}{n}d": range(-n, 0)
         for n in (1, 2, 3)
