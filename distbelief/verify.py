@@ -3,6 +3,7 @@
 Outputs, loss and gradients are compared; step seconds and bytes per link, with their prediction.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -328,9 +329,10 @@ def _batch(graph: LayerGraph, sample: Sample, *, batch: int, loss: str) -> Batch
     found: dict[Keys, torch.Tensor] = {}
     for path, spec in ((entry.path, entry.spec) for entry in sample.entries):
         values = torch.rand(batch, *spec.shape, generator=generator)
-        if spec.is_mask:
+        if spec.is_mask or spec.n_values == 2:
             values = values < _SHARE_TRUE
-            values[..., :1] = True  # a row without any would have no mean
+            values[..., :1] = True  # attention to nothing is not a number
+            values = values if spec.is_mask else values.to(torch.int64)
         elif spec.is_integer:
             n_values = spec.n_values or 1
             if n_values == 1:
@@ -364,7 +366,8 @@ def _found(
         output_name(path): computation.load("output", layers.index(name))
         for path, name in zip(graph.fields, graph.outputs[:-1], strict=True)
     }
-    loss = sum(rank["loss"] for rank in seen) / computation.n_samples
+    # A status holds finite numbers only.
+    loss = sum(rank.get("loss", math.nan) for rank in seen) / computation.n_samples
     found["loss"] = torch.tensor(loss, dtype=torch.float64)
     for index, name in enumerate(sorted(tensors)):
         if name in graph.tensors:
@@ -408,7 +411,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 def _compared(found: Tensors, single: Tensors, exact: Tensors) -> dict[str, Agreement]:
     names = [name for name in exact if name in found]
     n_results = names.index("loss") + 1
-    largest = max(_largest(exact[name]) for name in names[n_results - 1 :])
+    largest = max(_largest(exact[name]) for name in names[n_results:] or names)
     errors: dict[str, Agreement] = {}
     for name in names:
         # A gradient that is only rounding (a bias before normalisation) is relative to the others.

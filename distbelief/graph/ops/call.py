@@ -179,7 +179,10 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
                 raise GraphError(f"a call has an unknown argument {value!r}")
 
     given = json.loads(arguments)
-    return one(given["arguments"]), {word: one(v) for word, v in given["keywords"].items()}
+    keywords = {word: one(v) for word, v in given["keywords"].items()}
+    if "device" in keywords:
+        keywords["device"] = device  # some operations need one
+    return one(given["arguments"]), keywords
 
 
 def packed(numbers: torch.Tensor) -> str:

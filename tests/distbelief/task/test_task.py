@@ -329,7 +329,7 @@ def test_a_loss_with_a_name_takes_one_tensor_of_each() -> None:
     scores, labels = torch.rand(3, 2), torch.tensor([0, 1, 1])
     loss = loss_function("cross_entropy")
     expected = nn.functional.cross_entropy(scores, labels)
-    for outputs in (scores, (scores,), {"logits": scores, "hidden": labels}, [None, scores]):
+    for outputs in (scores, (scores,), {"hidden": labels, "logits": scores}, [None, scores]):
         assert loss(outputs, labels) == expected
     with pytest.raises(JobError, match=r"the model returned 0, 1: return one, call it logits"):
         loss((scores, scores), labels)
