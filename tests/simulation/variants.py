@@ -20,7 +20,7 @@ from distbelief.parameter_server import shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.client import client as client_module
 from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
-from distbelief.parameter_server.client.client import ShardLink
+from distbelief.parameter_server.client.client import ShardLink, ShardReply
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
@@ -319,11 +319,16 @@ def former_primaries_are_accepted(patch: Patch) -> None:
     everything that its predecessor acknowledged.
     """
 
-    def note_term(self: ShardLink, term: int) -> bool:
-        before, self.term = self.term, term
-        return term > before
+    whole = ShardLink.receive
 
-    patch.setattr(ShardLink, "_note_term", note_term)
+    def receive(
+        self: ShardLink, event: Received, message: ShardReply, now: Seconds
+    ) -> list[Action]:
+        if not isinstance(message, wire.SessionRefused):
+            self.term = min(self.term, message.shard_incarnation)
+        return whole(self, event, message, now)
+
+    patch.setattr(ShardLink, "receive", receive)
     patch.setattr(ShardLink, "_is_stale", lambda *_: False)
 
 
