@@ -114,6 +114,15 @@ def changed_in_parts(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def numbers_in_parts(x: torch.Tensor) -> torch.Tensor:
+    """Regression: a plan failed in its first step."""
+    y = x.clone()
+    y[:, :2] = 0
+    y[:, 3] = 1.5
+    y[..., 2].fill_(3)
+    return y * x
+
+
 def on_shapes(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2 or x.shape[-1] > 8:
         raise ValueError("use at most 8 features")
@@ -339,6 +348,7 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "masked": (lambda x: x.masked_fill(x < 0, 0.5).masked_fill(torch.eye(3) > 0, 2.0), (3, 3)),
     "changed in a part": (lambda x: (x * 1).view(-1, 2, 2)[:, 0].mul_(2) + x[:, 2:], (4,)),
     "changed in a loop": (changed_in_parts, (4,)),
+    "numbers in parts": (numbers_in_parts, (4,)),
     "detached": (lambda x: x * x.detach(), (4,)),
     "implicit dimension": (functional.softmax, (4,)),
     "a product for each sample": (lambda x: torch.bmm(x[:, :, None], x[:, None, :]), (4,)),
