@@ -8,9 +8,9 @@
 
 As many processes as there are cores measure at once: a single busy core would be faster than
 the cores of a real job. Each runs the job in FOLDER/job.json with one replica in virtual time,
-times every piece of work, and writes FOLDER/INDEX.json. The means are kept in
-~/.cache/distbelief. On another machine, costs in operations scale with its computing speed, and
-costs in bytes with its memory rate.
+moves between cores as the roles would, times every piece of work, and writes FOLDER/INDEX.json.
+The means are kept in ~/.cache/distbelief. On another machine, costs in operations scale with its
+computing speed, and costs in bytes with its memory rate.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-VERSION: Final = 10
+VERSION: Final = 11
 SECONDS: Final = 8.0  # of one measurement, with the warm-up
 N_EVENTS_MAX: Final = 10**9
 READY_SECONDS_MAX: Final = 120.0
@@ -73,7 +73,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     work: Mapping[str, Rate]  # by `key_of`
     message: rl.Seconds  # core time of an event: both nodes and the role that handles it
-    wake: rl.Seconds  # until a sleeping thread or process continues
+    wake: rl.Seconds  # until a sleeping thread continues
     share: float = 1.0  # of a core that each measuring process got
     version: int = VERSION
 
@@ -171,6 +171,10 @@ def _never() -> rl.Seconds:
     return 0.0
 
 
+def _stay(kind: str) -> None:
+    del kind
+
+
 @final
 class Stopwatch:
     """Times work and the handling of events.
@@ -179,6 +183,7 @@ class Stopwatch:
         clock: Thread time by default: time that other programs take must not count.
         idle: Total time for which this thread slept, which `clock` does not show. Data work
             may wait for a disk.
+        move: Called before each piece of work with the kind of its role.
     """
 
     def __init__(
@@ -186,9 +191,11 @@ class Stopwatch:
         clock: Callable[[], rl.Seconds] = time.thread_time,
         *,
         idle: Callable[[], rl.Seconds] = _never,
+        move: Callable[[str], None] = _stay,
     ) -> None:
         self._clock = clock
         self._idle = idle
+        self._move = move
         self.work: dict[str, list[Piece]] = {}
         self.waits: dict[str, list[Piece]] = {}
         self.handling: rl.Seconds = 0.0
@@ -200,6 +207,7 @@ class Stopwatch:
 
         def work() -> object:
             part = 1.0 if asked.remaining is None else asked.remaining()
+            self._move(kind)
             idle = self._idle() if reads else 0.0
             begun = self._clock()
             result = asked.work()
@@ -249,6 +257,20 @@ def idle() -> rl.Seconds:
         _, queued, _ = QUEUE.read_text().split()
         return time.perf_counter() - time.thread_time() - 1e-9 * int(queued)
     return 0.0
+
+
+def mover(index: int) -> Callable[[str], None]:
+    """Return a function that moves this thread to the core of a kind of role.
+
+    In a job, replicas and shards run on different cores, and reading a vector from the cache of
+    another core takes a quarter longer, or more.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+
+    def move(kind: str) -> None:
+        os.sched_setaffinity(0, {cores[(index + (kind != "replica")) % len(cores)]})
+
+    return move
 
 
 # --- messages ---
@@ -326,17 +348,19 @@ def _echo(to: str) -> EchoRole:
 
 
 def _per_event(ends: Sequence[tuple[RoleRunner, EchoRole]]) -> tuple[rl.Seconds, rl.Seconds]:
-    # Core time, and time without any, of an event; the ends take turns.
+    # Core time of an event, and how long this thread waits for it; the ends take turns. What
+    # other threads compute meanwhile does not shorten the wait.
     def run(n_events: int) -> tuple[rl.Seconds, rl.Seconds]:
         besides = sum(role.seconds for _, role in ends)
-        cores, clock = time.process_time(), time.perf_counter()
+        cores, waits = time.process_time(), []
         for index in range(n_events):
             node, role = ends[index % len(ends)]
+            clock, own = time.perf_counter(), time.thread_time()
             node.pump(partial(role.has_had, role.n + 1), timeout_seconds=WAIT_SECONDS_MAX)
+            waits.append(time.perf_counter() - clock - (time.thread_time() - own))
         busy = time.process_time() - cores
         besides = sum(role.seconds for _, role in ends) - besides
-        idle = time.perf_counter() - clock - busy
-        return max(0.0, busy - besides) / n_events, max(0.0, idle) / n_events
+        return max(0.0, busy - besides) / n_events, max(0.0, median(waits))
 
     run(N_WARM_EVENTS)
     return run(N_EVENTS)
@@ -430,8 +454,9 @@ def main(folder: str, index: int, n_processes: int) -> int:
     path = Path(folder)
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()
-    # With several threads only wall-clock time shows what work takes.
-    watch = Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
+    # With several threads only wall-clock time shows what work takes, and they use all cores.
+    cores, is_single = os.sched_getaffinity(0), job.cluster.threads == 1
+    watch = Stopwatch(idle=idle, move=mover(index)) if is_single else Stopwatch(time.perf_counter)
     try:
         with Preparation() as preparation:
             prepared = preparation.stage(job)
@@ -453,6 +478,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
+    os.sched_setaffinity(0, cores)
     message, wake = measure_messages()
     found = _Found(
         work=watch.work,

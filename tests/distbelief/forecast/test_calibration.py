@@ -1,5 +1,6 @@
 """Calibration: what work and messages cost on this host."""
 
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from distbelief.forecast.calibration import (
     load_rates,
     measure,
     measure_messages,
+    mover,
     rate_of,
     save_rates,
     waiting_of,
@@ -266,6 +268,19 @@ def test_a_message_takes_some_time_but_not_long(monkeypatch: pytest.MonkeyPatch)
     message, wake = measure_messages()
     assert 0 <= message < 0.5
     assert 0 <= wake < 0.5
+
+
+def test_a_shard_is_measured_on_another_core_than_a_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: moves.append(cores))
+    watch = Stopwatch(move=mover(2))
+    for kind in ("replica", "shard"):
+        work = Compute(name="work", work=lambda: None)
+        watch.adapt(kind, work).work()
+    assert moves == [{6}, {4}]
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:
