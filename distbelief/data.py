@@ -23,6 +23,7 @@ one number: the samples consumed.
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
@@ -224,7 +225,10 @@ def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batc
                 f"[{table}] sample {index} is {_kind(sample)}: it must be a pair (input, target)"
                 + (" or, as all others, a dictionary" if has_entries else " or a dictionary")
             )
-    entries = [_entries(sample) for sample in samples]
+    entries = [
+        {path: _readable(leaf, path, index, table) for path, leaf in _entries(sample).items()}
+        for index, sample in zip(wanted, samples, strict=True)
+    ]
     first = entries[0]
     if any(each.keys() != first.keys() for each in entries):
         raise JobError(f"[{table}] {_misfit(entries, wanted)}")
@@ -242,6 +246,19 @@ def _entries(read: object) -> dict[Path, object]:
         return _leaves(read, ("batch",))
     inputs, targets = cast("tuple[object, object]", read)
     return _leaves(inputs, ("inputs",)) | _leaves(targets, ("targets",))
+
+
+def _readable(value: object, path: Path, index: int, table: str) -> object:
+    # A list is a tensor: joined as it is, its elements would become entries.
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic | int | float):
+        return value
+    with suppress(RuntimeError, TypeError, ValueError):
+        if isinstance(value, list):
+            return torch.as_tensor(value)
+    raise JobError(
+        f"[{table}] {shown_path(path)} of sample {index} is {_kind(value)}: it must be a tensor, "
+        "an array or a number; leave out what neither forward nor loss reads"
+    )
 
 
 def _batch_of(columns: Mapping[Path, object], *, table: str) -> Batch:

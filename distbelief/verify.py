@@ -93,6 +93,8 @@ class SharedDropoutMasks(TorchDispatchMode):
 
     def _mask(self, layer: Layer, like: torch.Tensor) -> torch.Tensor:
         shape = _fates(layer)
+        # The samples may share a dimension with words, say.
+        like = like.new_empty(like.numel() // max(1, math.prod(shape)))
         return mask(
             layer.name,
             shape,

@@ -391,7 +391,7 @@ def _reason(error: Exception) -> str:
     if "data-dependent" in words or "DataDependent" in words:
         return "its forward depends on the values of its data (an `if`, a loop)"
     if "specialized" in words or "Constraints violated" in words:
-        return "its forward needs the number of samples"
+        return "its forward needs the number of samples (as len(x) does, unlike x.shape[0])"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 

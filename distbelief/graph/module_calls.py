@@ -138,7 +138,8 @@ class LeafCall:
             hint = "It gets integers: embed them first, or give the input as floats"
         else:
             hint = "Is the shape of the input right?"
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        why = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+        why = why if type(error) is RuntimeError and why else f"{type(error).__name__}: {why}"
         what = f"{path} ({kind})" if path else kind
         return f"{what} cannot be run on {shapes}: {why}. {hint}"
 

@@ -488,8 +488,13 @@ class _Planner:
 def _of_most(ways: Sequence[SimulatedPlan], count: int) -> list[SimulatedPlan]:
     most = max(len(way.cost.compiled.order) for way in ways)
     if most < count:
+        layers = ways[0].cost.compiled.graph.layers
+        whole = [
+            f"{layer.name} is computed whole: {layer.whole}" for layer in layers if layer.whole
+        ]
+        why = f" ({whole[0]})" if whole else ""
         raise GraphError(
-            f"no plan uses exactly {count} machines, only {most}: request {most}, or allow "
+            f"no plan uses exactly {count} machines, only {most}{why}: request {most}, or allow "
             "idle machines"
         )
     return [way for way in ways if len(way.cost.compiled.order) == most]

@@ -160,7 +160,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if statistics:
             raise GraphError(
                 f"micro_batches is {self.micro_batches} in the plan, but layer "
-                f"{statistics[0]!r} has statistics of the whole batch: plan again"
+                f"{statistics[0]!r} has statistics of the whole batch, or may have: plan again"
             )
         for name, placement in self.placements.items():
             placement.check(graph[name], n_machines=self.cluster.n_machines)

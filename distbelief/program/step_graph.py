@@ -18,6 +18,7 @@ from typing import Final, final
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
+from distbelief.graph.ops.opaque import Opaque
 from distbelief.program.compiler import Compiled
 from distbelief.program.tasks import MessageKind, Task
 from distbelief.program.traffic import Traffic
@@ -213,19 +214,21 @@ def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
     statistics = statistics_of(compiled.graph)
     if statistics:
         raise GraphError(
-            f"layer {statistics[0]!r} has statistics of the whole batch, which "
+            f"layer {statistics[0]!r} has statistics of the whole batch, or may have, which "
             f"{micro_batches} micro-batches would change: use 1 micro-batch"
         )
     return _repeated(once, micro_batches)
 
 
 def statistics_of(graph: LayerGraph) -> list[str]:
-    # Layers that join samples: their result depends on the whole batch.
+    # Layers that join samples: their result depends on the whole batch. That of an opaque module
+    # may, too: nobody looks into it.
     single = joined(graph)
     return [
         layer.name
         for layer in graph.layers
-        if layer.name in single and not single.issuperset(layer.inputs)
+        if layer.kind == Opaque.name
+        or (layer.name in single and not single.issuperset(layer.inputs))
     ]
 
 

@@ -87,6 +87,11 @@ def own_loss(outputs: object, targets: object) -> torch.Tensor:
     for path in (("loss",), (0,), ()):
         if path in found and found[path].numel() == 1:
             return found[path]
+    if ("loss",) in found:
+        raise JobError(
+            f"[algorithm] loss = 'model': the model's loss has shape {tuple(found['loss',].shape)}"
+            ": it must have one element, the mean over the samples"
+        )
     raise JobError(
         "[algorithm] loss = 'model' takes the field 'loss' of what the model returns, or the first "
         f"of a tuple; it returned {', '.join(map(shown_path, found)) or 'no tensor'}: does "

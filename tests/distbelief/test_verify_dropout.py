@@ -49,8 +49,21 @@ class Words(nn.Module):
         return self.last(y.mean(1))
 
 
+class Folded(nn.Module):
+    """Dropout of words of all samples in one dimension, as OPT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        y = functional.dropout(self.first(x.flatten(0, 1)), 0.4, self.training)
+        return y.view(x.shape).sum(1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8))])
+@pytest.mark.parametrize(("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8))])
 def test_one_process_draws_the_masks_of_the_ranks(
     net: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:

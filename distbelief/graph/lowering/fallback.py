@@ -301,9 +301,9 @@ def refuse_state(module: nn.Module, path: str, reason: str) -> None:
             )
         if isinstance(part, _NormBase) and part.track_running_stats and part.training:
             raise GraphError(
-                f"{path} is opaque ({reason}): the running statistics of its {inner or 'own'} "
-                "would be lost: put it into eval mode, give it track_running_stats=False, or move "
-                "it outside"
+                f"{path or 'the model'} is opaque ({reason}): the running statistics of its "
+                f"{inner or 'own'} would be lost: put it into eval mode, give it "
+                "track_running_stats=False, or move it outside"
             )
         if path and is_replaced(part) and inner:
             raise GraphError(
@@ -372,7 +372,9 @@ class _Encoder:
                 return {"samples": samples, "plus": plus} if samples else plus
             case torch.dtype():
                 return {"dtype": str(value).removeprefix("torch.")}
-            case torch.device() | torch.layout() | torch.memory_format():
+            case torch.device():
+                return {"device": "own"}  # that of the rank
+            case torch.layout() | torch.memory_format():
                 return None
             case _:
                 raise NotSplitError(f"{_shown(value)}, which cannot be sent")

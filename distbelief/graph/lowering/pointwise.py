@@ -283,6 +283,8 @@ def converted(op: Operation) -> object:
     source = op["self"]
     if not isinstance(source, Value):
         source = op.value("self")
+    if op.result.dtype == torch.bool and not op.lowerer.is_mask(source.layer):
+        return _comparison(op, [source], "not_equal", 0.0)
     was_integer = source.layer.is_integer
     if was_integer != (op.is_integer and op.result.dtype != torch.bool):
         raise NotSplitError("it converts between whole and floating point numbers")

@@ -286,11 +286,19 @@ def roll(op: Operation) -> object:
 @lowers("copy", "fill")
 def copied(op: Operation) -> object:
     if "src" not in op.arguments:
-        raise NotSplitError("it fills a part")
+        return _filled(op)
     value = op.value("src")
     if tuple(map(str, op.result.shape)) != tuple(map(str, _fake(op, 1).shape)):
         raise NotSplitError("it repeats elements")
     return value
+
+
+def _filled(op: Operation) -> object:
+    # With a number, or a tensor of one.
+    given = op.arguments["value"]
+    if isinstance(given, torch.Tensor | int | float):
+        given = torch.as_tensor(given, dtype=op.result.dtype)
+    return expanded(op, op.lowerer.as_value(given), op.result.shape)
 
 
 def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor

@@ -148,7 +148,7 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
     device = next((t.device for t in (*inputs, *tensors.values())), torch.device("cpu"))
     floats = [t.dtype for t in (*inputs, *tensors.values()) if t.is_floating_point()]
 
-    def one(value: Any) -> Any:  # noqa: ANN401, PLR0911 -- whatever JSON holds
+    def one(value: Any) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 -- whatever JSON holds
         if isinstance(value, list):
             return [one(item) for item in value]
         if not isinstance(value, dict):
@@ -169,6 +169,8 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
             case {"made": str(name), "arguments": given, "keywords": keywords}:
                 made = operation_of(name)(*one(given), **{w: one(v) for w, v in keywords.items()})
                 return made.to(device)
+            case {"device": _}:
+                return device
             case {"dtype": str(dtype)}:
                 return getattr(torch, dtype)
             case {"tuple": items}:

@@ -100,8 +100,14 @@ class Returning(Samples):
             [0, 1],
             ["inputs of samples 0 and 1 have shapes (3,) and (4,)", "pad or crop"],
         ),
-        (Samples([(object(), 0)]), [0], ["cannot join samples"]),
-        (Samples([("word", 0)]), [0], ["inputs are a list of 1"]),
+        (Samples([(object(), 0)]), [0], ["inputs of sample 0 is of type object: it must be a"]),
+        (
+            Samples([({"x": 1, "name": "word"}, 0)]),
+            [0],
+            ["inputs.name of sample 0 is of type str", "leave out what neither forward"],
+        ),
+        (Samples([{"a": 1, "mask": None}]), [0], ["batch.mask of sample 0 is of type NoneType"]),
+        (Samples([([torch.ones(2)], 0)]), [0], ["inputs of sample 0 is a list of 1"]),
         (
             Arrays(np.zeros((3, 2)), np.zeros(2)),
             [0, 1],
@@ -121,9 +127,9 @@ class Returning(Samples):
         ),
         (Returning([]), [0, 1], ["__getitems__ of 2 samples returned a list of 0"]),
     ],
-    ids=["it fails", "many samples", "no pair", "a triple", "two shapes", "no join", "text",
-         "another size", "three parts", "other entries", "two forms", "two shapes of an entry",
-         "another length"],
+    ids=["it fails", "many samples", "no pair", "a triple", "two shapes", "no tensor", "text",
+         "nothing", "tensors in a list", "another size", "three parts", "other entries",
+         "two forms", "two shapes of an entry", "another length"],
 )  # fmt: skip
 def test_a_data_set_that_gives_no_batch_is_refused_with_the_reason(
     dataset: Dataset, indices: Sequence[int], claims: list[str]
@@ -132,6 +138,16 @@ def test_a_data_set_that_gives_no_batch_is_refused_with_the_reason(
         read_batch(dataset, indices, table="data.test")
     assert str(caught.value).startswith("[data.test] ")
     assert all(claim in str(caught.value) for claim in claims)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_list_of_numbers_is_a_tensor(size: int) -> None:
+    """Regression: of one sample it became a batch of its numbers."""
+    samples = Samples([{"ids": [i, 5], "labels": i} for i in range(3)])
+    batch = read_batch(samples, range(size))
+    found = {shown_path(path): tensor.tolist() for path, tensor in batch.tensors().items()}
+    expected = {"batch.ids": [[i, 5] for i in range(size)], "batch.labels": list(range(size))}
+    assert found == expected
 
 
 class Point(NamedTuple):

@@ -114,6 +114,15 @@ def changed_in_parts(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def numbers_in_parts(x: torch.Tensor) -> torch.Tensor:
+    """Regression: a plan failed in its first step."""
+    y = x.clone()
+    y[:, :2] = 0
+    y[:, 3] = 1.5
+    y[..., 2].fill_(3)
+    return y * x
+
+
 def on_shapes(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2 or x.shape[-1] > 8:
         raise ValueError("use at most 8 features")
@@ -339,6 +348,9 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "masked": (lambda x: x.masked_fill(x < 0, 0.5).masked_fill(torch.eye(3) > 0, 2.0), (3, 3)),
     "changed in a part": (lambda x: (x * 1).view(-1, 2, 2)[:, 0].mul_(2) + x[:, 2:], (4,)),
     "changed in a loop": (changed_in_parts, (4,)),
+    "numbers in parts": (numbers_in_parts, (4,)),
+    # Regression: the numbers themselves were taken for True and False.
+    "numbers as a mask": (lambda x: x + (x.relu().bool() & x.to(torch.bool)[:, :1]).to(x), (4,)),
     "detached": (lambda x: x * x.detach(), (4,)),
     "implicit dimension": (functional.softmax, (4,)),
     "a product for each sample": (lambda x: torch.bmm(x[:, :, None], x[:, None, :]), (4,)),
@@ -368,6 +380,10 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "indices of all samples": (lambda x: x[torch.arange(x.size(0)), 1:], (4,), 1),
     "complex numbers": (lambda x: torch.fft.fft(x).real, (4,), 2),
     "twice another": (lambda x: torch.add(x, x, alpha=2), (4,), 0),
+    # Regression: its device was lost, and the plan failed.
+    "to a type and device": (
+        lambda x: x * x.to(device=x.device, dtype=torch.int32), (4,), 0,
+    ),
     "whole numbers": (lambda x: x.to(torch.int64) * x + (2 * x.long() + 1).to(x.dtype), (4,), 0),
     "joined numbers": (lambda x: torch.cat([x.long(), -x.long()], 1) * x.repeat(1, 2), (4,), 0),
     "powers of a number": (lambda x: 2**x, (4,), 0),

@@ -4,12 +4,17 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from typing_extensions import override
 
+from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import StepCost, step_cost
+from distbelief.program.step_graph import statistics_of
 from tests.distbelief.program.plans import captured, chain, random_plan
 from tests.distbelief.program.test_step_cost import PerElement, cluster
 
@@ -65,3 +70,18 @@ def test_statistics_of_the_batch_forbid_micro_batches() -> None:
     compiled = compile_plan(graph, plan, batch=2, n_machines=2)
     with pytest.raises(GraphError, match="statistics of the whole batch"):
         step_cost(compiled, cluster(2), PerElement(), micro_batches=2)
+
+
+class Resemblance(nn.Module):
+    """Weighs samples by their products with each other, in a way that no rule can read."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.T, -1) @ x
+
+
+def test_opaque_modules_may_mix_samples_and_forbid_micro_batches() -> None:
+    """Regression: pipelines computed them on each micro-batch alone."""
+    model = nn.Sequential(nn.Linear(4, 4), Resemblance(), nn.Linear(4, 2))
+    assert statistics_of(capture(model, [InputSpec(shape=(4,))])) == ["1"]
+    assert statistics_of(capture(model[0], [InputSpec(shape=(4,))])) == []

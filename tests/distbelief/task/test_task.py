@@ -12,7 +12,7 @@ from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.task import dry_run
 from distbelief.task.imports import installed_imports
-from distbelief.task.losses import higher_is_better, loss_function
+from distbelief.task.losses import higher_is_better, loss_function, own_loss
 from distbelief.task.task import (
     DataSpec,
     ModelSpec,
@@ -405,3 +405,8 @@ def test_labels_are_those_of_the_outputs_or_ignored(label: int, *, is_right: boo
         nullcontext() if is_right else pytest.raises(JobError, match=f"sample 8 has label {label},")
     ):
         dry_run.check_labels(labels, 2, indices=[7, 8], table="data.train")
+
+
+def test_the_own_loss_of_a_model_has_one_element() -> None:
+    with pytest.raises(JobError, match=r"the model's loss has shape \(3,\): it must have one"):
+        own_loss({"loss": torch.ones(3), "logits": torch.ones(3, 2)}, None)
