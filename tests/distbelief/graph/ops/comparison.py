@@ -83,9 +83,15 @@ def call_of(operation: str, shape: Shape, *input_shapes: Shape, **numbers: float
     places: dict[str, object] = {
         word: {"input": index, "batch": 0} for index, word in enumerate(words[: len(input_shapes)])
     }
-    arguments = json.dumps({"arguments": [], "keywords": places | numbers})
-    options: dict[str, Option] = {"operation": operation, "arguments": arguments, "batch": 0}
-    return layer_of("call", shape, *input_shapes, **options, along=())
+    return layer_of(
+        "call",
+        shape,
+        *input_shapes,
+        operation=operation,
+        arguments=json.dumps({"arguments": [], "keywords": places | numbers}),
+        batch=0,
+        along=(),
+    )
 
 
 def inputs_of(layer: Layer) -> dict[str, torch.Tensor]:
