@@ -36,8 +36,7 @@ _CHANNELS_FIRST: Final = frozenset(
         "convolution",
         "max_pool",
         "average_pool",
-        "adaptive_max_pool",
-        "adaptive_average_pool",
+        "adaptive_pool",
         "local_response",
     }
 )
