@@ -66,6 +66,7 @@ class Lowerer:
         self._calls = calls
         self._whole = whole
         self.known: dict[fx.Node, Any] = {}
+        self.nodes: dict[str, fx.Node] = {}  # of layers, by name
         self._named: dict[str, str] = {}
 
     def run(self, graph: fx.Graph, owner: nn.Module) -> object:
@@ -82,7 +83,9 @@ class Lowerer:
                 self.known[node] = getattr(owner, str(node.target))
             elif node.op == "call_function":
                 try:
-                    self.known[node] = self._called(node)
+                    found = self.known[node] = self._called(node)
+                    if isinstance(found, Value):
+                        self.nodes.setdefault(found.layer.name, node)
                     self._change_in_place(node, nodes[:index], last, index)
                 except NotSplitError as error:
                     raise OpaqueError(_inside(node), f"{error}{place_of(node)}") from error
