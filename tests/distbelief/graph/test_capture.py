@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -647,7 +646,9 @@ def test_saved_buffers_keep_their_type(name: str) -> None:
 
 
 def test_an_opaque_module_gets_buffers_of_its_own_type() -> None:
-    def branching(x: torch.Tensor, table: torch.Tensor, places: torch.Tensor, _: object) -> Any:
+    def branching(
+        x: torch.Tensor, table: torch.Tensor, places: torch.Tensor, _: object
+    ) -> torch.Tensor:
         return x * 2 if x.sum() > 1e9 else x + table[places][:3, :1]
 
     check(Case(make=partial(Placing, branching), shape=(3, 3)), whole=1)
