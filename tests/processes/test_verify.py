@@ -69,9 +69,12 @@ def net() -> nn.Module:
 
 @pytest.mark.soak
 @pytest.mark.untraced
-def test_a_plan_that_differs_in_float32_is_run_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "SMALLEST", -1.0)
-    monkeypatch.setattr(verify, "ROUNDING", -1.0)
+@pytest.mark.parametrize("names", [["SMALLEST", "ROUNDING"], ["LARGE"]])
+def test_what_float32_does_not_decide_is_run_in_float64(
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    for name in names:
+        monkeypatch.setattr(verify, name, -1.0)
     plan = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
     with closing(LocalLauncher()) as launcher:
         found = verify.verify(
