@@ -332,6 +332,7 @@ class _Encoder:
         )
 
     def encoded(self, value: Any) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 -- of any type
+        place: dict[str, object]
         match value:
             case None | bool() | int() | float() | str():
                 return value
@@ -344,10 +345,11 @@ class _Encoder:
             case Held():
                 word = f"p{len(self.tensors)}"
                 self.tensors[word] = value.use
-                return {"tensor": word, "turned": value.turned}
+                place = {"tensor": word, "turned": value.turned}
+                return place if value.dtype.is_floating_point else place | self.encoded(value.dtype)
             case Value():
                 self.inputs.append(value)
-                place: dict[str, object] = {"input": len(self.inputs) - 1, "batch": value.batch}
+                place = {"input": len(self.inputs) - 1, "batch": value.batch}
                 place |= {"before": value.before, "after": value.after}
                 if self.lowerer.is_mask(value.layer):
                     place["dtype"] = "bool"

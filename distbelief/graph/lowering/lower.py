@@ -80,7 +80,7 @@ class Held:
     """A tensor of the model, before a layer reads it."""
 
     use: TensorUse
-    is_integer: bool = False
+    dtype: torch.dtype = torch.float32  # of the model; ranks have floats
     turned: bool = False  # transposed; of two dimensions
 
 
@@ -558,7 +558,8 @@ class Lowerer:
                 [],
                 use.shape,
                 tensors={"value": use},
-                is_integer=held.is_integer,
+                options={"mask": True} if held.dtype == torch.bool else {},
+                is_integer=not held.dtype.is_floating_point,
             )
             self._parameters[use.name] = Value(self.builder[name], batch=None)
         value = self._parameters[use.name]
