@@ -326,7 +326,7 @@ class ShardPush:
 
 # --- fetches ---
 
-INSTALL_BLOCKS: Final = 4
+INSTALL_BLOCKS: Final = 8
 """Blocks worth an install while others are still to come."""
 
 
