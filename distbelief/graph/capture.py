@@ -457,7 +457,7 @@ def _lowered(
             tensor = tensors[path]
             values = getattr(tensor, "values_of_buffer", None)
             use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
-            known = Held(use, not tensor.is_floating_point())
+            known = Held(use, tensor.dtype)
             if values is not None:  # layers read floats, indices are known to rules
                 known = values
                 if values.is_floating_point():

@@ -74,6 +74,7 @@ class Lowerer:
         nodes = list(graph.nodes)
         last = {source: i for i, node in enumerate(nodes) for source in node.all_input_nodes}
         live = _live(nodes)
+        aliases = _by_storage(nodes)
         for index, node in enumerate(nodes):
             if node not in live:
                 continue
@@ -86,7 +87,10 @@ class Lowerer:
                     found = self.known[node] = self._called(node)
                     if isinstance(found, Value):
                         self.nodes.setdefault(found.layer.name, node)
-                    self._change_in_place(node, nodes[:index], last, index)
+                    if _changes(node):
+                        shared = aliases[_storage(node)]
+                        later = [n for n in shared if n in self.known and last.get(n, -1) > index]
+                        self._change_in_place(node, shared, later)
                 except NotSplitError as error:
                     raise OpaqueError(_inside(node), f"{error}{place_of(node)}") from error
                 except GraphError as error:
@@ -102,7 +106,7 @@ class Lowerer:
             return {key: self.argument(item) for key, item in given.items()}
         return given
 
-    def _called(self, node: fx.Node) -> object:  # noqa: PLR0911 -- one for each kind of call
+    def _called(self, node: fx.Node) -> object:
         target: Any = node.target
         result = node.meta.get("val")
         args = [self.argument(value) for value in node.args]
@@ -119,6 +123,16 @@ class Lowerer:
         keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
         if str(target) == f"{LEAF.replace('::', '.')}.default":
             return self._leaf(args, result)
+        return self._computed(node, target, args, keywords, result)
+
+    def _computed(
+        self,
+        node: fx.Node,
+        target: Any,  # noqa: ANN401
+        args: list[Any],
+        keywords: Mapping[str, Any],
+        result: Any,  # noqa: ANN401
+    ) -> object:
         arguments = by_name(target, args, keywords)
         if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
             folded = _folded(target, args, keywords, result)
@@ -194,13 +208,8 @@ class Lowerer:
 
     # --- changes in place ---
 
-    def _change_in_place(
-        self, node: fx.Node, before: list[fx.Node], last: Mapping[fx.Node, int], index: int
-    ) -> None:
+    def _change_in_place(self, node: fx.Node, aliases: list[fx.Node], live: list[fx.Node]) -> None:
         # Later uses of a tensor that was changed in place read the change.
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable or "detach_" in str(node.target):
-            return
         changed = node.args[0]
         assert isinstance(changed, fx.Node), node
         if isinstance(self.known[changed], Held):
@@ -208,19 +217,37 @@ class Lowerer:
             if not name.endswith("num_batches_tracked"):
                 raise GraphError(lost_change(name))
             return
-        shared = [other for other in node.graph.nodes if _share(other, changed)]
-        detached = any("aten.detach" in str(other.target) for other in shared)
+        detached = any("aten.detach" in str(other.target) for other in aliases)
         if detached and isinstance(self.known[changed], Value):
             raise GraphError(
                 f"{plain_name(node.target)} changes a tensor in place of which a part is "
                 "detached: use the function that returns a new one"
             )
-        for other in before:
-            if last.get(other, -1) <= index or not _share(other, changed):
+        written = self._write_back(changed, node, live)
+        for other in live:
+            if other in written:
                 continue
             if not _same_place(other, node):
                 raise NeedsFunctionalError
             self.known[other] = self.known[node]
+
+    def _write_back(self, view: fx.Node, node: fx.Node, live: list[fx.Node]) -> list[fx.Node]:
+        # Writes a change into the tensors of which it changed a slice, and returns them.
+        wholes: list[fx.Node] = []
+        part = view
+        while part.target in _SCATTERS:
+            part = part.all_input_nodes[0]
+            wholes.append(part)
+        while wholes and wholes[-1] not in live:
+            wholes.pop()
+        for whole in wholes:
+            if whole.op == "placeholder":
+                raise NeedsFunctionalError
+            given = [self.known[whole], self.known[node], *view.args[1:]]
+            result = whole.meta["val"]
+            self.known[whole] = self._computed(node, _SCATTERS[view.target], given, {}, result)
+            view = node = whole
+        return wholes
 
     def _name(self, node: fx.Node) -> str:
         # A layer of a module of torch is called like it; others add the operation's name.
@@ -279,6 +306,11 @@ def _depends(value: object) -> bool:
     return isinstance(value, Value | Held | Results)
 
 
+# The functions that write a changed view into its tensor.
+_SCATTERS: Final[dict[object, Any]] = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
 _PLACES: Final = frozenset({"device", "layout", "pin_memory"})
 _FILLED: Final = {
     "zeros": 0.0,
@@ -325,13 +357,23 @@ def _any_made(given: object) -> bool:
     return isinstance(given, Made | Filled | torch.SymInt)
 
 
-def _share(one: fx.Node, other: fx.Node) -> bool:
-    first, second = one.meta.get("val"), other.meta.get("val")
-    return (
-        isinstance(first, torch.Tensor)
-        and isinstance(second, torch.Tensor)
-        and bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)  # noqa: SLF001
-    )
+def _changes(node: fx.Node) -> bool:
+    # Whether it changes its first argument in place.
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and "detach_" not in str(node.target)
+
+
+def _storage(node: fx.Node) -> int | None:
+    # What nodes have in common that are views of one tensor.
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None  # noqa: SLF001
+
+
+def _by_storage(nodes: Sequence[fx.Node]) -> dict[int | None, list[fx.Node]]:
+    found: dict[int | None, list[fx.Node]] = {}
+    for node in nodes if any(map(_changes, nodes)) else ():
+        found.setdefault(_storage(node), []).append(node)
+    return found
 
 
 def _same_place(one: fx.Node, other: fx.Node) -> bool:

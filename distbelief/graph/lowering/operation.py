@@ -85,9 +85,14 @@ class Context:
     def _parameter(self, held: Held) -> Value:
         use = held.use
         if use.name not in self._parameters:
-            tensors = {"value": use}
             layer = self.builder.add(
-                use.name, "parameter", [], use.shape, tensors=tensors, is_integer=held.is_integer
+                use.name,
+                "parameter",
+                [],
+                use.shape,
+                tensors={"value": use},
+                options={"mask": True} if held.dtype == torch.bool else {},
+                is_integer=not held.dtype.is_floating_point,
             )
             self._parameters[use.name] = Value(layer, batch=None)
         value = self._parameters[use.name]

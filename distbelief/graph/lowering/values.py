@@ -80,7 +80,7 @@ class Held:
     """A tensor of the model, before a layer reads it."""
 
     use: TensorUse
-    is_integer: bool = False
+    dtype: torch.dtype = torch.float32  # of the model; ranks have floats
     turned: bool = False  # transposed; of two dimensions
 
 
@@ -225,6 +225,7 @@ class Encoder:
         )
 
     def encoded(self, value: Any) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 -- of any type
+        place: dict[str, object]
         match value:
             case None | bool() | int() | float() | str():
                 return value
@@ -237,10 +238,11 @@ class Encoder:
             case Held():
                 word = f"p{len(self.tensors)}"
                 self.tensors[word] = value.use
-                return {"tensor": word, "turned": value.turned}
+                place = {"tensor": word, "turned": value.turned}
+                return place if value.dtype.is_floating_point else place | self.encoded(value.dtype)
             case Value():
                 self.inputs.append(value)
-                place: dict[str, object] = {"input": len(self.inputs) - 1, "batch": value.batch}
+                place = {"input": len(self.inputs) - 1, "batch": value.batch}
                 if value.before or value.after:
                     place |= {"before": value.before, "after": value.after}
                 if is_mask(self._builder, value.layer):

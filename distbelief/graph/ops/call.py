@@ -171,6 +171,8 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
                 return _arranged(inputs[index], value, n_samples)
             case {"tensor": str(word)}:
                 tensor = tensors[word]
+                if "dtype" in value:
+                    tensor = tensor.to(getattr(torch, value["dtype"]))
                 return tensor.t() if value.get("turned") else tensor
             case {"samples": int(factor)}:
                 return factor * n_samples + int(value.get("plus", 0))

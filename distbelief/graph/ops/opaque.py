@@ -68,10 +68,11 @@ class Opaque(Operator):
         if module.training != call.step.training:
             module.train(call.step.training)
         buffers = dict(module.named_buffers())
-        state = {
-            word: value.clone() if word in buffers else value
-            for word, value in call.tensors.items()
-        }
+        state = dict(call.tensors)
+        for word in buffers.keys() & state.keys():
+            # Ranks have floats, also of whole numbers.
+            own, value = buffers[word].dtype, state[word]
+            state[word] = value.clone() if own.is_floating_point else value.to(own, copy=True)
         n_samples = max(value.shape[0] for value in call.inputs)
         arguments: Sequence[object] = [
             value.expand(n_samples, *value.shape[1:]) for value in call.inputs
