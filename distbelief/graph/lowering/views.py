@@ -172,10 +172,7 @@ def _one(op: Operation, value: Value, dim: int, index: int) -> Value:
     index %= value.layer.shape[own]
     part = sliced(op, value, own, index, index + 1)
     shape = part.layer.shape
-    batch = value.batch
-    if batch is not None and dim < batch:
-        batch -= 1
-    return replace(part, layer=op.reshaped(part, (*shape[:own], *shape[own + 1 :])), batch=batch)
+    return part.without(op.reshaped(part, (*shape[:own], *shape[own + 1 :])), [dim])
 
 
 @lowers("narrow")
@@ -341,7 +338,7 @@ def pad(op: Operation) -> object:
         "after": tuple(after),
         "value": float(number),
     }
-    return op.add("pad", [value], shape, options=options)
+    return op.add("pad", [value], shape, options=options, is_integer=value.layer.is_integer)
 
 
 @lowers("repeat")
