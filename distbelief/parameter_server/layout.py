@@ -248,7 +248,6 @@ class PartialView:
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
         self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
         self._pieces: list[list[Piece]] = []  # per shard, in its vector
-        self._copiers: dict[tuple[int, bool], TensorCopier] = {}  # by shard; compact or not
         self._block_copiers: dict[tuple[int, int], TensorCopier] = {}  # by shard and block
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
@@ -267,12 +266,8 @@ class PartialView:
 
     def copier(self, k: int, *, compact: bool = False) -> TensorCopier:
         """Return the copier between the tensors and shard k's vectors, or the compact ones."""
-        compact = compact and not self.is_whole  # else they are the same
-        if (k, compact) not in self._copiers:
-            pieces = self._compact_pieces(k) if compact else self._pieces[k]
-            copier = TensorCopier(self.sizes, pieces, has_padding=self.is_whole)
-            self._copiers[k, compact] = copier
-        return self._copiers[k, compact]
+        pieces = self._compact_pieces(k) if compact else self._pieces[k]
+        return TensorCopier(self.sizes, pieces, has_padding=self.is_whole)
 
     def block_copier(self, k: int, index: int) -> TensorCopier:
         """Return the copier between the tensors and one block of shard k's compact vector."""

@@ -355,6 +355,7 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "implicit dimension": (functional.softmax, (4,)),
     "a product for each sample": (lambda x: torch.bmm(x[:, :, None], x[:, None, :]), (4,)),
     "an element of a constant": (lambda x: x * torch.arange(4.0)[2] + torch.ones(2, 4).sum(), (4,)),
+    "the number of samples": (lambda x: x.reshape(len(x), 2, -1).flatten(1) * len(x.shape), (4,)),
     "the batch's size": (lambda x: x.reshape(x.size(0) * 1, 2, -1).flatten(1), (4,)),
     "conversions": (lambda x: (x > 0).to(x.dtype) * x.clone(), (4,)),
     "a branch on shapes": (on_shapes, (3,)),
@@ -419,9 +420,7 @@ CASES = {
         for name, (function, shape, *_) in (FUNCTIONS | BY_TORCH).items()
     },
 }
-N_WHOLE = {"module, filled padding": 1} | {
-    f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()
-}
+N_WHOLE = {f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()}
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension", "ignore:Casting complex")
@@ -440,7 +439,7 @@ def test_a_model_becomes_layers_that_compute_it(name: str) -> None:
 )
 def test_moving_the_batch_and_back_is_no_layer(function: Function) -> None:
     graph = check(Case(make=lambda: Applied(function), shape=(3, 4)))
-    assert [layer.kind for layer in graph.layers] == [INPUT, "pointwise"]
+    assert [layer.kind for layer in graph.layers] == [INPUT, "call"]
 
 
 @torch.library.custom_op("tests::turned", mutates_args=())
@@ -467,7 +466,7 @@ signs.register_fake(torch.empty_like)
 def test_a_custom_operator_is_computed_whole_with_its_own_gradient() -> None:
     make = lambda: Applied(lambda x: turned(x * 2, 3.0) + x * signs(x.detach()))  # noqa: E731
     graph = check(Case(make=make, shape=(4,)), whole=2)
-    names = [layer.text("operation") for layer in graph.layers if layer.kind == "call"]
+    names = [layer.text("operation") for layer in graph.layers if layer.whole]
     assert names == ["tests.turned.default", "tests.signs.default"]
 
 
@@ -720,7 +719,7 @@ def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -
 
     case = Case(make=Deep, shape=(3, 4))
     model, graph = case.model(), capture(case.model(), case.specs)
-    assert [layer.kind for layer in graph.layers] == [INPUT, "linear", "dropout", "pointwise"]
+    assert [layer.kind for layer in graph.layers] == [INPUT, "linear", "dropout", "call"]
     assert evaluation_difference(model, case.specs) is None
     assert_same(graph, model, case, training=False)
     x = case.input(batch=40)
