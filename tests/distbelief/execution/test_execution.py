@@ -145,6 +145,11 @@ def test_one_sample_for_the_whole_batch_stays_one_in_micro_batches() -> None:
     check("encoder", np.random.default_rng(0), n_machines=1, micro_batches=2)
 
 
+def test_a_batch_of_as_many_samples_as_another_dimension_is_still_moved_to_the_front() -> None:
+    """The last states of two recurrent layers are (2, samples, width)."""
+    check("lstm", np.random.default_rng(0), n_machines=1, micro_batches=2)
+
+
 def bias_of_parts() -> tuple[nn.Module, LayerGraph]:
     model = Applied(
         lambda x, w, b: functional.linear(x, w, torch.cat([b[:4], b.new_zeros(4), b[4:]])),
