@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.config.job import Job
+from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from experiments.benchmarks import zoo
@@ -77,6 +78,11 @@ def test_what_was_measured_is_kept_and_counted(
         "split_share_worst": 0.98,
         "plan_seconds_worst": 3.0,
     }
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra() -> None:
+    with pytest.raises(JobError, match=r"'no_library'.*pip install 'distbelief\[zoo\]'"):
+        models.library("no_library")
 
 
 def test_letters_are_followed_by_the_next_and_none_is_in_both_parts() -> None:
