@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     show(
         f"weights after {EXACT_STEPS} steps in float64, against one process",
-        {f"1 replica of {n} ranks": {"apart": f"{far:.0e}"} for n, far in apart.items()},
+        {f"1 replica, partitions = {n}": {"apart": f"{far:.0e}"} for n, far in apart.items()},
     )
     by_name = {name: [each[name] for each in found] for name in found[0]}
     show(
