@@ -31,9 +31,8 @@ from distbelief.parameter_server.slices import (
     Piece,
     ShardSlice,
     TensorCopier,
-    as_tensor,
     check_tensors,
-    copy_rounded,
+    copy_part,
     padded,
 )
 
@@ -293,7 +292,6 @@ class PartialView:
         end = begin
         for block in blocks:
             begin, end = end, end + len(block)
-            values = as_tensor(block)
             while left and left[0].offset < end:
                 segment = left[0]
                 first = max(begin, segment.offset)
@@ -301,9 +299,8 @@ class PartialView:
                 # In padding at the start of a block, `first` lies beyond `last`.
                 at = segment.start - segment.offset
                 if first < last:
-                    with torch.no_grad():
-                        tensor = tensors[segment.tensor_index][first + at : last + at]
-                        copy_rounded(values[first - begin : last - begin], tensor)
+                    part = block[first - begin : last - begin]
+                    copy_part(part, tensors[segment.tensor_index], first + at)
                 if segment.offset + segment.n_elements > end:
                     break  # the next block goes on with it
                 left.popleft()

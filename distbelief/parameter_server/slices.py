@@ -402,6 +402,8 @@ class SliceTable:
 
 _PIECE: Final = 1 << 16  # elements copied and summed at a time
 
+_TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
+
 Sizes = Sequence[tuple[str, int]]  # name and elements of each of a client's tensors
 
 Piece = tuple[int, int, int, int | IndexRanges]
@@ -434,12 +436,14 @@ def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
         )
 
 
-def copy_rounded(values: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy; integer tensors get the nearest integer, as averages of counts are not integers."""
-    if tensor.is_floating_point():
-        _copy(values, tensor)
+def copy_part(part: Vector, tensor: torch.Tensor, start: int) -> None:
+    """Copy `part` into a tensor's elements from `start` on; integer tensors get the nearest one."""
+    values = tensor.detach()
+    if values.dtype == _TORCH_TYPES.get(part.dtype) and values.is_cpu:
+        np.copyto(values.numpy()[start : start + len(part)], part)
     else:
-        tensor.copy_(values.round())
+        source, target = as_tensor(part), values[start : start + len(part)]
+        target.copy_(_rounded(source, target))
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -491,21 +495,24 @@ class TensorCopier:
         if index not in self._pieces:
             return 0.0
         start, stop, place = self._pieces[index]
-        total = 0.0
-        with torch.no_grad():
-            if isinstance(place, RangeCopier):
-                zeros = torch.zeros(1, dtype=self._vector.dtype).expand(stop - start)
-                values = zeros if tensor is None else tensor[start:stop]
-                place.scatter(values, self._vector)
-                total = float(values.sum(dtype=self._vector.dtype))
-            elif tensor is None:
+        if isinstance(place, torch.Tensor):
+            if tensor is None:
                 place.zero_()
-            else:  # each piece is summed while it is in the cache
-                pieces = tensor[start:stop].split(_PIECE)
-                for target, piece in zip(place.split(_PIECE), pieces, strict=True):
-                    _copy(piece, target)
-                    total += float(target.sum())
-        return total
+                return 0.0
+            total, part = 0.0, tensor.detach()[start:stop]
+            if stop - start <= _PIECE:  # of a small tensor
+                _copy(part, place)
+                return float(place.sum())
+            # Each piece is summed while it is in the cache.
+            for target, piece in zip(place.split(_PIECE), part.split(_PIECE), strict=True):
+                _copy(piece, target)
+                total += float(target.sum())
+            return total
+        with torch.no_grad():
+            zeros = torch.zeros(1, dtype=self._vector.dtype).expand(stop - start)
+            values = zeros if tensor is None else tensor[start:stop]
+            place.scatter(values, self._vector)
+            return float(values.sum(dtype=self._vector.dtype))
 
     def zero_padding(self) -> None:
         """Fill the gaps between pieces with zeros; update rules keep them zero."""
@@ -521,7 +528,7 @@ class TensorCopier:
                 if isinstance(place, RangeCopier):
                     place.gather(self._vector, part)
                 else:
-                    copy_rounded(place, part)
+                    copy_part(place.numpy(), part, 0)
 
 
 # --- memory shared with clients ---

@@ -451,7 +451,11 @@ class Encoded:
 
 @final
 class _Lent(msgspec.Struct, eq=False):
-    event: Received  # its array may still change
+    sender: Address
+    incarnation: int
+    message: Message
+    name: str  # of the array field
+    array: Vector  # may still change
 
 
 @final
@@ -478,21 +482,20 @@ class PassedOn:
             return Received(sender=sender, incarnation=incarnation, message=message)
         array: Vector | None = getattr(message, name)
         self.size = header, 0 if array is None else array.nbytes
-        if array is not None and not action.lent:
+        if array is not None and action.lent:
+            return _Lent(sender, incarnation, message, name, array)
+        if array is not None:
             message = _copied(message, name, array)
-        event = Received(sender=sender, incarnation=incarnation, message=message)
-        return _Lent(event) if array is not None and action.lent else event
+        return Received(sender=sender, incarnation=incarnation, message=message)
 
     def received(self, payload: object) -> Received:
         if type(payload) is Received:
             return payload
         assert isinstance(payload, _Lent)
-        event = payload.event
-        message, name = event.message, _ARRAYS[type(event.message)]
         return Received(
-            sender=event.sender,
-            incarnation=event.incarnation,
-            message=_copied(message, name, getattr(message, name)),
+            sender=payload.sender,
+            incarnation=payload.incarnation,
+            message=_copied(payload.message, payload.name, payload.array),
         )
 
 
