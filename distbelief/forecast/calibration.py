@@ -2,7 +2,7 @@
 
     replica replica:step by flops    seconds per floating point operation
     shard shard:apply by bytes       seconds per byte
-    message, wake                    one constant each: see `Rates`
+    message, wake, latency           one constant each: see `Rates`
 
     python -m distbelief.forecast.calibration FOLDER INDEX N_PROCESSES
 
@@ -14,6 +14,7 @@ computing speed, and costs in bytes with its memory rate.
 """
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Final, Literal, final
@@ -38,7 +40,7 @@ from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.launch.role_process import import_from
 from distbelief.partition.profiling.profile import this_host
-from distbelief.protocol import HeartbeatAck
+from distbelief.protocol import HeartbeatAck, Progress
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
@@ -47,7 +49,7 @@ from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-VERSION: Final = 11
+VERSION: Final = 12
 SECONDS: Final = 8.0  # of one measurement, with the warm-up
 N_EVENTS_MAX: Final = 10**9
 READY_SECONDS_MAX: Final = 120.0
@@ -74,6 +76,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     work: Mapping[str, Rate]  # by `key_of`
     message: rl.Seconds  # core time of an event: both nodes and the role that handles it
     wake: rl.Seconds  # until a sleeping thread continues
+    latency: rl.Seconds  # of a message to a sleeping process, without the core time of either
     share: float = 1.0  # of a core that each measuring process got
     version: int = VERSION
 
@@ -366,6 +369,107 @@ def _per_event(ends: Sequence[tuple[RoleRunner, EchoRole]]) -> tuple[rl.Seconds,
     return run(N_EVENTS)
 
 
+N_PINGS: Final = 200
+PAUSE_SECONDS: Final = 5e-3  # before each ping: then both processes sleep
+
+
+@final
+class PingRole:
+    """Counts the answers to its pings; each tells the core time of the other process so far."""
+
+    accepts: Final = frozenset({Progress})
+
+    def __init__(self) -> None:
+        self.core_seconds: list[rl.Seconds] = []
+
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        del now
+        if isinstance(event, rl.Received) and isinstance(event.message, Progress):
+            self.core_seconds.append(event.message.seconds_computing)
+        return ()
+
+    def has_had(self, n: int) -> bool:
+        return len(self.core_seconds) >= n
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "pinging", {}
+
+
+@final
+class PongRole:
+    """Answers each ping with the core time of its process."""
+
+    accepts: Final = frozenset({HeartbeatAck})
+
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        del now
+        if not isinstance(event, rl.Received):
+            return ()
+        used = time.process_time()
+        answer = Progress(step=0, samples=0, loss=0.0, seconds_computing=used, seconds_waiting=0.0)
+        return [rl.Send(receiver=event.sender, message=answer)]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "answering", {}
+
+
+def measure_latency() -> rl.Seconds:
+    """Return the time of a message between two sleeping processes, without their core time.
+
+    Raises:
+        JobError: the other process does not answer.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    with scratch() as folder:
+        other = context.Process(target=_answer_pings, args=(there, folder), daemon=True)
+        other.start()
+        try:
+            role = PingRole()
+            with (
+                _transport("ping", folder) as transport,
+                RoleRunner(role, transport=transport, log=_silent) as node,
+            ):
+                here.send(transport.endpoint)
+                transport.connect("pong", 1, here.recv())
+                waits = [_ping(node, role, transport) for _ in range(N_WARM_EVENTS + N_PINGS)]
+        finally:
+            other.kill()
+            other.join()
+    return latency_of(waits[N_WARM_EVENTS:], role.core_seconds[N_WARM_EVENTS - 1 :])
+
+
+def latency_of(waits: Sequence[rl.Seconds], core_seconds: Sequence[rl.Seconds]) -> rl.Seconds:
+    """Return the latency of one direction; in a simulation, the core time of an event adds to it.
+
+    Args:
+        waits: How long the pinging process waited for each answer, without its own core time.
+        core_seconds: Core time of the other process before them, and after each.
+    """
+    used = (core_seconds[-1] - core_seconds[0]) / len(waits)
+    return max(0.0, median(waits) - used) / 2.0
+
+
+def _ping(node: RoleRunner, role: PingRole, transport: ZmqTransport) -> rl.Seconds:
+    time.sleep(PAUSE_SECONDS)
+    begun, own = time.perf_counter(), time.process_time()
+    transport.send("pong", HeartbeatAck())
+    answered = partial(role.has_had, len(role.core_seconds) + 1)
+    if not node.pump(answered, timeout_seconds=WAIT_SECONDS_MAX):
+        raise JobError(f"a process on this host has not answered within {WAIT_SECONDS_MAX:g} s")
+    return time.perf_counter() - begun - (time.process_time() - own)
+
+
+def _answer_pings(there: "Connection[str, str]", folder: Path) -> None:
+    with (
+        _transport("pong", folder) as transport,
+        RoleRunner(PongRole(), transport=transport, log=_silent) as node,
+    ):
+        there.send(transport.endpoint)
+        transport.connect("ping", 1, there.recv())
+        node.run()  # until it is killed
+
+
 def _transport(name: str, folder: Path) -> ZmqTransport:
     reach = ListenConfig(directory=str(folder))
     return reach.transport(name=name, incarnation=1, run="calibration", log=_silent)
@@ -384,6 +488,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     waits: dict[str, list[Piece]]
     message: rl.Seconds
     wake: rl.Seconds
+    latency: rl.Seconds
     share: float
 
 
@@ -445,6 +550,7 @@ def _together(found: Sequence[_Found]) -> Rates:
         work=work,
         message=median(each.message for each in found),
         wake=median(each.wake for each in found),
+        latency=median(each.latency for each in found),
         share=min(each.share for each in found),
     )
 
@@ -485,6 +591,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
         waits=watch.waits,
         message=message + watch.handling / max(1, watch.n_events),
         wake=wake,
+        latency=measure_latency(),
         share=min(1.0, share),
     )
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))

@@ -41,6 +41,7 @@ from distbelief.simulation.machines import (
     block_bytes_for,
     scales_for,
 )
+from distbelief.simulation.network import WITHIN_HOST
 from distbelief.simulation.placement import Place, drawn_outages, options_for
 
 
@@ -116,7 +117,8 @@ class PlacedCluster:
                 name: replace(machine, event_seconds=message, wake_seconds=wake)
                 for name, machine in options.machines.items()
             }
-            options = replace(options, machines=machines)
+            link = replace(WITHIN_HOST, latency_seconds=self.cluster.latency, jitter=0.0)
+            options = replace(options, machines=machines, link_within_host=link)
         if self.large is not None:
             small, large, scale = prepared.layout, self.large.layout, self._scale(prepared)
             names = {n: scale.flops for n, kind in prepared.kinds.items() if kind != "shard"}
@@ -292,7 +294,7 @@ class HostCosts:
         """
         rates = self._rates_of(job, tell) if self._measures else None
         if rates is not None and self._together:
-            self.cluster = msgspec.structs.replace(self.cluster, latency=rates.wake)
+            self.cluster = msgspec.structs.replace(self.cluster, latency=rates.latency)
         return PlacedCluster(
             cluster=self.cluster,
             reference=_one_core(),
