@@ -42,13 +42,11 @@ from distbelief.simulation.machines import (
     scales_for,
 )
 from distbelief.simulation.network import WITHIN_HOST
-from distbelief.simulation.placement import Place, drawn_outages, options_for
+from distbelief.simulation.placement import drawn_outages, options_for
 
 
 VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers
 VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch buffer
-
-_FIRST: Final[Place] = 0
 
 
 @final
@@ -63,10 +61,10 @@ class PlacedCluster:
     budget: int | None = None  # --machines; None: all
     large: PreparedJob | None = None  # the job whose costs the one that runs, a stand-in, has
 
-    def placement(self, prepared: PreparedJob) -> dict[Address, Place]:
+    def placement(self, prepared: PreparedJob) -> dict[Address, int]:
         """Return the machine of each role."""
         kinds = prepared.kinds
-        places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
+        places = dict.fromkeys(kinds, 0)
         if self.together:
             return places
         n_needed = self.n_needed(prepared)
