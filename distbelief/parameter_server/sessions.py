@@ -452,7 +452,8 @@ class Sessions:
         self._bytes_in += message.values.nbytes
         if received is None:
             return []
-        self._enqueue(client)  # the Push may have overtaken this block
+        if received == client.n_blocks:  # the Push may have overtaken this block
+            self._enqueue(client)
         return [self._block_ack(client, sequence, received)] if message.answer else []
 
     def take_push(self, client: Session, message: pf.Push) -> list[Action]:

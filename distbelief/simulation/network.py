@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, assert_never, cast, final, get_args
+from typing import Final, assert_never, final, get_args
 
 import msgspec
 import numpy as np
@@ -438,9 +438,9 @@ class Encoded:
         return frames if action.lent else [bytes(frame) for frame in frames]
 
     def received(self, payload: object) -> Received:
-        frames = cast("Sequence[Frame]", payload)
-        if len(frames) > 1:
-            frames = [bytes(frame) for frame in frames]
+        frames: Sequence[Frame] = payload  # type: ignore[assignment]  # of `sent`
+        if len(frames) > 1 and type(frames[1]) is not bytes:  # lent
+            frames = [frames[0], bytes(frames[1])]
         envelope = self._wire.decode(frames)
         return Received(
             sender=Address(envelope.sender),

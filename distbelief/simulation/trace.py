@@ -86,7 +86,7 @@ def _composite_repr(value: object, depth: int) -> str:
     if isinstance(value, msgspec.Struct):
         names: Sequence[str] = value.__struct_fields__
     elif dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
+        names = tuple(value.__dataclass_fields__)
     else:
         return kind  # its repr may contain an address
     fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]

@@ -364,6 +364,7 @@ class ShardFetch:
 
     def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
         self._view, self._index, self._slice = view, index, view.slices[index]
+        self._n_blocks = len(self._slice.bounds)
         self._credit_blocks = credit_blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
@@ -390,7 +391,7 @@ class ShardFetch:
     def complete(self) -> bool:
         if not self.wanted or not self._by_blocks:
             return True
-        return self.received == len(self._slice.bounds)
+        return self.received == self._n_blocks
 
     @property
     def installable(self) -> bool:
@@ -448,7 +449,7 @@ class ShardFetch:
         self.received += 1
         self.bytes_in += block.values.nbytes
         n_new = self.received - self._acked
-        if self.received < len(self._slice.bounds) and n_new < max(1, self._credit_blocks // 4):
+        if self.received < self._n_blocks and n_new < max(1, self._credit_blocks // 4):
             return []
         return [self._ack(again=False)]
 
