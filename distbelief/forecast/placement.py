@@ -246,16 +246,17 @@ SHARE_MIN: Final = 0.9  # of a core; with less, other programs disturbed the mea
 class HostCosts:
     """A cluster, and the measured costs of jobs on this host.
 
-    Args:
-        name: Name or path of a cluster; None: this host.
-        machines: Number of its machines; None: all.
-        measures: Measure the cost of work on this host.
-
     Raises:
         JobError: the cluster does not exist, or has fewer machines.
     """
 
-    def __init__(self, name: str | None, *, machines: int | None, measures: bool) -> None:
+    def __init__(
+        self,
+        name: str | None,  # or path; None: this host
+        *,
+        machines: int | None,  # None: all
+        measures: bool,  # the cost of work on this host
+    ) -> None:
         self._measures = measures
         self._budget = machines
         self._rates: dict[str, Rates] = {}

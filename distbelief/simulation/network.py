@@ -39,7 +39,7 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import Address, Received, Seconds, Send
-from distbelief.simulation.event_queue import EventQueue, RandomStreams, draws
+from distbelief.simulation.event_queue import EventQueue, RandomStreams, check_numbers, draws
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, MessageFault, NetworkFault
 
 
@@ -64,10 +64,7 @@ class Card:
     overhead_seconds: Seconds = 0.0  # additional time for each message
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0 or not 0 <= self.overhead_seconds < math.inf:
-            raise ValueError(
-                f"{self}: bytes_per_second must be above 0, overhead_seconds 0 or more"
-            )
+        check_numbers(self, positive="bytes_per_second", finite="overhead_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +87,7 @@ class SwitchedNetwork:
     jitter: float = 0.0  # a latency is drawn from [1, 1 + jitter] times the value above
 
     def __post_init__(self) -> None:
-        for name in ("latency_seconds", "jitter"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"SwitchedNetwork.{name} is {getattr(self, name)}; use 0 or more")
+        check_numbers(self, finite="latency_seconds jitter")
 
 
 @final
@@ -163,10 +158,7 @@ class Link:
     jitter: float = 0.5  # a latency is drawn from [1, 1 + jitter] times this one
 
     def __post_init__(self) -> None:
-        if self.latency_seconds < 0 or self.jitter < 0 or not self.bytes_per_second > 0:
-            raise ValueError(
-                f"{self}: latency and jitter must be at least 0, bytes_per_second above 0"
-            )
+        check_numbers(self, positive="bytes_per_second", finite="latency_seconds jitter")
 
 
 # Half a round trip of 64 bytes over ZeroMQ on loopback, and its throughput.

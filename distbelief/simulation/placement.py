@@ -161,18 +161,13 @@ def drawn_outages(
     *,
     horizon: Seconds,
     seed: int,
-    restarts: bool = False,
+    restarts: bool = False,  # True: the roles restart by themselves; False: the supervisor does
 ) -> tuple[Outage, ...]:
     """Return the outages of machines that hold roles, ordered by time.
 
     They come from the cluster's failure and preemption processes, and from its trace.
 
-    Args:
-        cluster: The cluster.
-        placement: The machine of each role.
-        horizon: Seconds.
-        seed: The same seed and cluster give the same outages, wherever the roles are.
-        restarts: Whether the roles restart by themselves; otherwise a supervisor does it.
+    The same seed and cluster give the same outages, wherever the roles are.
 
     Raises:
         GraphError: the trace ends before the horizon, or there are too many outages.

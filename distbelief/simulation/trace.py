@@ -145,18 +145,12 @@ _Record = tuple[Seconds, Address, int, str | bytes, *tuple[object, ...]]
 
 
 class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
-    """A simulated run broke an assertion, a limit or a check.
-
-    Attributes:
-        seed: The same seed fails in the same way.
-        now: Virtual seconds.
-        last: The last lines of each role.
-    """
+    """A simulated run broke an assertion, a limit or a check."""
 
     def __init__(self, reason: str, *, seed: int, now: Seconds, trace: "Trace") -> None:
         self.seed = seed
         self.now = now
-        self.last = trace.last()
+        self.last = trace.last()  # lines of each role
         super().__init__(
             f"the simulation with seed {seed} failed at {now!r} s: {reason}\n"
             f"The last events of each role (to repeat the run: seed={seed}):\n"
