@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         StorageError as StorageError,
     )
     from distbelief.forecast.api import simulate as simulate
-    from distbelief.optimizer import DownpourSGD as DownpourSGD
+    from distbelief.optimizer import DownpourSGD as DownpourSGD, Exchange as Exchange
     from distbelief.parameter_server.optimizers import (
         SGD as SGD,
         Adagrad as Adagrad,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "distbelief.errors": ("DistBeliefError", "JobError", "PeerLostError", "StorageError"),
     "distbelief.forecast.api": ("simulate",),
-    "distbelief.optimizer": ("DownpourSGD",),
+    "distbelief.optimizer": ("DownpourSGD", "Exchange"),
     "distbelief.parameter_server.optimizers": ("SGD", "Adagrad", "Adam", "Momentum", "RMSprop"),
     "distbelief.partition.api": ("plan",),
     "distbelief.run.result": ("Run",),

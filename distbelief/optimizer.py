@@ -1,4 +1,4 @@
-"""`DownpourSGD`: the user's own training loop as a Downpour worker.
+"""`DownpourSGD` and `Exchange`: the user's own training loop as a worker of a parameter server.
 
     with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
         optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
@@ -8,8 +8,10 @@
             optimizer.step()
         optimizer.finish()
 
-`step()` is the loop of Algorithm 1.1 (Dean et al. 2012). There is no thread: the worker role runs
-only inside these calls (`ClientSession`), and messages wait in the socket meanwhile.
+`DownpourSGD` is the loop of Algorithm 1.1 (Dean et al. 2012): gradients go to the server, whose
+rule is the optimizer. `Exchange` takes local steps by any torch optimizer, and now and then sends
+how far they went. There is no thread: the worker role runs only inside these calls
+(`ClientSession`), and messages wait in the socket meanwhile.
 """
 
 import atexit
@@ -17,7 +19,7 @@ import math
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -41,6 +43,7 @@ from distbelief.worker.loop_worker import FETCH, INSTALLED, LEAVE, PUSHED, LoopW
 
 
 TORN_WAIT_SECONDS = 1e-3
+LOOK_SECONDS = 1e-4  # for messages, in a step that waits for nothing
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
 
@@ -55,6 +58,7 @@ class ClientSession:
     Args:
         parameters: The worker's parameters, in the order in which the server got them.
         address: The server's address.
+        user: The class whose session it is, for errors.
         keys: Directory of this host's keys, for an address with a key.
 
     Raises:
@@ -67,9 +71,11 @@ class ClientSession:
         parameters: list[torch.nn.Parameter],
         address: ServerAddress,
         *,
+        user: str,
         keys: str | Path | None = None,
     ) -> None:
         self.address = address
+        self._user = user
         self.closed = False
         for parameter in parameters:
             if not parameter.is_contiguous():
@@ -99,7 +105,7 @@ class ClientSession:
             if not listen.directory:
                 raise
             raise PeerLostError(
-                f"DownpourSGD: the server at {address.endpoint} cannot be reached: {error}"
+                f"{self._user}: the server at {address.endpoint} cannot be reached: {error}"
             ) from None
         try:
             self._transport.connect(SUPERVISOR, 1, str(address.place()), watched=True)
@@ -125,7 +131,7 @@ class ClientSession:
         def is_decided() -> bool:
             if not self._worker.has_joined and self._transport.is_refused(SUPERVISOR):
                 raise JobError(
-                    f"DownpourSGD: the server at {self.address.endpoint} does not allow this "
+                    f"{self._user}: the server at {self.address.endpoint} does not allow this "
                     f"host's key. On the server: distbelief keys allow {self._key} NAME"
                 )
             return self._worker.has_joined
@@ -148,10 +154,10 @@ class ClientSession:
             PeerLostError: it does not happen in time, or the session is closed.
         """
         if self.closed:
-            raise PeerLostError("DownpourSGD is closed: make a new one to continue")
+            raise PeerLostError(f"{self._user} is closed: make a new one to continue")
         if self.node.pump(until, timeout_seconds=timeout_seconds):
             return
-        server = f"DownpourSGD: server {self.address.endpoint}"
+        server = f"{self._user}: server {self.address.endpoint}"
         if self.node.error is not None:
             raise PeerLostError(f"{server}: {self.node.error}")
         hint = (
@@ -178,8 +184,125 @@ class ClientSession:
             self._transport.close()
 
 
+class _ServerLoop:
+    """What every loop does with its session: pushes, fetches, and its end."""
+
+    _session: ClientSession
+    _timeout_seconds: float
+    _is_finished = True  # the server has everything
+
+    def _open(
+        self,
+        parameters: list[torch.nn.Parameter],
+        server: str,
+        *,
+        timeout_seconds: float,
+        keys: str | Path | None,
+    ) -> None:
+        """Join the server, and fetch its values."""
+        self._timeout_seconds = timeout_seconds
+        address = ServerAddress.parse(server)
+        user = type(self).__name__
+        self._session = ClientSession(parameters, address, user=user, keys=keys)
+        # Not a bound method: that would keep this object alive.
+        weakref.finalize(self, ClientSession.close, self._session)
+        atexit.register(partial(_finish_at_exit, weakref.ref(self)))
+        try:
+            self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
+            self._fetch(self._session.values)
+        except BaseException:
+            self._session.close()
+            raise
+
+    def finish(self) -> None:
+        """Push what is left, wait until it is applied, and fetch once more.
+
+        The model then holds the server's values, with the pushes of all workers.
+
+        Raises:
+            PeerLostError: the server does not answer in time.
+        """
+        raise NotImplementedError
+
+    def close(self, *, timeout_seconds: float | None = None) -> None:
+        """Finish, unless that is done, then leave the server.
+
+        Args:
+            timeout_seconds: How long each answer may take; by default as in a step.
+
+        Raises:
+            PeerLostError: the server does not answer in time; the worker leaves anyway.
+        """
+        if timeout_seconds is not None:
+            self._timeout_seconds = timeout_seconds
+        try:
+            if not self._is_finished:
+                self.finish()
+        finally:
+            self._session.close()
+
+    def counters(self) -> dict[str, float]:
+        """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
+        return self._session.client.counters()
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        self._session.wait(until, what, self._timeout_seconds)
+
+    def _await_pushes(self) -> None:
+        self._wait(lambda: self._session.client.unacknowledged == 0, "an acknowledgement")
+
+    def _push(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        *,
+        n_gradients: int,
+        samples: int,
+        clocks: tuple[int, ...],
+    ) -> None:
+        """Push these, one for each parameter; None: it does not move, as in torch."""
+        session = self._session
+        self._wait(lambda: session.client.can_push, "room for a push")
+        outcome = session.client.stage(
+            tensors, session.values, fetched_clocks=clocks, skip_missing=True
+        )()
+        push = StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
+        session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
+        if not outcome.finite:
+            raise JobError(
+                f"{type(self).__name__}: NaN or infinity in {', '.join(outcome.culprits)}, which "
+                "is not pushed: use a lower learning rate, or clip"
+            )
+
+    def _begin_fetch(self) -> None:
+        self._session.command(Computed(name=FETCH), self._timeout_seconds)
+
+    def _install(self, into: list[torch.Tensor]) -> bool:
+        """Copy what has come of a fetch; return whether that was the rest of it."""
+        session = self._session
+        has_all = session.client.fetch_complete
+        outcome = session.client.install(into)()
+        session.command(Computed(name=INSTALLED, result=outcome), self._timeout_seconds)
+        if outcome.torn and has_all:  # a torn fetch met a half-applied update
+            session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+        return not outcome.torn
+
+    def _fetch(self, into: list[torch.Tensor]) -> None:
+        client = self._session.client
+        self._wait(lambda: client.ready, "a session")
+        self._begin_fetch()
+        self._end_fetch(into)
+
+    def _end_fetch(self, into: list[torch.Tensor]) -> None:
+        client = self._session.client
+        while True:
+            # Blocks are copied while others are on their way.
+            self._wait(lambda: client.installable, "parameters")
+            if self._install(into):
+                return
+
+
 @final
-class DownpourSGD(torch.optim.Optimizer):
+class DownpourSGD(_ServerLoop, torch.optim.Optimizer):
     """Pushes gradients to a parameter server and fetches parameters from it.
 
     Any number of loops, in any number of processes, may use one server, each with a model of
@@ -232,27 +355,16 @@ class DownpourSGD(torch.optim.Optimizer):
                 f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch};"
                 " between fetches a worker steps by itself: give it a rate above 0"
             )
-        super().__init__(params, {"learning_rate": learning_rate or 0.0})
+        torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
         self._parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._n_fetch, self._n_push = n_fetch, n_push
-        self._timeout_seconds = timeout_seconds
         is_seldom = n_fetch > 1 or n_push > 1
         self._keeps_local_steps = is_seldom and not overwrite_local_steps
         self._awaits_pushes = blocking or self._keeps_local_steps
         self._n_steps = self._n_accrued = self._samples = 0
-        self._is_finished = True  # the server has everything
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
-        self._session = ClientSession(self._parameters, ServerAddress.parse(server), keys=keys)
-        # Not a bound method: that would keep this object alive.
-        weakref.finalize(self, ClientSession.close, self._session)
-        atexit.register(partial(_finish_at_exit, weakref.ref(self)))
-        try:
-            self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
-            self._fetch()
-        except BaseException:
-            self._session.close()
-            raise
+        self._open(self._parameters, server, timeout_seconds=timeout_seconds, keys=keys)
 
     @override
     def step(  # type: ignore[override]  # torch's are overloads; this is their union
@@ -277,9 +389,9 @@ class DownpourSGD(torch.optim.Optimizer):
             self._samples += samples
             self._accrue()
             if self._n_steps % self._n_push == 0:
-                self._push()
+                self._push_accrued()
             if (self._n_steps + 1) % self._n_fetch == 0:
-                self._fetch()
+                self._fetch_and_repeat()
             else:
                 for parameter, rate in zip(self._parameters, self._rates(), strict=True):
                     if parameter.grad is not None:
@@ -287,43 +399,16 @@ class DownpourSGD(torch.optim.Optimizer):
             self._n_steps += 1
         return loss
 
+    @override
     def finish(self) -> None:
-        """Push what has accrued, wait until it is applied, and fetch once more.
-
-        The model then holds the server's values, with the pushes of all workers.
-
-        Raises:
-            PeerLostError: the server does not answer in time.
-        """
         if self._session.closed:
             return
         with torch.no_grad():
             if self._n_accrued:
-                self._push()
-        self._wait(lambda: self._session.client.unacknowledged == 0, "an acknowledgement")
-        self._fetch()
+                self._push_accrued()
+        self._await_pushes()
+        self._fetch_and_repeat()
         self._is_finished = True
-
-    def close(self, *, timeout_seconds: float | None = None) -> None:
-        """Finish, unless that is done, then leave the server.
-
-        Args:
-            timeout_seconds: How long each answer may take; by default as in a step.
-
-        Raises:
-            PeerLostError: the server does not answer in time; the worker leaves anyway.
-        """
-        if timeout_seconds is not None:
-            self._timeout_seconds = timeout_seconds
-        try:
-            if not self._is_finished:
-                self.finish()
-        finally:
-            self._session.close()
-
-    def counters(self) -> dict[str, float]:
-        """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
-        return self._session.client.counters()
 
     @override
     def add_param_group(self, param_group: dict[str, object]) -> None:
@@ -367,51 +452,25 @@ class DownpourSGD(torch.optim.Optimizer):
     def _rates(self) -> list[float]:
         return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
 
-    def _push(self) -> None:
-        session = self._session
-        self._wait(lambda: session.client.can_push, "room for a push")
-        outcome = session.client.stage(
-            self._accrued,
-            session.values,
-            fetched_clocks=self._accrued_clocks,
-            skip_missing=True,  # as in torch: a parameter without a gradient does not move
-        )()
-        push = StagedPush(outcome=outcome, n_gradients=self._n_accrued, samples=self._samples)
+    def _push_accrued(self) -> None:
+        accrued, n_gradients = self._accrued, self._n_accrued
         self._n_accrued = 0
         self._accrued = [None] * len(self._parameters)
-        session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
-        if not outcome.finite:
-            raise JobError(
-                f"DownpourSGD: step {self._n_steps}: NaN or infinity in the gradient, "
-                "which is not pushed: use a lower learning rate, or clip"
-            )
+        self._push(
+            accrued, n_gradients=n_gradients, samples=self._samples, clocks=self._accrued_clocks
+        )
 
-    def _fetch(self) -> None:
-        session, client = self._session, self._session.client
-        self._wait(lambda: client.ready, "a session")
+    def _fetch_and_repeat(self) -> None:
         if self._awaits_pushes:
-            self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
-        session.command(Computed(name=FETCH), self._timeout_seconds)
-        while True:
-            # Blocks are copied while others are on their way.
-            self._wait(lambda: client.installable, "parameters")
-            has_all = client.fetch_complete
-            outcome = client.install(session.values)()
-            session.command(Computed(name=INSTALLED, result=outcome), self._timeout_seconds)
-            if not outcome.torn:
-                break
-            if has_all:  # a torn fetch met a half-applied update
-                session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+            self._await_pushes()
+        self._fetch(self._session.values)
         if self._keeps_local_steps:
             # Local steps that are not pushed yet are repeated from the fetched values.
             for accrued, values, rate in zip(
-                self._accrued, session.values, self._rates(), strict=True
+                self._accrued, self._session.values, self._rates(), strict=True
             ):
                 if accrued is not None and rate:
                     values.add_(accrued, alpha=-rate)
-
-    def _wait(self, until: Callable[[], bool], what: str) -> None:
-        self._session.wait(until, what, self._timeout_seconds)
 
 
 class _Group(dict[str, object]):
@@ -452,14 +511,174 @@ def _refusal(key: str) -> JobError:
     return JobError(f"DownpourSGD: parameter groups have no {key!r}: {why}")
 
 
-def _finish_at_exit(reference: "weakref.ref[DownpourSGD]") -> None:
+@final
+class Exchange(_ServerLoop):
+    """Takes local steps by a torch optimizer, and exchanges their sum with a parameter server.
+
+        step        1      2      ...    every   every + 1    ...
+        inner       x      x      x      x       x            x
+        push                             a - x                       then a := x
+        fetch                                    ........ a'         x := a' + (x - a), a := a'
+
+    a (the anchor) is what the server has of this worker: the values at the last exchange. Push and
+    fetch are under way while the next steps are taken, and no local step is lost or sent twice: the
+    steps since the push are kept when the fetched values a' come in. Each exchange moves as many
+    bytes as one of `DownpourSGD`, so with `every` steps between two a slow link carries `every`
+    times less (local SGD, Stich 2019; DiLoCo, Douillard et al. 2023; the sign of a - x is DP-1 of
+    Dpplee3).
+
+    The server's rule applies what is pushed as if it were a gradient: `SGD(learning_rate=1.0)` adds
+    up the steps of all workers, 1.0 / n averages those of n workers, and momentum is DiLoCo's outer
+    optimizer. Any scheduler of torch may be used with the inner optimizer, whose state stays here.
+
+    Args:
+        inner: Takes the local steps. Its parameters are those that the server was given, in the
+            same order.
+        server: `ParameterServer.address`, or the line that `distbelief serve` prints.
+        every: Steps between two exchanges.
+        timeout_seconds: How long a step may wait for the server.
+        keys: Directory of this host's keys, for a server whose address has a key; by
+            default the one that `distbelief keys` uses.
+
+    Raises:
+        JobError: the address, the parameters or the options are invalid.
+        PeerLostError: the server does not answer in time.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        server: str,
+        every: int = 64,
+        timeout_seconds: float = 60.0,
+        keys: str | Path | None = None,
+    ) -> None:
+        if not isinstance(cast("object", inner), torch.optim.Optimizer):
+            raise JobError(
+                f"Exchange: inner is {inner!r}; use an optimizer of torch, such as "
+                "torch.optim.SGD(net.parameters(), lr=0.1)"
+            )
+        if isinstance(inner, DownpourSGD):
+            raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
+        if every < 1:
+            raise JobError(f"Exchange: every is {every}; use 1 or more")
+        self.inner = inner
+        self._every = every
+        parameters = self._parameters()
+        self._n_parameters = len(parameters)
+        self._n_steps = self._n_unsent = self._samples = 0
+        self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
+        self._is_fetching = False
+        self._open(parameters, server, timeout_seconds=timeout_seconds, keys=keys)
+        self._anchor = [values.clone() for values in self._session.values]
+        self._fetched = [torch.empty_like(values) for values in self._anchor]
+
+    def step(self, closure: Callable[[], float] | None = None, *, samples: int = 1) -> float | None:
+        """Take a local step; exchange, if that is due.
+
+        Args:
+            closure: Computes the loss and the gradients again, as in torch.
+            samples: Number of samples of the gradient, for the server's count.
+
+        Raises:
+            PeerLostError: the server does not answer in time, or has ended.
+            JobError: a parameter has become NaN or infinite.
+        """
+        if len(self._parameters()) != self._n_parameters:
+            raise JobError(
+                "Exchange: a group of parameters was added to the inner optimizer; the server "
+                f"knows the {self._n_parameters} that it began with: pass all of them at once"
+            )
+        loss: float | None = self.inner.step(closure)
+        self._is_finished = False
+        self._n_steps += 1
+        self._n_unsent += 1
+        self._samples += samples
+        with torch.no_grad():
+            self._receive()
+            if self._n_steps % self._every == 0:
+                self._exchange()
+        return loss
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as the inner optimizer does."""
+        self.inner.zero_grad()
+
+    @override
+    def finish(self) -> None:
+        if self._session.closed:
+            return
+        with torch.no_grad():
+            if self._n_unsent:
+                self._exchange()
+            self._end_exchange()
+            # Once more: other workers may have pushed since.
+            self._fetch(self._fetched)
+            self._merge()
+        self._is_finished = True
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
+
+    def _exchange(self) -> None:
+        # The anchor is needed until the last fetch is merged: if the link is slower than `every`
+        # steps, this is where the worker waits for it.
+        self._end_exchange()
+        values, anchor = self._session.values, self._anchor
+        changes = [
+            then - now if parameter.requires_grad else None
+            for parameter, now, then in zip(self._parameters(), values, anchor, strict=True)
+        ]
+        self._push(
+            changes,
+            n_gradients=self._n_unsent,
+            samples=self._samples,
+            clocks=self._session.client.clocks,
+        )
+        torch._foreach_copy_(anchor, values)
+        self._n_unsent = 0
+        self._is_pushed = True
+        self._receive()
+
+    def _receive(self) -> None:
+        """Continue the exchange as far as messages have come; do not wait for any."""
+        client = self._session.client
+        if self._is_pushed or self._is_fetching:
+            self._session.node.pump(lambda: False, timeout_seconds=LOOK_SECONDS)
+        # A fetch before the acknowledgement might not have the own steps (SSP-4).
+        if self._is_pushed and client.unacknowledged == 0 and client.ready:
+            self._begin_fetch()
+            self._is_pushed, self._is_fetching = False, True
+        if self._is_fetching and client.installable and self._install(self._fetched):
+            self._merge()
+
+    def _end_exchange(self) -> None:
+        if self._is_pushed:
+            self._await_pushes()
+            self._fetch(self._fetched)
+            self._merge()
+        elif self._is_fetching:
+            self._end_fetch(self._fetched)
+            self._merge()
+
+    def _merge(self) -> None:
+        self._is_pushed = self._is_fetching = False
+        values = self._session.values
+        # Exactly the fetched values where there was no step since the push.
+        torch._foreach_sub_(values, self._anchor)
+        torch._foreach_add_(values, self._fetched)
+        self._anchor, self._fetched = self._fetched, self._anchor
+
+
+def _finish_at_exit(reference: "weakref.ref[_ServerLoop]") -> None:
     # A script that forgets `finish` should lose nothing while the server still answers.
     optimizer = reference()
     if optimizer is not None:
         try:
             optimizer.close(timeout_seconds=EXIT_SECONDS_MAX)
         except (PeerLostError, JobError) as error:
-            print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- no log is left at exit
+            print(f"{type(optimizer).__name__}: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
 
 def _plain(method: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -23,6 +23,11 @@ def is_share(metric_name: str) -> bool:
     return metric_name in _SHARES
 
 
+def is_loss(metric_name: str) -> bool:
+    """Return whether this metric is the held-out loss, which is shown only once."""
+    return metric_name == "loss"
+
+
 def percent(share: float, decimals: int = 0) -> str:
     return f"{100 * share:.{decimals}f} %"
 

@@ -175,7 +175,8 @@ def _curves(view: JobView, width: int, *, ascii_only: bool) -> Table | None:
     best = ""
     if view.best_metric is not None and width >= _WIDE:
         best = f"best {formatting.metric(view.best_metric, name)}"
-    metric, held_out_loss = formatting.metric(view.metric, name), view.held_out_loss
+    metric = formatting.metric(view.metric, name)
+    held_out_loss = None if formatting.is_loss(name) else view.held_out_loss
     rows = [
         (f"held-out {name}", metric, [p.metric for p in points], best),
         ("held-out loss", formatting.figure(held_out_loss), [p.held_out_loss for p in points], ""),

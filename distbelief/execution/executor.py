@@ -389,8 +389,8 @@ def inference_of(
     for name in outputs:
         layer = graph[name]
         end = builder.add(
-            f"{name}.whole", "reshape", [name], layer.shape, is_integer=layer.is_integer
+            f"{name}.whole", "reshape", [layer], layer.shape, is_integer=layer.is_integer
         )
-        places[end] = Placement.whole(len(layer.shape), 0)
-        ends.append(end)
+        places[end.name] = Placement.whole(len(layer.shape), 0)
+        ends.append(end.name)
     return compile_plan(builder.finish(ends), places, batch=batch, n_machines=n_machines)

@@ -9,16 +9,18 @@ A model is captured in training mode, except for modules in evaluation mode whil
 not: they are frozen. `evaluation_difference` tells whether evaluation computes something else.
 """
 
+import builtins
 import inspect
 import logging
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import TYPE_CHECKING, Final, Protocol, final
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -33,25 +35,11 @@ from typing_extensions import override
 from distbelief.errors import JobError
 from distbelief.graph import lowering, ops
 from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
-from distbelief.graph.lowering.fallback import (
-    call_in_parts,
-    call_whole,
-    constant_layer,
-    per_sample,
-    whole_module,
-)
-from distbelief.graph.lowering.lower import (
-    Held,
-    Lowerer,
-    NeedsFunctionalError,
-    NotSplitError,
-    Value,
-    by_name,
-    module_rule,
-    place_of,
-    plain_name,
-)
+from distbelief.graph.lowering.fallback import per_sample
+from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
+from distbelief.graph.lowering.operation import Context, by_name, module_rule, place_of, plain_name
+from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
@@ -297,18 +285,12 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
 
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
-        if own in whole:
-            return True
-        if module_rule(part) is None or opaque_reason(part) is not None:
-            return False
-        return not isinstance(part, nn.MultiheadAttention) or _has_rule(part)
+        return own in whole or (module_rule(part) is not None and opaque_reason(part) is None)
 
     try:
         with (
             _quietly(),
-            _no_custom_functions(),
-            _no_inference_mode(),
-            _given_masks(),
+            _as_export_sees_it(),
             leaves(model, calls, is_leaf),
             torch.enable_grad(),  # so that a no_grad in the forward shows
             warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
@@ -333,11 +315,6 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
     return _Exported(program=program, calls=calls)
-
-
-def _has_rule(module: nn.MultiheadAttention) -> bool:
-    # Others are seen operation by operation.
-    return module.batch_first and not module.add_zero_attn and module.bias_k is None
 
 
 def _innermost(error: BaseException | None, module: nn.Module) -> str:
@@ -391,7 +368,9 @@ def _reason(error: Exception) -> str:
     if "data-dependent" in words or "DataDependent" in words:
         return "its forward depends on the values of its data (an `if`, a loop)"
     if "specialized" in words or "Constraints violated" in words:
-        return "its forward needs the number of samples (as len(x) does, unlike x.shape[0])"
+        return (
+            "its forward needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
+        )
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
@@ -451,55 +430,43 @@ def _quietly() -> Iterator[None]:
 
 
 @contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    # torch.export does not see inference mode.
-    original = torch.inference_mode.__enter__
+def _as_export_sees_it() -> Iterator[None]:
+    # Refuses what torch.export does not see, and shows it what it would not.
+    enter = torch.inference_mode.__enter__
+    apply = torch.autograd.Function.__dict__["apply"].__func__
 
-    def refuse(mode: torch.inference_mode) -> None:
+    def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():
             raise _RefusedError("it computes under torch.inference_mode")
-        original(mode)
+        enter(mode)
 
-    torch.inference_mode.__enter__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.inference_mode.__enter__ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _no_custom_functions() -> Iterator[None]:
-    # The backward of a torch.autograd.Function would be lost.
-    original = torch.autograd.Function.__dict__.get("apply")
-    assert isinstance(original, classmethod)
-
-    def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
+    def applied(cls: type, /, *args: object, **kwargs: object) -> object:
         if any(is_outside(value) for value in (*args, *kwargs.values())):
             raise _RefusedError(
                 f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
             )
-        return original.__func__(cls, *args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign, assignment]
-
-
-@contextmanager
-def _given_masks() -> Iterator[None]:
-    # torch's encoder looks at the values of its mask; the attention layer's rule does too.
-    original = transformer._detect_is_causal_mask  # noqa: SLF001
+        return apply(cls, *args, **kwargs)
 
     def as_told(_mask: object, is_causal: object = None, _size: object = None) -> bool:
-        return bool(is_causal)  # torch's own looks at the values of the mask
+        return bool(is_causal)  # torch's encoder looks at the values of its mask
 
-    transformer._detect_is_causal_mask = as_told  # type: ignore[assignment] # noqa: SLF001
-    try:
+    with (
+        patch.object(torch.inference_mode, "__enter__", entered),
+        patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+        patch.object(transformer, "_detect_is_causal_mask", as_told),
+        patch.object(builtins, "len", _length),
+    ):
         yield
-    finally:
-        transformer._detect_is_causal_mask = original  # noqa: SLF001
+
+
+_len = len
+
+
+def _length(given: Sized) -> int:
+    # Python's own makes a number of the batch size, and the model would hold for that one only.
+    if isinstance(given, torch.Tensor) and given.dim() and is_outside(given):
+        return given.shape[0]
+    return _len(given)
 
 
 # --- lowering ---
@@ -510,16 +477,9 @@ def _lowered(
 ) -> LayerGraph:
     module, call = model.inner, model.call
     builder = Builder(aliases=_aliases(module))
-    lowerer = Lowerer(
-        builder,
-        calls=exported.calls,
-        whole=whole,
-        joins=call is not None and call.joins,
-        in_parts=call_in_parts,
-        fallback=call_whole,
-        constant=constant_layer,
-        opaque=whole_module,
-    )
+    joins = call is not None and call.joins
+    lowerer = Lowerer(builder, calls=exported.calls, whole=whole, joins=joins)
+    context = lowerer.context
     program = exported.program
     signature = program.graph_signature
     tensors = {
@@ -537,17 +497,18 @@ def _lowered(
             tensor = tensors[path]
             values = getattr(tensor, "values_of_buffer", None)
             use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
-            known = Held(use, not tensor.is_floating_point())
+            known = Held(use, tensor.dtype)
             if values is not None:  # layers read floats, indices are known to rules
                 known = values
                 if values.is_floating_point():
-                    known = constant_layer(lowerer, values, path)
+                    known = context.constant(values, path)
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:
             name, spec = next(given)
-            builder.input(name, spec.shape, is_integer=spec.is_integer, is_mask=spec.is_mask)
-            known = Value(builder[name])
+            integer, mask = spec.is_integer, spec.is_mask
+            context.inputs.append(builder.input(name, spec.shape, is_integer=integer, is_mask=mask))
+            known = Value(context.inputs[-1])
         lowerer.known[node] = known
     _check_changes(program)
     results = lowerer.run(program.graph, program.graph_module)
@@ -555,7 +516,7 @@ def _lowered(
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
         return builder.finish(_outputs(found))
-    losses = [_loss(lowerer, found.pop())] if call.has_loss else []
+    losses = [_loss(context, found.pop())] if call.has_loss else []
     # Of several outputs, those without a row for each sample are left out.
     kept = [i for i, value in enumerate(found) if _is_output(value) or len(found) == 1]
     outputs = _outputs([found[i] for i in kept]) if kept or not losses else []
@@ -594,11 +555,11 @@ def _outputs(results: Sequence[object]) -> list[str]:
     return names
 
 
-def _loss(lowerer: Lowerer, given: object) -> str:
+def _loss(context: Context, given: object) -> str:
     # The layer of a loss: each sample has the mean over the batch.
     if not isinstance(given, Value):
         raise GraphError("[algorithm] the loss does not depend on the model's outputs")
-    return per_sample(lowerer, given)
+    return per_sample(context, given).name
 
 
 @contextmanager

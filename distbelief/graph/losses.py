@@ -117,10 +117,8 @@ def append_loss(
     target = builder.input(
         builder.free_name("targets"), expected if targets is None else targets, is_integer=labels
     )
-    last = builder.extend(
-        _layers(builder.free_name("loss"), (scores, builder[target]), loss=name, dim=dim)
-    )
-    return replace(builder.finish([*graph.outputs, last]), fields=graph.fields)
+    last = builder.extend(_layers(builder.free_name("loss"), (scores, target), loss=name, dim=dim))
+    return replace(builder.finish([*graph.outputs, last.name]), fields=graph.fields)
 
 
 def opaque_loss(loss: str | Loss) -> OpaqueLoss | None:

@@ -13,14 +13,13 @@ Names, shapes, kinds and the number of shards alone decide it. Parameters preced
 
 import hashlib
 import math
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
 import msgspec
 import numpy as np
-import torch
 
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.graph.region import Region
@@ -31,8 +30,6 @@ from distbelief.parameter_server.slices import (
     Piece,
     ShardSlice,
     TensorCopier,
-    check_tensors,
-    copy_part,
     padded,
 )
 
@@ -251,6 +248,7 @@ class PartialView:
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
         self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
         self._pieces: list[list[Piece]] = []  # per shard, in its vector
+        self._block_copiers: dict[tuple[int, int], TensorCopier] = {}  # by shard and block
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
@@ -266,44 +264,25 @@ class PartialView:
         self.shards = tuple(self.slices)  # those that hold something of the tensors
         self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
 
-    def copier(self, k: int, vector: Vector, *, compact: bool = False) -> TensorCopier:
-        """Return a copier between the client's tensors and shard k's vector, or the compact one."""
-        pieces = [
-            (index, start, stop, self.slices[k].positions_of(place))
-            if compact and isinstance(place, IndexRanges)
-            else (index, start, stop, place)
-            for index, start, stop, place in self._pieces[k]
-        ]
-        return TensorCopier(self.sizes, pieces, vector, has_padding=self.is_whole)
+    def copier(self, k: int, *, compact: bool = False) -> TensorCopier:
+        """Return the copier between the tensors and shard k's vectors, or the compact ones."""
+        pieces = self._compact_pieces(k) if compact else self._pieces[k]
+        return TensorCopier(self.sizes, pieces, has_padding=self.is_whole)
 
-    def scatter_blocks(
-        self, k: int, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor], *, begin: int = 0
-    ) -> None:
-        """Copy consecutive blocks of the compact vector of shard k into the tensors.
+    def block_copier(self, k: int, index: int) -> TensorCopier:
+        """Return the copier between the tensors and one block of shard k's compact vector."""
+        if (k, index) not in self._block_copiers:
+            start, stop = self.slices[k].bounds[index]
+            pieces = (_clipped(one, start, stop) for one in self._compact_pieces(k))
+            copier = TensorCopier(self.sizes, (one for one in pieces if one), has_padding=False)
+            self._block_copiers[k, index] = copier
+        return self._block_copiers[k, index]
 
-        If the client holds everything, the first block may be one that begins later than 0.
-        """
-        if not self.is_whole:
-            self.copier(k, np.concatenate(blocks), compact=True).scatter(tensors)
-            return
-        # Each number is copied once: the blocks stay where they were received.
-        check_tensors(self.sizes, tensors)
-        left = deque(self.layout.segments(k))
-        end = begin
-        for block in blocks:
-            begin, end = end, end + len(block)
-            while left and left[0].offset < end:
-                segment = left[0]
-                first = max(begin, segment.offset)
-                last = min(end, segment.offset + segment.n_elements)
-                # In padding at the start of a block, `first` lies beyond `last`.
-                at = segment.start - segment.offset
-                if first < last:
-                    part = block[first - begin : last - begin]
-                    copy_part(part, tensors[segment.tensor_index], first + at)
-                if segment.offset + segment.n_elements > end:
-                    break  # the next block goes on with it
-                left.popleft()
+    def _compact_pieces(self, k: int) -> Iterator[Piece]:
+        for index, start, stop, place in self._pieces[k]:
+            if isinstance(place, IndexRanges):
+                place = self.slices[k].positions_of(place)  # noqa: PLW2901 -- now the compact one
+            yield index, start, stop, place
 
     def stripes_of(self, k: int, tensors: Sequence[object | None]) -> Vector | None:
         """Return the stripes in shard k's vector of tensors that are not None; None for all.
@@ -319,6 +298,20 @@ class PartialView:
         starts = np.array([one.offset for one in given], np.int64)
         sizes = np.array([padded(one.n_elements) for one in given], np.int64)
         return IndexRanges.of(starts, starts + sizes).stripes()
+
+
+def _clipped(piece: Piece, start: int, stop: int) -> Piece | None:
+    """Return what lies in elements [start, stop) of the vector, placed from there."""
+    index, begin, end, place = piece
+    if isinstance(place, IndexRanges):
+        begin += place.n_below(start)
+        inside = place.clipped(start, stop)
+        n, offset = inside.n_elements, inside.shifted(-start)
+        return (index, begin, begin + n, offset) if n else None
+    first, last = max(place, start), min(place + end - begin, stop)
+    if first >= last:
+        return None
+    return index, begin + first - place, begin + last - place, first - start
 
 
 def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:

@@ -37,7 +37,7 @@ CREDIT_BLOCKS_MAX: Final = 64
 PIECE_BYTES: Final = 1 << 22
 """Copied as one piece: few blocks, so that the first are sent soon, and from the cache."""
 
-_PIN: Final = "lease:"
+TIMER: Final = "pins"
 
 
 @final
@@ -74,6 +74,7 @@ class PinnedVersions:
         self._memory = memory
         self._versions: list[Version] = []
         self._pins: dict[Address, Pin] = {}
+        self._timer_runs = False
         self.copying: Version | None = None  # until its last piece
         self.waiting: dict[Address, tuple[Session, pf.Fetch]] = {}
         self.bytes_out = 0
@@ -118,14 +119,19 @@ class PinnedVersions:
                 pin.blocks.again()
         return self._blocks(pin)
 
-    def timer(self, name: str, now: Seconds) -> list[Action]:
-        pin = self._pins.get(Address(name.removeprefix(_PIN)))
-        if pin is None:
+    def timer(self, now: Seconds) -> list[Action]:
+        """End the pins without progress, and watch the others."""
+        self._timer_runs = False
+        for pin in [pin for pin in self._pins.values() if pin.expires <= now]:
+            self.expire(pin.client)
+        return self._watch()
+
+    def _watch(self) -> list[Action]:
+        # One timer for all pins: a new pin expires after the others.
+        if self._timer_runs or not self._pins:
             return []
-        if now < pin.expires:
-            return [SetTimer(name=name, at=pin.expires)]
-        self.expire(pin.client)
-        return []
+        self._timer_runs = True
+        return [SetTimer(name=TIMER, at=min(pin.expires for pin in self._pins.values()))]
 
     @property
     def wants_copy(self) -> bool:
@@ -144,7 +150,9 @@ class PinnedVersions:
                 self._versions.append(version)
             version.clock, version.n_copied = self._values.clock, 0
             self.copying = version
-        piece = slice(version.n_copied, version.n_copied + PIECE_BYTES // values.itemsize)
+        # Each piece is as large as all before it: sending keeps pace, and few pieces are begun.
+        n = max(version.n_copied, PIECE_BYTES // values.itemsize)
+        piece = slice(version.n_copied, version.n_copied + n)
         source, target = values[piece], version.values[piece]
         return partial(_copy, source, target), Cost(n_bytes=2.0 * source.nbytes)
 
@@ -196,7 +204,7 @@ class PinnedVersions:
         blocks = Window(client.n_blocks)
         expires = now + self._seconds_max
         pin = self._pins[client.name] = Pin(version, client, blocks, message.credit, expires)
-        return [SetTimer(name=f"{_PIN}{client.name}", at=expires), *self._blocks(pin)]
+        return [*self._watch(), *self._blocks(pin)]
 
     def _blocks(self, pin: Pin) -> list[Action]:
         client, version, blocks = pin.client, pin.version, pin.blocks

@@ -14,7 +14,7 @@ silent delays it until the supervisor lets the primary continue alone (a new `Pr
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, assert_never, final
 
 import msgspec
 import numpy as np
@@ -61,6 +61,10 @@ def all_copy_names(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], t
     """Return the first copies of all shards, and the second copies if there are any."""
     names = [copy_names(index, n_copies) for index in range(n_shards)]
     return tuple(name[0] for name in names), tuple(name for copies in names for name in copies[1:])
+
+
+FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | pf.PushBlock
+FromBackup = rp.StateAck | pf.PushBlockAck | pf.PushApplied
 
 
 # --- backup ---
@@ -137,7 +141,23 @@ class Backup:
 
     # ---------------------------------------------------------------- messages in
 
-    def start_sync(self, sender: Address, message: rp.StartSync) -> list[Action]:
+    def handle(self, sender: Address, message: FromPrimary) -> list[Action]:
+        if isinstance(message, rp.StartSync):
+            return self._start_sync(sender, message)
+        term = message.shard_incarnation if isinstance(message, pf.PushBlock) else message.term
+        if not self._obeys(sender, term):
+            return []
+        match message:
+            case rp.StateBlock():
+                return self._take_state_block(message)
+            case rp.ReplicatePush():
+                return self._replicate(sender, message)
+            case pf.PushBlock():
+                return self._take_block(sender, message)
+            case _:
+                assert_never(message)
+
+    def _start_sync(self, sender: Address, message: rp.StartSync) -> list[Action]:
         """Start to sync with this primary, now or when the running work ends."""
         if self._fenced or message.term < self.term:
             return []
@@ -156,10 +176,8 @@ class Backup:
         self._queue.clear()
         return self._accept_next()
 
-    def take_state_block(self, sender: Address, message: rp.StateBlock) -> list[Action]:
+    def _take_state_block(self, message: rp.StateBlock) -> list[Action]:
         """Store the next state block; when it is the last one, report BackupInSync."""
-        if not self._obeys(sender, message.term):
-            return []
         values = self._values
         if (
             # A block of another clock would make the values a mixture of versions.
@@ -173,10 +191,8 @@ class Backup:
                 return [self._state_ack(), Send(receiver=SUPERVISOR, message=report)]
         return [self._state_ack()]
 
-    def replicate(self, sender: Address, message: rp.ReplicatePush) -> list[Action]:
+    def _replicate(self, sender: Address, message: rp.ReplicatePush) -> list[Action]:
         """Queue a replicated push if it is the next one."""
-        if not self._obeys(sender, message.term):
-            return []
         # Only the push that continues the queue is accepted; the primary resends what is missing.
         n_waiting = len(self._queue) + (self._applying is not None)
         ahead = message.clock - self._values.clock
@@ -205,9 +221,7 @@ class Backup:
         self._queue.append(Replicated(message, values, shard_slice))
         return []
 
-    def take_block(self, sender: Address, message: pf.PushBlock) -> list[Action]:
-        if not self._obeys(sender, message.shard_incarnation):
-            return []
+    def _take_block(self, sender: Address, message: pf.PushBlock) -> list[Action]:
         sequence, clock, values = message.sequence, self._values.clock, message.values
         if sequence <= clock:
             return [self._push_applied(sequence)]
@@ -446,16 +460,25 @@ class Primary:
 
     # ------------------------------------------------------------ from the backup
 
-    def state_acked(self, event: Received, message: rp.StateAck, now: Seconds) -> list[Action]:
-        if self._is_from_backup(event, message.term):
-            is_news = self._state.acked(message.received)
-            self._silence.heard(now, progress=is_news or not self._answered)
-            self._answered = True
-        return []  # `transfer` sends the next window
-
-    def push_acked(self, event: Received, message: pf.PushApplied, now: Seconds) -> list[Action]:
-        if not self._is_from_backup(event, message.shard_incarnation):
+    def handle(self, event: Received, message: FromBackup, now: Seconds) -> list[Action]:
+        term = message.term if isinstance(message, rp.StateAck) else message.shard_incarnation
+        is_current = event.incarnation == self._incarnation and term == self.term
+        if event.sender != self.backup or not is_current:
             return []
+        match message:
+            case rp.StateAck():
+                is_news = self._state.acked(message.received)
+                self._silence.heard(now, progress=is_news or not self._answered)
+                self._answered = True
+                return []  # `transfer` sends the next window
+            case pf.PushBlockAck():
+                return self._blocks_acked(message, now)
+            case pf.PushApplied():
+                return self._push_acked(message, now)
+            case _:
+                assert_never(message)
+
+    def _push_acked(self, message: pf.PushApplied, now: Seconds) -> list[Action]:
         acked = [one for one in self._outstanding if one.out.message.clock < message.sequence]
         self._silence.heard(now, progress=bool(acked))
         for one in acked:
@@ -469,9 +492,7 @@ class Primary:
             actions.append(self._confirm(first))
         return [*actions, *self._send_due()]
 
-    def blocks_acked(self, event: Received, message: pf.PushBlockAck, now: Seconds) -> list[Action]:
-        if not self._is_from_backup(event, message.shard_incarnation):
-            return []
+    def _blocks_acked(self, message: pf.PushBlockAck, now: Seconds) -> list[Action]:
         is_news = False
         for one in self._outstanding:
             if one.out.message.clock + 1 != message.sequence:
@@ -530,10 +551,6 @@ class Primary:
         if self.backup is None:
             return False
         return not self._answered or self._is_syncing or bool(self._outstanding)
-
-    def _is_from_backup(self, event: Received, term: int) -> bool:
-        is_current = event.incarnation == self._incarnation and term == self.term
-        return event.sender == self.backup and is_current
 
     def _start_sync(self) -> rp.StartSync:
         return rp.StartSync(

@@ -26,8 +26,14 @@ from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.pinned_versions import PinnedVersions
-from distbelief.parameter_server.replication import TIMER as BACKUP_TIMER, Backup, Primary
+from distbelief.parameter_server.pinned_versions import TIMER as PINS_TIMER, PinnedVersions
+from distbelief.parameter_server.replication import (
+    TIMER as BACKUP_TIMER,
+    Backup,
+    FromBackup,
+    FromPrimary,
+    Primary,
+)
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
@@ -46,8 +52,7 @@ __all__ = ["Shard", "ShardConfig"]
 
 
 ClientMessage = pf.Fetch | pf.FetchAck | pf.PushBlock | pf.Push
-FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | pf.PushBlock
-ReplicationMessage = rp.Promote | FromPrimary | rp.StateAck | pf.PushApplied | pf.PushBlockAck
+ReplicationMessage = rp.Promote | FromPrimary | FromBackup
 ShardMessage = (
     pf.OpenSession | ClientMessage | ReplicationMessage | ShardCommand | SaveCheckpoint | Stop
 )
@@ -262,9 +267,9 @@ class Shard:
     def _timer(self, name: str, now: rl.Seconds) -> list[rl.Action]:
         if name == BACKUP_TIMER:
             return self._primary.timer(now)
-        if name.startswith(_ABSENT):
-            return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
-        return self._versions.timer(name, now)
+        if name == PINS_TIMER:
+            return self._versions.timer(now)
+        return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
 
     # ------------------------------------------------------------------- sessions
 
@@ -408,22 +413,24 @@ class Shard:
         match message:
             # A message for a former incarnation of this copy, delayed in the network.
             case rp.Promote() | rp.StartSync() if message.receiver_incarnation != self._incarnation:
-                actions = []
+                return []
             case rp.Promote():
-                actions = self._promote(message, now)
+                return self._promote(message, now)
             case rp.StartSync() | rp.StateBlock() | rp.ReplicatePush() | pf.PushBlock():
-                actions = self._from_primary(event.sender, message)
+                if self._backup is not None:
+                    return self._backup.handle(event.sender, message)
+                if isinstance(message, rp.StartSync) and message.term > self._primary.term:
+                    raise DistBeliefError(
+                        f"{event.sender} is primary in term {message.term} and {self._name} was "
+                        f"in term {self._primary.term}: restart {self._name} to make it a backup"
+                    )
+                return []
             case _ if self._backup is not None:
-                actions = []  # an answer meant for an earlier incarnation
-            case rp.StateAck():
-                actions = self._primary.state_acked(event, message, now)
-            case pf.PushBlockAck():
-                actions = self._primary.blocks_acked(event, message, now)
-            case pf.PushApplied():
-                actions = self._primary.push_acked(event, message, now) + self._answer_deferred()
+                return []  # an answer meant for an earlier incarnation
             case _:
-                assert_never(message)
-        return actions
+                actions = self._primary.handle(event, message, now)
+                # A confirmed push may free what a deferred session waits for.
+                return [*actions, *self._answer_deferred()]
 
     def _promote(self, promote: rp.Promote, now: rl.Seconds) -> list[rl.Action]:
         backup = self._backup
@@ -441,27 +448,6 @@ class Shard:
             )
         self._promotion = promote
         return []
-
-    def _from_primary(self, sender: rl.Address, message: FromPrimary) -> list[rl.Action]:
-        backup = self._backup
-        if backup is None:
-            if isinstance(message, rp.StartSync) and message.term > self._primary.term:
-                raise DistBeliefError(
-                    f"{sender} is primary in term {message.term} and {self._name} was in term "
-                    f"{self._primary.term}: restart {self._name} to make it a backup"
-                )
-            return []
-        match message:
-            case rp.StartSync():
-                return backup.start_sync(sender, message)
-            case rp.StateBlock():
-                return backup.take_state_block(sender, message)
-            case rp.ReplicatePush():
-                return backup.replicate(sender, message)
-            case pf.PushBlock():
-                return backup.take_block(sender, message)
-            case _:
-                assert_never(message)
 
     def _become_primary(
         self, backup: Backup, promote: rp.Promote, now: rl.Seconds

@@ -402,24 +402,11 @@ class SliceTable:
 
 _PIECE: Final = 1 << 16  # elements copied and summed at a time
 
-_TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
-
 Sizes = Sequence[tuple[str, int]]  # name and elements of each of a client's tensors
 
 Piece = tuple[int, int, int, int | IndexRanges]
 """Elements [start, stop) of a tensor, and where they lie in a vector: index of the tensor, start,
 stop, and the first element there or their ranges."""
-
-
-def check_tensors(sizes: Sizes, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless these are flat tensors of these sizes."""
-    if len(tensors) != len(sizes):
-        raise ValueError(
-            f"{len(tensors)} tensors given, the layout has {len(sizes)}: "
-            "give all of them, in its order (whole tensors are sorted by name)"
-        )
-    for size, tensor in zip(sizes, tensors, strict=True):
-        _check_tensor(size, tensor)
 
 
 def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
@@ -436,28 +423,20 @@ def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
         )
 
 
-def copy_part(part: Vector, tensor: torch.Tensor, start: int) -> None:
-    """Copy `part` into a tensor's elements from `start` on; integer tensors get the nearest one."""
-    values = tensor.detach()
-    if values.dtype == _TORCH_TYPES.get(part.dtype) and values.is_cpu:
-        np.copyto(values.numpy()[start : start + len(part)], part)
-    else:
-        source, target = as_tensor(part), values[start : start + len(part)]
-        target.copy_(_rounded(source, target))
+_TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    # Torch reads the target's cache lines before it writes them; numpy's memmove does not, and
-    # takes three quarters of the time.
-    if source.dtype == target.dtype and source.is_cpu and target.is_cpu and not source.is_neg():
-        np.copyto(target.detach().numpy(), source.detach().numpy())
-    else:
-        target.copy_(source)
+def _array(tensor: torch.Tensor, *, like: Vector) -> Vector | None:
+    """Return a tensor's memory as an array, or None if it lies elsewhere or has another type."""
+    if tensor.dtype != _TORCH_TYPES.get(like.dtype) or not tensor.is_cpu or tensor.is_neg():
+        return None
+    array: Vector = tensor.detach().numpy()
+    return array
 
 
 @final
 class TensorCopier:
-    """Copies between a client's tensors and a vector; made once for many copies.
+    """Copies between a client's tensors and vectors of one kind; made once for many copies.
 
     Tensors are flat, in the order of `sizes` and of any real dtype; those that do not fit raise
     ValueError.
@@ -467,25 +446,23 @@ class TensorCopier:
         self,
         sizes: Sizes,
         pieces: Iterable[Piece],
-        vector: Vector,  # may be read-only if nothing is put into it
         *,
         has_padding: bool,  # a gap of zeros follows a piece that ends at no multiple of 64
     ) -> None:
         self._sizes = sizes
-        self._vector = whole = as_tensor(vector)
-        self._pieces: dict[int, tuple[int, int, torch.Tensor | RangeCopier]] = {}
-        self._padding: list[torch.Tensor] = []
+        self._pieces: dict[int, tuple[int, int, int | RangeCopier]] = {}
+        self._padding: list[tuple[int, int]] = []
         for index, start, stop, place in pieces:
             if isinstance(place, IndexRanges):
                 self._pieces[index] = start, stop, RangeCopier(place)
                 continue
+            self._pieces[index] = start, stop, place
             end = place + stop - start
-            self._pieces[index] = start, stop, whole[place:end]
             if has_padding and end % ALIGNMENT:
-                self._padding.append(whole[end : padded(end)])
+                self._padding.append((end, padded(end)))
 
-    def put(self, index: int, tensor: torch.Tensor | None) -> float:
-        """Copy the elements of one tensor into the vector; return their sum.
+    def put(self, index: int, tensor: torch.Tensor | None, vector: Vector) -> float:
+        """Copy the elements of one tensor, None for zeros, into a vector; return their sum.
 
         The sum shows NaN and infinity at a fortieth of the cost of a look at each element. It may
         also overflow although all elements are finite.
@@ -495,40 +472,54 @@ class TensorCopier:
         if index not in self._pieces:
             return 0.0
         start, stop, place = self._pieces[index]
-        if isinstance(place, torch.Tensor):
-            if tensor is None:
-                place.zero_()
-                return 0.0
-            total, part = 0.0, tensor.detach()[start:stop]
-            if stop - start <= _PIECE:  # of a small tensor
-                _copy(part, place)
-                return float(place.sum())
-            # Each piece is summed while it is in the cache.
-            for target, piece in zip(place.split(_PIECE), part.split(_PIECE), strict=True):
-                _copy(piece, target)
-                total += float(target.sum())
-            return total
         with torch.no_grad():
-            zeros = torch.zeros(1, dtype=self._vector.dtype).expand(stop - start)
-            values = zeros if tensor is None else tensor[start:stop]
-            place.scatter(values, self._vector)
-            return float(values.sum(dtype=self._vector.dtype))
+            if isinstance(place, RangeCopier):
+                whole = as_tensor(vector)
+                zeros = torch.zeros(1, dtype=whole.dtype).expand(stop - start)
+                values = zeros if tensor is None else tensor[start:stop]
+                place.scatter(values, whole)
+                return float(values.sum(dtype=whole.dtype))
+            here = vector[place : place + stop - start]
+            if tensor is None:
+                here[:] = 0
+                return 0.0
+            array, total = _array(tensor, like=vector), 0.0
+            for first in range(start, stop, _PIECE):  # summed while it is in the cache
+                piece = slice(first, min(first + _PIECE, stop))
+                target = here[piece.start - start : piece.stop - start]
+                summed = torch.from_numpy(target)
+                if array is None:
+                    summed.copy_(tensor[piece])
+                else:  # torch would read the target before it writes it
+                    np.copyto(target, array[piece])
+                total += summed.sum().item()
+        return total
 
-    def zero_padding(self) -> None:
+    def zero_padding(self, vector: Vector) -> None:
         """Fill the gaps between pieces with zeros; update rules keep them zero."""
-        for view in self._padding:
-            view.zero_()
+        for start, stop in self._padding:
+            vector[start:stop] = 0
 
-    def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the vector's elements into `tensors`; other elements stay."""
-        check_tensors(self._sizes, tensors)
+    def scatter(self, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a vector's elements into `tensors`; other elements stay."""
+        if len(tensors) != len(self._sizes):
+            raise ValueError(
+                f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: "
+                "give all of them, in its order (whole tensors are sorted by name)"
+            )
         with torch.no_grad():
             for index, (start, stop, place) in self._pieces.items():
-                part = tensors[index][start:stop]
+                tensor = tensors[index]
+                _check_tensor(self._sizes[index], tensor)
                 if isinstance(place, RangeCopier):
-                    place.gather(self._vector, part)
+                    place.gather(as_tensor(vector), tensor[start:stop])
+                    continue
+                values = vector[place : place + stop - start]
+                array = _array(tensor, like=vector)
+                if array is None:
+                    tensor[start:stop].copy_(_rounded(as_tensor(values), tensor))
                 else:
-                    copy_part(place.numpy(), part, 0)
+                    np.copyto(array[start:stop], values)
 
 
 # --- memory shared with clients ---

@@ -21,7 +21,7 @@ from distbelief.partition.candidates import Candidate, candidates, check_pins, p
 from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, Variance, single_sample
 from distbelief.partition.cost_tables import Floats, Tables
 from distbelief.partition.grouping import Group, groups
-from distbelief.partition.solvers.problem import Choice, Problem, Solution
+from distbelief.partition.solvers.problem import TOLERANCE, Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
 from distbelief.program.cluster import UNLIMITED, Cluster
 from distbelief.program.compiler import CompilerCache, compile_plan
@@ -264,9 +264,7 @@ def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
     for node, costs in enumerate(problem.costs):
         if len(costs) == 1:
             continue
-        totals = np.array(costs)
-        for neighbour, table in problem.neighbours[node]:
-            totals = totals + table[:, choice[neighbour]]
+        totals = problem.around(node, choice)
         deltas = totals - totals[choice[node]]
         order = np.argsort(deltas, kind="stable")
         cheapest = [int(k) for k in order if k != choice[node]][:_MOVES_PER_NODE]
@@ -324,27 +322,30 @@ def solve_problem(
         also=[way.placements for way in others],
     )
     notify(f"{count} machines: the best choice among {sum(problem.sizes)} splits")
-    solution = solve(problem, seconds=request.solver_seconds)
-    solved = {solution.choice: solution.solver}
-    if problem.caps is not None:
-        # The best choice without caps may fit in the simulation, or after the search.
-        free = replace(problem, memory=None, caps=None)
-        unbound = solve(free, seconds=request.solver_seconds)
-        solved.setdefault(unbound.choice, unbound.solver)
+    known: dict[Choice, SimulatedPlan] = {}
+    for way in others:
+        same = decoder.choice(way.placements)
+        if same is not None:
+            known.setdefault(same, way)
+    # The best choice without caps may fit in the simulation, or after the search.
+    free = replace(problem, memory=None, caps=None)
+    unbound = solution = solve(free, known=list(known), seconds=request.solver_seconds)
+    if problem.overrun(unbound.choice) > 1 + TOLERANCE:
+        solution = solve(problem, known=list(known), seconds=request.solver_seconds)
+    solved = {each.choice: each.solver for each in (unbound, solution)}
     ways = {
-        choice: simulator.way(solver, decoder(choice), n_machines=count)
+        choice: replace(known[choice], method=solver)
+        if choice in known
+        else simulator.way(solver, decoder(choice), n_machines=count)
         for choice, solver in solved.items()
     }
-    for way in others:
-        known = decoder.choice(way.placements)
-        if known is not None:
-            ways.setdefault(known, way)
     return SolvedProblem(
         problem=problem,
         decoder=decoder,
         solution=solution,
         ways={
-            choice: replace(way, model_seconds=problem.cost(choice)) for choice, way in ways.items()
+            choice: replace(way, model_seconds=problem.cost(choice))
+            for choice, way in {**ways, **known, **ways}.items()
         },
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self, final
 import msgspec
 
 from distbelief.core import files
-from distbelief.core.formatting import is_share
+from distbelief.core.formatting import is_loss, is_share
 from distbelief.supervisor.view import JobView
 
 
@@ -153,7 +153,7 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
         return False
     figure = Figure(figsize=(7.0, 5.0), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    has_metric = any(m.metric is not None for m in drawn)
+    has_metric = any(m.metric is not None and not is_loss(m.metric_name) for m in drawn)
     axes = figure.subplots(1 + has_metric, 1, sharex=True, squeeze=False)[:, 0]
     lines = [
         _line(axes[0], [(m.time, m.loss) for m in drawn], label="training"),

@@ -210,13 +210,13 @@ def _data(summary: Summary) -> str:
 
 
 def _values(summary: Summary) -> list[tuple[str, str]]:
-    metric = formatting.metric(summary.metric, summary.metric_name)
+    name, loss = summary.metric_name, summary.held_out_loss
     figures = [
         ("time", formatting.duration(summary.seconds)),
         ("samples", formatting.count(summary.samples)),
         ("samples/s", formatting.rate(summary.samples_per_second)),
-        (f"held-out {summary.metric_name}", metric),
-        ("held-out loss", formatting.figure(summary.held_out_loss)),
+        (f"held-out {name}", formatting.metric(summary.metric, name)),
+        ("held-out loss", formatting.figure(None if formatting.is_loss(name) else loss)),
         ("training loss", formatting.figure(summary.loss)),
     ]
     return [(head, figure) for head, figure in figures if figure != formatting.DASH]

@@ -1,6 +1,6 @@
 """How good the planner's plans are, and how long it takes to find them.
 
-    python experiments/benchmarks/planner.py [--tries 2000] [--nets speech vgg16]
+    python experiments/benchmarks/planner.py [--tries 2000] [--nets speech vgg11]
         [--small]
 
 One thread. First the paper's pair on cluster commodity-2012 with 1, 2, 4, 8, 16, 32, 81

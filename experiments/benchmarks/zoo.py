@@ -78,6 +78,7 @@ def row(found: Found) -> dict[str, str]:
             cells[word] = f"{plan:.0e} ({alone:.0e})"
         cells["bytes"] = "exact" if verified["bytes_exact"] else "differ"
         cells["agrees"] = "yes" if verified["agrees"] else "no"
+        cells["agrees"] += " (float64)" if verified.get("double") else ""
         cells["verify, s"] = f"{verified['verify_seconds']:.0f}"
     return cells
 

@@ -136,13 +136,11 @@ MODELS: Final[Mapping[str, Model]] = {
 
 
 def __getattr__(name: str) -> Callable[[], nn.Module]:
-    # "gpt2", or "gpt2_seed1" with other weights.
-    model, _, seed = name.partition("_seed")
-    if model not in MODELS:
+    if name not in MODELS:
         raise AttributeError(name)
 
     def make() -> nn.Module:
-        torch.manual_seed(int(seed or 0))
-        return MODELS[model].small.make()
+        torch.manual_seed(0)
+        return MODELS[name].small.make()
 
     return make

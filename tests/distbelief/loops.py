@@ -86,11 +86,25 @@ class Server:
         self, monkeypatch: pytest.MonkeyPatch, params: object, **options: float | bool | None
     ) -> distbelief.DownpourSGD:
         """Return the optimizer of one more loop."""
+        address = self._address(monkeypatch)
+        return distbelief.DownpourSGD(
+            params,  # type: ignore[arg-type]
+            server=address,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def exchange(
+        self, monkeypatch: pytest.MonkeyPatch, inner: torch.optim.Optimizer, *, every: int = 64
+    ) -> distbelief.Exchange:
+        """Return the exchange of one more loop."""
+        return distbelief.Exchange(inner, server=self._address(monkeypatch), every=every)
+
+    def _address(self, monkeypatch: pytest.MonkeyPatch) -> str:
         server = self
 
         class OfThis(SimulatedSession):
             def __init__(
-                self, parameters: list[nn.Parameter], _address: object, **_keys: object
+                self, parameters: list[nn.Parameter], _address: object, **_options: object
             ) -> None:
                 super().__init__(server, parameters)
 
@@ -98,11 +112,7 @@ class Server:
         address = ServerAddress(
             endpoint="ipc:///nowhere/.supervisor.1", run="t", n_shards=len(self.shards), memory=""
         )
-        return distbelief.DownpourSGD(
-            params,  # type: ignore[arg-type]
-            server=str(address),
-            **options,  # type: ignore[arg-type]
-        )
+        return str(address)
 
 
 class SimulatedSession:

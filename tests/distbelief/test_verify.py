@@ -50,6 +50,14 @@ def test_three_times_the_rounding_of_one_process_agrees() -> None:
     assert not verified(GOOD | BAD).passed
 
 
+def test_what_differs_in_float32_agrees_if_it_does_in_float64() -> None:
+    """Gradients jump where rounding puts a number on the other side of a kink: ResNeXt-50."""
+    right, wrong = (Agreement(plan=2e-2, one_process=1e-3, double=x) for x in (4e-13, 3e-3))
+    assert verified(GOOD | {"0.weight": right}).passed
+    assert not verified(GOOD | {"0.weight": wrong}).passed
+    assert "agrees in float64: 4e-13" in text_of(verified(GOOD | {"0.weight": right}))
+
+
 def test_bytes_have_to_be_exact() -> None:
     assert verified(GOOD, LINK).passed
     other = Link(sender=1, receiver=0, predicted_bytes=10, sent_bytes=9)

@@ -9,7 +9,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import distbelief
+from distbelief import verify
 from distbelief.config.load import parse_job
 from distbelief.errors import DistBeliefError
 from distbelief.launch.computation import compute
@@ -56,6 +60,34 @@ def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None
     for link in found["links"]:
         assert link["sent_bytes"] == link["predicted_bytes"]
     assert found["measured_seconds"] > 0
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.soak
+@pytest.mark.untraced
+@pytest.mark.parametrize("names", [["SMALLEST", "ROUNDING"], ["LARGE"]])
+def test_what_float32_does_not_decide_is_run_in_float64(
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    for name in names:
+        monkeypatch.setattr(verify, name, -1.0)
+    plan = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
+    with closing(LocalLauncher()) as launcher:
+        found = verify.verify(
+            plan,
+            factory=f"{__name__}:net",
+            loss="cross_entropy",
+            n_cores=2,
+            launcher=launcher,
+            n_steps=1,
+        )
+    doubles = [each.double for each in found.errors.values()]
+    assert all(double is not None and double < 1e-14 for double in doubles)
+    assert found.passed
 
 
 JOB = """

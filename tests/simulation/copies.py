@@ -41,7 +41,7 @@ BEAT: Final = "beat"
 class Beating:
     """A shard copy that sends heartbeats."""
 
-    accepts = rl.ALL_MESSAGES
+    accepts = Shard.accepts
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard

@@ -100,6 +100,14 @@ def test_every_invariant_holds_for_ten_thousand_seeds(seeds: range) -> None:
     play_all(seeds)
 
 
+def test_a_former_primary_survives_that_its_successor_refuses_its_copies() -> None:
+    """Regression: the successor had restarted since, and took forwarded blocks for a client's.
+
+    Its SessionRefused is for no shard: a driver rejects it, and the shard lives on.
+    """
+    played(1039)
+
+
 # --------------------------------------------------------------------- reproducibility
 
 

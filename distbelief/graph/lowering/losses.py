@@ -1,12 +1,13 @@
 """Lowering rules for losses that a model or a user's function computes: means over the batch.
 
 Losses of single samples come first, then their mean; the whole of it is split like the losses that
-have a name. Only a captured loss may join samples: `Lowerer.joins`.
+have a name. Only a captured loss may join samples: `Context.joins`.
 """
 
 from typing import Final
 
-from distbelief.graph.lowering.lower import NotSplitError, Operation, Value, lowers
+from distbelief.graph.lowering.operation import Operation, lowers
+from distbelief.graph.lowering.values import NotSplitError, Value
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.reductions import reduction_layer
 
@@ -60,7 +61,7 @@ def elementwise(op: Operation) -> object:
 def _pair(op: Operation) -> tuple[Value, Value]:
     reduction = op["reduction"]
     if (
-        not op.lowerer.joins
+        not op.context.joins
         or reduction not in {0, _MEAN}
         or op.arguments.get("weight") is not None
     ):
@@ -84,4 +85,4 @@ def _mean(op: Operation, losses: Value) -> Value:
         keep=False,
         batch=True,
     )
-    return Value(op.builder[op.builder.add_layer(layer)], batch=None)
+    return Value(op.builder.add_layer(layer), batch=None)

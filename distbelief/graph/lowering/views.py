@@ -10,15 +10,8 @@ import torch
 from torch import fx
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.lowering.lower import (
-    Held,
-    NotSplitError,
-    Operation,
-    Value,
-    batch_of,
-    factor,
-    lowers,
-)
+from distbelief.graph.lowering.operation import Operation, lowers
+from distbelief.graph.lowering.values import Held, NotSplitError, Value, batch_of, factor
 from distbelief.graph.ops.views import cat_layer, reshape_layer
 from distbelief.graph.region import Shape
 
@@ -235,7 +228,7 @@ def unbind(op: Operation) -> object:
 def cat(op: Operation) -> object:
     # torch joins empty tensors of any shape.
     parts = [one for one in op["tensors"] if not isinstance(one, torch.Tensor) or one.numel()]
-    return _joined(op, [op.lowerer.as_value(one) for one in parts], op["dim"])
+    return _joined(op, [op.context.as_value(one) for one in parts], op["dim"])
 
 
 def _joined(op: Operation, values: list[Value], dim: int) -> Value:
@@ -255,7 +248,7 @@ def joined(op: Operation, layers: Sequence[Layer], dim: int) -> Layer:
         raise NotSplitError("it joins integers and floats")
     layer = cat_layer(op.free_name, layers, dim=dim)
     layer = msgspec.structs.replace(layer, is_integer=kinds.pop())
-    return op.builder[op.builder.add_layer(layer)]
+    return op.builder.add_layer(layer)
 
 
 @lowers("stack")
@@ -263,7 +256,7 @@ def stack(op: Operation) -> object:
     n = op.result.dim()
     dim = op["dim"] % n
     shape = [1 if i == dim else extent for i, extent in enumerate(op.result.shape)]
-    values = [viewed(op, op.lowerer.as_value(one), shape) for one in op["tensors"]]
+    values = [viewed(op, op.context.as_value(one), shape) for one in op["tensors"]]
     return _joined(op, values, dim)
 
 
@@ -298,7 +291,7 @@ def _filled(op: Operation) -> object:
     given = op.arguments["value"]
     if isinstance(given, torch.Tensor | int | float):
         given = torch.as_tensor(given, dtype=op.result.dtype)
-    return expanded(op, op.lowerer.as_value(given), op.result.shape)
+    return expanded(op, op.context.as_value(given), op.result.shape)
 
 
 def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor
@@ -384,10 +377,10 @@ def repeat(op: Operation) -> object:
 
 def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value]:
     """Return the layers of values that broadcast, and a value arranged like the result."""
-    n = op.result.dim()
+    n = max(value.n_dims for value in values)
     first = next((value for value in values if value.batch is not None), None)
     if first is None:
-        return [value.layer for value in values], values[0]
+        return [value.layer for value in values], max(values, key=lambda value: value.n_dims)
     assert first.batch is not None
     last = first.n_dims - first.batch  # the batch's dimension, from the end
     folded = first.before + first.after
@@ -415,6 +408,6 @@ def _without_batch(op: Operation, value: Value, at: int, folded: int) -> Value:
     if layer.kind == "parameter" and not at and layer.tensors["value"].shape == layer.shape:
         name = op.builder.free_name(f"{layer.name}.row")
         row = msgspec.structs.replace(layer, name=name, shape=shape)
-        return value.to(op.builder[op.builder.add_layer(row)])
+        return value.to(op.builder.add_layer(row))
     reshaped = reshape_layer(op.builder.free_name(f"{layer.name}.row"), layer, shape=shape)
-    return value.to(op.builder[op.builder.add_layer(reshaped)])
+    return value.to(op.builder.add_layer(reshaped))

@@ -11,7 +11,6 @@ from distbelief.graph.ops.locally_connected import LocallyConnected
 from distbelief.graph.ops.losses import ClassSums, CrossEntropy, ElementwiseLoss
 from distbelief.graph.ops.norms import Normalize, RunningAverage
 from distbelief.graph.ops.opaque import Opaque
-from distbelief.graph.ops.pointwise import Compare, Pointwise, Where
 from distbelief.graph.ops.reductions import Maximum, Reduction, Softmax
 from distbelief.graph.ops.views import Cat, Expand, Pad, Parameter, Permute, Reshape, Slice
 from distbelief.graph.ops.windows import (
@@ -49,10 +48,7 @@ OPERATORS: tuple[Operator, ...] = (
     Product(),
     Routing(),
     Experts(),
-    Compare(),
-    Where(),
     # Elementwise, or elements at other places.
-    Pointwise(),
     Dropout(),
     Cat(),
     Reshape(),

@@ -125,6 +125,8 @@ class Parameter(Operator):
     @override
     def compute(self, call: Call) -> torch.Tensor:
         value = call.tensors["value"]
+        if call.layer.is_integer:
+            value = value.to(torch.int64)
         return value if _has_batch(call.layer) else value.unsqueeze(0)
 
 

@@ -161,7 +161,7 @@ class ShardPush:
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
         self._push_buffers: PushBuffers | None = None
-        self._copiers: list[TensorCopier] = []  # of the push buffers
+        self._copier = view.copier(index, compact=True)
         self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
         self._by_blocks = False
         self._in_flight: deque[OutgoingPush[pf.Push]] = deque()
@@ -213,11 +213,7 @@ class ShardPush:
                 one, other = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
                 self._own_buffers = one, other
             push_buffers = self._own_buffers
-        if self._push_buffers is None or push_buffers[0] is not self._push_buffers[0]:
-            self._push_buffers = push_buffers
-            self._copiers = [
-                self._view.copier(self._index, buffer, compact=True) for buffer in push_buffers
-            ]
+        self._push_buffers = push_buffers
         for in_flight in self._in_flight:
             self._move(in_flight)
             # The shard may have released the old buffers of a client that it believed gone.
@@ -229,10 +225,9 @@ class ShardPush:
         """Return where to stage the next push; it changes `touched` tensors, or None for all."""
         assert self.has_room
         assert self._push_buffers is not None
-        slot = (self.issued + 1) % N_PUSH_BUFFERS
         return StageTarget(
-            copier=self._copiers[slot],
-            values=self._push_buffers[slot],
+            copier=self._copier,
+            values=self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS],
             push=pf.Push(
                 sequence=self.issued + 1,
                 shard_incarnation=self._shard_incarnation,
@@ -331,7 +326,7 @@ class ShardPush:
 
 # --- fetches ---
 
-INSTALL_BLOCKS: Final = 4
+INSTALL_BLOCKS: Final = 8
 """Blocks worth an install while others are still to come."""
 
 
@@ -364,12 +359,11 @@ class ShardFetch:
 
     def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
         self._view, self._index, self._slice = view, index, view.slices[index]
-        self._n_blocks = len(self._slice.bounds)
         self._credit_blocks = credit_blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
         self._published: SeqlockVector | None = None
-        self._copier: TensorCopier | None = None  # of the published values
+        self._copier: TensorCopier | None = None  # of the published values, once there are some
         self._request = 0
         self._block_clock = 0
         self._block_incarnation = 0
@@ -380,18 +374,13 @@ class ShardFetch:
         # Those of them that are not installed. They stay in the transport's memory.
         self._blocks: list[Vector] = []
         self.wanted = False  # a fetch has begun and is not installed
+        self.complete = True  # no block is to come
         self.clock = 0  # of the installed values; lowered when the shard restarts
         self.version = 0, 0  # shard incarnation and clock of the installed values
         self.bytes_in = 0  # of received blocks and of installs from shared memory
 
     def start(self, first_request: int) -> None:
         self._request = first_request
-
-    @property
-    def complete(self) -> bool:
-        if not self.wanted or not self._by_blocks:
-            return True
-        return self.received == self._n_blocks
 
     @property
     def installable(self) -> bool:
@@ -408,10 +397,9 @@ class ShardFetch:
             self.clock = min(self.clock, clock)
             self._first_clock = clock
         self._shard_incarnation = shard_incarnation
-        if published is not self._published:
-            self._published, self._copier = published, None
-            if published is not None:
-                self._copier = self._view.copier(self._index, published.values)
+        self._published = published
+        if published is not None and self._copier is None:
+            self._copier = self._view.copier(self._index)
         if self.wanted and not (self._by_blocks and self.complete):
             return self._begin(by_blocks=published is None)
         return []
@@ -447,9 +435,10 @@ class ShardFetch:
         self._block_incarnation = self._shard_incarnation
         self._blocks.append(block.values)
         self.received += 1
+        self.complete = self.received == len(self._slice.bounds)
         self.bytes_in += block.values.nbytes
         n_new = self.received - self._acked
-        if self.received < self._n_blocks and n_new < max(1, self._credit_blocks // 4):
+        if not self.complete and n_new < max(1, self._credit_blocks // 4):
             return []
         return [self._ack(again=False)]
 
@@ -461,14 +450,21 @@ class ShardFetch:
 
     def reader(self) -> ShardReader:
         """Return what the install reads; call only if `installable`."""
+        view, k, published = self._view, self._index, self._published
         if self._by_blocks:
             blocks = tuple(self._blocks)
-            begin, _ = self._slice.bounds[self.received - len(blocks)] if blocks else (0, 0)
-            copy = partial(self._view.scatter_blocks, self._index, blocks, begin=begin)
+            first = self.received - len(blocks)
+
+            def copy(tensors: Sequence[torch.Tensor]) -> None:
+                for index, block in enumerate(blocks, first):
+                    view.block_copier(k, index).scatter(block, tensors)
+
             clock = self._block_clock if self.complete else None
             return ShardReader(copy, None, clock, self._block_incarnation, blocks)
+        assert published is not None
         assert self._copier is not None
-        return ShardReader(self._copier.scatter, self._published, 0, self._shard_incarnation)
+        copy_all = partial(self._copier.scatter, published.values)
+        return ShardReader(copy_all, published, 0, self._shard_incarnation)
 
     def part_installed(self, reader: ShardReader) -> None:
         """Let go of installed blocks, unless the fetch has begun anew."""
@@ -477,7 +473,7 @@ class ShardFetch:
             del self._blocks[:n]
 
     def installed(self, clock: int, reader: ShardReader) -> None:
-        self.wanted = False
+        self.wanted, self.complete = False, True
         self._blocks.clear()
         self.version = reader.shard_incarnation, clock
         if reader.shard_incarnation != self._shard_incarnation:
@@ -506,6 +502,7 @@ class ShardFetch:
 
     def _restart(self, *, by_blocks: bool) -> None:
         self._by_blocks = by_blocks
+        self.complete = not (self.wanted and by_blocks)
         self.received = self._acked = 0
         self._blocks.clear()
 
@@ -591,7 +588,7 @@ class PushDraft:
                 f"tensor {index} of {len(self._specs)} does not exist or is in this draft "
                 "already: sum gradients first"
             )
-        total = sum(target.copier.put(index, tensor) for target in self._targets)
+        total = sum(one.copier.put(index, tensor, one.values) for one in self._targets)
         self._put.add(index)
         # A sum of finite numbers may overflow, so look at each element then.
         if not (math.isfinite(total) or bool(torch.isfinite(tensor).all())):
@@ -618,8 +615,8 @@ class PushDraft:
                     f"buffer {spec.name!r} was not put into the draft of a push: put its value"
                 )
             for target in self._targets:
-                target.copier.put(index, None)
+                target.copier.put(index, None, target.values)
         for target in self._targets:
-            target.copier.zero_padding()
+            target.copier.zero_padding(target.values)
         self._put.update(range(len(self._specs)))
         return PushResult(finite=not self._culprits, culprits=tuple(self._culprits))

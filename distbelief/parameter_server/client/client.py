@@ -155,10 +155,6 @@ class ShardLink:
         self._sent_at = now
         return self._open_session(self.copies)
 
-    def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
-        """Send these to the primary, and wait for what they ask for."""
-        return [*self._send(messages, now), *self.wait(now)]
-
     # ------------------------------------------------------------- from the shard
 
     def receive(self, event: rl.Received, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
@@ -231,7 +227,7 @@ class ShardLink:
                 assert_never(message)
         if progress:
             self._progressed(now)
-        return self._send(replies, now)
+        return self.send(replies, now)
 
     def _session_opened(
         self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds
@@ -251,7 +247,7 @@ class ShardLink:
         fetches = self.fetching.session_opened(
             self._published, shard_incarnation=message.shard_incarnation, clock=message.clock
         )
-        return self._send([*fetches, *self.pushing.again()], now)
+        return self.send([*fetches, *self.pushing.again()], now)
 
     def _refused(
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
@@ -344,7 +340,7 @@ class ShardLink:
             # lost.
             others = [copy for copy in self.copies if copy != self.primary]
             messages = [*self.fetching.again(), *self.pushing.again()]
-            actions = [*self._send(messages, now), *self._open_session(others)]
+            actions = [*self.send(messages, now), *self._open_session(others)]
         else:
             actions = self.open_session(now)
         self._sent_at = now
@@ -388,7 +384,7 @@ class ShardLink:
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
-    def _send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
+    def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
         if not messages:
             return []
         self._sent_at = now
@@ -454,6 +450,7 @@ class ParameterClient:
                 note_staleness=self._staleness.add,
             )
             self._links_by_copy |= dict.fromkeys(copies, link)
+        self._incomplete: set[int] = set()  # shards that are still to send blocks of a fetch
         self._installing: dict[int, ShardReader] | None = None
         self._staging: list[StageTarget] | None = None
         self._n_torn = 0  # torn reads, each of one shard
@@ -474,7 +471,7 @@ class ParameterClient:
         for link in self._links.values():
             link.fetching.start(incarnation << _INCARNATION_BITS)
             link.pushing.start((incarnation << _INCARNATION_BITS) + 1)
-            actions += [*link.open_session(now), *link.wait(now)]
+            actions += [*link.open_session(now), *self._wait(link, now)]
         return actions
 
     def owns(self, event: rl.Event) -> bool:
@@ -509,17 +506,25 @@ class ParameterClient:
             actions = link.peer(event, now)
         if self._installing is None and self._staging is None:
             link.release()
+        actions += self._wait(link, now)
         self.has_news = (
             link.is_open is not was_open
             or link.term != term
             or (link.fetching.complete is not was_complete and self.fetch_complete)
             or (link.pushing.settled > settled and self._all_settled(settled + 1))
         )
-        actions += link.wait(now)
         return actions
 
     def _all_settled(self, sequence: int) -> bool:
         return all(link.pushing.settled >= sequence for link in self._links.values())
+
+    def _wait(self, link: ShardLink, now: rl.Seconds) -> list[rl.Action]:
+        """Note what a link waits for; call after every change of it."""
+        if link.fetching.complete:
+            self._incomplete.discard(link.index)
+        else:
+            self._incomplete.add(link.index)
+        return link.wait(now)
 
     def _link_of(self, event: rl.Event) -> ShardLink | None:
         if type(event) is rl.Received:  # nearly all events, without the match statement
@@ -556,12 +561,13 @@ class ParameterClient:
             raise LocalProtocolError("begin_fetch while an install is under way")
         actions: list[rl.Action] = []
         for link in self._links.values():
-            actions += link.send(link.fetching.begin(is_open=link.is_open), now)
+            fetches = link.fetching.begin(is_open=link.is_open)
+            actions += [*link.send(fetches, now), *self._wait(link, now)]
         return actions
 
     @property
     def fetch_complete(self) -> bool:
-        return all(link.fetching.complete for link in self._links.values())
+        return not self._incomplete
 
     @property
     def installable(self) -> bool:
@@ -610,7 +616,8 @@ class ParameterClient:
             elif index in outcome.torn:
                 self._n_torn += 1
                 seconds_max = link.config.torn_seconds_max
-                actions += link.send(link.fetching.torn(now, seconds_max=seconds_max), now)
+                fetches = link.fetching.torn(now, seconds_max=seconds_max)
+                actions += [*link.send(fetches, now), *self._wait(link, now)]
             else:
                 link.fetching.installed(clocks[index], reader)
         self._release()
@@ -697,7 +704,7 @@ class ParameterClient:
                     commit_token=commit_token,
                     is_open=link.is_open,
                 )
-                actions += link.send(messages, now)
+                actions += [*link.send(messages, now), *self._wait(link, now)]
         else:
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"

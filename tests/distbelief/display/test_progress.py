@@ -110,6 +110,12 @@ replica 1   computing, silent                  -   4.0 s ago          0
 """
 
 
+def test_the_held_out_loss_has_one_row_if_it_is_the_metric() -> None:
+    text = drawn(replace(VIEW, metric_name="loss", metric=2.34, best_metric=2.3))
+    assert text.count("held-out loss") == 1
+    assert "best 2.30" in text
+
+
 def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
     view = JobView(
         phase="training",

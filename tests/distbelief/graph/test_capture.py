@@ -355,6 +355,7 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "implicit dimension": (functional.softmax, (4,)),
     "a product for each sample": (lambda x: torch.bmm(x[:, :, None], x[:, None, :]), (4,)),
     "an element of a constant": (lambda x: x * torch.arange(4.0)[2] + torch.ones(2, 4).sum(), (4,)),
+    "the number of samples": (lambda x: x.reshape(len(x), 2, -1).flatten(1) * len(x.shape), (4,)),
     "the batch's size": (lambda x: x.reshape(x.size(0) * 1, 2, -1).flatten(1), (4,)),
     "conversions": (lambda x: (x > 0).to(x.dtype) * x.clone(), (4,)),
     "a branch on shapes": (on_shapes, (3,)),
@@ -419,9 +420,7 @@ CASES = {
         for name, (function, shape, *_) in (FUNCTIONS | BY_TORCH).items()
     },
 }
-N_WHOLE = {"module, filled padding": 1} | {
-    f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()
-}
+N_WHOLE = {f"function, {name}": n for name, (_, _, n) in BY_TORCH.items()}
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension", "ignore:Casting complex")
@@ -440,7 +439,7 @@ def test_a_model_becomes_layers_that_compute_it(name: str) -> None:
 )
 def test_moving_the_batch_and_back_is_no_layer(function: Function) -> None:
     graph = check(Case(make=lambda: Applied(function), shape=(3, 4)))
-    assert [layer.kind for layer in graph.layers] == [INPUT, "pointwise"]
+    assert [layer.kind for layer in graph.layers] == [INPUT, "call"]
 
 
 @torch.library.custom_op("tests::turned", mutates_args=())
@@ -467,7 +466,7 @@ signs.register_fake(torch.empty_like)
 def test_a_custom_operator_is_computed_whole_with_its_own_gradient() -> None:
     make = lambda: Applied(lambda x: turned(x * 2, 3.0) + x * signs(x.detach()))  # noqa: E731
     graph = check(Case(make=make, shape=(4,)), whole=2)
-    names = [layer.text("operation") for layer in graph.layers if layer.kind == "call"]
+    names = [layer.text("operation") for layer in graph.layers if layer.whole]
     assert names == ["tests.turned.default", "tests.signs.default"]
 
 
@@ -596,6 +595,64 @@ def test_words_become_rows_of_a_table(name: str) -> None:
 # --- tensors and modes ---
 
 
+class Placing(nn.Module):
+    """Reads its saved buffers: whole numbers, True and False."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.table = nn.Parameter(torch.rand(5, 2))
+        self.places: torch.Tensor
+        self.kept: torch.Tensor
+        self.register_buffer("places", torch.tensor([3, 0, 1, 4, 1, 2, 2, 0, 3]))
+        self.register_buffer("kept", torch.ones(3, 3).tril().bool())
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x, self.table, self.places, self.kept)
+
+
+PLACING: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
+    "rows of a table": (lambda x, table, places, _: x + table[places][:3, :1], 0),
+    "rows of what is computed": (
+        lambda x, table, places, _: x + (table * 2)[places].view(3, 3, 2)[..., 0], 1,
+    ),
+    "by other functions": (
+        lambda x, _, places, __: (
+            x.gather(2, places.view(1, 3, 3).expand(x.size(0), -1, -1) % 3)
+            + x.index_select(2, places[4:7])
+        ), 1,
+    ),
+    "embedded": (
+        lambda x, table, places, _: x + functional.embedding(places.view(3, 3), table)[..., 1], 0,
+    ),
+    "in arithmetic": (lambda x, _, places, __: x * places[:3] + places.view(3, 3) // 2, 1),
+    "as floats": (lambda x, _, places, kept: x * places[:3].to(x.dtype) + kept.to(x.dtype), 0),
+    "compared": (lambda x, _, places, __: x.masked_fill(places[:3] == 1, 0.0), 0),
+    "masks": (lambda x, _, __, kept: x.masked_fill(~kept, -1.0) + torch.where(kept, x, 2.0), 0),
+    "and": (lambda x, _, __, kept: torch.where(kept & (x > 0), x, 0.0), 0),
+    "attention": (
+        lambda x, _, __, kept: functional.scaled_dot_product_attention(x, x, x, attn_mask=kept), 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACING)
+def test_saved_buffers_keep_their_type(name: str) -> None:
+    """Shards and ranks have floats: Swin V2 of torchvision chose rows of a table by floats."""
+    function, whole = PLACING[name]
+    check(Case(make=partial(Placing, function), shape=(3, 3)), whole=whole)
+
+
+def test_an_opaque_module_gets_buffers_of_its_own_type() -> None:
+    def branching(
+        x: torch.Tensor, table: torch.Tensor, places: torch.Tensor, _: object
+    ) -> torch.Tensor:
+        return x * 2 if x.sum() > 1e9 else x + table[places][:3, :1]
+
+    check(Case(make=partial(Placing, branching), shape=(3, 3)), whole=1)
+
+
 def test_buffers_that_are_not_saved_are_constants() -> None:
     """No shard has them: rotary frequencies and positions of transformers."""
 
@@ -662,7 +719,7 @@ def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -
 
     case = Case(make=Deep, shape=(3, 4))
     model, graph = case.model(), capture(case.model(), case.specs)
-    assert [layer.kind for layer in graph.layers] == [INPUT, "linear", "dropout", "pointwise"]
+    assert [layer.kind for layer in graph.layers] == [INPUT, "linear", "dropout", "call"]
     assert evaluation_difference(model, case.specs) is None
     assert_same(graph, model, case, training=False)
     x = case.input(batch=40)

@@ -94,18 +94,18 @@ def numbered(layout: Layout) -> list[torch.Tensor]:
 
 def gather(layout: Layout, k: int, tensors: Sequence[torch.Tensor | None], vector: Vector) -> None:
     """Copy shard k's part of `tensors` into its vector; None for zeros."""
-    put_all(PartialView(layout).copier(k, vector), tensors)
+    put_all(PartialView(layout).copier(k), tensors, vector)
 
 
-def put_all(copier: TensorCopier, tensors: Sequence[torch.Tensor | None]) -> None:
+def put_all(copier: TensorCopier, tensors: Sequence[torch.Tensor | None], vector: Vector) -> None:
     for index, tensor in enumerate(tensors):
-        copier.put(index, tensor)
-    copier.zero_padding()
+        copier.put(index, tensor, vector)
+    copier.zero_padding(vector)
 
 
 def scatter(layout: Layout, k: int, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
     """Copy shard k's vector into `tensors`."""
-    PartialView(layout).copier(k, vector).scatter(tensors)
+    PartialView(layout).copier(k).scatter(vector, tensors)
 
 
 def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:

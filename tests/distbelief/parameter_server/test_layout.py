@@ -75,8 +75,10 @@ def test_what_is_gathered_is_scattered_back_unchanged_whole_or_in_blocks(
         gather(layout, k, tensors, vector)
         vector.flags.writeable = False
         scatter(layout, k, vector, whole)
-        blocks = [vector[start : start + size] for start in range(0, len(vector), size)]
-        view.scatter_blocks(k, blocks, in_blocks)
+        starts = range(0, len(vector), size)
+        view.slices[k].bounds = [(start, min(start + size, len(vector))) for start in starts]
+        for index, (start, stop) in enumerate(view.slices[k].bounds):
+            view.block_copier(k, index).scatter(vector[start:stop], in_blocks)
     for tensor, one, other in zip(tensors, whole, in_blocks, strict=True):
         assert torch.equal(tensor, one)
         assert torch.equal(tensor, other)

@@ -9,7 +9,7 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import Savepoint
-from distbelief.protocol.vector_commands import Axpy, Command, Copy, Fill, targets
+from distbelief.protocol.vector_commands import Axpy, Command, Copy, Fill
 from distbelief.roles.role import Snapshot
 
 
@@ -29,7 +29,6 @@ class Shard:
         return self
 
     def do(self, *commands: Command) -> None:
-        self.cuts.copy_before_write(targets(commands))
         self.algebra.perform(commands)
 
     def add(self, cut: int, *names: str, settled: int = 0) -> None:

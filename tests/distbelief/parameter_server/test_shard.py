@@ -584,7 +584,7 @@ def test_a_fetch_is_served_by_blocks_of_one_version_within_a_window() -> None:
     actions = alone.work(alone.receive(fetch(credit=1)))
     assert indices(actions) == [0]
     (timer,) = [a for a in actions if isinstance(a, SetTimer)]
-    assert timer == SetTimer(name="lease:replica-0", at=10.0)
+    assert timer == SetTimer(name="pins", at=10.0)
     alone.hello(OTHER)
     alone.work(alone.push(1, sender=OTHER))  # updates do not wait for the reader
     actions = alone.receive(credit(1, limit=2))
@@ -632,8 +632,8 @@ def test_an_idle_pin_expires_and_the_client_must_fetch_again() -> None:
     alone.now = 6.0
     alone.receive(credit(1, limit=1))
     alone.now = 10.0
-    timer = TimerFired(name="lease:replica-0")
-    assert alone.shard.handle(timer, 10.0) == [SetTimer(name="lease:replica-0", at=16.0)]
+    timer = TimerFired(name="pins")
+    assert alone.shard.handle(timer, 10.0) == [SetTimer(name="pins", at=16.0)]
     assert alone.receive(credit(1, limit=1)) == []  # words without progress
     assert alone.shard.handle(timer, 16.0) == []
     # The client may still take what is on its way to it: no one writes there any more.
@@ -644,7 +644,8 @@ def test_an_idle_pin_expires_and_the_client_must_fetch_again() -> None:
         assert not refused.for_good
         assert "fetch again" in refused.reason
     assert indices(alone.work(alone.receive(fetch(2)))) == [0, 1, 2]
-    assert alone.shard.handle(TimerFired(name="lease:nobody"), 16.0) == []
+    alone.receive(credit(3, request=2))
+    assert alone.shard.handle(timer, 20.0) == []  # without a pin the timer stops
 
 
 def test_fetches_share_a_version_of_the_current_clock() -> None:

@@ -74,13 +74,13 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
             if k not in selection.shards:
                 continue
             part = selection.slices[k]
-            put_all(selection.copier(k, filled), tensors)
+            put_all(selection.copier(k), tensors, filled)
             indices = indices_of(part)
             times[indices] += 1
             # What goes over the codec is the same, in rising order.
             assert part.n_elements
             compact = np.full(part.n_elements, np.nan, np.float32)
-            put_all(selection.copier(k, compact, compact=True), tensors)
+            put_all(selection.copier(k, compact=True), tensors, compact)
             assert np.array_equal(compact, wanted[indices])
         assert np.array_equal(filled, wanted)
         assert np.array_equal(times, (wanted != 0).astype(np.int64))
@@ -100,9 +100,12 @@ def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]
             vector = np.zeros(layout.shard_size(k), np.float32)
             gather(layout, k, whole, vector)
             vector.flags.writeable = False
-            selection.copier(k, vector).scatter(in_place)
-            blocks = [part.block(vector, i) for i in range(len(part.bounds))]
-            selection.scatter_blocks(k, blocks, by_blocks)
+            selection.copier(k).scatter(vector, in_place)
+            size = 1 + part.n_elements // 3
+            starts = range(0, part.n_elements, size)
+            part.bounds = [(start, min(start + size, part.n_elements)) for start in starts]
+            for i in range(len(part.bounds)):
+                selection.block_copier(k, i).scatter(part.block(vector, i), by_blocks)
         for tensor, one, other in zip(wanted, by_blocks, in_place, strict=True):
             assert torch.equal(tensor, one)
             assert torch.equal(tensor, other)
@@ -144,13 +147,13 @@ def test_none_stands_for_zeros_and_integers_are_rounded() -> None:
     view = PartialView(layout, [("w", Region(((1, 3),)))])
     vector = np.array([1.0, 2.25, 3.75, 4.0] + 60 * [0.0], np.float32)
     counts = torch.zeros(2, dtype=torch.int64)
-    exchange = view.copier(0, vector)
-    exchange.scatter([counts])
+    copier = view.copier(0)
+    copier.scatter(vector, [counts])
     assert counts.tolist() == [2, 4]
-    put_all(exchange, [None])
+    put_all(copier, [None], vector)
     assert vector[:4].tolist() == [1.0, 0.0, 0.0, 4.0]
-    exchange.put(0, torch.tensor([5, 6]))
-    exchange.zero_padding()
+    copier.put(0, torch.tensor([5, 6]), vector)
+    copier.zero_padding(vector)
     assert vector[:4].tolist() == [1.0, 5.0, 6.0, 4.0]
 
 
@@ -160,7 +163,7 @@ def test_an_item_that_lies_elsewhere_changes_nothing_here() -> None:
         layout, [("w", Region(((0, 1), (0, 64)))), ("w", Region(((1, 2), (0, 64))))]
     )
     vector = np.zeros(64, np.float32)
-    selection.copier(0, vector, compact=True).put(1, torch.ones(64))
+    selection.copier(0, compact=True).put(1, torch.ones(64), vector)
     assert not vector.any()
 
 
@@ -199,8 +202,8 @@ def test_a_whole_part_is_the_layout_itself() -> None:
     vector = np.arange(64, dtype=np.float32)
     assert part.block(vector, 0).base is not None  # no copy
     received = [torch.zeros(4)]
-    view.copier(0, vector).scatter(received)
+    view.copier(0).scatter(vector, received)
     assert received[0].tolist() == [0, 1, 2, 3]
     compact = np.ones(64, np.float32)
-    put_all(view.copier(0, compact, compact=True), received)
+    put_all(view.copier(0, compact=True), received, compact)
     assert compact.tolist() == [0, 1, 2, 3, *60 * [0]]

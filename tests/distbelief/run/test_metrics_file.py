@@ -132,6 +132,16 @@ def drawn(tmp_path: Path, *metrics: float | None) -> np.ndarray[tuple[int, ...],
     return matplotlib.image.imread(path)
 
 
+def test_a_metric_that_is_the_loss_has_no_panel_of_its_own(tmp_path: Path) -> None:
+    pictures: list[bytes] = []
+    for name, metric in (("loss", 2.0), ("mse", None)):
+        path = tmp_path / f"{name}.png"
+        line = Measurement(time=1.0, step=1, samples=64, loss=2.0, metric_name=name, metric=metric)
+        assert draw_curve(path, [line], title="demo")
+        pictures.append(path.read_bytes())
+    assert pictures[0] == pictures[1]
+
+
 def test_a_single_evaluation_is_a_point_that_can_be_seen(tmp_path: Path) -> None:
     """A line through one point has no ink: the panel looked empty."""
     pixels = drawn(tmp_path, None, 0.5)

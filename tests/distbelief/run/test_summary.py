@@ -119,6 +119,16 @@ ended: 1 epoch trained; 8 m 00 s of training, 11 s before; staleness mean 0.9, p
 pushes lost; 1 restart; everything in runs/speech-demo"""
 
 
+def test_the_held_out_loss_has_one_column_if_it_is_the_metric() -> None:
+    """It stood there twice, under the same name."""
+    job = speech("evaluation.metric=loss")
+    view = replace(VIEW, metric=2.34, metric_name="loss")
+    summary = sm.summarise(job, view, directory="runs/a", task=FACTS)
+    assert (summary.metric, summary.held_out_loss) == (2.34, 2.34)
+    text = "\n".join(shown(summary, width=120))
+    assert text.count("held-out loss") == text.count("2.34") == 1
+
+
 def test_a_figure_that_was_not_measured_has_no_column() -> None:
     view = JobView(seconds=3.0, samples=100, loss=2.0, phase="done")
     text = "\n".join(shown(a_summary(view), width=100))

@@ -11,7 +11,7 @@ from distbelief.graph import ops
 from distbelief.graph.graph import GraphError, Layer, Option
 from distbelief.graph.operator import Call, Operator, Work, operator_of, register
 from distbelief.graph.ops import norms
-from distbelief.graph.ops.attention import multi_head_attention_layers
+from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
@@ -19,6 +19,7 @@ from distbelief.graph.ops.views import cat_layer
 from distbelief.graph.ops.windows import adaptive_pool_layers
 from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.ops.comparison import (
+    call_of,
     check,
     graph_of,
     layer_of,
@@ -43,7 +44,6 @@ def reading(
 def examples() -> list[Layer]:
     """At least one layer of every operator."""
     x, labels = source("x", *IMAGE), source("t", 6, 8, is_integer=True)
-    sequence = source("s", 5, 8)
     batch_norm = nn.BatchNorm2d(4)
     twos, ones, zeros = (2, 2), (1, 1), (0, 0)
     return [
@@ -72,22 +72,16 @@ def examples() -> list[Layer]:
         *norms.batch_norm_layers("bn", x, tensors=uses_of(batch_norm), epsilon=1e-5, momentum=0.1),
         *norms.group_norm_layers("gn", x, n_groups=2, tensors={}, epsilon=1e-5),
         *softmax_layers("softmax", x, dim=0),
-        *multi_head_attention_layers(
-            "attention",
-            (sequence, sequence, sequence),
-            n_heads=2,
-            tensors=uses_of(nn.MultiheadAttention(8, 2)),
-            causal=True,
-        ),
+        attention_layer("attention", [source(name, 2, 5, 4) for name in "qkv"], causal=True),
+        layer_of("permute", (5, 2, 4), (2, 5, 4), dims=(1, 0, 2)),
         reading("dropout", IMAGE, probability=0.5, n_shared=2),
         cat_layer("cat", [x, x], dim=1),
         reading("slice", (2, 2, 2), starts=(1, 0, 2), steps=(1, 3, 2)),
         reading("pad", (4, 8, 8), before=(0, 1, 0), after=(0, 1, 0), value=0.0),
-        reading("pointwise", IMAGE, function="relu"),
+        call_of("aten.relu.default", IMAGE, IMAGE),
         layer_of("expand", (4, 5), (4, 1)),
         product_layer("product", source("p", 2, 3, 4), source("q", 2, 4, 5)),
-        reading("comparison", IMAGE, function="greater", argument=0.0),
-        layer_of("where", IMAGE, (6, 1), IMAGE, no=0.0),
+        call_of("aten.where.self", IMAGE, (6, 1), IMAGE, (4, 6, 8)),
         elementwise_loss_layer("logistic", (x, labels), function="logistic"),
         *cross_entropy_layers("cross_entropy", (x, labels)),
         layer_of("routing", (5, 4), (5, 2), (5, 2)),
@@ -222,10 +216,6 @@ def test_a_graph_computed_with_what_does_not_fit_says_so() -> None:
 
 
 def test_an_unknown_function_is_named() -> None:
-    x = torch.zeros(2, *IMAGE)
-    for layer in (
-        reading("pointwise", IMAGE, function="zeta"),
-        reduction_layer("r", [source("x", *IMAGE)], function="zeta", dims=[0]),
-    ):
-        with pytest.raises(ValueError, match=f"{layer.name!r} has an unknown function 'zeta'"):
-            evaluate(graph_of(layer), {"x": x}, {})
+    layer = reduction_layer("r", [source("x", *IMAGE)], function="zeta", dims=[0])
+    with pytest.raises(ValueError, match="'r' has an unknown function 'zeta'"):
+        evaluate(graph_of(layer), {"x": torch.zeros(2, *IMAGE)}, {})

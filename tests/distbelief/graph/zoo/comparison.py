@@ -22,10 +22,11 @@ def whole_modules(graph: LayerGraph, model: nn.Module) -> dict[str, nn.Module]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(model.named_parameters()),
-        **{name: tensor.clone() for name, tensor in model.named_buffers()},
-    }
+    """Return parameters and buffers as ranks have them: floats, also those of whole numbers."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, tensor in model.named_buffers():
+        tensors[name] = tensor.clone() if tensor.is_floating_point() else tensor.double()
+    return tensors
 
 
 def flat(result: object) -> list[torch.Tensor]:

@@ -5,17 +5,7 @@ from experiments.benchmarks.plans.nets import NETS
 
 
 @pytest.mark.parametrize(
-    ("name", "n_parameters"),
-    [
-        ("speech", 41_777_152),
-        ("images 80M", 80_307_950),
-        ("alexnet", 60_965_224),
-        ("vgg16", 138_357_544),
-        ("mobilenet", 4_231_976),
-        ("resnet18", 11_689_512),
-        ("resnet50", 25_557_032),
-        ("densenet121", 7_978_856),
-    ],
+    ("name", "n_parameters"), [("speech", 41_777_152), ("images 80M", 80_307_950)]
 )
 def test_nets_have_as_many_parameters_as_others_say(name: str, n_parameters: int) -> None:
     with torch.device("meta"):

@@ -1,0 +1,206 @@
+"""`Exchange`: local steps by a torch optimizer, exchanged with shards on a simulated cluster."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import distbelief
+from tests.distbelief.loops import Server
+
+
+RATE = 0.1
+SUM = distbelief.SGD(learning_rate=1.0)
+
+both_data_paths = pytest.mark.parametrize("host", ["host-0", ""])
+
+Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
+
+INNER: Optimizers = {
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=RATE),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9),
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def exchanging(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    inner: torch.optim.Optimizer | None = None,
+    *,
+    host: str = "host-0",
+    **options: int,
+) -> tuple[Server, distbelief.Exchange]:
+    server = Server(list(model.parameters()), rule=SUM, host=host)
+    inner = inner or torch.optim.SGD(model.parameters(), lr=RATE)
+    return server, server.exchange(monkeypatch, inner, **options)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    inputs = torch.randn(16, 7, generator=torch.Generator().manual_seed(step))
+    nn.functional.mse_loss(model(inputs), inputs[:, :3].sin()).backward()
+
+
+def take_steps(
+    model: nn.Module, optimizer: distbelief.Exchange | torch.optim.Optimizer, n: int
+) -> None:
+    for step in range(n):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def flat(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().view(-1).clone() for parameter in model.parameters()]
+
+
+@both_data_paths
+@pytest.mark.parametrize("every", [1, 2, 5, 10])
+@pytest.mark.parametrize("name", INNER)
+def test_one_worker_alone_is_the_inner_optimizer_however_seldom_it_exchanges(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, name: str, every: int, host: str
+) -> None:
+    """E7: a - (a - x) = x, up to the rounding of the difference."""
+    plain = copy.deepcopy(model)
+    take_steps(plain, INNER[name](plain), 23)
+    server, exchange = exchanging(monkeypatch, model, INNER[name](model), host=host, every=every)
+    take_steps(model, exchange, 23)
+    exchange.finish()
+    for one, other, served in zip(flat(model), flat(plain), server.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert torch.equal(one, served)
+    assert exchange.counters()["pushes_acknowledged"] == -(-23 // every)
+
+
+@both_data_paths
+@pytest.mark.parametrize("every", [1, 3, 4])
+def test_every_local_step_of_every_worker_is_applied_once(
+    monkeypatch: pytest.MonkeyPatch, every: int, host: str
+) -> None:
+    """E2: with steps that are small integers times 2^-4 float32 sums are exact.
+
+    The workers take turns of different lengths, so pushes and fetches overlap steps in many ways.
+    """
+    n_workers, length = 3, 40_000  # several blocks to each shard
+    first = nn.Parameter(torch.zeros(length))
+    server = Server([first], rule=SUM, n_loops=n_workers, host=host)
+    loops = []
+    for _ in range(n_workers):
+        parameter = nn.Parameter(torch.zeros(length))
+        inner = torch.optim.SGD([parameter], lr=2.0**-4)
+        loops.append((parameter, server.exchange(monkeypatch, inner, every=every)))
+    random = torch.Generator().manual_seed(3)
+    total = torch.zeros(length)
+    for turn in range(40):
+        parameter, exchange = loops[int(torch.randint(n_workers, (), generator=random))]
+        for _ in range(1 + turn % 3):
+            parameter.grad = torch.randint(-8, 9, (length,), generator=random).float()
+            total -= parameter.grad * 2.0**-4
+            exchange.step()
+    for _, exchange in loops:
+        exchange.finish()
+    assert torch.equal(server.values()[0], total)
+    assert torch.equal(loops[-1][0].detach(), total)
+
+
+def test_what_is_pushed_moves_the_server_as_the_worker_has_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DP-1: before - after, so that a rule that subtracts goes the same way."""
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    server = Server([parameter], rule=distbelief.SGD(learning_rate=0.5), n_loops=1)
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    exchange = server.exchange(monkeypatch, inner, every=2)
+    for _ in range(2):
+        parameter.grad = torch.tensor([0.25, -0.5])
+        exchange.step()
+    exchange.finish()
+    # The worker has gone from 1 to 0.5 and from 2 to 3; the server goes half of that way.
+    assert server.values()[0].tolist() == [0.75, 2.5]
+    assert parameter.tolist() == [0.75, 2.5]
+
+
+def test_steps_during_an_exchange_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merge: x <- a' + (x - a). Overwriting x would lose them (a fault of Dpplee3)."""
+    parameter = nn.Parameter(torch.zeros(4))
+    server = Server([parameter], rule=SUM, host="")
+    exchange = server.exchange(monkeypatch, torch.optim.SGD([parameter], lr=1.0), every=3)
+    for step in range(1, 9):
+        parameter.grad = torch.full((4,), -1.0)
+        exchange.step()
+        assert parameter.tolist() == [float(step)] * 4
+    exchange.finish()
+    assert server.values()[0].tolist() == [8.0] * 4
+
+
+def test_a_scheduler_of_torch_works_on_the_inner_optimizer(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    _, exchange = exchanging(monkeypatch, model, inner, every=2)
+    scheduler = lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    take_steps(model, exchange, 1)
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == RATE / 2
+
+
+def test_a_closure_gives_the_loss(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    _, exchange = exchanging(monkeypatch, model, every=2)
+
+    def closure() -> float:
+        exchange.zero_grad()
+        loss = model(torch.ones(4, 7)).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    losses = [exchange.step(closure) or 0.0 for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_frozen_parameters_stay(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    first = model[0].weight.requires_grad_(requires_grad=False)  # type: ignore[index]
+    before = first.detach().clone()
+    server, exchange = exchanging(monkeypatch, model, every=2)
+    take_steps(model, exchange, 5)
+    exchange.finish()
+    assert torch.equal(first, before)
+    assert torch.equal(server.values()[0], before.view(-1))
+
+
+def test_a_value_that_is_not_finite_is_not_pushed(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    server, exchange = exchanging(monkeypatch, model, every=2)
+    before = server.values()
+    take_steps(model, exchange, 1)
+    with torch.no_grad():
+        next(model.parameters())[0] = torch.nan
+    with pytest.raises(distbelief.JobError, match="Exchange: NaN or infinity in"):
+        exchange.step()
+    for one, other in zip(before, server.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    server = Server(list(model.parameters()), rule=SUM, n_loops=2)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    with pytest.raises(distbelief.JobError, match="every is 0; use 1 or more"):
+        server.exchange(monkeypatch, inner, every=0)
+    with pytest.raises(distbelief.JobError, match="use an optimizer of torch"):
+        server.exchange(monkeypatch, model.parameters())  # type: ignore[arg-type]
+    downpour = server.optimizer(monkeypatch, model.parameters())
+    with pytest.raises(distbelief.JobError, match="has a server of its own"):
+        server.exchange(monkeypatch, downpour)
+    exchange = server.exchange(monkeypatch, inner)
+    inner.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(distbelief.JobError, match="the 4 that it began with"):
+        exchange.step()
