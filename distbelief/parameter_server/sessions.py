@@ -440,9 +440,9 @@ class Sessions:
         self._bytes_in += message.values.nbytes
         if index >= push_buffer.received:
             return []  # an earlier one is missing
-        self._enqueue(client)  # the Push may have overtaken this block
-        is_due = message.answer
-        return [self._block_ack(client, sequence, push_buffer.received)] if is_due else []
+        if push_buffer.received == client.n_blocks:  # the Push may have overtaken this block
+            self._enqueue(client)
+        return [self._block_ack(client, sequence, push_buffer.received)] if message.answer else []
 
     def take_push(self, client: Session, message: pf.Push) -> list[Action]:
         sequence = message.sequence
