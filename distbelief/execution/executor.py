@@ -358,8 +358,15 @@ def _failed(
 
 
 def as_tensor(array: Vector) -> torch.Tensor:
-    """Return the same memory as a tensor; a copy if the array is read-only."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    """Return the same memory as a tensor, which nobody may write; a copy if it is read-only."""
+    seen = array.view()
+    try:
+        # Arrays of messages are marked read-only; most lie in memory that is not, and torch
+        # knows no other.
+        seen.flags.writeable = True
+    except ValueError:
+        seen = array.copy()
+    return torch.from_numpy(seen)
 
 
 def inference_of(

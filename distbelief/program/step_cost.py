@@ -159,9 +159,6 @@ def _covered(simulated: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
     return float(np.maximum(ends - np.maximum(starts, so_far[:-1]), 0.0).sum())
 
 
-_ADDING: Final = 3  # bytes moved per byte added to a sum: read it, read the sum, write the sum
-
-
 class Passes(NamedTuple):
     """Seconds of both passes of a task."""
 
@@ -233,24 +230,10 @@ def step_cost(
             f"the plan needs {compiled.n_machines} machines, but cluster "
             f"{cluster.name!r} has {len(cluster)}: use a larger cluster"
         )
-    # The simulator numbers machines by their place in the plan: ties do not depend on numbers.
-    place = {machine: index for index, machine in enumerate(compiled.order)}
     step = schedule(compiled, micro_batches=micro_batches)
     seconds = [_seconds(task, compiled, cluster, costs) for task in compiled.tasks]
-    machines = [cluster.machines[p] for p in compiled.order]
-    simulated = StepSimulator(
-        step.nodes,
-        machines=compiled.order,
-        places=[place[task.machine] for task in step.tasks],
-        seconds=seconds * micro_batches,
-        traffic=step.traffic,
-        rates=np.broadcast_to(cluster.rates, (len(cluster),) * 2)[np.ix_(*[compiled.order] * 2)],
-        latency=cluster.latency,
-        overhead=cluster.message_overhead,
-        handling=[1.0 / machine.message_rate for machine in machines],
-        each=[machine.handling / machine.cores for machine in machines],
-        adding=[_ADDING / machine.memory_rate for machine in machines],
-    ).play()
+    simulator = StepSimulator(step, seconds * micro_batches, order=compiled.order, cluster=cluster)
+    simulated = simulator.play()
     return StepCost(
         compiled=compiled,
         micro_batches=micro_batches,
