@@ -103,44 +103,26 @@ class Seconds(NamedTuple):
     wait: float  # idle
 
 
-def shares(
-    simulated: SimulatedStep,
-    tasks: Sequence[Task],
-    traffic: Sequence[Traffic],
-    *,
-    n_machines: int,
-    step_seconds: float,
-) -> list[Seconds]:
-    """Return the seconds of every rank of a simulated step."""
+def _shares(cost: "StepCost") -> Iterator[Seconds]:
     # A message appears twice, at its sender and at its receiver.
-    n_tasks, n_messages = simulated.n_tasks, len(simulated.flows)
-    messages = np.arange(n_tasks, n_tasks + n_messages)
-    is_sync = np.zeros(n_tasks + n_messages, dtype=np.bool_)
-    kinds = [flow.kind in {"parameter", "parameter_gradient"} for flow in traffic]
-    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[simulated.flows]
+    simulated, n_tasks = cost.simulated, cost.simulated.n_tasks
+    messages = np.arange(n_tasks, n_tasks + len(simulated.flows))
+    kinds = [flow.kind in {"parameter", "parameter_gradient"} for flow in cost.traffic]
+    is_sync = np.append(np.zeros(n_tasks, bool), np.array(kinds, bool)[simulated.flows])
     events = np.concatenate([np.arange(n_tasks), messages, messages])
-    machines = np.concatenate(
-        [
-            np.array([task.machine for task in tasks], dtype=np.int64),
-            simulated.senders,
-            simulated.receivers,
-        ]
-    )
-    found = []
-    for own in _by_machine(events, machines, n_machines=n_machines):
+    places = np.array([task.machine for task in cost.tasks], dtype=np.int64)
+    machines = np.concatenate([places, simulated.senders, simulated.receivers])
+    for own in _by_machine(events, machines, n_machines=cost.compiled.n_machines):
         # Each category counts only the time that the ones before it leave.
         compute = _covered(simulated, own[own < n_tasks])
         busy = _covered(simulated, own[~is_sync[own]])
         connected = _covered(simulated, own)
-        found.append(
-            Seconds(
-                compute=compute,
-                communication=busy - compute,
-                sync=connected - busy,
-                wait=step_seconds - connected,
-            )
+        yield Seconds(
+            compute=compute,
+            communication=busy - compute,
+            sync=connected - busy,
+            wait=cost.step_seconds - connected,
         )
-    return found
 
 
 def _by_machine(events: IntArray, machines: IntArray, *, n_machines: int) -> list[IntArray]:
@@ -191,14 +173,7 @@ class StepCost:
 
     @cached_property
     def seconds(self) -> tuple[Seconds, ...]:
-        found = shares(
-            self.simulated,
-            self.tasks,
-            self.traffic,
-            n_machines=self.compiled.n_machines,
-            step_seconds=self.step_seconds,
-        )
-        return tuple(found)
+        return tuple(_shares(self))
 
     @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
