@@ -103,7 +103,7 @@ class Lowerer:
             return {key: self.argument(item) for key, item in given.items()}
         return given
 
-    def _called(self, node: fx.Node) -> object:  # noqa: PLR0911 -- one for each kind of call
+    def _called(self, node: fx.Node) -> object:
         target: Any = node.target
         result = node.meta.get("val")
         args = [self.argument(value) for value in node.args]
@@ -125,7 +125,7 @@ class Lowerer:
     def _computed(
         self,
         node: fx.Node,
-        target: Any,
+        target: Any,  # noqa: ANN401 -- an operation
         args: list[Any],
         keywords: Mapping[str, Any],
         result: Any,  # noqa: ANN401
