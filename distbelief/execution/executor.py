@@ -313,6 +313,11 @@ class PartitionExecutor:
             shape = read.shape if operation.once else (n, *read.shape)
             # A missing gradient is zero.
             there = self._like.new_zeros(shape) if value is None else value
+            if there.numel() != math.prod(shape):  # the receiver would wait for ever
+                raise GraphError(
+                    f"the {message.kind} {message.name!r} has shape {tuple(there.shape)}, and "
+                    f"{shape} is to be sent"
+                )
             parts.append(there.reshape(-1))
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         if message.kind == "parameter" and len(parts) == 1:
