@@ -1,7 +1,6 @@
 """Lowering rules for views, slices, concatenation and padding."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -261,9 +260,7 @@ def copied(op: Operation) -> object:
     if "src" not in op.arguments:
         return _filled(op)
     value = op.value("src")
-    source = op.node.args[1]
-    assert isinstance(source, fx.Node)
-    if tuple(map(str, op.result.shape)) != tuple(map(str, source.meta["val"].shape)):
+    if tuple(map(str, op.result.shape)) != tuple(map(str, _fake(op, 1).shape)):
         raise NotSplitError("it repeats elements")
     return value
 
@@ -276,13 +273,18 @@ def _filled(op: Operation) -> object:
     return expanded(op, op.context.as_value(given), op.result.shape)
 
 
+def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor
+    source = op.node.args[index]
+    assert isinstance(source, fx.Node)
+    return source.meta["val"]
+
+
 @lowers("slice_scatter")
 def slice_scatter(op: Operation) -> object:
     whole = expanded(op, op.value("self"), op.result.shape)
     dim = op["dim"] % op.result.dim()
-    end, n = op["end"], op.result.shape[dim]
-    to_the_end = end is None or (isinstance(end, int) and end == sys.maxsize) or str(end) == str(n)
-    if dim == whole.batch and not op["start"] and to_the_end and op["step"] == 1:
+    every = {"None", str(2**63 - 1), str(op.result.shape[dim])}
+    if dim == whole.batch and not op["start"] and str(op["end"]) in every and op["step"] == 1:
         return op.value("src")
     own = whole.dim(dim)
     start, stop, step = slice(op["start"], op["end"], op["step"]).indices(whole.layer.shape[own])
