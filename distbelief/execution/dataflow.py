@@ -69,21 +69,12 @@ def dataflow(
     compiled: Compiled,
     rank: int,
     *,
-    training: bool = True,
-    loss: str | None = None,
-    outputs: frozenset[str] = frozenset(),
-    seeds: frozenset[str] | None = None,
+    training: bool = True,  # with the backward pass
+    loss: str | None = None,  # the layer whose mean over the samples is the objective
+    outputs: frozenset[str] = frozenset(),  # layers whose outputs are wanted at the end
+    seeds: frozenset[str] | None = None,  # layers where gradients begin; by default the loss
 ) -> Dataflow:
-    """Return what one rank computes.
-
-    Args:
-        compiled: The plan.
-        rank: Which one.
-        training: With the backward pass.
-        loss: The layer whose mean over the samples is the objective.
-        outputs: Layers whose outputs are wanted at the end.
-        seeds: Layers where gradients begin; by default the loss.
-    """
+    """Return what one rank computes."""
     if seeds is None:
         seeds = frozenset() if loss is None else frozenset({loss})
     builder = _FlowBuilder(

@@ -113,24 +113,16 @@ class _State:
 
 @final
 class PartitionExecutor:
-    """Runs the operations of one rank.
-
-    Args:
-        flow: Its dataflow.
-        dtype: float32 or float64, of floating-point numbers.
-        modules: Layers that are computed whole.
-        device: Where tensors are while computing.
-        seed_gradient: Gives the gradients where the backward pass begins.
-    """
+    """Runs the operations of one rank."""
 
     def __init__(
         self,
         flow: Dataflow,
         *,
-        dtype: torch.dtype = torch.float32,
-        modules: Mapping[str, nn.Module] | None = None,
+        dtype: torch.dtype = torch.float32,  # of floating-point numbers
+        modules: Mapping[str, nn.Module] | None = None,  # layers that are computed whole
         device: str = "cpu",
-        seed_gradient: Seed = mean_over_samples,
+        seed_gradient: Seed = mean_over_samples,  # where the backward pass begins
     ) -> None:
         self.flow = flow
         self.dtype = dtype
@@ -313,6 +305,11 @@ class PartitionExecutor:
             shape = read.shape if operation.once else (n, *read.shape)
             # A missing gradient is zero.
             there = self._like.new_zeros(shape) if value is None else value
+            if there.numel() != math.prod(shape):  # the receiver would wait for ever
+                raise GraphError(
+                    f"the {message.kind} {message.name!r} has shape {tuple(there.shape)}, and "
+                    f"{shape} is to be sent"
+                )
             parts.append(there.reshape(-1))
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         if message.kind == "parameter" and len(parts) == 1:
@@ -358,8 +355,15 @@ def _failed(
 
 
 def as_tensor(array: Vector) -> torch.Tensor:
-    """Return the same memory as a tensor; a copy if the array is read-only."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    """Return the same memory as a tensor, which nobody may write; a copy if it is read-only."""
+    seen = array.view()
+    try:
+        # Arrays of messages are marked read-only; most lie in memory that is not, and torch
+        # knows no other.
+        seen.flags.writeable = True
+    except ValueError:
+        seen = array.copy()
+    return torch.from_numpy(seen)
 
 
 def inference_of(

@@ -93,12 +93,7 @@ class MicroBatchSchedule:
 
 @final
 class ReadyQueue:
-    """The remaining work of one step.
-
-    Args:
-        schedule: Of its micro-batches.
-        n_samples: Of each of them.
-    """
+    """The remaining work of one step."""
 
     def __init__(self, schedule: MicroBatchSchedule, n_samples: Iterable[int]) -> None:
         flow = schedule.flow

@@ -42,21 +42,13 @@ class Gather:
     samples: bool  # whether samples are its first dimension
     how: How  # "cut": the pieces tile it. "sum", "max": they may overlap or leave gaps.
     pieces: tuple[Piece, ...]  # in the order in which they are added
-    joined: bool = False  # whether one sample stands for all
+    joined: bool = False  # whether one sample stands for the whole batch
 
 
 def gather(
     wanted: Region, known: Known, *, how: How, samples: bool, joined: bool = False, what: str
 ) -> Gather:
     """Plan how `wanted` is assembled from known slots.
-
-    Args:
-        wanted: A region.
-        known: Slots of the same tensor; disjoint regions for "cut".
-        how: See `Gather`.
-        samples: Whether tensors have a sample dimension first.
-        joined: Whether they have one sample for the whole batch.
-        what: Name of the tensor, for messages.
 
     Raises:
         GraphError: no slot has a part of the region, so the program has a gap.
@@ -90,10 +82,8 @@ def gathered(
 ) -> torch.Tensor | None:
     """Return the assembled tensor; None for zeros.
 
-    Args:
-        gather: The plan.
-        pieces: The values of its slots, in order; None for zeros.
-        like: Zeros with one sample or none, the pattern of an empty result.
+    `pieces` are the values of its slots, in order, None for zeros; `like` is the pattern of an
+    empty result: zeros with one sample or none.
     """
     if len(pieces) == 1 and gather.pieces[0].target is None:
         return _source(gather.pieces[0], pieces[0])
@@ -156,22 +146,15 @@ def _slices(part: Region, shape: Shape, *, samples: bool) -> Slices | None:
 
 @final
 class Activations:
-    """The values of the current step, freed after their last reader.
-
-    Args:
-        once: Per slot, whether it exists once for all micro-batches.
-        n_readers: Per slot and micro-batch, how often it is read.
-        sizes: Samples of each micro-batch.
-        like: A zero of the step's type and device.
-    """
+    """The values of the current step, freed after their last reader."""
 
     def __init__(
         self,
-        once: Sequence[bool],
-        n_readers: Sequence[int],
+        once: Sequence[bool],  # per slot, whether it exists once for all micro-batches
+        n_readers: Sequence[int],  # per slot and micro-batch
         *,
-        sizes: Sequence[int],
-        like: torch.Tensor,
+        sizes: Sequence[int],  # samples of each micro-batch
+        like: torch.Tensor,  # a zero of the step's type and device
     ) -> None:
         self._once = once
         self._n_readers = list(n_readers)

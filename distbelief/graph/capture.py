@@ -25,7 +25,6 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
@@ -34,11 +33,11 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph import lowering, ops
-from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse
 from distbelief.graph.lowering.fallback import per_sample
 from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
-from distbelief.graph.lowering.operation import Context, by_name, module_rule, place_of, plain_name
+from distbelief.graph.lowering.operation import Context, module_rule, place_of
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
-assert ops.OPERATORS  # importing these two packages registers operators and lowering rules
+assert ops.__all__  # importing these two packages registers operators and lowering rules
 assert lowering.__all__
 
 # Of one sample of an input: layers are larger, and torch counts elements in 64 bits.
@@ -140,7 +139,8 @@ def capture(
     named = _named(module, inputs)
     _check_sizes(named.values())
     with attributes_kept(module), _in_mode(module, training=True):
-        return _captured(_Model(module, call), named, {})
+        graph, _ = _captured(_Model(module, call), named, {})
+    return graph
 
 
 def evaluation_difference(
@@ -159,96 +159,56 @@ def evaluation_difference(
         GraphError: It cannot be captured.
     """
     whole: dict[str, str] = {}
-    named = _named(module, inputs)
+    named, model = _named(module, inputs), _Model(module, call)
     with attributes_kept(module):
         with _in_mode(module, training=True):
-            _captured(_Model(module, call), named, whole)
-            training = None if "" in whole else _exported(_Model(module, call), named, whole)
-        if training is None:
+            training, _ = _captured(model, named, whole)
+        if "" in whole:
             return None
-        try:
-            with _in_mode(module, training=False):
-                evaluating = _exported(_Model(module, call), named, whole)
-        except OpaqueError as error:
-            return str(error)
-    dropping = _dropping(evaluating.program)
-    if dropping is not None:
-        return (
-            f"{dropping} drops elements in evaluation mode too: give it "
-            "training=self.training (or dropout_p=0.0 when not self.training)"
-        )
-    one, other = (_calls(each.program) for each in (training, evaluating))
-    for (node, here), (late, there) in zip(one, other, strict=False):
-        if here != there:
-            shown = late if node.op == "output" else node
-            return f"{shown.name}{place_of(shown)}"
-    return None
+        with _in_mode(module, training=False):
+            model.training = False
+            evaluating, nodes = _captured(model, named, whole)
+    for layer in evaluating.layers:
+        if layer.kind == "dropout" or layer.options.get("dropout"):
+            return (
+                f"{layer.name} drops elements in evaluation mode too: give it "
+                "training=self.training (or dropout_p=0.0 when not self.training)"
+            )
+    known: dict[str, int] = {}
+    before, after = _numbers(training, known), _numbers(evaluating, known)
+    if [before[name] for name in training.outputs] == [after[n] for n in evaluating.outputs]:
+        return None
+    new = [name for name, number in after.items() if number not in before.values()]
+    shown = new[0] if new else evaluating.outputs[-1]
+    return f"{shown}{place_of(nodes[shown]) if shown in nodes else ''}"
 
 
-_DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-_ALIKE: Final = (*_DROPOUTS, "contiguous", "clone")  # elements stay, if at other places in memory
-# What layers know of the mode.
-_MODES: Final = {
-    "batch_norm": "training",
-    "instance_norm": "use_input_stats",
-    "scaled_dot_product_attention": "dropout_p",
-}
-
-
-def _dropping(program: "ExportedProgram") -> str | None:
-    # An operation that drops elements whatever the mode.
-    for node in program.graph.nodes:
-        packet = _packet(node)
-        if packet in _DROPOUTS and node.args[1] and node.args[2]:
-            return str(node.name)
-        if packet in _MODES and _arguments(node).get("dropout_p"):
-            return str(node.name)
-    return None
-
-
-def _packet(node: fx.Node) -> str:
-    return plain_name(node.target).partition(".")[0]
-
-
-def _arguments(node: fx.Node) -> dict[str, object]:
-    return by_name(node.target, list(node.args), node.kwargs)
-
-
-def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
-    # The operations without their names; dropout and what only training counts are left out.
-    numbers: dict[fx.Node, str] = {}
-    found: list[tuple[fx.Node, str]] = []
-    for node in program.graph.nodes:
-        packet = _packet(node)
-        if packet in _ALIKE or str(node.target) == "distbelief.drop.default":
-            numbers[node] = numbers[node.all_input_nodes[0]]
+def _numbers(graph: LayerGraph, known: dict[str, int]) -> dict[str, int]:
+    # A number for each layer, the same if it computes the same in evaluation: nothing is dropped,
+    # and running statistics stand for those of the batch.
+    numbers: dict[str, int] = {}
+    for layer in graph.layers:
+        sources = [numbers[name] for name in layer.inputs]
+        if layer.kind == "dropout":
+            numbers[layer.name] = sources[0]
             continue
-        if packet == "add" and "num_batches_tracked" in str(node.args[0]):
-            continue
-        if packet.startswith("_assert"):
-            continue
-        given: object = (node.args, node.kwargs)
-        if packet in _MODES:
-            given = {w: v for w, v in _arguments(node).items() if w != _MODES[packet]}
-        if packet == "distbelief":
-            given = node.args[:1]  # the key of a call is new each time
-        numbers[node] = f"%{len(found)}"
-        arguments = map_arg(given, lambda n: numbers[n])  # type: ignore[type-var] # any nesting
-        if node.op == "placeholder":
-            constants = program.graph_signature.inputs_to_lifted_tensor_constants
-            held = program.constants.get(constants.get(str(node.name), ""))
-            numbers_held = held.tolist() if isinstance(held, torch.Tensor) else ""
-            if "num_batches_tracked" not in str(node.name):
-                found.append((node, f"placeholder {node.name} {numbers_held}"))
-            continue
-        found.append((node, f"{node.op} {node.target} {arguments}"))
-    return found
+        if "running_var" in layer.tensors:
+            del sources[1:]
+        left = {"dropout", "n_places", "operations"}  # these depend on the mode
+        options = {word: value for word, value in layer.options.items() if word not in left}
+        name = layer.name if layer.kind == INPUT else ""
+        form = repr((name, layer.kind, layer.shape, sources, options, dict(layer.tensors)))
+        numbers[layer.name] = known.setdefault(form, len(known))
+    return numbers
 
 
 # --- export ---
 
 
-def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> LayerGraph:
+_Captured = tuple[LayerGraph, Mapping[str, fx.Node]]  # with the operations of its layers
+
+
+def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured:
     for path, part in model.inner.named_modules():
         if has_gradient_hooks(part):
             whole[path] = "it has hooks on its gradients, so it cannot be split"
@@ -474,7 +434,7 @@ def _length(given: Sized) -> int:
 
 def _lowered(
     model: _Model, exported: _Exported, inputs: Inputs, whole: Mapping[str, str]
-) -> LayerGraph:
+) -> _Captured:
     module, call = model.inner, model.call
     builder = Builder(aliases=_aliases(module))
     joins = call is not None and call.joins
@@ -515,13 +475,13 @@ def _lowered(
     assert isinstance(results, list)
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
-        return builder.finish(_outputs(found))
+        return builder.finish(_outputs(found)), lowerer.nodes
     losses = [_loss(context, found.pop())] if call.has_loss else []
     # Of several outputs, those without a row for each sample are left out.
     kept = [i for i, value in enumerate(found) if _is_output(value) or len(found) == 1]
     outputs = _outputs([found[i] for i in kept]) if kept or not losses else []
     graph = builder.finish([*outputs, *losses])
-    return replace(graph, fields=tuple(call.fields[i] for i in kept))
+    return replace(graph, fields=tuple(call.fields[i] for i in kept)), lowerer.nodes
 
 
 def _check_changes(program: "ExportedProgram") -> None:

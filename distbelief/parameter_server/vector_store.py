@@ -163,8 +163,15 @@ class VectorStore:
                 self._combine(target, terms)
             case vc.Pointwise():
                 self._pointwise(command)
-            case vc.Dot() | vc.Gram() | vc.Norm():
-                return self._measure(command)
+            case vc.Dot(x=x, y=y):
+                return [self._dot(x, y)]
+            case vc.Gram(rows=rows, columns=columns):
+                return self._gram(rows, columns)
+            case vc.Norm(x=x, order="2"):
+                # The coordinator adds the squares of all shards, then takes the root.
+                return [self._dot(x, x)]
+            case vc.Norm(x=x, order=order):
+                return [self._norm(self._real(x), order)]
             case _:
                 assert_never(command)
         return ()
@@ -204,20 +211,6 @@ class VectorStore:
         for piece in _pieces(self._n):
             pair = x[piece].astype(np.float64), y[piece].astype(np.float64)
             out[piece] = function(*pair, command.a)
-
-    def _measure(self, command: vc.Dot | vc.Gram | vc.Norm) -> Sequence[float]:
-        match command:
-            case vc.Dot(x=x, y=y):
-                return [self._dot(x, y)]
-            case vc.Gram(rows=rows, columns=columns):
-                return self._gram(rows, columns)
-            case vc.Norm(x=x, order="2"):
-                # The coordinator adds the squares of all shards, then takes the root.
-                return [self._dot(x, x)]
-            case vc.Norm(x=x, order=order):
-                return [self._norm(self._real(x), order)]
-            case _:
-                assert_never(command)
 
     def _dot(self, x: VectorName, y: VectorName) -> float:
         vectors = [self._real(x)] if x == y else [self._real(x), self._real(y)]

@@ -10,6 +10,7 @@ time, cheapest in the model first, simulates the plan, and keeps it if it is fas
 randomness and no clock: equal problems end in equal plans.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
@@ -226,6 +227,7 @@ class PlanSimulator:
 
 TRIES_MAX: Final = 300  # simulated plans of one search
 
+_ROUNDING: Final = 1e-9
 _MOVES_PER_NODE: Final = 6
 
 
@@ -252,7 +254,7 @@ def improve(
                 return best, best_seconds
             tried.add(other)
             seconds = seconds_of(other)
-            if seconds < best_seconds * (1 - 1e-9):  # rounding is no progress
+            if seconds < best_seconds * (1 - _ROUNDING):  # rounding is no progress
                 best, best_seconds, moved = other, seconds, True
         if not moved:
             return best, best_seconds
@@ -371,23 +373,24 @@ def search(
         return None
     method = f"{first.method.removesuffix(_SEARCHED)}{_SEARCHED}"
     n_played = 0
-
-    def way_of(choice: Choice) -> SimulatedPlan:
-        return solved.ways.get(choice) or simulator.way(
-            method, solved.decoder(choice), n_machines=count
-        )
+    fastest: tuple[float, SimulatedPlan] = (math.inf, first)  # all of them take too much memory
 
     def seconds_of(choice: Choice) -> float:
-        nonlocal n_played
+        nonlocal n_played, fastest
         if n_played % _NOTIFY_EVERY == 0:
             notify(f"{count} machines: search, {n_played} of {tries} plans")
         n_played += 1
-        way = way_of(choice)
-        return way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
+        way = solved.ways.get(choice) or simulator.way(
+            method, solved.decoder(choice), n_machines=count
+        )
+        seconds = way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
+        # By more than rounding, as `improve` counts.
+        if seconds < fastest[0] * (1 - _ROUNDING):
+            fastest = (seconds, way)
+        return seconds
 
     better, _ = improve(solved.problem, start, seconds_of, tries=tries)
     if better == start:
         return None
-    # Simulated again: keeping all simulated plans takes too much memory.
     cost = solved.problem.cost(better)
-    return replace(way_of(better), method=method, model_seconds=cost)
+    return replace(fastest[1], method=method, model_seconds=cost)

@@ -103,44 +103,26 @@ class Seconds(NamedTuple):
     wait: float  # idle
 
 
-def shares(
-    simulated: SimulatedStep,
-    tasks: Sequence[Task],
-    traffic: Sequence[Traffic],
-    *,
-    n_machines: int,
-    step_seconds: float,
-) -> list[Seconds]:
-    """Return the seconds of every rank of a simulated step."""
+def _shares(cost: "StepCost") -> Iterator[Seconds]:
     # A message appears twice, at its sender and at its receiver.
-    n_tasks, n_messages = simulated.n_tasks, len(simulated.flows)
-    messages = np.arange(n_tasks, n_tasks + n_messages)
-    is_sync = np.zeros(n_tasks + n_messages, dtype=np.bool_)
-    kinds = [flow.kind in {"parameter", "parameter_gradient"} for flow in traffic]
-    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[simulated.flows]
+    simulated, n_tasks = cost.simulated, cost.simulated.n_tasks
+    messages = np.arange(n_tasks, n_tasks + len(simulated.flows))
+    kinds = [flow.kind in {"parameter", "parameter_gradient"} for flow in cost.traffic]
+    is_sync = np.append(np.zeros(n_tasks, bool), np.array(kinds, bool)[simulated.flows])
     events = np.concatenate([np.arange(n_tasks), messages, messages])
-    machines = np.concatenate(
-        [
-            np.array([task.machine for task in tasks], dtype=np.int64),
-            simulated.senders,
-            simulated.receivers,
-        ]
-    )
-    found = []
-    for own in _by_machine(events, machines, n_machines=n_machines):
+    places = np.array([task.machine for task in cost.tasks], dtype=np.int64)
+    machines = np.concatenate([places, simulated.senders, simulated.receivers])
+    for own in _by_machine(events, machines, n_machines=cost.compiled.n_machines):
         # Each category counts only the time that the ones before it leave.
         compute = _covered(simulated, own[own < n_tasks])
         busy = _covered(simulated, own[~is_sync[own]])
         connected = _covered(simulated, own)
-        found.append(
-            Seconds(
-                compute=compute,
-                communication=busy - compute,
-                sync=connected - busy,
-                wait=step_seconds - connected,
-            )
+        yield Seconds(
+            compute=compute,
+            communication=busy - compute,
+            sync=connected - busy,
+            wait=cost.step_seconds - connected,
         )
-    return found
 
 
 def _by_machine(events: IntArray, machines: IntArray, *, n_machines: int) -> list[IntArray]:
@@ -157,9 +139,6 @@ def _covered(simulated: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
     starts, ends = starts[order], simulated.ends[events][order]
     so_far = np.maximum.accumulate(np.append(0.0, ends))
     return float(np.maximum(ends - np.maximum(starts, so_far[:-1]), 0.0).sum())
-
-
-_ADDING: Final = 3  # bytes moved per byte added to a sum: read it, read the sum, write the sum
 
 
 class Passes(NamedTuple):
@@ -194,14 +173,7 @@ class StepCost:
 
     @cached_property
     def seconds(self) -> tuple[Seconds, ...]:
-        found = shares(
-            self.simulated,
-            self.tasks,
-            self.traffic,
-            n_machines=self.compiled.n_machines,
-            step_seconds=self.step_seconds,
-        )
-        return tuple(found)
+        return tuple(_shares(self))
 
     @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
@@ -233,24 +205,10 @@ def step_cost(
             f"the plan needs {compiled.n_machines} machines, but cluster "
             f"{cluster.name!r} has {len(cluster)}: use a larger cluster"
         )
-    # The simulator numbers machines by their place in the plan: ties do not depend on numbers.
-    place = {machine: index for index, machine in enumerate(compiled.order)}
     step = schedule(compiled, micro_batches=micro_batches)
     seconds = [_seconds(task, compiled, cluster, costs) for task in compiled.tasks]
-    machines = [cluster.machines[p] for p in compiled.order]
-    simulated = StepSimulator(
-        step.nodes,
-        machines=compiled.order,
-        places=[place[task.machine] for task in step.tasks],
-        seconds=seconds * micro_batches,
-        traffic=step.traffic,
-        rates=np.broadcast_to(cluster.rates, (len(cluster),) * 2)[np.ix_(*[compiled.order] * 2)],
-        latency=cluster.latency,
-        overhead=cluster.message_overhead,
-        handling=[1.0 / machine.message_rate for machine in machines],
-        each=[machine.handling / machine.cores for machine in machines],
-        adding=[_ADDING / machine.memory_rate for machine in machines],
-    ).play()
+    simulator = StepSimulator(step, seconds * micro_batches, order=compiled.order, cluster=cluster)
+    simulated = simulator.play()
     return StepCost(
         compiled=compiled,
         micro_batches=micro_batches,

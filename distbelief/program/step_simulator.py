@@ -21,14 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from distbelief.graph.region import IntArray
-from distbelief.program.step_graph import Dependencies
-from distbelief.program.traffic import Traffic
+from distbelief.program.cluster import Cluster
+from distbelief.program.step_graph import Schedule
 
 
 FloatArray = npt.NDArray[np.float64]
 
 # Kinds that the receiver adds to what it has. Partial outputs are added by tasks (`combine`).
 _SUMS: Final = frozenset({"gradient", "parameter_gradient"})
+_ADDING: Final = 3  # bytes moved per byte added to a sum: read it, read the sum, write the sum
 
 
 @final
@@ -65,48 +66,31 @@ class StepSimulator:
     """Simulates one step. Machines are numbered by their place in the plan.
 
     Args:
-        nodes: Dependencies; the simulation changes them.
-        machines: Those of the plan, in its order.
-        places: Per task, the place of its machine in `machines`.
+        step: Its tasks and messages; the simulation changes their dependencies.
         seconds: Per task.
-        traffic: All messages.
-        rates: Bytes per second (n_machines, n_machines), in this order.
-        latency: Seconds from the end of sending to arrival.
-        overhead: Seconds per message, in addition to its bytes.
-        handling: Per machine, processor seconds per byte of a message.
-        each: Per machine, processor seconds per message.
-        adding: Per machine, seconds to add one byte to a sum.
+        order: The machines of the plan, in its order.
+        cluster: All machines, and the network.
     """
 
-    def __init__(  # noqa: PLR0913 -- tasks, messages, machines and network
-        self,
-        nodes: Dependencies,
-        *,
-        machines: Sequence[int],
-        places: Sequence[int],
-        seconds: Sequence[float],
-        traffic: Sequence[Traffic],
-        rates: FloatArray,
-        latency: float,
-        overhead: float,
-        handling: Sequence[float],
-        each: Sequence[float],
-        adding: Sequence[float],
+    def __init__(
+        self, step: Schedule, seconds: Sequence[float], *, order: Sequence[int], cluster: Cluster
     ) -> None:
-        n = len(machines)
-        place = {machine: index for index, machine in enumerate(machines)}
-        self._machines = np.array(machines, dtype=np.int64)
+        n, nodes, traffic = len(order), step.nodes, step.traffic
+        machines = [cluster.machines[machine] for machine in order]
+        place = {machine: index for index, machine in enumerate(order)}
+        self._machines = np.array(order, dtype=np.int64)
         self._place = place
         self._nodes = nodes
-        self._places = places
+        self._places = [place[task.machine] for task in step.tasks]
         self._seconds = list(seconds)
         self._traffic = traffic
-        self._rates = rates
-        self._latency = latency
-        self._overhead = overhead
-        self._handling = handling
-        self._each = each
-        self._handles = any(handling) or any(each)
+        self._rates = np.broadcast_to(cluster.rates, (len(cluster),) * 2)[np.ix_(order, order)]
+        self._latency = cluster.latency
+        self._overhead = cluster.message_overhead
+        # Per machine, processor seconds per byte of a message, and per message.
+        self._handling = [1.0 / machine.message_rate for machine in machines]
+        self._each = [machine.handling / machine.cores for machine in machines]
+        self._handles = any(self._handling) or any(self._each)
         self._adding = [dict[int, float]() for _ in traffic]
         self._sending = {
             node: (flow, place[machine]) for (flow, machine), node in nodes.sending.items()
@@ -119,8 +103,8 @@ class StepSimulator:
             self._missing[flow][place[machine]] = len(received)
             if traffic[flow].kind in _SUMS:
                 n_bytes = int(traffic[flow].n_bytes[received].sum())
-                delay = n_bytes * adding[place[machine]]
-                self._adding[flow][place[machine]] = delay
+                per_byte = _ADDING / cluster.machines[machine].memory_rate
+                self._adding[flow][place[machine]] = n_bytes * per_byte
         # Heap of (time, code): a code below the number of nodes is a node, else a message.
         self._queue: list[tuple[float, int]] = []
         # --- computing ---

@@ -19,7 +19,7 @@ from distbelief.protocol import Blob, Count, Message, Name
 Frame = bytes | memoryview
 
 HEADER_BYTES_MAX = 1 << 20
-FRAME_BYTES_MAX = BLOCK_BYTES  # an array frame is one block at most
+FRAME_BYTES_MAX = 2 * BLOCK_BYTES  # of an array: blocks between ranks are larger
 FRAMES_MAX = 2  # no message has more than one array or blob
 
 JOINING = "join"

@@ -50,12 +50,7 @@ class BatchPlan(Protocol):
 
 @final
 class TrainingPlan:
-    """One batch after the other, pass after pass.
-
-    Args:
-        data_shard: Of the replica.
-        batch_size: Samples of a step.
-    """
+    """One batch after the other, pass after pass."""
 
     def __init__(self, data_shard: DataShard, *, batch_size: int) -> None:
         self._cursor = BatchCursor(data_shard)
@@ -98,12 +93,7 @@ class TrainingPlan:
 
 @final
 class EvaluationPlan:
-    """The held-out samples in chunks: a subset (position 0), or all (position 1).
-
-    Args:
-        kinds: The samples of both.
-        chunk: Samples of a step.
-    """
+    """The held-out samples in chunks: a subset (position 0), or all (position 1)."""
 
     def __init__(self, kinds: Sequence[Indices], *, chunk: int) -> None:
         self._kinds = kinds
@@ -167,26 +157,17 @@ class Reader(Protocol):
 
 @final
 class SliceReader:
-    """Reads the input regions that a partition needs.
-
-    Args:
-        dataset: Gives the inputs of the graph, in order.
-        graph: The layer graph.
-        reads: Per input layer, the regions that are needed.
-        dtype: Of floating-point numbers.
-        keeps_targets: Whether whole targets are needed too.
-        table: Table of the job file that names the data set, for messages.
-    """
+    """Reads the input regions that a partition needs."""
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset,  # gives the inputs of the graph, in order
         *,
         graph: LayerGraph,
-        reads: Mapping[str, Sequence[Region]],
+        reads: Mapping[str, Sequence[Region]],  # regions needed
         dtype: torch.dtype,
-        keeps_targets: bool = False,
-        table: str = "data.train",
+        keeps_targets: bool = False,  # whole targets are needed too
+        table: str = "data.train",  # names the data set in messages
     ) -> None:
         self._dataset = dataset
         self._inputs = [layer for layer in graph.layers if layer.kind == INPUT]
@@ -244,10 +225,8 @@ class SliceReader:
 class SlicePrefetch:
     """Reads the batch slices of a generation, each once, one step ahead.
 
-    Args:
-        reader: None: steps need nothing but the indices.
-        plan: The samples of the steps.
-        reuses: What one generation has read and not taken may serve the next one.
+    Without a reader, steps need nothing but the indices. If it `reuses`, what one generation has
+    read and not taken may serve the next one.
     """
 
     def __init__(self, reader: Reader | None, plan: BatchPlan, *, reuses: bool = False) -> None:
@@ -279,12 +258,7 @@ class SlicePrefetch:
         self._held[batch_slice.step] = batch_slice
 
     def read_ahead(self, step: int, *, stop: int) -> list[Action]:
-        """Start reading one more slice, unless one is being read.
-
-        Args:
-            step: The current one.
-            stop: Steps from here on will not be taken.
-        """
+        """Start reading one more slice, unless one is being read."""
         wanted = min(step + N_AHEAD, stop)
         if self._reading or self._reader is None or self._next >= wanted:
             return []

@@ -79,12 +79,7 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class SavedSamples:
-    """Arrays as a data set; targets are zeros if there are none.
-
-    Args:
-        computation: Names the arrays.
-        paths: Of their tensors, as in `Batch.tensors`.
-    """
+    """Arrays as a data set; targets are zeros if there are none."""
 
     def __init__(self, computation: Computation, paths: Sequence[Keys]) -> None:
         self._paths = paths

@@ -71,25 +71,17 @@ class _Requests:
 
 @final
 class EvaluationObjective(Objective):
-    """Evaluates; see `worker.objective.Objective`.
-
-    Args:
-        client: Connects to the shards; it only fetches.
-        values: One flat tensor per item.
-        batch_plan: The chunks.
-        score: Computes loss and metric from outputs, on rank 0; None for a whole model, whose
-            executor does it.
-    """
+    """Evaluates; see `worker.objective.Objective`."""
 
     verb = "measuring"
 
     def __init__(
         self,
         *,
-        client: ParameterClient,
+        client: ParameterClient,  # it only fetches
         values: Sequence[torch.Tensor],
-        batch_plan: EvaluationPlan,
-        score: Score | None = None,
+        batch_plan: EvaluationPlan,  # the chunks
+        score: Score | None = None,  # on rank 0; the executor of a whole model does it itself
     ) -> None:
         self.values = values
         self._client = client
@@ -212,12 +204,6 @@ class EvaluationObjective(Objective):
         )
 
     # --- status ---
-
-    @property
-    @override
-    def clock(self) -> float | None:
-        clocks = self._client.clocks
-        return sum(clocks) / len(clocks) if clocks else None
 
     @override
     def figures(self) -> Mapping[str, float]:

@@ -169,17 +169,7 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @final
 class LocalExecutor:
-    """Computes gradients of a whole model.
-
-    Args:
-        model: The local copy of the parameters.
-        dataset: Gives the batches.
-        loss: f(outputs, targets) -> mean.
-        names: How messages call model, data and loss.
-        clip_norm: Bound of each gradient's 2-norm, if any.
-        seed: Of the model's own random numbers, one stream per position.
-        sums: Take the gradient of the loss's sum over the samples, not of its mean.
-    """
+    """Computes gradients of a whole model."""
 
     def __init__(
         self,
@@ -187,10 +177,10 @@ class LocalExecutor:
         dataset: Dataset,
         *,
         loss: Loss,
-        names: dry_run.Names,
-        seed: tuple[int, int],
+        names: dry_run.Names,  # how messages call model, data and loss
+        seed: tuple[int, int],  # of the model's own random numbers, one stream per position
         clip_norm: float | None = None,
-        sums: bool = False,
+        sums: bool = False,  # take the gradient of the loss's sum over the samples, not of its mean
     ) -> None:
         self.model = model
         self._dataset = dataset
@@ -269,15 +259,7 @@ def summed(loss: Loss) -> Loss:
 
 @final
 class LocalEvaluator:
-    """Computes loss and metric of a whole model; each step reads its own samples.
-
-    Args:
-        model: The local copy of the parameters.
-        dataset: The held-out samples.
-        loss: f(outputs, targets) -> mean.
-        metric: f(outputs, targets) -> mean.
-        names: How messages call them.
-    """
+    """Computes loss and metric of a whole model; each step reads its own samples."""
 
     def __init__(
         self,
@@ -343,20 +325,14 @@ def _has_strange_labels(outputs: object, targets: object) -> bool:
 
 @final
 class WholeSteps:
-    """The step executor of a replica that holds the whole model.
-
-    Args:
-        model: Computes one step.
-        n_bytes: Moved by a step beside its computation.
-        follows_install: Queue a step's work behind the install of its parameters.
-    """
+    """The step executor of a replica that holds the whole model."""
 
     def __init__(
         self,
         model: LocalExecutor | LocalEvaluator,
         *,
-        n_bytes: Callable[[], float],
-        follows_install: bool,
+        n_bytes: Callable[[], float],  # moved by a step beside its computation
+        follows_install: bool,  # queue a step's work behind the install of its parameters
     ) -> None:
         self.follows_install = follows_install
         self.awaited = None

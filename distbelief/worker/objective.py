@@ -231,13 +231,7 @@ class Objective:
     # --- events of its own ---
 
     def handle(self, event: Event, rank: int | None, now: Seconds) -> list[Action] | None:
-        """Handle an event that is for the objective; None if it is for the replica.
-
-        Args:
-            event: Any.
-            rank: The sender's in the group.
-            now: The time.
-        """
+        """Handle an event that is for the objective; None if it is for the replica."""
         del event, rank, now
         return None
 
@@ -258,11 +252,6 @@ class Objective:
         return []
 
     # --- status ---
-
-    @property
-    def clock(self) -> float | None:
-        """Mean clock of the parameters in use; None if there are none."""
-        return None
 
     def figures(self) -> Mapping[str, float]:
         return {}

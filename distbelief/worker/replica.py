@@ -357,14 +357,14 @@ class Replica:
         return self._to_leader(ready, now)
 
     def _report_steps(self, now: rl.Seconds) -> list[rl.Action]:
-        clock, here = self.objective.clock, self._epoch
+        clocks, here = self._client.clocks, self._epoch
         done = wire.StepsDone(
             generation=self._executor.generation,
             steps=self._executor.step,
             loss=here.loss,
             samples=here.samples,
             no_loss=here.no_loss,
-            clock=-1.0 if clock is None else clock,
+            clock=sum(clocks) / len(clocks) if clocks else -1.0,
             ended=here.phase is Phase.ENDED,
             square=self._local_square,
             sample=self._local_sample,

@@ -40,16 +40,7 @@ class _Open:
 
 @final
 class StepRunner:
-    """Runs the steps of one rank, one after the other.
-
-    Args:
-        execution: Runs its operations.
-        links: To the other ranks.
-        batch_plan: The samples of each step.
-        micro_batches: Number of parts of a batch.
-        training: With the backward pass.
-        seed: Of the steps' random numbers, equal on all ranks.
-    """
+    """Runs the steps of one rank, one after the other."""
 
     def __init__(
         self,
@@ -57,9 +48,9 @@ class StepRunner:
         *,
         links: Mapping[int, RankLink],
         batch_plan: BatchPlan,
-        micro_batches: int,
-        training: bool,
-        seed: Sequence[int],
+        micro_batches: int,  # parts of a batch
+        training: bool,  # with the backward pass
+        seed: Sequence[int],  # of the steps' random numbers, equal on all ranks
     ) -> None:
         self.follows_install = False  # its operations start as messages arrive
         self.generation = 0

@@ -599,12 +599,6 @@ class TrainingObjective(Objective):
         )
         return [Send(receiver=SUPERVISOR, message=progress)], []
 
-    @property
-    @override
-    def clock(self) -> float | None:
-        clocks = self._client.clocks
-        return sum(clocks) / len(clocks) if clocks else None
-
     @override
     def figures(self) -> Mapping[str, float]:
         counters = self.counters

@@ -11,9 +11,10 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 from distbelief.core.reliable import Arrivals, Backoff, ReliableStream
-from distbelief.core.vectors import Element, Vector, block_bounds, n_blocks
+from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.protocol.codec import FRAME_BYTES_MAX
 from distbelief.roles.role import Action, Address, Seconds, Send
 
 
@@ -112,7 +113,8 @@ class RankLink:
             block_index=block.block_index,
             values=block.values,
         )
-        return Send(receiver=self._peer, message=message)
+        # The stream keeps the values for a repetition, so nobody changes them meanwhile.
+        return Send(receiver=self._peer, message=message, lent=True)
 
     def _ack(self) -> Send:
         self._n_untold = 0
@@ -136,10 +138,10 @@ class Reassembly:
         self, key: StreamKey, message: TransferBlock, *, n_elements: int, dtype: "np.dtype[Element]"
     ) -> bool:
         """Keep a block that fits its message; return whether it completes the message."""
-        count = n_blocks(n_elements, itemsize=dtype.itemsize)
         index, values = message.block_index, message.values
+        size = FRAME_BYTES_MAX // dtype.itemsize
+        count = max(1, -(-n_elements // size))
         # Meaningless for a block that does not exist: hence the check of the index.
-        _, size = next(block_bounds(1 << 62, itemsize=dtype.itemsize))
         start, stop = index * size, min((index + 1) * size, n_elements)
         if index >= count or values.dtype != dtype or len(values) != stop - start:
             raise RemoteProtocolError(
@@ -168,7 +170,7 @@ class Reassembly:
 
 
 def blocks_of(values: Vector) -> Iterator[tuple[int, Vector]]:
-    """Yield the blocks that `take` puts together."""
-    bounds = block_bounds(len(values), itemsize=values.itemsize)
-    for index, (start, stop) in enumerate(bounds):
-        yield index, values[start:stop]
+    """Yield the blocks that `take` puts together; an empty message has one, too."""
+    size = FRAME_BYTES_MAX // values.itemsize
+    for start in range(0, max(len(values), 1), size):
+        yield start // size, values[start : start + size]

@@ -13,11 +13,6 @@ from distbelief.graph.ops.reductions import reduction_layer
 
 
 _MEAN: Final = 1  # torch's number of the reduction
-_ELEMENTWISE: Final = {  # ours, by torch's name
-    "mse_loss": "mse",
-    "l1_loss": "l1",
-    "binary_cross_entropy_with_logits": "logistic",
-}
 
 
 @lowers("cross_entropy_loss", "nll_loss_nd", "nll_loss")
@@ -42,19 +37,17 @@ def cross_entropy(op: Operation) -> object:
     return _mean(op, losses) if op["reduction"] == _MEAN else losses
 
 
-@lowers(*_ELEMENTWISE)
+@lowers("mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
 def elementwise(op: Operation) -> object:
     scores, targets = _pair(op)
     if scores.layer.shape != targets.layer.shape or targets.layer.is_integer:
         raise NotSplitError("its targets have another shape")
     if op.arguments.get("pos_weight") is not None:
         raise NotSplitError("it has weights")
-    function = _ELEMENTWISE[str(op.target).split(".")[1]]
+    function = str(op.target).split(".")[1]
     if op["reduction"] != _MEAN:
         raise NotSplitError("it is no mean")
-    layer = elementwise_loss_layer(
-        op.free_name, (scores.layer, targets.layer), function=function, argument=0.0
-    )
+    layer = elementwise_loss_layer(op.free_name, (scores.layer, targets.layer), function=function)
     return _mean(op, op.extend(scores, [layer]))
 
 

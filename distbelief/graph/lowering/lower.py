@@ -66,6 +66,7 @@ class Lowerer:
         self._calls = calls
         self._whole = whole
         self.known: dict[fx.Node, Any] = {}
+        self.nodes: dict[str, fx.Node] = {}  # of layers, by name
         self._named: dict[str, str] = {}
 
     def run(self, graph: fx.Graph, owner: nn.Module) -> object:
@@ -83,7 +84,9 @@ class Lowerer:
                 self.known[node] = getattr(owner, str(node.target))
             elif node.op == "call_function":
                 try:
-                    self.known[node] = self._called(node)
+                    found = self.known[node] = self._called(node)
+                    if isinstance(found, Value):
+                        self.nodes.setdefault(found.layer.name, node)
                     if _changes(node):
                         shared = aliases[_storage(node)]
                         later = [n for n in shared if n in self.known and last.get(n, -1) > index]
@@ -103,7 +106,7 @@ class Lowerer:
             return {key: self.argument(item) for key, item in given.items()}
         return given
 
-    def _called(self, node: fx.Node) -> object:  # noqa: PLR0911 -- one for each kind of call
+    def _called(self, node: fx.Node) -> object:
         target: Any = node.target
         result = node.meta.get("val")
         args = [self.argument(value) for value in node.args]
@@ -125,7 +128,7 @@ class Lowerer:
     def _computed(
         self,
         node: fx.Node,
-        target: Any,
+        target: Any,  # noqa: ANN401
         args: list[Any],
         keywords: Mapping[str, Any],
         result: Any,  # noqa: ANN401

@@ -86,38 +86,20 @@ def same(op: Operation) -> Value:
 lowers("contiguous", "alias", "lift_fresh_copy", "clone")(same)
 
 
-@lowers("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as")
+@lowers(
+    *("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as"),
+    *("unsqueeze", "squeeze"),
+)
 def view(op: Operation) -> object:
     return viewed(op, op.value("self"), op.result.shape)
 
 
-@lowers("unsqueeze", "squeeze")
-def view_of_ones(op: Operation) -> object:
-    return viewed(op, op.value("self"), op.result.shape)
-
-
-@lowers("permute")
+@lowers("permute", "transpose", "swapaxes", "movedim", "t", "numpy_T", "mT", "adjoint")
 def permute(op: Operation) -> object:
-    return _turned(op, [int(dim) for dim in op["dims"]])
-
-
-@lowers("transpose", "swapaxes")
-def transpose(op: Operation) -> object:
-    n = op.result.dim()
-    dims = list(range(n))
-    words = ("dim0", "dim1") if "dim0" in op.arguments else ("axis0", "axis1")
-    one, other = (op[word] % n for word in words)
-    dims[one], dims[other] = other, one
-    return _turned(op, dims)
-
-
-@lowers("t", "numpy_T", "mT", "adjoint")
-def turned(op: Operation) -> object:
-    dims = list(range(op.result.dim()))
-    return _turned(op, dims[::-1] if len(dims) == 2 else [*dims[:-2], dims[-1], dims[-2]])
-
-
-def _turned(op: Operation, dims: list[int]) -> object:
+    # The order shows on a tensor whose dimensions have extents of their own.
+    extents = range(2, op.result.dim() + 2)
+    seen = op.target(**{**op.arguments, "self": torch.empty(*extents, device="meta")})
+    dims = [extents.index(extent) for extent in seen.shape]
     given = op["self"]
     if isinstance(given, Held) and dims == [1, 0]:
         return replace(given, turned=not given.turned)
@@ -190,10 +172,7 @@ def _one(op: Operation, value: Value, dim: int, index: int) -> Value:
     index %= value.layer.shape[own]
     part = sliced(op, value, own, index, index + 1)
     shape = part.layer.shape
-    batch = value.batch
-    if batch is not None and dim < batch:
-        batch -= 1
-    return replace(part, layer=op.reshaped(part, (*shape[:own], *shape[own + 1 :])), batch=batch)
+    return part.without(op.reshaped(part, (*shape[:own], *shape[own + 1 :])), [dim])
 
 
 @lowers("narrow")
@@ -304,7 +283,8 @@ def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor
 def slice_scatter(op: Operation) -> object:
     whole = expanded(op, op.value("self"), op.result.shape)
     dim = op["dim"] % op.result.dim()
-    if dim == whole.batch and str(_fake(op, 1).shape[dim]) == str(op.result.shape[dim]):
+    every = {"None", str(2**63 - 1), str(op.result.shape[dim])}
+    if dim == whole.batch and not op["start"] and str(op["end"]) in every and op["step"] == 1:
         return op.value("src")
     own = whole.dim(dim)
     start, stop, step = slice(op["start"], op["end"], op["step"]).indices(whole.layer.shape[own])
@@ -359,7 +339,7 @@ def pad(op: Operation) -> object:
         "after": tuple(after),
         "value": float(number),
     }
-    return op.add("pad", [value], shape, options=options)
+    return op.add("pad", [value], shape, options=options, is_integer=value.layer.is_integer)
 
 
 @lowers("repeat")

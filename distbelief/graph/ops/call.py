@@ -119,7 +119,7 @@ def from_torch(result: torch.Tensor, call: Call, n_samples: int) -> torch.Tensor
     batch = call.layer.integer("batch")
     if batch < 0:
         return result.unsqueeze(0)
-    if result.shape == (n_samples, *call.region.shape):
+    if batch == 0 and result.shape == (n_samples, *call.region.shape):
         return result
     shape = (*result.shape[:batch], n_samples, -1, *result.shape[batch + 1 :])
     return result.reshape(shape).movedim(batch, 0).reshape(n_samples, *call.region.shape)

@@ -70,9 +70,9 @@ class Opaque(Operator):
         buffers = dict(module.named_buffers())
         state = dict(call.tensors)
         for word in buffers.keys() & state.keys():
-            own, value = buffers[word].dtype, state[word]
             # Ranks have floats, also of whole numbers.
-            state[word] = value.clone() if own.is_floating_point else value.to(own)
+            own, value = buffers[word].dtype, state[word]
+            state[word] = value.clone() if own.is_floating_point else value.to(own, copy=True)
         n_samples = max(value.shape[0] for value in call.inputs)
         arguments: Sequence[object] = [
             value.expand(n_samples, *value.shape[1:]) for value in call.inputs

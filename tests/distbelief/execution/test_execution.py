@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.norms import running_averages
+from distbelief.graph.ops.views import Cat
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.step_graph import statistics_of
 from tests.distbelief.graph.reference import evaluate
@@ -144,16 +145,34 @@ def test_one_sample_for_the_whole_batch_stays_one_in_micro_batches() -> None:
     check("encoder", np.random.default_rng(0), n_machines=1, micro_batches=2)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_one_sample_for_the_whole_batch_stays_one_where_a_part_is_empty(seed: int) -> None:
-    """A bias that Swin V2 of torchvision makes of parts had a row for each sample on some ranks."""
+def test_a_batch_of_as_many_samples_as_another_dimension_is_still_moved_to_the_front() -> None:
+    """The last states of two recurrent layers are (2, samples, width)."""
+    check("lstm", np.random.default_rng(0), n_machines=1, micro_batches=2)
+
+
+def bias_of_parts() -> tuple[nn.Module, LayerGraph]:
     model = Applied(
         lambda x, w, b: functional.linear(x, w, torch.cat([b[:4], b.new_zeros(4), b[4:]])),
         weight=nn.Parameter(torch.rand(12, 3, dtype=torch.float64)),
         bias=nn.Parameter(torch.rand(8, dtype=torch.float64)),
     )
-    graph = capture(model, [InputSpec(shape=(3,))])
-    check_graph(model, graph, np.random.default_rng(seed), n_machines=3)
+    return model, capture(model, [InputSpec(shape=(3,))])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_sample_for_the_whole_batch_stays_one_where_a_part_is_empty(seed: int) -> None:
+    """A bias that Swin V2 of torchvision makes of parts had a row for each sample on some ranks."""
+    check_graph(*bias_of_parts(), np.random.default_rng(seed), n_machines=3)
+
+
+def test_a_message_of_another_size_is_an_error_of_its_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its receiver rejected it, and waited for ever."""
+    compute = Cat.compute
+    monkeypatch.setattr(Cat, "compute", lambda self, call: compute(self, call).expand(BATCH, -1))
+    with pytest.raises(GraphError, match=r"state 'cat'.* has shape \(2, \d+\), and \(1, \d+\) is"):
+        check_graph(*bias_of_parts(), np.random.default_rng(1), n_machines=3)
 
 
 def check(

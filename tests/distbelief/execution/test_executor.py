@@ -1,8 +1,11 @@
-"""The step counters of BatchNorm, beside its averages."""
+"""The step counters of BatchNorm, beside its averages; memory of messages."""
 
 from dataclasses import replace
 
-from distbelief.execution.executor import with_counts
+import numpy as np
+
+from distbelief.core.vectors import Vector
+from distbelief.execution.executor import as_tensor, with_counts
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.region import Region
 
@@ -39,3 +42,14 @@ def test_what_is_not_saved_is_not_counted() -> None:
     whose = flow(("running_mean", Region.of(8)))
     assert with_counts(whose, {"running_mean"}).counts == {}
     assert with_counts(whose, {"num_batches_tracked"}).counts == {0: 1}
+
+
+def test_what_arrived_is_read_where_it_lies_unless_nobody_may_write_there() -> None:
+    memory = bytearray(np.arange(4, dtype=np.float32).tobytes())
+    for buffer, is_shared in ((memory, True), (bytes(memory), False)):
+        array: Vector = np.frombuffer(buffer, dtype=np.float32)
+        array.flags.writeable = False
+        seen = as_tensor(array)
+        assert (seen.data_ptr() == array.ctypes.data) is is_shared
+        assert seen.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert not array.flags.writeable

@@ -118,6 +118,19 @@ def test_at_most_three_savepoints_are_kept() -> None:
     assert shard.at(PARAMETERS) == 1.0
 
 
+def test_accepted_points_and_savepoints_move_nothing_and_use_arrays_again() -> None:
+    shard = Shard().begin()
+    arrays: dict[int, Vector] = {}
+    for cut in range(1, 20):
+        shard.do(Fill(target="trial", a=float(cut)), Copy(target=PARAMETERS, x="trial"))
+        shard.add(cut, PARAMETERS, settled=cut - 1)
+        vectors = shard.algebra.export()
+        assert vectors[PARAMETERS] is vectors["trial"]
+        arrays |= {id(vector): vector for vector in vectors.values()}
+    # The start, which stays; two savepoints; the trial that follows them.
+    assert len(arrays) <= 4
+
+
 PLAIN = Snapshot(label="3", arrays={"values": np.ones(64)}, facts={"clock": "3"})
 
 

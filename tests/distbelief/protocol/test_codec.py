@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.core.vectors import BLOCK_BYTES, ELEMENT_TYPES, Vector
+from distbelief.core.vectors import ELEMENT_TYPES, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.protocol import (
     MESSAGES,
@@ -16,7 +16,7 @@ from distbelief.protocol import (
     Message,
     PushBlock,
 )
-from distbelief.protocol.codec import HEADER_BYTES_MAX, Codec, Frame
+from distbelief.protocol.codec import FRAME_BYTES_MAX, HEADER_BYTES_MAX, Codec, Frame
 from tests.distbelief.protocol.message_strategies import (
     Mutation,
     counts,
@@ -68,7 +68,7 @@ def test_arrays_of_every_type_arrive_read_only_and_aligned(code: str, n_elements
 
 
 def test_a_large_array_is_not_copied() -> None:
-    values = np.ones(BLOCK_BYTES // 4, np.float32)
+    values = np.ones(FRAME_BYTES_MAX // 4, np.float32)
     wire = Codec(run="run")
     message = wire.decode(wire.encode(block(values), sender="a", incarnation=1)).message
     assert isinstance(message, PushBlock)
@@ -98,7 +98,7 @@ def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
     header, content = sent(block(np.ones(1, np.float32)))
     with pytest.raises(RemoteProtocolError, match="no such array: 0, 'u1'"):
         received([header.replace(b"\xa2f4", b"\xa2u1"), content])
-    large = Blob(bytes(BLOCK_BYTES + 1))
+    large = Blob(bytes(FRAME_BYTES_MAX + 1))
     with pytest.raises(LocalProtocolError, match="cannot send a Blob: only"):
         sent(FileChunk(document="d", offset=0, n_bytes=0, content=large))
 
@@ -139,8 +139,8 @@ def test_frames_must_be_those_the_header_names() -> None:
         received([*sent(HeartbeatAck()), array])
     with pytest.raises(RemoteProtocolError, match="11 bytes cannot be float32"):
         received([header, array[:-1]])
-    with pytest.raises(RemoteProtocolError, match="1048580 bytes cannot be a frame"):
-        received([header, bytes(BLOCK_BYTES + 4)])
+    with pytest.raises(RemoteProtocolError, match="2097156 bytes cannot be a frame"):
+        received([header, bytes(FRAME_BYTES_MAX + 4)])
     with pytest.raises(RemoteProtocolError, match="a header of 1048577 bytes"):
         received([bytes(HEADER_BYTES_MAX + 1)])
 
@@ -177,7 +177,7 @@ def test_a_bomb_in_place_of_an_array_is_refused(bomb: str) -> None:
         np.zeros(2, np.float16),
         np.zeros(2, np.complex64),
         np.zeros(2, object),
-        np.zeros(BLOCK_BYTES // 4 + 1, np.float32),
+        np.zeros(FRAME_BYTES_MAX // 4 + 1, np.float32),
     ],
 )
 def test_only_short_flat_arrays_of_four_types_can_be_sent(values: Vector) -> None:

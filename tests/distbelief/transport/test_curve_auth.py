@@ -13,10 +13,9 @@ import pytest
 import zmq
 from hypothesis import given, settings, strategies as st
 
-from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.errors import TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint
-from distbelief.protocol.codec import Codec
+from distbelief.protocol.codec import FRAME_BYTES_MAX, Codec
 from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import REFUSED, PeerLimits, RunAuth, Source, TokenBucket
 from distbelief.transport.config import KeyConfig
@@ -148,7 +147,7 @@ def test_peers_with_keys_speak_both_ways(world: World) -> None:
     assert Endpoint.parse(server.endpoint).key == world.server_key
     worker.connect("supervisor", 1, server.endpoint)
     server.connect("worker-1", 1, worker.endpoint)
-    values = np.arange(BLOCK_BYTES // 4, dtype=np.float32)  # the largest frame
+    values = np.arange(FRAME_BYTES_MAX // 4, dtype=np.float32)  # the largest frame
     for start in range(0, values.size, values.size // 4):
         worker.send(
             "supervisor",

@@ -17,7 +17,7 @@ import zmq
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.errors import LocalProtocolError, TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint, Stop
-from distbelief.protocol.codec import Codec, Envelope
+from distbelief.protocol.codec import FRAME_BYTES_MAX, Codec, Envelope
 from distbelief.transport import zmq_transport
 from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
@@ -506,7 +506,7 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
     link = stranger.connect(inbox.endpoint)
     wait(inbox, until=lambda: link.poll(0, zmq.POLLOUT) > 0)
     watch = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    link.send(b"x" * (BLOCK_BYTES + 1000))  # a few bytes more pass for CURVE
+    link.send(b"x" * (FRAME_BYTES_MAX + 1000))  # a few bytes more pass for CURVE
     wait(inbox, until=lambda: watch.poll(0) > 0)
     assert not list(inbox.receive())
     assert still_works(inbox)

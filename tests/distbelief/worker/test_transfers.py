@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from distbelief.core.vectors import BLOCK_BYTES, Vector
+from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.protocol.codec import FRAME_BYTES_MAX
 from distbelief.roles.role import Action, Address, Send
 from distbelief.worker.transfers import (
     ACK_EVERY,
@@ -70,7 +71,7 @@ def transfer_of(values: Vector, *, index: int = 0) -> TransferBlock:
     )
 
 
-@pytest.mark.parametrize("n", [0, 7, BLOCK_BYTES // 4, BLOCK_BYTES // 4 + 1, 700_000])
+@pytest.mark.parametrize("n", [0, 7, FRAME_BYTES_MAX // 4, FRAME_BYTES_MAX // 4 + 1, 1_400_000])
 def test_blocks_become_the_message_in_any_order_once(n: int) -> None:
     values = np.arange(n, dtype=np.float32)
     inbox = Reassembly()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.operator import Work, operator_of
@@ -98,6 +99,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "logical": lambda x: torch.logical_not(torch.logical_or(x > 1, x < -1)).float() * x,
     "two": lambda x: (x != x * x) * x,
     "sum of masks": lambda x: x * ((x > 0) + (x < -1)),
+    "a padded mask": lambda x: x * functional.pad(x > 0, (1, 0))[:, :, :6],
+    "joined masks": lambda x: x * torch.cat([x > 0, x < -1], 1)[:, 2:6],
     "integers": lambda x: x * torch.where(x > 0, 1, 2),
     "whole numbers": lambda x: x * (x > 0).to(torch.int64),
     "bits": lambda x: x * ((x > 0) & 3),
