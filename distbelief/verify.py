@@ -26,7 +26,7 @@ from distbelief.core.signals import ended_by_signals
 from distbelief.data import Batch, Path as Keys, tensors_of
 from distbelief.errors import JobError
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.lowering.lower import by_name
+from distbelief.graph.lowering.operation import by_name
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
 from distbelief.graph.ops.dropout import Dropout, mask

@@ -184,15 +184,11 @@ def _difference(module: nn.Module, again: nn.Module) -> str | None:
         return f"{again!r}"
 
     def tensors(one: nn.Module) -> object:
-        return {name: (t.shape, t.dtype) for name, t in one.state_dict().items()}
-
-    def trained(one: nn.Module) -> object:
-        return {name: p.requires_grad for name, p in one.named_parameters()}
+        named = one.state_dict(keep_vars=True).items()
+        return {name: (t.shape, t.dtype, t.requires_grad) for name, t in named}
 
     if tensors(module) != tensors(again):
-        return "its tensors have other names, shapes or types"
-    if trained(module) != trained(again):
-        return "other parameters are trained"
+        return "its tensors have other names, shapes or types, or other parameters are trained"
     for (name, one), other in zip(module.named_modules(), again.modules(), strict=True):
         if _attributes(one) != _attributes(other):
             return f"attributes of {name or 'the module itself'}"

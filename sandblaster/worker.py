@@ -56,13 +56,6 @@ class KeptChunk:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
-class _PushInFlight:
-    commit_token: int
-    kept: KeptChunk
-
-
-@final
 class ChunkPushes:
     """Holds the sums of a rank and pushes those that have a commit token.
 
@@ -79,11 +72,11 @@ class ChunkPushes:
         self._has_parts = has_parts  # whether this rank holds any parameters
         self._sums: dict[Key, KeptChunk] = {}
         self._to_push: dict[int, Key] = {}  # by token, the oldest first
-        self._pushing: _PushInFlight | None = None  # in the executor
+        self._pushing: tuple[int, KeptChunk] | None = None  # in the executor, with its token
         self._pushed: deque[int] = deque()  # not acknowledged
         self.newest = 0  # token of the last push
         self._has_new_staged = False
-        self._has_work = False
+        self.has_work = False  # more to push than when this was reset
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -97,13 +90,9 @@ class ChunkPushes:
     def request_push(self, message: wire.PushChunk) -> None:
         # The leader repeats `PushChunk`: a sum is pushed once for each token.
         key, commit_token = (message.epoch, message.attempt), message.commit_token
-        known = (
-            commit_token in self.staged
-            or commit_token in self._pushed
-            or commit_token in self._to_push
-        )
-        is_under_way = self._pushing is not None and self._pushing.commit_token == commit_token
-        if known or is_under_way or key not in self._sums:
+        pushing = () if self._pushing is None else self._pushing[:1]
+        known = (*self.staged, *self._pushed, *self._to_push, *pushing)
+        if commit_token in known or key not in self._sums:
             return
         # A rank without parameters has nothing to push: its part counts as staged.
         if not self._has_parts:
@@ -112,7 +101,7 @@ class ChunkPushes:
             self._has_new_staged = True
             return
         self._to_push[commit_token] = key
-        self._has_work = True
+        self.has_work = True
 
     def stage(self) -> Sequence[rl.Action]:
         """Start to stage the next sum that has a token, once every shard has a free slot."""
@@ -124,7 +113,7 @@ class ChunkPushes:
             return []
         commit_token = next(iter(self._to_push))
         kept = self._sums.pop(self._to_push.pop(commit_token))
-        self._pushing = _PushInFlight(commit_token, kept)
+        self._pushing = commit_token, kept
         stage = client.stage(kept.gradients, kept.values)
         return [rl.Compute(name=PUSH, work=stage, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))]
 
@@ -133,16 +122,16 @@ class ChunkPushes:
             raise LocalProtocolError(f"unexpected result of {event.name!r}")
         result = event.result
         assert isinstance(result, PushResult), result
-        pushing, self._pushing = self._pushing, None
+        (commit_token, kept), self._pushing = self._pushing, None
         if not result.finite:  # it was when it was summed
             raise JobError(f"a chunk's sum is not finite when it is pushed: {result.culprits}")
-        self.newest = pushing.commit_token
-        self._pushed.append(self.newest)
+        self.newest = commit_token
+        self._pushed.append(commit_token)
         return self._client.staged(
             result,
-            n_gradients=pushing.kept.n_mini_batches,
-            samples=pushing.kept.n_examples,
-            commit_token=pushing.commit_token,
+            n_gradients=kept.n_mini_batches,
+            samples=kept.n_examples,
+            commit_token=commit_token,
             now=now,
         )
 
@@ -153,11 +142,6 @@ class ChunkPushes:
             self._has_new_staged = True
         news, self._has_new_staged = self._has_new_staged, False
         return news
-
-    def has_work(self) -> bool:
-        """Return whether there is more to push than at the last call."""
-        has_work, self._has_work = self._has_work, False
-        return has_work
 
 
 # --- sums ---
@@ -446,9 +430,10 @@ class ChunkObjective(Objective):
 
     @override
     def has_news(self) -> bool:
-        has_work, has_staged = self.pushes.has_work(), self.pushes.has_new_staged()
+        pushes = self.pushes
+        has_work, pushes.has_work, has_staged = pushes.has_work, False, pushes.has_new_staged()
         if has_staged and self._group_tasks is not None:
-            self._group_tasks.staged(0, tuple(self.pushes.staged))
+            self._group_tasks.staged(0, tuple(pushes.staged))
             return True
         self._tells_staged |= has_staged
         return has_work

@@ -116,6 +116,7 @@ class _FlowBuilder:
     ) -> None:
         self._compiled = compiled
         self._graph = compiled.graph
+        self._joined = joined(compiled.graph)
         self._rank = rank
         self._loss = loss
         self._wanted = wanted
@@ -232,7 +233,7 @@ class _FlowBuilder:
             averages=self._averages,
             outputs=tuple(self._outputs),
             reads=self._reads,
-            joined=joined(self._graph),
+            joined=self._joined,
             integers=frozenset(layer.name for layer in self._graph.layers if layer.is_integer),
         )
 
@@ -409,6 +410,7 @@ class _FlowBuilder:
             self._known[kind, name],
             how=how,
             samples=kind not in _ONCE_KINDS,
+            joined=name in self._joined,
             what=f"{kind} {name!r}",
         )
 

@@ -305,6 +305,11 @@ class PartitionExecutor:
             shape = read.shape if operation.once else (n, *read.shape)
             # A missing gradient is zero.
             there = self._like.new_zeros(shape) if value is None else value
+            if there.numel() != math.prod(shape):  # the receiver would wait for ever
+                raise GraphError(
+                    f"the {message.kind} {message.name!r} has shape {tuple(there.shape)}, and "
+                    f"{shape} is to be sent"
+                )
             parts.append(there.reshape(-1))
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         if message.kind == "parameter" and len(parts) == 1:
@@ -388,8 +393,8 @@ def inference_of(
     for name in outputs:
         layer = graph[name]
         end = builder.add(
-            f"{name}.whole", "reshape", [name], layer.shape, is_integer=layer.is_integer
+            f"{name}.whole", "reshape", [layer], layer.shape, is_integer=layer.is_integer
         )
-        places[end] = Placement.whole(len(layer.shape), 0)
-        ends.append(end)
+        places[end.name] = Placement.whole(len(layer.shape), 0)
+        ends.append(end.name)
     return compile_plan(builder.finish(ends), places, batch=batch, n_machines=n_machines)

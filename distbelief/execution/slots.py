@@ -42,9 +42,12 @@ class Gather:
     samples: bool  # whether samples are its first dimension
     how: How  # "cut": the pieces tile it. "sum", "max": they may overlap or leave gaps.
     pieces: tuple[Piece, ...]  # in the order in which they are added
+    joined: bool = False  # whether one sample stands for all
 
 
-def gather(wanted: Region, known: Known, *, how: How, samples: bool, what: str) -> Gather:
+def gather(
+    wanted: Region, known: Known, *, how: How, samples: bool, joined: bool = False, what: str
+) -> Gather:
     """Plan how `wanted` is assembled from known slots.
 
     Raises:
@@ -71,7 +74,7 @@ def gather(wanted: Region, known: Known, *, how: How, samples: bool, what: str) 
     # A sum that begins with a piece that covers it needs no zeros. The choice is fixed here,
     # so it does not depend on the order of events.
     pieces.sort(key=lambda piece: piece.target is not None)
-    return Gather(wanted.shape, samples, how, tuple(pieces))
+    return Gather(wanted.shape, samples, how, tuple(pieces), joined)
 
 
 def gathered(
@@ -171,7 +174,7 @@ class Activations:
             pieces = [self._values.get(key) for key in keys]
             like = self._like
             if read.samples and not pieces:
-                like = like.expand(self._sizes[micro_batch], 1)
+                like = like.expand(1 if read.joined else self._sizes[micro_batch], 1)
             result.append(gathered(read, pieces, like=like))
         for read in reads:
             for piece in read.pieces:

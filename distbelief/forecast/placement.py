@@ -41,13 +41,12 @@ from distbelief.simulation.machines import (
     block_bytes_for,
     scales_for,
 )
-from distbelief.simulation.placement import Place, drawn_outages, options_for
+from distbelief.simulation.network import WITHIN_HOST
+from distbelief.simulation.placement import drawn_outages, options_for
 
 
 VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers
 VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch buffer
-
-_FIRST: Final[Place] = 0
 
 
 @final
@@ -62,10 +61,10 @@ class PlacedCluster:
     budget: int | None = None  # --machines; None: all
     large: PreparedJob | None = None  # the job whose costs the one that runs, a stand-in, has
 
-    def placement(self, prepared: PreparedJob) -> dict[Address, Place]:
+    def placement(self, prepared: PreparedJob) -> dict[Address, int]:
         """Return the machine of each role."""
         kinds = prepared.kinds
-        places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
+        places = dict.fromkeys(kinds, 0)
         if self.together:
             return places
         n_needed = self.n_needed(prepared)
@@ -116,7 +115,8 @@ class PlacedCluster:
                 name: replace(machine, event_seconds=message, wake_seconds=wake)
                 for name, machine in options.machines.items()
             }
-            options = replace(options, machines=machines)
+            link = replace(WITHIN_HOST, latency_seconds=self.cluster.latency, jitter=0.0)
+            options = replace(options, machines=machines, link_within_host=link)
         if self.large is not None:
             small, large, scale = prepared.layout, self.large.layout, self._scale(prepared)
             names = {n: scale.flops for n, kind in prepared.kinds.items() if kind != "shard"}
@@ -246,16 +246,17 @@ SHARE_MIN: Final = 0.9  # of a core; with less, other programs disturbed the mea
 class HostCosts:
     """A cluster, and the measured costs of jobs on this host.
 
-    Args:
-        name: Name or path of a cluster; None: this host.
-        machines: Number of its machines; None: all.
-        measures: Measure the cost of work on this host.
-
     Raises:
         JobError: the cluster does not exist, or has fewer machines.
     """
 
-    def __init__(self, name: str | None, *, machines: int | None, measures: bool) -> None:
+    def __init__(
+        self,
+        name: str | None,  # or path; None: this host
+        *,
+        machines: int | None,  # None: all
+        measures: bool,  # the cost of work on this host
+    ) -> None:
         self._measures = measures
         self._budget = machines
         self._rates: dict[str, Rates] = {}
@@ -292,7 +293,7 @@ class HostCosts:
         """
         rates = self._rates_of(job, tell) if self._measures else None
         if rates is not None and self._together:
-            self.cluster = msgspec.structs.replace(self.cluster, latency=rates.wake)
+            self.cluster = msgspec.structs.replace(self.cluster, latency=rates.latency)
         return PlacedCluster(
             cluster=self.cluster,
             reference=_one_core(),

@@ -94,13 +94,7 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
 
 
 def spread_text(spread: Spread | None, show: Show, *, n_runs: int) -> str:
-    """Return "12 (10 to 15)": median, p10 and p90; with ", 3 of 5 runs" if some lack it.
-
-    Args:
-        spread: Quantiles of the metric; None if no run has it.
-        show: Formats one value.
-        n_runs: Number of runs.
-    """
+    """Return "12 (10 to 15)": median, p10 and p90; with ", 3 of 5 runs" if some lack it."""
     if spread is None:
         return formatting.DASH
     text = show(spread.p50)

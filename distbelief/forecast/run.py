@@ -257,17 +257,9 @@ def run_simulated(
     seed: int,
     faults: Sequence[Fault] = (),
     tell: Tell | None = None,
-    keeps_spans: bool = False,
+    keeps_spans: bool = False,  # single pieces of work, for a timeline
 ) -> FinishedRun:
     """Run a job in virtual time until it ends.
-
-    Args:
-        prepared: The job.
-        placed: The machines of its roles.
-        seed: Seed of all random numbers except the roles' own.
-        faults: Faults to inject.
-        tell: Called with the view of the job now and then.
-        keeps_spans: Record single pieces of work, for a timeline.
 
     Raises:
         JobError: the job does not fit the cluster.
@@ -401,11 +393,7 @@ class Trial:
         return ", ".join(short) or self.job.job.name
 
     def variant(self, *, machines: int | None = None) -> Variant:
-        """Return the variant without outcomes; `left_out` says why if it cannot be run.
-
-        Args:
-            machines: Most machines that it may use; None for all.
-        """
+        """Return the variant without outcomes; `left_out` says why if it cannot be run."""
         n_machines, left_out = self.host.n_needed(self.job), None
         if machines is not None and n_machines > machines:
             left_out = f"needs {n_machines} machines"

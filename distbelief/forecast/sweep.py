@@ -123,9 +123,7 @@ def reached_at(job: Job, view: JobView) -> Seconds | None:
 def step_seconds(view: JobView, *, n_trainers: int) -> Seconds | None:
     """Return the seconds of a step, or None before the first one.
 
-    Args:
-        view: The last view of the job.
-        n_trainers: Number of replicas; 1 if they take each step together (batch methods).
+    Replicas that take each step together (batch methods) are one trainer.
     """
     if not view.step:
         return None

@@ -9,21 +9,22 @@ A model is captured in training mode, except for modules in evaluation mode whil
 not: they are frozen. `evaluation_difference` tells whether evaluation computes something else.
 """
 
+import builtins
 import inspect
 import logging
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import TYPE_CHECKING, Final, Protocol, final
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
@@ -32,26 +33,12 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph import lowering, ops
-from distbelief.graph.graph import Builder, GraphError, LayerGraph, TensorUse
-from distbelief.graph.lowering.fallback import (
-    call_in_parts,
-    call_whole,
-    constant_layer,
-    per_sample,
-    whole_module,
-)
-from distbelief.graph.lowering.lower import (
-    Held,
-    Lowerer,
-    NeedsFunctionalError,
-    NotSplitError,
-    Value,
-    by_name,
-    module_rule,
-    place_of,
-    plain_name,
-)
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse
+from distbelief.graph.lowering.fallback import per_sample
+from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
+from distbelief.graph.lowering.operation import Context, module_rule, place_of
+from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
@@ -69,7 +56,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
-assert ops.OPERATORS  # importing these two packages registers operators and lowering rules
+assert ops.__all__  # importing these two packages registers operators and lowering rules
 assert lowering.__all__
 
 # Of one sample of an input: layers are larger, and torch counts elements in 64 bits.
@@ -152,7 +139,8 @@ def capture(
     named = _named(module, inputs)
     _check_sizes(named.values())
     with attributes_kept(module), _in_mode(module, training=True):
-        return _captured(_Model(module, call), named, {})
+        graph, _ = _captured(_Model(module, call), named, {})
+    return graph
 
 
 def evaluation_difference(
@@ -171,96 +159,56 @@ def evaluation_difference(
         GraphError: It cannot be captured.
     """
     whole: dict[str, str] = {}
-    named = _named(module, inputs)
+    named, model = _named(module, inputs), _Model(module, call)
     with attributes_kept(module):
         with _in_mode(module, training=True):
-            _captured(_Model(module, call), named, whole)
-            training = None if "" in whole else _exported(_Model(module, call), named, whole)
-        if training is None:
+            training, _ = _captured(model, named, whole)
+        if "" in whole:
             return None
-        try:
-            with _in_mode(module, training=False):
-                evaluating = _exported(_Model(module, call), named, whole)
-        except OpaqueError as error:
-            return str(error)
-    dropping = _dropping(evaluating.program)
-    if dropping is not None:
-        return (
-            f"{dropping} drops elements in evaluation mode too: give it "
-            "training=self.training (or dropout_p=0.0 when not self.training)"
-        )
-    one, other = (_calls(each.program) for each in (training, evaluating))
-    for (node, here), (late, there) in zip(one, other, strict=False):
-        if here != there:
-            shown = late if node.op == "output" else node
-            return f"{shown.name}{place_of(shown)}"
-    return None
+        with _in_mode(module, training=False):
+            model.training = False
+            evaluating, nodes = _captured(model, named, whole)
+    for layer in evaluating.layers:
+        if layer.kind == "dropout" or layer.options.get("dropout"):
+            return (
+                f"{layer.name} drops elements in evaluation mode too: give it "
+                "training=self.training (or dropout_p=0.0 when not self.training)"
+            )
+    known: dict[str, int] = {}
+    before, after = _numbers(training, known), _numbers(evaluating, known)
+    if [before[name] for name in training.outputs] == [after[n] for n in evaluating.outputs]:
+        return None
+    new = [name for name, number in after.items() if number not in before.values()]
+    shown = new[0] if new else evaluating.outputs[-1]
+    return f"{shown}{place_of(nodes[shown]) if shown in nodes else ''}"
 
 
-_DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-_ALIKE: Final = (*_DROPOUTS, "contiguous", "clone")  # elements stay, if at other places in memory
-# What layers know of the mode.
-_MODES: Final = {
-    "batch_norm": "training",
-    "instance_norm": "use_input_stats",
-    "scaled_dot_product_attention": "dropout_p",
-}
-
-
-def _dropping(program: "ExportedProgram") -> str | None:
-    # An operation that drops elements whatever the mode.
-    for node in program.graph.nodes:
-        packet = _packet(node)
-        if packet in _DROPOUTS and node.args[1] and node.args[2]:
-            return str(node.name)
-        if packet in _MODES and _arguments(node).get("dropout_p"):
-            return str(node.name)
-    return None
-
-
-def _packet(node: fx.Node) -> str:
-    return plain_name(node.target).partition(".")[0]
-
-
-def _arguments(node: fx.Node) -> dict[str, object]:
-    return by_name(node.target, list(node.args), node.kwargs)
-
-
-def _calls(program: "ExportedProgram") -> list[tuple[fx.Node, str]]:
-    # The operations without their names; dropout and what only training counts are left out.
-    numbers: dict[fx.Node, str] = {}
-    found: list[tuple[fx.Node, str]] = []
-    for node in program.graph.nodes:
-        packet = _packet(node)
-        if packet in _ALIKE or str(node.target) == "distbelief.drop.default":
-            numbers[node] = numbers[node.all_input_nodes[0]]
+def _numbers(graph: LayerGraph, known: dict[str, int]) -> dict[str, int]:
+    # A number for each layer, the same if it computes the same in evaluation: nothing is dropped,
+    # and running statistics stand for those of the batch.
+    numbers: dict[str, int] = {}
+    for layer in graph.layers:
+        sources = [numbers[name] for name in layer.inputs]
+        if layer.kind == "dropout":
+            numbers[layer.name] = sources[0]
             continue
-        if packet == "add" and "num_batches_tracked" in str(node.args[0]):
-            continue
-        if packet.startswith("_assert"):
-            continue
-        given: object = (node.args, node.kwargs)
-        if packet in _MODES:
-            given = {w: v for w, v in _arguments(node).items() if w != _MODES[packet]}
-        if packet == "distbelief":
-            given = node.args[:1]  # the key of a call is new each time
-        numbers[node] = f"%{len(found)}"
-        arguments = map_arg(given, lambda n: numbers[n])  # type: ignore[type-var] # any nesting
-        if node.op == "placeholder":
-            constants = program.graph_signature.inputs_to_lifted_tensor_constants
-            held = program.constants.get(constants.get(str(node.name), ""))
-            numbers_held = held.tolist() if isinstance(held, torch.Tensor) else ""
-            if "num_batches_tracked" not in str(node.name):
-                found.append((node, f"placeholder {node.name} {numbers_held}"))
-            continue
-        found.append((node, f"{node.op} {node.target} {arguments}"))
-    return found
+        if "running_var" in layer.tensors:
+            del sources[1:]
+        left = {"dropout", "n_places", "operations"}  # these depend on the mode
+        options = {word: value for word, value in layer.options.items() if word not in left}
+        name = layer.name if layer.kind == INPUT else ""
+        form = repr((name, layer.kind, layer.shape, sources, options, dict(layer.tensors)))
+        numbers[layer.name] = known.setdefault(form, len(known))
+    return numbers
 
 
 # --- export ---
 
 
-def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> LayerGraph:
+_Captured = tuple[LayerGraph, Mapping[str, fx.Node]]  # with the operations of its layers
+
+
+def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured:
     for path, part in model.inner.named_modules():
         if has_gradient_hooks(part):
             whole[path] = "it has hooks on its gradients, so it cannot be split"
@@ -297,18 +245,12 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
 
     def is_leaf(path: str, part: nn.Module) -> bool:
         own = path.removeprefix(_INNER).removeprefix(".")
-        if own in whole:
-            return True
-        if module_rule(part) is None or opaque_reason(part) is not None:
-            return False
-        return not isinstance(part, nn.MultiheadAttention) or _has_rule(part)
+        return own in whole or (module_rule(part) is not None and opaque_reason(part) is None)
 
     try:
         with (
             _quietly(),
-            _no_custom_functions(),
-            _no_inference_mode(),
-            _given_masks(),
+            _as_export_sees_it(),
             leaves(model, calls, is_leaf),
             torch.enable_grad(),  # so that a no_grad in the forward shows
             warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
@@ -333,11 +275,6 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
     return _Exported(program=program, calls=calls)
-
-
-def _has_rule(module: nn.MultiheadAttention) -> bool:
-    # Others are seen operation by operation.
-    return module.batch_first and not module.add_zero_attn and module.bias_k is None
 
 
 def _innermost(error: BaseException | None, module: nn.Module) -> str:
@@ -391,7 +328,9 @@ def _reason(error: Exception) -> str:
     if "data-dependent" in words or "DataDependent" in words:
         return "its forward depends on the values of its data (an `if`, a loop)"
     if "specialized" in words or "Constraints violated" in words:
-        return "its forward needs the number of samples (as len(x) does, unlike x.shape[0])"
+        return (
+            "its forward needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
+        )
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
@@ -451,55 +390,43 @@ def _quietly() -> Iterator[None]:
 
 
 @contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    # torch.export does not see inference mode.
-    original = torch.inference_mode.__enter__
+def _as_export_sees_it() -> Iterator[None]:
+    # Refuses what torch.export does not see, and shows it what it would not.
+    enter = torch.inference_mode.__enter__
+    apply = torch.autograd.Function.__dict__["apply"].__func__
 
-    def refuse(mode: torch.inference_mode) -> None:
+    def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():
             raise _RefusedError("it computes under torch.inference_mode")
-        original(mode)
+        enter(mode)
 
-    torch.inference_mode.__enter__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.inference_mode.__enter__ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _no_custom_functions() -> Iterator[None]:
-    # The backward of a torch.autograd.Function would be lost.
-    original = torch.autograd.Function.__dict__.get("apply")
-    assert isinstance(original, classmethod)
-
-    def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
+    def applied(cls: type, /, *args: object, **kwargs: object) -> object:
         if any(is_outside(value) for value in (*args, *kwargs.values())):
             raise _RefusedError(
                 f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
             )
-        return original.__func__(cls, *args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign, assignment]
-
-
-@contextmanager
-def _given_masks() -> Iterator[None]:
-    # torch's encoder looks at the values of its mask; the attention layer's rule does too.
-    original = transformer._detect_is_causal_mask  # noqa: SLF001
+        return apply(cls, *args, **kwargs)
 
     def as_told(_mask: object, is_causal: object = None, _size: object = None) -> bool:
-        return bool(is_causal)  # torch's own looks at the values of the mask
+        return bool(is_causal)  # torch's encoder looks at the values of its mask
 
-    transformer._detect_is_causal_mask = as_told  # type: ignore[assignment] # noqa: SLF001
-    try:
+    with (
+        patch.object(torch.inference_mode, "__enter__", entered),
+        patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+        patch.object(transformer, "_detect_is_causal_mask", as_told),
+        patch.object(builtins, "len", _length),
+    ):
         yield
-    finally:
-        transformer._detect_is_causal_mask = original  # noqa: SLF001
+
+
+_len = len
+
+
+def _length(given: Sized) -> int:
+    # Python's own makes a number of the batch size, and the model would hold for that one only.
+    if isinstance(given, torch.Tensor) and given.dim() and is_outside(given):
+        return given.shape[0]
+    return _len(given)
 
 
 # --- lowering ---
@@ -507,19 +434,12 @@ def _given_masks() -> Iterator[None]:
 
 def _lowered(
     model: _Model, exported: _Exported, inputs: Inputs, whole: Mapping[str, str]
-) -> LayerGraph:
+) -> _Captured:
     module, call = model.inner, model.call
     builder = Builder(aliases=_aliases(module))
-    lowerer = Lowerer(
-        builder,
-        calls=exported.calls,
-        whole=whole,
-        joins=call is not None and call.joins,
-        in_parts=call_in_parts,
-        fallback=call_whole,
-        constant=constant_layer,
-        opaque=whole_module,
-    )
+    joins = call is not None and call.joins
+    lowerer = Lowerer(builder, calls=exported.calls, whole=whole, joins=joins)
+    context = lowerer.context
     program = exported.program
     signature = program.graph_signature
     tensors = {
@@ -541,26 +461,27 @@ def _lowered(
             if values is not None:  # layers read floats, indices are known to rules
                 known = values
                 if values.is_floating_point():
-                    known = constant_layer(lowerer, values, path)
+                    known = context.constant(values, path)
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:
             name, spec = next(given)
-            builder.input(name, spec.shape, is_integer=spec.is_integer, is_mask=spec.is_mask)
-            known = Value(builder[name])
+            integer, mask = spec.is_integer, spec.is_mask
+            context.inputs.append(builder.input(name, spec.shape, is_integer=integer, is_mask=mask))
+            known = Value(context.inputs[-1])
         lowerer.known[node] = known
     _check_changes(program)
     results = lowerer.run(program.graph, program.graph_module)
     assert isinstance(results, list)
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
-        return builder.finish(_outputs(found))
-    losses = [_loss(lowerer, found.pop())] if call.has_loss else []
+        return builder.finish(_outputs(found)), lowerer.nodes
+    losses = [_loss(context, found.pop())] if call.has_loss else []
     # Of several outputs, those without a row for each sample are left out.
     kept = [i for i, value in enumerate(found) if _is_output(value) or len(found) == 1]
     outputs = _outputs([found[i] for i in kept]) if kept or not losses else []
     graph = builder.finish([*outputs, *losses])
-    return replace(graph, fields=tuple(call.fields[i] for i in kept))
+    return replace(graph, fields=tuple(call.fields[i] for i in kept)), lowerer.nodes
 
 
 def _check_changes(program: "ExportedProgram") -> None:
@@ -594,11 +515,11 @@ def _outputs(results: Sequence[object]) -> list[str]:
     return names
 
 
-def _loss(lowerer: Lowerer, given: object) -> str:
+def _loss(context: Context, given: object) -> str:
     # The layer of a loss: each sample has the mean over the batch.
     if not isinstance(given, Value):
         raise GraphError("[algorithm] the loss does not depend on the model's outputs")
-    return per_sample(lowerer, given)
+    return per_sample(context, given).name
 
 
 @contextmanager

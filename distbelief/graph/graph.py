@@ -185,10 +185,7 @@ class LayerGraph:
 
     def only(self, outputs: Sequence[str]) -> "LayerGraph":
         """Return the graph of these outputs, with nothing that they do not depend on."""
-        needed = set(outputs)
-        for layer in reversed(self.layers):
-            if layer.name in needed:
-                needed.update(layer.inputs)
+        needed = _needed(self.layers, outputs)
         kept = tuple(layer for layer in self.layers if layer.name in needed)
         return LayerGraph(kept, tuple(outputs))
 
@@ -202,6 +199,15 @@ class LayerGraph:
         """A hash of the whole graph, the same in every process."""
         encoded = msgspec.json.encode((self.layers, self.outputs), order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
+
+
+def _needed(layers: Sequence[Layer], outputs: Iterable[str]) -> set[str]:
+    # The layers that these depend on, themselves included.
+    needed = set(outputs)
+    for layer in reversed(layers):
+        if layer.name in needed:
+            needed.update(layer.inputs)
+    return needed
 
 
 def _check_tensors(layers: Iterable[Layer]) -> None:
@@ -248,7 +254,7 @@ class Builder:
 
     def input(
         self, name: str, shape: Shape, *, is_integer: bool = False, is_mask: bool = False
-    ) -> str:
+    ) -> Layer:
         options: dict[str, Option] = {"mask": True} if is_mask else {}
         return self.add_layer(
             Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer, options=options)
@@ -258,29 +264,29 @@ class Builder:
         self,
         name: str,
         kind: str,
-        inputs: Sequence[str],
+        sources: Sequence[Layer],
         shape: Shape,
         *,
         options: Mapping[str, Option] | None = None,
         tensors: Mapping[str, TensorUse] | None = None,
         is_integer: bool = False,
         whole: str = "",
-    ) -> str:
-        """Add a layer that reads layers added before; return its name, made unique."""
-        name = self.free_name(name)
-        layer = Layer.of(
-            name,
-            kind,
-            [self._layers[source] for source in inputs],
-            shape,
-            options=options,
-            tensors=tensors,
-            is_integer=is_integer,
-            whole=whole,
+    ) -> Layer:
+        """Add a layer that reads layers added before; its name is made unique."""
+        return self.add_layer(
+            Layer.of(
+                self.free_name(name),
+                kind,
+                sources,
+                shape,
+                options=options,
+                tensors=tensors,
+                is_integer=is_integer,
+                whole=whole,
+            )
         )
-        return self.add_layer(layer)
 
-    def add_layer(self, layer: Layer) -> str:
+    def add_layer(self, layer: Layer) -> Layer:
         """Add a layer, with its tensors under their names in the graph."""
         if layer.name in self._layers:
             raise GraphError(f"two layers have the name {layer.name!r}")
@@ -289,7 +295,7 @@ class Builder:
             for key, use in layer.tensors.items()
         }
         self._layers[layer.name] = msgspec.structs.replace(layer, tensors=tensors)
-        return layer.name
+        return self._layers[layer.name]
 
     def replacing(self, tensor: str) -> Layer | None:
         """Return the last layer that gives a tensor its new value (a running average)."""
@@ -299,24 +305,17 @@ class Builder:
                 return layer
         return None
 
-    def extend(self, layers: Iterable[Layer]) -> str:
-        """Add layers in order; return the name of the last one."""
-        name = ""
-        for layer in layers:
-            name = self.add_layer(layer)
-        return name
+    def extend(self, layers: Sequence[Layer]) -> Layer:
+        """Add layers in order; return the last one."""
+        return [self.add_layer(layer) for layer in layers][-1]
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
         """Return the graph, without layers that no output depends on."""
+        layers = tuple(self._layers.values())
         # Running statistics are kept: a training step needs them though nothing reads them.
-        effects = {layer.name for layer in self._layers.values() if layer.kind == "running_average"}
-        needed = {*outputs, *effects}
-        for layer in reversed(self._layers.values()):
-            if layer.name in needed:
-                needed.update(layer.inputs)
-        kept = tuple(
-            layer for layer in self._layers.values() if layer.name in needed or layer.kind == INPUT
-        )
+        effects = [layer.name for layer in layers if layer.kind == "running_average"]
+        needed = _needed(layers, [*outputs, *effects])
+        kept = tuple(layer for layer in layers if layer.name in needed or layer.kind == INPUT)
         return LayerGraph(kept, tuple(outputs))
 
 

@@ -24,19 +24,19 @@ from distbelief.graph.region import Shape
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Sums over elements: function, its argument, whether to take the mean.
-ELEMENTWISE: Final[Mapping[str, tuple[str, float, bool]]] = {
-    "one_vs_all": ("logistic", 0.0, False),
-    "binary_cross_entropy_with_logits": ("logistic", 0.0, True),
-    "binary_cross_entropy": ("binary_cross_entropy", 0.0, True),
-    "mse": ("mse", 0.0, True),
-    "l1": ("l1", 0.0, True),
-    "smooth_l1": ("smooth_l1", 1.0, True),
-    "huber": ("huber", 1.0, True),
-    "soft_margin": ("soft_margin", 0.0, True),
-    "poisson_nll": ("poisson_nll", 0.0, True),
-    "kl_div": ("kl_div", 0.0, False),  # a divergence is averaged over samples only
+# Sums over elements, by torch's names.
+ELEMENTWISE: Final[Mapping[str, str]] = {
+    "one_vs_all": "binary_cross_entropy_with_logits",
+    "binary_cross_entropy_with_logits": "binary_cross_entropy_with_logits",
+    "binary_cross_entropy": "binary_cross_entropy",
+    "kl_div": "kl_div",
+    **{
+        name: f"{name}_loss"
+        for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin", "poisson_nll")
+    },
 }
+# The others are means over the elements of a sample.
+_SUMS: Final = frozenset({"one_vs_all", "kl_div"})
 
 # torch's losses without a split rule.
 OPAQUE: Final[Mapping[str, Loss]] = {
@@ -117,10 +117,8 @@ def append_loss(
     target = builder.input(
         builder.free_name("targets"), expected if targets is None else targets, is_integer=labels
     )
-    last = builder.extend(
-        _layers(builder.free_name("loss"), (scores, builder[target]), loss=name, dim=dim)
-    )
-    return replace(builder.finish([*graph.outputs, last]), fields=graph.fields)
+    last = builder.extend(_layers(builder.free_name("loss"), (scores, target), loss=name, dim=dim))
+    return replace(builder.finish([*graph.outputs, last.name]), fields=graph.fields)
 
 
 def opaque_loss(loss: str | Loss) -> OpaqueLoss | None:
@@ -146,12 +144,8 @@ def _layers(name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int) -> 
     if loss in {"cross_entropy", "nll"}:
         return cross_entropy_layers(name, sources, dim=dim, normalised=loss == "nll")
     if loss in ELEMENTWISE:
-        function, argument, mean = ELEMENTWISE[loss]
-        return [
-            elementwise_loss_layer(
-                name, sources, function=function, argument=argument, mean=mean, dim=dim
-            )
-        ]
+        function, mean = ELEMENTWISE[loss], loss not in _SUMS
+        return [elementwise_loss_layer(name, sources, function=function, mean=mean, dim=dim)]
     scores, targets = sources
     layer = Layer.of(
         name,

@@ -6,25 +6,28 @@ everything else.
 """
 
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, reduce, wraps
 from itertools import count
 from types import NoneType
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from distbelief.graph.graph import GraphError
-from distbelief.graph.unsupported import lost_change
+from distbelief.graph.unsupported import lost_change, opaque_reason
 
 
 LEAF: Final = "distbelief::leaf"
@@ -231,12 +234,8 @@ class OpaqueError(Exception):
 @contextmanager
 def _plain_calls() -> Iterator[None]:
     # torch.export counts calls of modules; this one is only for shapes.
-    before = nn.Module.__call__
-    nn.Module.__call__ = nn.Module._call_impl  # type: ignore[method-assign] # noqa: SLF001
-    try:
+    with patch.object(nn.Module, "__call__", nn.Module._call_impl):  # noqa: SLF001
         yield
-    finally:
-        nn.Module.__call__ = before  # type: ignore[method-assign]
 
 
 def _first(x: torch.Tensor, n_samples: int) -> int:
@@ -298,6 +297,9 @@ def leaves(
             for inner in part.modules():
                 hooks.append((inner, {word: inner.__dict__[word] for word in _HOOKS}))
                 inner.__dict__.update({word: OrderedDict() for word in _HOOKS})
+        elif _has_plain_heads(part):
+            changed.append((part, None))
+            part.__dict__["forward"] = partial(_attention, part)
     try:
         yield
     finally:
@@ -324,3 +326,68 @@ def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
         return call.result(tensors)
 
     return wraps(part.forward)(forward)  # so that it has the same signature
+
+
+# --- attention ---
+
+
+def _has_plain_heads(part: nn.Module) -> bool:
+    if type(part) is not nn.MultiheadAttention or opaque_reason(part) is not None:
+        return False
+    return part.batch_first and not part.add_zero_attn and part.bias_k is None
+
+
+def _attention(  # noqa: PLR0913, PLR0917 -- as torch's
+    module: nn.MultiheadAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_padding_mask: torch.Tensor | None = None,
+    need_weights: bool = True,  # noqa: FBT001, FBT002 -- as torch's
+    attn_mask: torch.Tensor | None = None,
+    average_attn_weights: bool = True,  # noqa: FBT001, FBT002 -- as torch's
+    is_causal: bool = False,  # noqa: FBT001, FBT002 -- as torch's
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # What the module computes, as operations that are split by heads:
+    #
+    # x (positions, features) -> linear (positions, heads * size)
+    #     -> reshape (positions, heads, size) -> permute (heads, positions, size)
+    #
+    # Everything up to the last projection stays on one rank: its rows of the weights, its heads.
+    joined: torch.Tensor | None = module.in_proj_weight
+    weights: Sequence[torch.Tensor] = (
+        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if joined is None
+        else joined.chunk(3)
+    )
+    bias: torch.Tensor | None = module.in_proj_bias
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    query, key, value = (
+        functional.linear(x, w, b).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+        for x, w, b in zip((query, key, value), weights, biases, strict=True)
+    )
+    masks = []
+    if attn_mask is not None:
+        by_heads = attn_mask.dim() > 2
+        masks.append(attn_mask.unflatten(0, (-1, module.num_heads)) if by_heads else attn_mask)
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+    added = [
+        torch.where(m, -math.inf, 0.0).to(query.dtype) if m.dtype == torch.bool else m
+        for m in masks
+    ]
+    is_causal = is_causal and len(masks) == 1  # the mask is known then
+    mask = None if is_causal or not masks else reduce(torch.add, added)
+    if mask is not None and len(masks) == 1 and masks[0].dtype == torch.bool:
+        mask = ~masks[0]
+    dropout = module.dropout if module.training else 0.0
+    found = functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout, is_causal=is_causal
+    )
+    found = module.out_proj(found.transpose(1, 2).flatten(2))
+    if dropout or not need_weights:
+        return found, None
+    # Dropped from the graph if nobody reads them.
+    scores = reduce(torch.add, added, query @ key.mT * query.shape[-1] ** -0.5)
+    shares = scores.softmax(-1)
+    return found, shares.mean(1) if average_attn_weights else shares

@@ -2,8 +2,8 @@
 
 For any region of a layer's output: which regions of its inputs and which parts of the model's
 tensors it needs, what it costs, and how it is computed. Legal splits, halos, messages,
-memory and cost follow from that alone. A new operator is a subclass of `Operator` and a
-call of `register`.
+memory and cost follow from that alone. A new operator is a subclass of `Operator`
+with a name.
 
 An operator whose output is a sum (or maximum) over a dimension of its input may also compute
 partial sums: each rank computes its part, one rank combines them. BatchNorm statistics, softmax
@@ -13,10 +13,11 @@ over split classes and Linear layers split by inputs work this way.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import ClassVar, Final, Literal, NamedTuple, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.region import Region
@@ -100,14 +101,29 @@ class PartialSums(ABC):
         """Return what `call.region` contributes to the region it `writes`: (batch, *shape)."""
 
 
+OPERATORS: Final[dict[str, "Operator"]] = {}  # all, by name
+
+
 class Operator(ABC):
-    """What a layer computes, without state."""
+    """What a layer computes, without state; a subclass with a name is registered."""
 
     name: ClassVar[str]  # the value of `Layer.kind`
     # Its partial sums, if its output is a sum over parts of its first input.
     partial: ClassVar[PartialSums | None] = None
     # Cost per element of the output; None for that of an elementwise function of its inputs.
     per_element: ClassVar[Work | None] = None
+
+    @override
+    def __init_subclass__(cls) -> None:
+        name = cls.__dict__.get("name")
+        if name is None:
+            return
+        known = OPERATORS.setdefault(name, cls())
+        if type(known) is not cls:
+            raise GraphError(
+                f"operator {name!r} is {type(known).__qualname__} already: give "
+                f"{cls.__qualname__} another name"
+            )
 
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
         """Return the dimensions of the output along which it may be split."""
@@ -145,23 +161,6 @@ class Operator(ABC):
         """Return (batch, *call.region.shape), by operations that autograd knows."""
 
 
-_OPERATORS: dict[str, Operator] = {}
-
-
-def register(operator: Operator) -> None:
-    """Register an operator under its name.
-
-    Raises:
-        GraphError: Another class has this name.
-    """
-    known = _OPERATORS.setdefault(operator.name, operator)
-    if type(known) is not type(operator):
-        raise GraphError(
-            f"operator {operator.name!r} is {type(known).__qualname__} already: give "
-            f"{type(operator).__qualname__} another name"
-        )
-
-
 def operator_of(layer: Layer) -> Operator:
     """Return the operator of a layer.
 
@@ -169,11 +168,11 @@ def operator_of(layer: Layer) -> Operator:
         GraphError: No operator of this name is registered.
     """
     try:
-        return _OPERATORS[layer.kind]
+        return OPERATORS[layer.kind]
     except KeyError:
         raise GraphError(
             f"layer {layer.name!r} has unknown operator {layer.kind!r}: import the "
-            f"module that registers it (known: {', '.join(sorted(_OPERATORS))})"
+            f"module that registers it (known: {', '.join(sorted(OPERATORS))})"
         ) from None
 
 

@@ -39,7 +39,7 @@ from distbelief.protocol import (
     ShardCommand,
     Task,
 )
-from distbelief.protocol.vector_commands import Batch, Fill, Scalars, targets
+from distbelief.protocol.vector_commands import Fill, Scalars
 from distbelief.roles import role as rl
 
 
@@ -202,9 +202,9 @@ class CommandExecutor:
         scalars: Scalars = ()
         match command.task:
             case Execute(commands=commands):
-                scalars = self._run(commands)
+                scalars = self._vector_store.perform(commands)
             case BeginEvaluation() as task:
-                scalars = self._run(task.before)
+                scalars = self._vector_store.perform(task.before)
                 self._publish(task.point)
                 self._sums.open(
                     first_commit_token=task.first_commit_token, n_staged_max=task.n_staged_max
@@ -230,11 +230,6 @@ class CommandExecutor:
                 assert_never(command.task)
         return scalars
 
-    def _run(self, commands: Batch) -> Scalars:
-        self._vector_store.check(commands)
-        self._savepoints.copy_before_write(targets(commands))
-        return self._vector_store.perform(commands)
-
     def _parameters(self) -> Vector:
         return self._values.vector[: self._n_gradient]
 
@@ -253,18 +248,17 @@ class CommandExecutor:
         if task.n_examples == 0:
             # The loss of zero examples is undefined.
             unknown = Fill(target=task.gradient, a=float("nan"))
-            return self._run((unknown, *task.after))
+            return self._vector_store.perform((unknown, *task.after))
         if task.n_examples != sums.n_examples:
             raise RemoteProtocolError(
                 f"the evaluation must end with {task.n_examples} examples; this shard "
                 f"has {sums.n_examples}, in {sums.n_committed} chunks"
             )
-        self._savepoints.copy_before_write((task.gradient,))
         total = sums.total()
         assert total is not None
-        np.divide(total[:n], task.n_examples, out=self._vector_store.vector(task.gradient))
+        np.divide(total[:n], task.n_examples, out=self._vector_store.overwrite(task.gradient))
         self._buffers = total[n:].copy()
-        return self._run(task.after)
+        return self._vector_store.perform(task.after)
 
     def _cost(self, task: Task) -> rl.Cost:
         if isinstance(task, Execute):

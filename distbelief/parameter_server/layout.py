@@ -248,7 +248,6 @@ class PartialView:
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
         self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
         self._pieces: list[list[Piece]] = []  # per shard, in its vector
-        self._copiers: dict[tuple[int, bool], TensorCopier] = {}  # by shard; compact or not
         self._block_copiers: dict[tuple[int, int], TensorCopier] = {}  # by shard and block
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
@@ -267,12 +266,8 @@ class PartialView:
 
     def copier(self, k: int, *, compact: bool = False) -> TensorCopier:
         """Return the copier between the tensors and shard k's vectors, or the compact ones."""
-        compact = compact and not self.is_whole  # else they are the same
-        if (k, compact) not in self._copiers:
-            pieces = self._compact_pieces(k) if compact else self._pieces[k]
-            copier = TensorCopier(self.sizes, pieces, has_padding=self.is_whole)
-            self._copiers[k, compact] = copier
-        return self._copiers[k, compact]
+        pieces = self._compact_pieces(k) if compact else self._pieces[k]
+        return TensorCopier(self.sizes, pieces, has_padding=self.is_whole)
 
     def block_copier(self, k: int, index: int) -> TensorCopier:
         """Return the copier between the tensors and one block of shard k's compact vector."""
@@ -305,18 +300,18 @@ class PartialView:
         return IndexRanges.of(starts, starts + sizes).stripes()
 
 
-def _clipped(piece: Piece, start: int, stop: int) -> Piece | None:
-    """Return what lies in elements [start, stop) of the vector, placed from there."""
+def _clipped(piece: Piece, start: int, stop: int, *, to: int = 0) -> Piece | None:
+    """Return the part of a piece that lies in elements [start, stop), which move to `to`."""
     index, begin, end, place = piece
     if isinstance(place, IndexRanges):
         begin += place.n_below(start)
         inside = place.clipped(start, stop)
-        n, offset = inside.n_elements, inside.shifted(-start)
-        return (index, begin, begin + n, offset) if n else None
+        n = inside.n_elements
+        return (index, begin, begin + n, inside.shifted(to - start)) if n else None
     first, last = max(place, start), min(place + end - begin, stop)
     if first >= last:
         return None
-    return index, begin + first - place, begin + last - place, first - start
+    return index, begin + first - place, begin + last - place, first + to - start
 
 
 def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
@@ -346,16 +341,11 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Pi
         others.append(item_index)
     return [
         [
-            (
-                i,
-                start := flat[i].n_below(segment.start),
-                start + n,
-                inside.shifted(segment.offset - segment.start),
-            )
+            piece
             for segment in layout.segments(k)
             for i in of_tensor.get(segment.tensor_index, ())
-            for inside in [flat[i].clipped(segment.start, segment.stop)]
-            if (n := inside.n_elements)
+            for whole in [(i, 0, flat[i].n_elements, flat[i])]
+            if (piece := _clipped(whole, segment.start, segment.stop, to=segment.offset))
         ]
         for k in range(layout.n_shards)
     ]

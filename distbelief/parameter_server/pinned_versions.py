@@ -150,7 +150,9 @@ class PinnedVersions:
                 self._versions.append(version)
             version.clock, version.n_copied = self._values.clock, 0
             self.copying = version
-        piece = slice(version.n_copied, version.n_copied + PIECE_BYTES // values.itemsize)
+        # Each piece is as large as all before it: sending keeps pace, and few pieces are begun.
+        n = max(version.n_copied, PIECE_BYTES // values.itemsize)
+        piece = slice(version.n_copied, version.n_copied + n)
         source, target = values[piece], version.values[piece]
         return partial(_copy, source, target), Cost(n_bytes=2.0 * source.nbytes)
 

@@ -7,12 +7,11 @@
     on disk      the parameters                every shard has a newer one on disk
     0            the parameters                every shard has one on disk
 
-Creating a savepoint copies nothing: a vector is copied before its first change. One iteration of
-L-BFGS with m pairs changes five of its 2m + 3 vectors.
+A savepoint copies nothing: the store changes no array that a savepoint has.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final, final
 
 import msgspec
@@ -60,11 +59,10 @@ class LoadedSavepoint:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Savepoint:
     cut: int
-    names: frozenset[str]
-    saved: dict[str, Vector] = field(default_factory=dict)
+    vectors: Mapping[str, Vector]
 
 
 @final
@@ -78,6 +76,7 @@ class Savepoints:
 
     def __init__(self, vector_store: VectorStore) -> None:
         self._vector_store = vector_store
+        vector_store.held = self._arrays
         self._live: list[_Savepoint] = []  # the oldest first
         self._kept: list[KeptParameters] = []  # the oldest first
         # Of the published values before the first command; None once it cannot return there.
@@ -100,7 +99,8 @@ class Savepoints:
     def add(self, savepoint: Savepoint, *, settled: int) -> None:
         """Create a savepoint of the present vectors, and drop those before `settled`."""
         self.drop_before(settled)
-        missing = set(savepoint.vectors) - set(self._vector_store.names())
+        vectors = self._vector_store.export(savepoint.vectors)
+        missing = set(savepoint.vectors) - vectors.keys()
         if missing:
             raise RemoteProtocolError(
                 f"savepoint {savepoint.cut} names vectors that do not exist here: {sorted(missing)}"
@@ -110,7 +110,7 @@ class Savepoints:
                 f"cannot create savepoint {savepoint.cut} while {len(self._live)} others are kept: "
                 "settle them first"
             )
-        self._live.append(_Savepoint(savepoint.cut, frozenset(savepoint.vectors)))
+        self._live.append(_Savepoint(savepoint.cut, vectors))
 
     def drop_before(self, settled: int) -> None:
         if any(live.cut == settled for live in self._live):
@@ -121,14 +121,11 @@ class Savepoints:
         if any(kept.cut == on_disk for kept in self._kept):
             self._kept = [kept for kept in self._kept if kept.cut >= on_disk]
 
-    def copy_before_write(self, names: Iterable[str]) -> None:
-        """Copy those of these vectors that a savepoint needs unchanged."""
-        needed = {name for live in self._live for name in live.names - live.saved.keys()}
-        for name, vector in self._vector_store.export(tuple(needed.intersection(names))).items():
-            copy = vector.copy()
-            for live in self._live:
-                if name in live.names:
-                    live.saved.setdefault(name, copy)
+    def _arrays(self) -> Iterator[Vector]:
+        for live in self._live:
+            yield from live.vectors.values()
+        for kept in self._kept:
+            yield kept.parameters
 
     def return_to(self, cut: int, *, whole: bool, values: Callable[[], Vector]) -> None:
         """Return to a savepoint: to all of its vectors if `whole`, or only to the parameters.
@@ -137,28 +134,24 @@ class Savepoints:
         """
         live = next((live for live in self._live if live.cut == cut), None)
         kept = next((kept for kept in self._kept if kept.cut == cut), None)
-        restore, base_clock = self._vector_store.restore, self._base_clock
+        store, base_clock = self._vector_store, self._base_clock
         if whole and live is not None:
-            restore(self._vectors_of(live))
-            live.saved.clear()
+            store.return_to(live.vectors)
             self._live = [live]
             return
         if whole:
             raise self._unknown(cut)
         if cut == 0 and base_clock is not None:
-            restore({PARAMETERS: values()})
+            store.restore({PARAMETERS: values()})
             self._keep_parameters(0, clock=base_clock)
             self._base_clock = None
         elif live is not None:
-            restore({PARAMETERS: self._vectors_of(live)[PARAMETERS]})
+            store.return_to({PARAMETERS: live.vectors[PARAMETERS]})
         elif kept is not None:
-            restore({PARAMETERS: kept.parameters})
+            store.return_to({PARAMETERS: kept.parameters})
         else:
             raise self._unknown(cut)
         self._live = []
-
-    def _vectors_of(self, savepoint: _Savepoint) -> Mapping[str, Vector]:
-        return self._vector_store.export(tuple(savepoint.names)) | savepoint.saved
 
     def _unknown(self, cut: int) -> RemoteProtocolError:
         held = [(record.cut, record.whole) for record in self.records()]
@@ -173,8 +166,11 @@ class Savepoints:
     @property
     def current(self) -> int | None:
         """The newest savepoint, if no vector has changed since."""
-        newest = self._live[-1] if self._live else None
-        return None if newest is None or newest.saved else newest.cut
+        if not self._live:
+            return None
+        newest, now = self._live[-1], self._vector_store.export()
+        is_same = all(now.get(name) is vector for name, vector in newest.vectors.items())
+        return newest.cut if is_same else None
 
     def extend(self, snapshot: Snapshot, *, cut: int) -> Snapshot:
         """Return the snapshot plus the vectors of the newest savepoint, which must be current.
@@ -182,16 +178,15 @@ class Savepoints:
         Also plus the parameters of the oldest kept savepoint. All shards have that one, so shards
         that die around a partly failed save still have a common savepoint.
         """
-        names = self._live[-1].names
+        vectors = self._live[-1].vectors
         arrays = dict(snapshot.arrays)
-        for name, vector in self._vector_store.export(tuple(names)).items():
-            arrays[f"{_PREFIX}{name}"] = vector
+        arrays |= {f"{_PREFIX}{name}": vector for name, vector in vectors.items()}
         earlier = None
         if self._kept and self._kept[0].cut != cut:
             shared = self._kept[0]
             arrays[_EARLIER] = shared.parameters
             earlier = shared.cut, shared.clock
-        facts = _SavepointFacts(cut=cut, vectors=tuple(sorted(names)), earlier=earlier)
+        facts = _SavepointFacts(cut=cut, vectors=tuple(sorted(vectors)), earlier=earlier)
         return Snapshot(
             label=snapshot.label,
             arrays=arrays,
@@ -206,12 +201,12 @@ class Savepoints:
         if saved is not None:
             self._vector_store.restore(saved.vectors)
             self._base_clock = None
-            self._live = [_Savepoint(saved.cut, frozenset(saved.vectors))]
+            self._live = [_Savepoint(saved.cut, self._vector_store.export())]
             self._kept = [] if saved.earlier is None else [saved.earlier]
             self._keep_parameters(saved.cut, clock=0)
 
     def _keep_parameters(self, cut: int, *, clock: int) -> None:
-        parameters = self._vector_store.vector(PARAMETERS).copy()
+        parameters = self._vector_store.export((PARAMETERS,))[PARAMETERS]
         self._kept.append(KeptParameters(cut, clock, parameters))
         if len(self._kept) > _N_KEPT_MAX:  # another shard's saves fail repeatedly
             del self._kept[1]

@@ -158,25 +158,6 @@ class Session:
     def n_blocks(self) -> int:
         return len(self.shard_slice.bounds)
 
-    def take_block(self, message: pf.PushBlock) -> int | None:
-        """Store a block; return how many its buffer holds, or None if an earlier one is missing."""
-        push_buffer, index = self._push_buffer_of(message.sequence), message.block_index
-        if self.region:
-            raise RemoteProtocolError(
-                f"{self.name} sent a block of push {message.sequence}, but its push buffers "
-                f"are in shared memory ({self.region!r})"
-            )
-        start, _ = self.shard_slice.check_block(index, message.values, sender=self.name)
-        push_buffer.take(message, start)
-        return push_buffer.received if index < push_buffer.received else None
-
-    def take_push(self, message: pf.Push) -> PushBuffer:
-        push_buffer = self._push_buffer_of(message.sequence)
-        push_buffer.lend(message.sequence)
-        if push_buffer.push is None:
-            push_buffer.push = message
-        return push_buffer
-
     def next_complete(self) -> PushBuffer | None:
         if not self.push_buffers:
             return None
@@ -197,7 +178,7 @@ class Session:
         else:
             self.confirmed_staleness = staleness
 
-    def _push_buffer_of(self, sequence: int) -> PushBuffer:
+    def push_buffer_of(self, sequence: int) -> PushBuffer:
         if not self.push_buffers:
             raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
         # An unconfirmed push keeps its buffer, because the backup may still read it there.
@@ -448,12 +429,20 @@ class Sessions:
         sequence = message.sequence
         if sequence <= client.watermark:
             return [self._answer_duplicate(client, sequence)] if message.answer else []
-        received = client.take_block(message)
+        push_buffer, index = client.push_buffer_of(sequence), message.block_index
+        if client.region:
+            raise RemoteProtocolError(
+                f"{client.name} sent a block of push {sequence}, but its push buffers "
+                f"are in shared memory ({client.region!r})"
+            )
+        start, _ = client.shard_slice.check_block(index, message.values, sender=client.name)
+        push_buffer.take(message, start)
         self._bytes_in += message.values.nbytes
-        if received is None:
-            return []
-        self._enqueue(client)  # the Push may have overtaken this block
-        return [self._block_ack(client, sequence, received)] if message.answer else []
+        if index >= push_buffer.received:
+            return []  # an earlier one is missing
+        if push_buffer.received == client.n_blocks:  # the Push may have overtaken this block
+            self._enqueue(client)
+        return [self._block_ack(client, sequence, push_buffer.received)] if message.answer else []
 
     def take_push(self, client: Session, message: pf.Push) -> list[Action]:
         sequence = message.sequence
@@ -468,7 +457,10 @@ class Sessions:
         reason = self._values.why_not(message.touches, client.shard_slice)
         if reason is not None:
             return [self.refuse(client.name, reason, for_good=True)]
-        push_buffer = client.take_push(message)
+        push_buffer = client.push_buffer_of(sequence)
+        push_buffer.lend(sequence)
+        if push_buffer.push is None:
+            push_buffer.push = message
         self._enqueue(client)
         received = client.n_blocks if client.region else push_buffer.received
         if push_buffer.push is not message:

@@ -423,13 +423,15 @@ def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
         )
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    # Torch reads the target's cache lines before it writes them; numpy's memmove does not, and
-    # takes three quarters of the time.
-    if source.dtype == target.dtype and source.is_cpu and target.is_cpu and not source.is_neg():
-        np.copyto(target.detach().numpy(), source.detach().numpy())
-    else:
-        target.copy_(source)
+_TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
+
+
+def _array(tensor: torch.Tensor, *, like: Vector) -> Vector | None:
+    """Return a tensor's memory as an array, or None if it lies elsewhere or has another type."""
+    if tensor.dtype != _TORCH_TYPES.get(like.dtype) or not tensor.is_cpu or tensor.is_neg():
+        return None
+    array: Vector = tensor.detach().numpy()
+    return array
 
 
 @final
@@ -470,22 +472,27 @@ class TensorCopier:
         if index not in self._pieces:
             return 0.0
         start, stop, place = self._pieces[index]
-        whole, total = as_tensor(vector), 0.0
         with torch.no_grad():
             if isinstance(place, RangeCopier):
+                whole = as_tensor(vector)
                 zeros = torch.zeros(1, dtype=whole.dtype).expand(stop - start)
                 values = zeros if tensor is None else tensor[start:stop]
                 place.scatter(values, whole)
                 return float(values.sum(dtype=whole.dtype))
-            here = whole[place : place + stop - start]
+            here = vector[place : place + stop - start]
             if tensor is None:
-                here.zero_()
+                here[:] = 0
                 return 0.0
-            # Each piece is summed while it is in the cache.
-            pieces = tensor[start:stop].split(_PIECE)
-            for target, piece in zip(here.split(_PIECE), pieces, strict=True):
-                _copy(piece, target)
-                total += float(target.sum())
+            array, total = _array(tensor, like=vector), 0.0
+            for first in range(start, stop, _PIECE):  # summed while it is in the cache
+                piece = slice(first, min(first + _PIECE, stop))
+                target = here[piece.start - start : piece.stop - start]
+                summed = torch.from_numpy(target)
+                if array is None:
+                    summed.copy_(tensor[piece])
+                else:  # torch would read the target before it writes it
+                    np.copyto(target, array[piece])
+                total += summed.sum().item()
         return total
 
     def zero_padding(self, vector: Vector) -> None:
@@ -500,17 +507,19 @@ class TensorCopier:
                 f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: "
                 "give all of them, in its order (whole tensors are sorted by name)"
             )
-        whole = as_tensor(vector)
         with torch.no_grad():
             for index, (start, stop, place) in self._pieces.items():
-                _check_tensor(self._sizes[index], tensors[index])
-                part = tensors[index][start:stop]
+                tensor = tensors[index]
+                _check_tensor(self._sizes[index], tensor)
                 if isinstance(place, RangeCopier):
-                    place.gather(whole, part)
-                elif part.is_floating_point():
-                    _copy(whole[place : place + stop - start], part)
-                else:  # averages of counts are not integers
-                    part.copy_(whole[place : place + stop - start].round())
+                    place.gather(as_tensor(vector), tensor[start:stop])
+                    continue
+                values = vector[place : place + stop - start]
+                array = _array(tensor, like=vector)
+                if array is None:
+                    tensor[start:stop].copy_(_rounded(as_tensor(values), tensor))
+                else:
+                    np.copyto(array[start:stop], values)
 
 
 # --- memory shared with clients ---

@@ -69,7 +69,7 @@ class SliceUpdate:
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
         room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), pushed.dtype)
-        wholes = [torch.from_numpy(vector) for vector in vectors]
+        wholes = [torch.from_numpy(one) for one in vectors] if self._n_copied_max else []
         for n, target, source in self._pieces:
             if isinstance(target, int):
                 assert isinstance(source, int)
@@ -232,7 +232,9 @@ class ShardStore:
 
     @property
     def n_held_elements(self) -> int:
-        return min(self.n_held * self._block_elements, self._n_elements)
+        if self._n_held is None:
+            return self._n_elements
+        return min(self._n_held * self._block_elements, self._n_elements)
 
     def state_block(self, index: int) -> Vector:
         return np.concatenate(self._block_parts(index))

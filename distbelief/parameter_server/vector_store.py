@@ -7,7 +7,7 @@ The same batch on the same vectors gives the same bits with the same build of to
 threads. Another number of shards rounds sums differently.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import assert_never, cast, final
 
 import numpy as np
@@ -39,6 +39,9 @@ _PIECE_OF_FEW = 1 << 16
 class VectorStore:
     """Holds vectors by name and executes batches of commands on them.
 
+    `Copy` moves nothing: names share an array until one of them is written. An array that another
+    name or a savepoint has is never changed; a new value goes to one that nobody uses any more.
+
     Sums run in float64: dot products of float32 vectors would overflow at 1e19 and cost L-BFGS
     four digits of its direction. Results are computed in float64 and rounded once.
     """
@@ -53,6 +56,8 @@ class VectorStore:
             if segment.offset < self._n
         ]
         self._vectors: dict[VectorName, Vector] = {}
+        self._arrays: list[Vector] = []  # all that were made here, in use or not
+        self.held: Callable[[], Iterable[Vector]] = tuple  # arrays of savepoints
         self._room = torch.empty(0, dtype=torch.float64)  # used again: it stays in the cache
 
     def names(self) -> tuple[VectorName, ...]:
@@ -60,9 +65,24 @@ class VectorStore:
 
     def vector(self, name: VectorName) -> Reals:
         """Return the vector of this name for writing; zeros if it is new."""
+        before = self._vectors.get(name)
+        after = self.overwrite(name)
+        if before is not after:
+            after[:] = 0.0 if before is None else before
+        return after
+
+    def overwrite(self, name: VectorName) -> Reals:
+        """Return the vector of this name, to be filled; its present values may be lost."""
         if name not in self._vectors:
             self._check_count(1 + len(self._vectors))
-            self._vectors[name] = np.zeros(self._n, self._dtype)
+        others = (vector for other, vector in self._vectors.items() if other != name)
+        used = {id(vector) for vector in (*others, *self.held())}
+        known = [self._vectors[name]] if name in self._vectors else []
+        free = next((array for array in (*known, *self._arrays) if id(array) not in used), None)
+        if free is None:
+            free = np.zeros(self._n, self._dtype)
+            self._arrays.append(free)
+        self._vectors[name] = free
         return self._real(name)
 
     def export(self, names: Sequence[VectorName] | None = None) -> dict[str, Vector]:
@@ -74,7 +94,7 @@ class VectorStore:
         }
 
     def restore(self, vectors: Mapping[str, Vector]) -> None:
-        """Replace all vectors with copies of these; StorageError if one does not fit."""
+        """Replace all vectors by copies of these; StorageError if one does not fit."""
         for name, vector in vectors.items():
             if vector.shape != (self._n,) or vector.dtype != self._dtype:
                 raise StorageError(
@@ -83,6 +103,11 @@ class VectorStore:
                     "of the run that saved it"
                 )
         self._vectors = {name: vector.copy() for name, vector in vectors.items()}
+        self._arrays = [*self._vectors.values()]
+
+    def return_to(self, held: Mapping[str, Vector]) -> None:
+        """Replace all vectors by these, which a savepoint holds."""
+        self._vectors = dict(held)
 
     def check(self, batch: Sequence[Command]) -> None:
         """Raise RemoteProtocolError if the batch cannot be executed now; change nothing."""
@@ -129,17 +154,24 @@ class VectorStore:
         """Execute one command; return what it measures."""
         match command:
             case vc.Copy(target=target, x=x):
-                np.copyto(self.vector(target), self._real(x))
+                self._vectors[target] = self._vectors[x]
             case vc.Fill(target=target, a=a):
-                self._fill(self.vector(target), a)
+                self._fill(self.overwrite(target), a)
             case vc.Axpy(target=target, a=a, x=x):
                 self._combine(target, (Term(1.0, target), Term(a, x)))
             case vc.LinearCombination(target=target, terms=terms):
                 self._combine(target, terms)
             case vc.Pointwise():
                 self._pointwise(command)
-            case vc.Dot() | vc.Gram() | vc.Norm():
-                return self._measure(command)
+            case vc.Dot(x=x, y=y):
+                return [self._dot(x, y)]
+            case vc.Gram(rows=rows, columns=columns):
+                return self._gram(rows, columns)
+            case vc.Norm(x=x, order="2"):
+                # The coordinator adds the squares of all shards, then takes the root.
+                return [self._dot(x, x)]
+            case vc.Norm(x=x, order=order):
+                return [self._norm(self._real(x), order)]
             case _:
                 assert_never(command)
         return ()
@@ -152,7 +184,7 @@ class VectorStore:
 
     def _combine(self, target: VectorName, terms: Sequence[Term]) -> None:
         xs = [self._real(term.x) for term in terms]
-        out = self.vector(target)
+        out = self.overwrite(target)
         weights = [term.a for term in terms]
         if weights == [1.0, -1.0]:
             np.subtract(xs[0], xs[1], out=out)  # the same bits as in float64, rounded
@@ -175,24 +207,10 @@ class VectorStore:
         function = _FUNCTIONS[command.function]
         x = self._real(command.x)
         y = self._real(command.y)
-        out = self.vector(command.target)
+        out = self.overwrite(command.target)
         for piece in _pieces(self._n):
             pair = x[piece].astype(np.float64), y[piece].astype(np.float64)
             out[piece] = function(*pair, command.a)
-
-    def _measure(self, command: vc.Dot | vc.Gram | vc.Norm) -> Sequence[float]:
-        match command:
-            case vc.Dot(x=x, y=y):
-                return [self._dot(x, y)]
-            case vc.Gram(rows=rows, columns=columns):
-                return self._gram(rows, columns)
-            case vc.Norm(x=x, order="2"):
-                # The coordinator adds the squares of all shards, then takes the root.
-                return [self._dot(x, x)]
-            case vc.Norm(x=x, order=order):
-                return [self._norm(self._real(x), order)]
-            case _:
-                assert_never(command)
 
     def _dot(self, x: VectorName, y: VectorName) -> float:
         vectors = [self._real(x)] if x == y else [self._real(x), self._real(y)]

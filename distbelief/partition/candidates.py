@@ -32,14 +32,7 @@ _N_WHOLE_MAX: Final = 8
 # Elements per machine; with fewer, one machine combines all partial sums.
 _N_COMBINED_MIN: Final = 8
 _CHANNELS_FIRST: Final = frozenset(
-    {
-        "convolution",
-        "max_pool",
-        "average_pool",
-        "adaptive_max_pool",
-        "adaptive_average_pool",
-        "local_response",
-    }
+    {"convolution", "max_pool", "average_pool", "adaptive_pool", "local_response"}
 )
 
 

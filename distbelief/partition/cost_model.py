@@ -2,7 +2,6 @@
 
 AnalyticCosts       a roofline with the figures of the cluster (Williams et al. 2009)
 ProfiledCosts       times measured on this host, scaled to other machines
-MicroBatchCosts     measured times, scaled to fewer samples
 Variance            quantiles of a step, because machines vary
 """
 
@@ -168,6 +167,8 @@ class ProfiledCosts:
         host: Costs by arithmetic of the measured host, if the machines are others: measured /
             arithmetic is the same for them. None: each machine is such a host.
         slower: How much slower the host is now than when it was measured.
+        part: Costs by arithmetic of fewer samples than were measured, if there are fewer. The share
+            of the time that a whole layer takes with them holds for its slices too.
     """
 
     def __init__(
@@ -177,19 +178,37 @@ class ProfiledCosts:
         machines: AnalyticCosts,
         host: AnalyticCosts | None = None,
         slower: float = 1.0,
+        part: AnalyticCosts | None = None,
     ) -> None:
         self.profile = profile
         self.slower = slower
         self.is_absolute = host is None
         self.machines = machines
         self._host = host
+        self._part = part
         self._digests: dict[bytes, str] = {}
-        self._summed_dims: dict[bytes, tuple[int, ...]] = {}
         self._known: dict[tuple[bytes, Region, int, bool], Passes] = {}
 
     def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> Passes:
+        taken = self._passes(layer, region, machine, partial=partial)
+        if self._part is None:
+            return taken
+        samples = self._slices(layer).get(SAMPLES)
+        if samples is not None:
+            shares = _shares(samples, self._part.batch, self.machines.batch)
+            return Passes(taken.forward * shares[0], taken.backward * shares[1])
+        # A layer that takes twice as long as by arithmetic does so with fewer samples too:
+        # arithmetic gives the share of fewer samples, the measurement the factor.
+        part, batch = (
+            costs.passes(layer, region, machine, partial=partial)
+            for costs in (self._part, self.machines)
+        )
+        times = zip(taken, part, batch, strict=True)
+        return Passes(*(t * fewer / whole if whole else t for t, fewer, whole in times))
+
+    def _passes(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> Passes:
         if not self.knows(layer) or not region.n_elements:
             return self.machines.passes(layer, region, machine, partial=partial)
         key = (layer.signature, region, machine, partial)
@@ -197,7 +216,7 @@ class ProfiledCosts:
             taken = self._scaled(layer, region, machine, partial=partial)
             of = Region.of(*layer.input_shapes[0]) if partial else layer.region
             if partial or region != of:
-                whole = self.passes(layer, layer.region, machine)
+                whole = self._passes(layer, layer.region, machine, partial=False)
                 # Never less than its share of the whole: a measurement may be less by chance, or
                 # because it fits a cache, and then no lower bound would hold.
                 share = region.n_elements / of.n_elements
@@ -205,16 +224,17 @@ class ProfiledCosts:
             self._known[key] = taken
         return self._known[key]
 
-    def with_batch(self, n_samples: int) -> "MicroBatchCosts":
-        return MicroBatchCosts(self, self.machines.with_batch(n_samples))
+    def with_batch(self, n_samples: int) -> "ProfiledCosts":
+        return ProfiledCosts(
+            self.profile,
+            machines=self.machines,
+            host=self._host,
+            slower=self.slower,
+            part=self.machines.with_batch(n_samples),
+        )
 
     def knows(self, layer: Layer) -> bool:
         return WHOLE in self._slices(layer)
-
-    def shares(self, layer: Layer, n_samples: int) -> tuple[float, float] | None:
-        """Return the measured shares of the batch's time for this number of samples."""
-        slices = self._slices(layer).get(SAMPLES)
-        return None if slices is None else _shares(slices, n_samples, self.machines.batch)
 
     def _scaled(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> Passes:
         # The measured times, as they would be on that machine.
@@ -229,7 +249,7 @@ class ProfiledCosts:
     def _measured(self, layer: Layer, region: Region, *, partial: bool) -> Passes:
         slices = self._slices(layer)
         of = layer.input_shapes[0] if partial else layer.shape
-        summed = self._summed(layer) if partial else ()
+        summed = summed_dims(layer)[:1] if partial else ()
         base = slices.get(INPUTS, slices[WHOLE]) if partial else slices[WHOLE]
         forward, backward = base.forward[-1], base.backward[-1]
         # Cut along several dimensions: the product of the shares along each.
@@ -245,40 +265,6 @@ class ProfiledCosts:
         if signature not in self._digests:
             self._digests[signature] = digest(signature, batch=self.machines.batch)
         return self.profile.layers.get(self._digests[signature], {})
-
-    def _summed(self, layer: Layer) -> tuple[int, ...]:
-        signature = layer.signature
-        if signature not in self._summed_dims:
-            self._summed_dims[signature] = summed_dims(layer)[:1]
-        return self._summed_dims[signature]
-
-
-@final
-class MicroBatchCosts:
-    """Costs with fewer samples than were measured.
-
-    Only whole layers are measured with fewer samples: measuring every slice again would take
-    minutes. Their share of the batch's time holds for slices too.
-    """
-
-    def __init__(self, measured: ProfiledCosts, part: AnalyticCosts) -> None:
-        self._measured = measured
-        self._part = part
-
-    def passes(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> Passes:
-        taken, batch, part = (
-            costs.passes(layer, region, machine, partial=partial)
-            for costs in (self._measured, self._measured.machines, self._part)
-        )
-        shares = self._measured.shares(layer, self._part.batch)
-        if shares is not None:
-            return Passes(taken.forward * shares[0], taken.backward * shares[1])
-        # A layer that takes twice as long as by arithmetic does so with fewer samples too:
-        # arithmetic gives the share of fewer samples, the measurement the factor.
-        times = zip(taken, part, batch, strict=True)
-        return Passes(*(t * fewer / whole if whole else t for t, fewer, whole in times))
 
 
 def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, float]:

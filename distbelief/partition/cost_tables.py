@@ -156,12 +156,8 @@ def transfer_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_eac
 
 def own_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float) -> Floats:
     """Return the cost of one phase if both have the same candidate: (candidates,)."""
-    assert owned.n_candidates == needed.n_candidates
-    pairs = [
-        (owned.part(index, index + 1), needed.part(index, index + 1))
-        for index in range(owned.n_candidates)
-    ]
-    return np.array([_phase(*pair, cluster, bytes_each)[0, 0] for pair in pairs])
+    found = transfer_seconds(owned, needed, cluster=cluster, bytes_each=bytes_each)
+    return np.diagonal(found)
 
 
 def _blocks(boxes: Boxes) -> Iterator[tuple[int, int]]:

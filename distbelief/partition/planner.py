@@ -407,7 +407,7 @@ class _Planner:
             for layer in request.graph.layers
             if layer.kind != INPUT
         }
-        self._alone = self._simulator.way("one machine", whole, n_machines=1).seconds[1]
+        self._alone = self._simulator.way("one machine", whole, n_machines=1)
 
     def plan_for(self, count: int) -> Planned:
         request, cluster = self._request, self._request.cluster.first(count)
@@ -446,13 +446,15 @@ class _Planner:
             best=chosen,
             solved=best,
             baselines={way.method: way.seconds[1] for way in baselines},
-            one_machine_seconds=self._alone,
+            one_machine_seconds=self._alone.seconds[1],
             model_bound=min(each.solution.bound for each in solved),
             lower_bound=lower_bound(request.graph, cluster, request.costs),
         )
 
     def _baselines(self, cluster: Cluster) -> list[SimulatedPlan]:
         request, count = self._request, len(cluster)
+        if count == 1:
+            return [replace(self._alone, method=method) for method in ("even", "whole layers")]
         layers = whole_layers(request.graph, cluster, costs=request.costs)
         return [
             self._simulator.way("even", even(request.graph, cluster), n_machines=count),

@@ -10,6 +10,7 @@ time, cheapest in the model first, simulates the plan, and keeps it if it is fas
 randomness and no clock: equal problems end in equal plans.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
@@ -21,7 +22,7 @@ from distbelief.partition.candidates import Candidate, candidates, check_pins, p
 from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, Variance, single_sample
 from distbelief.partition.cost_tables import Floats, Tables
 from distbelief.partition.grouping import Group, groups
-from distbelief.partition.solvers.problem import Choice, Problem, Solution
+from distbelief.partition.solvers.problem import TOLERANCE, Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
 from distbelief.program.cluster import UNLIMITED, Cluster
 from distbelief.program.compiler import CompilerCache, compile_plan
@@ -226,6 +227,7 @@ class PlanSimulator:
 
 TRIES_MAX: Final = 300  # simulated plans of one search
 
+_ROUNDING: Final = 1e-9
 _MOVES_PER_NODE: Final = 6
 
 
@@ -244,40 +246,44 @@ def improve(
     tried = {choice}
     while True:
         moved = False
-        for node, candidate in _moves(problem, best):
-            other = (*best[:node], candidate, *best[node + 1 :])
+        for nodes, candidate in _moves(problem, best):
+            other = tuple(candidate if n in nodes else k for n, k in enumerate(best))
             if other in tried:
                 continue
             if len(tried) > tries:
                 return best, best_seconds
             tried.add(other)
             seconds = seconds_of(other)
-            if seconds < best_seconds * (1 - 1e-9):  # rounding is no progress
+            if seconds < best_seconds * (1 - _ROUNDING):  # is no progress
                 best, best_seconds, moved = other, seconds, True
         if not moved:
             return best, best_seconds
 
 
-def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
-    # Changes of one node, those first that cost least in the model.
-    found: list[tuple[float, int, int]] = []
+def _moves(problem: Problem, choice: Choice) -> list[tuple[frozenset[int], int]]:
+    # Changes of one node, or of all nodes that cost the same and are placed alike, as in repeated
+    # blocks; those first that cost least per node in the model.
+    deltas: dict[tuple[frozenset[int], int], float] = {}
+    alike: dict[tuple[bytes, int], list[int]] = {}
     for node, costs in enumerate(problem.costs):
-        if len(costs) == 1:
-            continue
-        totals = np.array(costs)
-        for neighbour, table in problem.neighbours[node]:
-            totals = totals + table[:, choice[neighbour]]
-        deltas = totals - totals[choice[node]]
-        order = np.argsort(deltas, kind="stable")
-        cheapest = [int(k) for k in order if k != choice[node]][:_MOVES_PER_NODE]
-        found += [(float(deltas[k]), node, k) for k in cheapest]
-    found.sort()
-    return [(node, k) for _, node, k in found]
+        if len(costs) > 1:
+            alike.setdefault((costs.tobytes(), choice[node]), []).append(node)
+    for (_, chosen), nodes in alike.items():
+        rows = [problem.around(node, choice) for node in nodes]
+        together: Floats = np.sum([row - row[chosen] for row in rows], axis=0)
+        for those, costs in [
+            (nodes, together),
+            *(([n], row - row[chosen]) for n, row in zip(nodes, rows, strict=True)),
+        ]:
+            order = np.argsort(costs, kind="stable")
+            cheapest = [int(k) for k in order if k != chosen][:_MOVES_PER_NODE]
+            deltas |= {(frozenset(those), k): float(costs[k]) / len(those) for k in cheapest}
+    return sorted(deltas, key=lambda move: (deltas[move], -len(move[0]), min(move[0]), move[1]))
 
 
-_EVENTS_MAX: Final = 250_000  # tasks and messages that one search simulates: a second or two
+_EVENTS_MAX: Final = 150_000  # tasks and messages that one search simulates: a second or two
 
-_LAYERS_MAX: Final = 8_000  # layers of all plans that one search compiles: some seconds
+_LAYERS_MAX: Final = 6_000  # layers of all plans that one search compiles: some seconds
 
 _NOTIFY_EVERY: Final = 5  # simulated plans
 _SEARCHED: Final = " + search"
@@ -324,27 +330,30 @@ def solve_problem(
         also=[way.placements for way in others],
     )
     notify(f"{count} machines: the best choice among {sum(problem.sizes)} splits")
-    solution = solve(problem, seconds=request.solver_seconds)
-    solved = {solution.choice: solution.solver}
-    if problem.caps is not None:
-        # The best choice without caps may fit in the simulation, or after the search.
-        free = replace(problem, memory=None, caps=None)
-        unbound = solve(free, seconds=request.solver_seconds)
-        solved.setdefault(unbound.choice, unbound.solver)
+    known: dict[Choice, SimulatedPlan] = {}
+    for way in others:
+        same = decoder.choice(way.placements)
+        if same is not None:
+            known.setdefault(same, way)
+    # The best choice without caps may fit in the simulation, or after the search.
+    free = replace(problem, memory=None, caps=None)
+    unbound = solution = solve(free, known=list(known), seconds=request.solver_seconds)
+    if problem.overrun(unbound.choice) > 1 + TOLERANCE:
+        solution = solve(problem, known=list(known), seconds=request.solver_seconds)
+    solved = {each.choice: each.solver for each in (unbound, solution)}
     ways = {
-        choice: simulator.way(solver, decoder(choice), n_machines=count)
+        choice: replace(known[choice], method=solver)
+        if choice in known
+        else simulator.way(solver, decoder(choice), n_machines=count)
         for choice, solver in solved.items()
     }
-    for way in others:
-        known = decoder.choice(way.placements)
-        if known is not None:
-            ways.setdefault(known, way)
     return SolvedProblem(
         problem=problem,
         decoder=decoder,
         solution=solution,
         ways={
-            choice: replace(way, model_seconds=problem.cost(choice)) for choice, way in ways.items()
+            choice: replace(way, model_seconds=problem.cost(choice))
+            for choice, way in {**ways, **known, **ways}.items()
         },
     )
 
@@ -370,23 +379,24 @@ def search(
         return None
     method = f"{first.method.removesuffix(_SEARCHED)}{_SEARCHED}"
     n_played = 0
-
-    def way_of(choice: Choice) -> SimulatedPlan:
-        return solved.ways.get(choice) or simulator.way(
-            method, solved.decoder(choice), n_machines=count
-        )
+    fastest: tuple[float, SimulatedPlan] = (math.inf, first)  # all of them take too much memory
 
     def seconds_of(choice: Choice) -> float:
-        nonlocal n_played
+        nonlocal n_played, fastest
         if n_played % _NOTIFY_EVERY == 0:
             notify(f"{count} machines: search, {n_played} of {tries} plans")
         n_played += 1
-        way = way_of(choice)
-        return way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
+        way = solved.ways.get(choice) or simulator.way(
+            method, solved.decoder(choice), n_machines=count
+        )
+        seconds = way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
+        # By more than rounding, as `improve` counts.
+        if seconds < fastest[0] * (1 - _ROUNDING):
+            fastest = (seconds, way)
+        return seconds
 
     better, _ = improve(solved.problem, start, seconds_of, tries=tries)
     if better == start:
         return None
-    # Simulated again: keeping all simulated plans takes too much memory.
     cost = solved.problem.cost(better)
-    return replace(way_of(better), method=method, model_seconds=cost)
+    return replace(fastest[1], method=method, model_seconds=cost)

@@ -156,11 +156,6 @@ def writes(command: Command) -> tuple[VectorName, ...]:
             assert_never(command)
 
 
-def targets(batch: Sequence[Command]) -> frozenset[VectorName]:
-    """Return every vector that the batch creates or changes."""
-    return frozenset(name for command in batch for name in writes(command))
-
-
 def n_scalars(batch: Sequence[Command]) -> int:
     """Return how many numbers a shard answers this batch with."""
     return sum(map(len, map(_combinations, batch)))

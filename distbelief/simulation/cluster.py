@@ -47,19 +47,13 @@ N_OBJECTS_TOGETHER = 50_000
 
 
 class SimulatedCluster:
-    """Roles, machines and links under a virtual clock.
-
-    Args:
-        builders: Builds each role, given its memory; called at every start of the role.
-        seed: Seed of all random numbers except the roles' own.
-        options: Machines, links and faults.
-    """
+    """Roles, machines and links under a virtual clock."""
 
     def __init__(
         self,
-        builders: Mapping[Address, Builder],
+        builders: Mapping[Address, Builder],  # called at every start of a role
         *,
-        seed: int,
+        seed: int,  # of all random numbers except the roles' own
         options: ClusterOptions | None = None,
     ) -> None:
         options = ClusterOptions() if options is None else options

@@ -17,7 +17,7 @@ from typing import final
 import msgspec
 
 from distbelief.roles.role import Event, Seconds
-from distbelief.simulation.event_queue import Call, EventQueue
+from distbelief.simulation.event_queue import Call, EventQueue, check_numbers
 
 
 # Each piece of work demands some cores and, for a part of its time, memory bandwidth. If more
@@ -39,8 +39,7 @@ class Processor:
     bytes_per_second: float  # to and from memory, all cores together
 
     def __post_init__(self) -> None:
-        if not self.cores > 0 or not self.bytes_per_second > 0:
-            raise ValueError(f"{self}: cores and bytes_per_second must be above 0")
+        check_numbers(self, positive="cores bytes_per_second")
 
 
 UNLIMITED = Processor(cores=math.inf, bytes_per_second=math.inf)
@@ -215,23 +214,16 @@ class EventLoop:
 
     An event waits for those before it, then uses a core of the host for a while, like any
     other work. A process without an event loop handles events in no time.
-
-    Args:
-        host: The work in progress on its host.
-        event_seconds: Core time of an event.
-        wake_seconds: Until a sleeping process continues.
-        handle: Called with each event at the end of that time.
-        slowness: The factor by which faults slow down the process now.
     """
 
     def __init__(
         self,
         host: Host,
         *,
-        event_seconds: Seconds,
-        wake_seconds: Seconds,
-        handle: Callable[[Event], None],
-        slowness: Callable[[], float],
+        event_seconds: Seconds,  # core time of an event
+        wake_seconds: Seconds,  # until a sleeping process continues
+        handle: Callable[[Event], None],  # called at the end of that time
+        slowness: Callable[[], float],  # factor by which faults slow down the process now
     ) -> None:
         self.thread = SimulatedThread(host)
         self._event_queue = host.event_queue

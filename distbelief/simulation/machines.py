@@ -15,6 +15,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import shard_of
 from distbelief.roles.role import Address, Cost, Executor, Seconds
 from distbelief.simulation.cpu import Demand, Processor
+from distbelief.simulation.event_queue import check_numbers
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.network import WITHIN_HOST, Link, SwitchedNetwork
 
@@ -45,27 +46,9 @@ class Machine:
     wake_seconds: Seconds = 0.0  # until a sleeping thread continues; only with event_seconds
 
     def __post_init__(self) -> None:
-        for name in (
-            "flops_per_second",
-            "bytes_per_second",
-            "disk_bytes_per_second",
-            "handling_bytes_per_second",
-            "threads",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Machine.{name} is {getattr(self, name)}; it must be above 0")
-        for name in (
-            "overhead_seconds",
-            "jitter",
-            "spread",
-            "handling_seconds",
-            "event_seconds",
-            "wake_seconds",
-        ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"Machine.{name} is {getattr(self, name)}; it must be finite and at least 0"
-                )
+        rates = "flops_per_second bytes_per_second disk_bytes_per_second"
+        times = "overhead_seconds jitter spread handling_seconds event_seconds wake_seconds"
+        check_numbers(self, positive=f"{rates} handling_bytes_per_second threads", finite=times)
 
     @property
     def handles_slowly(self) -> bool:
@@ -127,9 +110,7 @@ class CostScale:
     frame_bytes: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("flops", "n_bytes", "data_bytes", "frame_bytes"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"CostScale.{name} is {getattr(self, name)}; use 0 or more")
+        check_numbers(self, finite="flops n_bytes data_bytes frame_bytes")
 
     def of(self, cost: Cost, executor: Executor) -> Cost:
         """Return the cost of the same work in the large task."""
@@ -154,20 +135,13 @@ def frame_scale(scales: Mapping[Address, CostScale], sender: Address, receiver: 
 
 
 def scales_for(
-    small: Layout, large: Layout, names: Mapping[Address, float], *, data_bytes: float = 1.0
+    small: Layout,
+    large: Layout,  # on as many shards
+    names: Mapping[Address, float],  # of all other roles: operations of a step, large over small
+    *,
+    data_bytes: float = 1.0,  # of a sample, large over small
 ) -> dict[Address, CostScale]:
-    """Return the cost scales of a job whose roles compute on a small model.
-
-    Args:
-        small: Layout of the small model on the shards.
-        large: Layout of the large model on the same number of shards.
-        names: All roles except shards, with the factor of their operations: those of a step
-            of the large model over those of the small one.
-        data_bytes: Bytes of a sample of the large task over those of the small one.
-
-    Raises:
-        LocalProtocolError: the layouts have different numbers of shards.
-    """
+    """Return the cost scales of a job whose roles compute on a small model."""
     if small.n_shards != large.n_shards:
         raise LocalProtocolError(
             f"the small model has {small.n_shards} shards and the large one "
@@ -261,16 +235,10 @@ class ClusterOptions:
     codec: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("launch_seconds", "notice_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 0")
-        if self.block_bytes is not None and self.block_bytes < 1:
-            raise ValueError(f"block_bytes is {self.block_bytes}, below 1")
+        above = "host_bytes_max n_lines_kept block_bytes"
+        check_numbers(self, positive=above, finite="launch_seconds notice_seconds")
         if not 0 <= self.port_reuse <= 1:
             raise ValueError(f"port_reuse is {self.port_reuse}; it is a probability")
-        for name in ("host_bytes_max", "n_lines_kept"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
 
     def machine_of(self, name: Address) -> Machine:
         return self.machines.get(name, self.machine)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, assert_never, cast, final, get_args
+from typing import Final, assert_never, final, get_args
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import Address, Received, Seconds, Send
-from distbelief.simulation.event_queue import EventQueue, RandomStreams, draws
+from distbelief.simulation.event_queue import EventQueue, RandomStreams, check_numbers, draws
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, MessageFault, NetworkFault
 
 
@@ -64,10 +64,7 @@ class Card:
     overhead_seconds: Seconds = 0.0  # additional time for each message
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0 or not 0 <= self.overhead_seconds < math.inf:
-            raise ValueError(
-                f"{self}: bytes_per_second must be above 0, overhead_seconds 0 or more"
-            )
+        check_numbers(self, positive="bytes_per_second", finite="overhead_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +87,7 @@ class SwitchedNetwork:
     jitter: float = 0.0  # a latency is drawn from [1, 1 + jitter] times the value above
 
     def __post_init__(self) -> None:
-        for name in ("latency_seconds", "jitter"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"SwitchedNetwork.{name} is {getattr(self, name)}; use 0 or more")
+        check_numbers(self, finite="latency_seconds jitter")
 
 
 @final
@@ -163,10 +158,7 @@ class Link:
     jitter: float = 0.5  # a latency is drawn from [1, 1 + jitter] times this one
 
     def __post_init__(self) -> None:
-        if self.latency_seconds < 0 or self.jitter < 0 or not self.bytes_per_second > 0:
-            raise ValueError(
-                f"{self}: latency and jitter must be at least 0, bytes_per_second above 0"
-            )
+        check_numbers(self, positive="bytes_per_second", finite="latency_seconds jitter")
 
 
 # Half a round trip of 64 bytes over ZeroMQ on loopback, and its throughput.
@@ -438,9 +430,9 @@ class Encoded:
         return frames if action.lent else [bytes(frame) for frame in frames]
 
     def received(self, payload: object) -> Received:
-        frames = cast("Sequence[Frame]", payload)
-        if len(frames) > 1:
-            frames = [bytes(frame) for frame in frames]
+        frames: Sequence[Frame] = payload  # type: ignore[assignment]  # of `sent`
+        if len(frames) > 1 and type(frames[1]) is not bytes:  # lent
+            frames = [frames[0], bytes(frames[1])]
         envelope = self._wire.decode(frames)
         return Received(
             sender=Address(envelope.sender),
@@ -451,7 +443,11 @@ class Encoded:
 
 @final
 class _Lent(msgspec.Struct, eq=False):
-    event: Received  # its array may still change
+    sender: Address
+    incarnation: int
+    message: Message
+    name: str  # of the array field
+    array: Vector  # may still change
 
 
 @final
@@ -478,21 +474,20 @@ class PassedOn:
             return Received(sender=sender, incarnation=incarnation, message=message)
         array: Vector | None = getattr(message, name)
         self.size = header, 0 if array is None else array.nbytes
-        if array is not None and not action.lent:
+        if array is not None and action.lent:
+            return _Lent(sender, incarnation, message, name, array)
+        if array is not None:
             message = _copied(message, name, array)
-        event = Received(sender=sender, incarnation=incarnation, message=message)
-        return _Lent(event) if array is not None and action.lent else event
+        return Received(sender=sender, incarnation=incarnation, message=message)
 
     def received(self, payload: object) -> Received:
         if type(payload) is Received:
             return payload
         assert isinstance(payload, _Lent)
-        event = payload.event
-        message, name = event.message, _ARRAYS[type(event.message)]
         return Received(
-            sender=event.sender,
-            incarnation=event.incarnation,
-            message=_copied(message, name, getattr(message, name)),
+            sender=payload.sender,
+            incarnation=payload.incarnation,
+            message=_copied(payload.message, payload.name, payload.array),
         )
 
 

@@ -1,9 +1,10 @@
 """Roles on the machines of a cluster, and the outages of these machines.
 
-placement   {"shard-0": 0, "replica-0": 1, "replica-1": (2, 4)}
-machine 0   shard-0                     one network card; roles share the cores
-machine 2 to 5, replica-1               a replica split over four machines, simulated as one
-                                        machine with all their cores and cards
+placement   {"shard-0": 0, "replica-0": 1, "replica-1": 1}
+machine 1   replica-0, replica-1        one network card; roles share the cores
+
+A role that is spread over several equal machines is simulated on one that has all their cores
+and cards (`several`).
 """
 
 import math
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from distbelief.graph.graph import GraphError
@@ -23,14 +25,12 @@ from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.network import Card, SwitchedNetwork, Uplink
 
 
-Place = int | tuple[int, int]  # a machine; or the first of several, and their number
-
 _LATENCY_JITTER: Final = 0.1
 
 
 def options_for(
     cluster: Cluster,
-    placement: Mapping[Address, Place],
+    placement: Mapping[Address, int],
     *,
     threads: int | Mapping[Address, int] = 1,
     memory: Mapping[Address, float] | None = None,
@@ -43,8 +43,7 @@ def options_for(
     Args:
         cluster: Machines and network.
         placement: The machine of each role.
-        threads: Cores that the compute executor of a role uses at most. A role on several
-            machines uses all their cores.
+        threads: Cores that the compute executor of a role uses at most.
         memory: Bytes that each role needs; roles without an entry need none.
         share_memory: Whether roles on one machine fetch and push through shared memory;
             otherwise they use messages.
@@ -52,27 +51,30 @@ def options_for(
     Raises:
         GraphError: a machine does not exist, or has not enough memory.
     """
-    on: dict[Place, list[Address]] = defaultdict(list)
-    for name, place in placement.items():
-        _check(cluster, name, place)
-        on[place].append(name)
-    _check_groups(cluster, on)
+    on: dict[int, list[Address]] = defaultdict(list)
+    for name, index in placement.items():
+        if not 0 <= index < len(cluster):
+            raise GraphError(
+                f"{name} is put on machine {index} of cluster {cluster.name!r}, which has "
+                f"{len(cluster)}, counted from 0: use fewer, or a larger cluster"
+            )
+        on[index].append(name)
     _check_memory(cluster, on, memory or {})
-    hosts = {place: _together(cluster, place) for place in on}
     machines = {}
-    for place, names in on.items():
+    for index, names in on.items():
         for name in names:
             wanted = threads if isinstance(threads, int) else threads.get(name, 1)
-            if isinstance(place, tuple):
-                wanted = hosts[place].cores
-            machine = machine_of(hosts[place], threads=wanted)
-            machines[name] = replace(machine, host=host_name(place), shares_memory=share_memory)
+            machine = machine_of(cluster.machines[index], threads=wanted)
+            machines[name] = replace(machine, host=host_name(index), shares_memory=share_memory)
     return ClusterOptions(
         machines=machines,
-        fabric=_fabric(cluster, hosts),
+        fabric=_fabric(cluster, sorted(on)),
         processors={
-            host_name(place): Processor(cores=host.cores, bytes_per_second=host.memory_rate)
-            for place, host in hosts.items()
+            host_name(index): Processor(
+                cores=cluster.machines[index].cores,
+                bytes_per_second=cluster.machines[index].memory_rate,
+            )
+            for index in on
         },
     )
 
@@ -92,103 +94,51 @@ def machine_of(given: Given, *, threads: int = 1) -> Machine:
     )
 
 
-def spread(names: Sequence[Address], n_machines: int, *, first: int = 0) -> dict[Address, Place]:
-    """Place roles on machines round-robin."""
-    return {name: first + index % n_machines for index, name in enumerate(names)}
+def several(machine: Given, n: int) -> Given:
+    """Return one machine with the cores, memory and cards of `n` such machines."""
+    sums = ("cores", "flops", "memory_rate", "message_rate", "memory", "bandwidth")
+    return msgspec.structs.replace(machine, **{name: n * getattr(machine, name) for name in sums})
 
 
-def host_name(place: Place) -> str:
-    if isinstance(place, int):
-        return f"machine-{place}"
-    first, n = place
-    return f"machine-{first}..{first + n - 1}"
-
-
-def _check(cluster: Cluster, name: Address, place: Place) -> None:
-    first, n = place if isinstance(place, tuple) else (place, 1)
-    if first < 0 or n < 1 or first + n > len(cluster):
-        last = f" to {first + n - 1}" if n > 1 else ""
-        raise GraphError(
-            f"{name} is put on machine {first}{last} of cluster {cluster.name!r}, "
-            f"which has {len(cluster)}, counted from 0: use fewer, or a larger cluster"
-        )
-
-
-def _check_groups(cluster: Cluster, on: Mapping[Place, Sequence[Address]]) -> None:
-    # A machine of a group must not hold another role.
-    user: dict[int, Place] = {}
-    for place, names in on.items():
-        first, n = place if isinstance(place, tuple) else (place, 1)
-        if isinstance(place, tuple) and len(names) > 1:
-            raise GraphError(
-                f"{names[0]} and {names[1]} are both put on {host_name(place)} of "
-                f"cluster {cluster.name!r}: several machines hold one role"
-            )
-        for index in range(first, first + n):
-            if index in user:
-                raise GraphError(
-                    f"{names[0]} and {on[user[index]][0]} are both put on machine "
-                    f"{index} of cluster {cluster.name!r}, one of them together with "
-                    "other machines: keep them apart"
-                )
-            user[index] = place
+def host_name(index: int) -> str:
+    return f"machine-{index}"
 
 
 def _check_memory(
-    cluster: Cluster, on: Mapping[Place, Sequence[Address]], memory: Mapping[Address, float]
+    cluster: Cluster, on: Mapping[int, Sequence[Address]], memory: Mapping[Address, float]
 ) -> None:
-    for place, names in on.items():
-        has = _together(cluster, place).memory
+    for index, names in on.items():
+        has = cluster.machines[index].memory
         needs = sum(memory.get(name, 0.0) for name in names)
         if needs > has:
             raise GraphError(
-                f"{host_name(place)} of cluster {cluster.name!r} cannot hold "
+                f"{host_name(index)} of cluster {cluster.name!r} cannot hold "
                 f"{', '.join(names)}: they take {needs / 2**30:.3g} GiB, and it has "
                 f"{has / 2**30:.3g} GiB: use more machines, more shards or a smaller "
                 "model"
             )
 
 
-def _together(cluster: Cluster, place: Place) -> Given:
-    # Several machines as one. The slowest one limits the others.
-    if isinstance(place, int):
-        return cluster.machines[place]
-    first, n = place
-    machines = cluster.machines[first : first + n]
-    least = {
-        name: min(getattr(machine, name) for machine in machines)
-        for name in ("flops", "memory_rate", "message_rate", "memory", "bandwidth")
-    }
-    most = {
-        name: max(getattr(machine, name) for machine in machines)
-        for name in ("overhead", "jitter", "handling")
-    }
-    cores = min(machine.cores for machine in machines)
-    return Given(cores=n * cores, **{name: n * rate for name, rate in least.items()}, **most)
-
-
-def _fabric(cluster: Cluster, hosts: Mapping[Place, Given]) -> SwitchedNetwork:
-    names = {place: host_name(place) for place in hosts}
-    firsts = {
-        place[0] if isinstance(place, tuple) else place: name for place, name in names.items()
-    }
+def _fabric(cluster: Cluster, used: Sequence[int]) -> SwitchedNetwork:
     links = {}
     for ends, rate in cluster.links.items():
         a, b = map(int, ends.split("-"))
-        if a in firsts and b in firsts:
-            links[firsts[a], firsts[b]] = links[firsts[b], firsts[a]] = rate
+        if a in used and b in used:
+            names = host_name(a), host_name(b)
+            links[names] = links[names[::-1]] = rate
     inner_first = sorted(cluster.switches, key=lambda switch: switch.last - switch.first)
     return SwitchedNetwork(
         cards={
-            names[place]: Card(
-                bytes_per_second=host.bandwidth, overhead_seconds=cluster.message_overhead
+            host_name(index): Card(
+                bytes_per_second=cluster.machines[index].bandwidth,
+                overhead_seconds=cluster.message_overhead,
             )
-            for place, host in hosts.items()
+            for index in used
         },
         uplinks=tuple(
             Uplink(
                 hosts=frozenset(
-                    name for index, name in firsts.items() if switch.first <= index <= switch.last
+                    host_name(index) for index in used if switch.first <= index <= switch.last
                 ),
                 bytes_per_second=switch.bandwidth,
             )
@@ -207,31 +157,24 @@ Absence = tuple[Seconds, int, Seconds]  # start, machine, duration
 
 def drawn_outages(
     cluster: Cluster,
-    placement: Mapping[Address, Place],
+    placement: Mapping[Address, int],
     *,
     horizon: Seconds,
     seed: int,
-    restarts: bool = False,
+    restarts: bool = False,  # True: the roles restart by themselves; False: the supervisor does
 ) -> tuple[Outage, ...]:
     """Return the outages of machines that hold roles, ordered by time.
 
     They come from the cluster's failure and preemption processes, and from its trace.
 
-    Args:
-        cluster: The cluster.
-        placement: The machine of each role.
-        horizon: Seconds.
-        seed: The same seed and cluster give the same outages, wherever the roles are.
-        restarts: Whether the roles restart by themselves; otherwise a supervisor does it.
+    The same seed and cluster give the same outages, wherever the roles are.
 
     Raises:
         GraphError: the trace ends before the horizon, or there are too many outages.
     """
     on: dict[int, list[Address]] = defaultdict(list)
-    for name, place in placement.items():
-        first, n = place if isinstance(place, tuple) else (place, 1)
-        for index in range(first, first + n):
-            on[index].append(name)
+    for name, index in placement.items():
+        on[index].append(name)
     found = [*_drawn(cluster, horizon=horizon, seed=seed)]
     if cluster.trace is not None:
         if cluster.trace.covers < horizon:

@@ -8,8 +8,9 @@ run prints the last records of each role in the order of events.
 import dataclasses
 import hashlib
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final, assert_never, final
 
 import msgspec
@@ -85,7 +86,7 @@ def _composite_repr(value: object, depth: int) -> str:
     if isinstance(value, msgspec.Struct):
         names: Sequence[str] = value.__struct_fields__
     elif dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
+        names = tuple(value.__dataclass_fields__)
     else:
         return kind  # its repr may contain an address
     fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]
@@ -136,6 +137,7 @@ def _message_text(encoded: bytes) -> str:
 
 
 N_TOGETHER: Final = 256  # records that enter the digest together
+_N_SHORT: Final = 15  # items of a list whose header has one byte in msgpack; of a longer one, 3
 
 # Time, role, its incarnation, and text or encoded message; of a message also its
 # sender and the incarnation of the sender.
@@ -143,18 +145,12 @@ _Record = tuple[Seconds, Address, int, str | bytes, *tuple[object, ...]]
 
 
 class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
-    """A simulated run broke an assertion, a limit or a check.
-
-    Attributes:
-        seed: The same seed fails in the same way.
-        now: Virtual seconds.
-        last: The last lines of each role.
-    """
+    """A simulated run broke an assertion, a limit or a check."""
 
     def __init__(self, reason: str, *, seed: int, now: Seconds, trace: "Trace") -> None:
         self.seed = seed
         self.now = now
-        self.last = trace.last()
+        self.last = trace.last()  # lines of each role
         super().__init__(
             f"the simulation with seed {seed} failed at {now!r} s: {reason}\n"
             f"The last events of each role (to repeat the run: seed={seed}):\n"
@@ -173,8 +169,8 @@ class Trace:
         self._order_only = order_only
         self._pending: list[_Record] = []  # not in the digest yet
         self._n_flushed = 0
-        self._n_kept = n_kept
-        self._kept: dict[Address, deque[tuple[int, _Record]]] = {}  # numbered
+        # Numbered.
+        self._kept = defaultdict[Address, deque[tuple[int, _Record]]](partial(deque, maxlen=n_kept))
 
     @property
     def n_lines(self) -> int:
@@ -208,14 +204,13 @@ class Trace:
             self._flush()
 
     def _flush(self) -> None:
-        # One by one: the digest must not depend on when it is asked for.
-        self._hash.update(b"".join(map(_encode, self._pending)))
+        # Without the header of the list: the digest must not depend on when it is asked for.
+        n = len(self._pending)
+        self._hash.update(_encode(self._pending)[1 if n <= _N_SHORT else 3 :])
+        kept = self._kept
         for number, record in enumerate(self._pending, start=self._n_flushed):
-            name = record[1]
-            if name not in self._kept:
-                self._kept[name] = deque(maxlen=self._n_kept)
-            self._kept[name].append((number, record))
-        self._n_flushed += len(self._pending)
+            kept[record[1]].append((number, record))
+        self._n_flushed += n
         self._pending.clear()
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:

@@ -309,16 +309,16 @@ def graph_with_loss(
 def _with_whole_loss(graph: LayerGraph, sample: Sample, reason: str) -> LayerGraph:
     """Return the graph with a user's loss as one layer."""
     builder = Builder.of(graph)
-    names = [layer.name for layer in graph.layers if layer.kind == INPUT]
-    for entry in sample.entries[len(names) :]:
+    given = [layer for layer in graph.layers if layer.kind == INPUT]
+    for entry in sample.entries[len(given) :]:
         name, spec = builder.free_name(shown_path(entry.path[1:]) or "targets"), entry.spec
-        names.append(
+        given.append(
             builder.input(name, spec.shape, is_integer=spec.is_integer, is_mask=spec.is_mask)
         )
-    read = (*graph.outputs, *names[-len(sample.of_loss) :])
+    read = [*(graph[name] for name in graph.outputs), *given[-len(sample.of_loss) :]]
     name = builder.free_name("loss")
-    last = builder.add(name, "whole", read, (), options={"module": name}, whole=reason)
-    return replace(builder.finish([*graph.outputs, last]), fields=graph.fields)
+    builder.add(name, "whole", read, (), options={"module": name}, whole=reason)
+    return replace(builder.finish([*graph.outputs, name]), fields=graph.fields)
 
 
 def loss_module(graph: LayerGraph, sample: Sample, loss: str) -> nn.Module | None:

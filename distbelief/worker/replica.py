@@ -169,7 +169,8 @@ class Replica:
         of_shard, phase = self._client.owns(event), self._epoch.phase
         if of_shard:
             actions: Sequence[rl.Action] = self._client.handle(event, now)
-            if self._is_single and not self.objective.accepts and self._is_partial(event):
+            # Most events of shards are blocks, acknowledgements and timers that remove no obstacle.
+            if self._is_single and not self._client.has_news:
                 return actions
         else:
             own = None
@@ -196,12 +197,6 @@ class Replica:
 
     def _due(self, now: rl.Seconds) -> list[rl.Action]:
         return [] if self._is_gone else self.objective.due(now)
-
-    def _is_partial(self, event: rl.Event) -> bool:
-        # Most messages of shards are blocks, and only the last one of a fetch removes an obstacle.
-        message = event.message if isinstance(event, rl.Received) else None
-        is_fetched = isinstance(message, wire.ParameterBlock) and self._client.fetch_complete
-        return isinstance(message, wire.ParameterBlock | wire.PushBlockAck) and not is_fetched
 
     def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:

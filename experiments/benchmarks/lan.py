@@ -32,7 +32,7 @@ from distbelief.run.directory import RunDirectory, Status
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.placement import Place, options_for
+from distbelief.simulation.placement import options_for
 from distbelief.simulation.trace import Traffic
 from distbelief.supervisor.view import JobView
 from distbelief.transport.keys import Allowed, KeyFiles
@@ -202,7 +202,7 @@ class _Hosts:
         return self.n
 
     def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        places: dict[Address, Place] = {name: self.placement.get(name, 0) for name in staged.kinds}
+        places = {name: self.placement.get(name, 0) for name in staged.kinds}
         cluster = uniform("lan", _MACHINE, self.n, latency=1e-4)
         options = options_for(cluster, places)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))

@@ -69,7 +69,9 @@ class BareClient:
     """A worker of the server at `address`; use it in a `with` statement."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], address: str) -> None:
-        self._session = ClientSession(list(parameters), ServerAddress.parse(address))
+        self._session = ClientSession(
+            list(parameters), ServerAddress.parse(address), user=type(self).__name__
+        )
         self._client = self._session.client
 
     def __enter__(self) -> Self:

@@ -67,7 +67,7 @@ from distbelief.roles.role import (
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
-from distbelief.simulation.placement import options_for, spread
+from distbelief.simulation.placement import options_for, several
 from distbelief.task.task import (
     BuildContext,
     DataSpec,
@@ -215,15 +215,16 @@ def _acquainted(one: Address, other: Address) -> bool:
 def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:
     shards = [name for name in names if name.startswith("shard")]
     others = [name for name in names if not name.startswith("shard")]
-    n_of_shards = len(shards) * n_per_shard
     one = load_cluster("rack-10g")
-    machines = (one.machines[0],) * (n_of_shards + len(others))
+    machine = one.machines[0]
+    of_shard, threads = machine, dict.fromkeys(names, 8)
+    if n_per_shard > 1:
+        of_shard = several(machine, n_per_shard)
+        threads |= dict.fromkeys(shards, of_shard.cores)
+    machines = (of_shard,) * len(shards) + (machine,) * len(others)
     cluster = msgspec.structs.replace(one, machines=machines)
-    placement = spread(others, len(others), first=n_of_shards)
-    for k, name in enumerate(shards):
-        first = k * n_per_shard
-        placement[name] = first if n_per_shard == 1 else (first, n_per_shard)
-    return options_for(cluster, placement, threads=8)
+    placement = {name: index for index, name in enumerate([*shards, *others])}
+    return options_for(cluster, placement, threads=threads)
 
 
 class Answering:

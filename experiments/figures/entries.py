@@ -24,7 +24,7 @@ from distbelief.roles.role import ALL_MESSAGES, SUPERVISOR, Action, Address, Eve
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.placement import Place, options_for
+from distbelief.simulation.placement import options_for, several
 from experiments.figures.task import N_TRAIN
 
 
@@ -83,27 +83,22 @@ class ScaledMachines:
         return builders
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        n = self.n_machines + _EVALUATOR_MACHINES + 1
-        cluster = Cluster(
-            name="scaled", machines=(self.machine,) * n, latency=LATENCY / self.time_scale
-        )
+        one = self.machine
+        together = (shard_machines(self.n_replicas), _EVALUATOR_MACHINES, 1)
+        machines = (one,) * self.n_replicas + tuple(several(one, n) for n in together)
+        cluster = Cluster(name="scaled", machines=machines, latency=LATENCY / self.time_scale)
         places = {name: self.place(name, kind) for name, kind in prepared.kinds.items()}
-        options = options_for(cluster, places, threads=CORES, share_memory=False)
+        threads = {name: machines[index].cores for name, index in places.items()}
+        options = options_for(cluster, places, threads=threads, share_memory=False)
         return replace(
             options, start=(SUPERVISOR,), faults=tuple(faults), trace="order", codec=False
         )
 
-    def place(self, name: Address, kind: str) -> Place:
-        index = int(name.partition("-")[2] or 0)
-        match kind:
-            case "replica":
-                return index
-            case "shard":
-                return (self.n_replicas, shard_machines(self.n_replicas))
-            case "evaluator":
-                return (self.n_machines, _EVALUATOR_MACHINES)
-            case _:  # supervisor, coordinator
-                return self.n_machines + _EVALUATOR_MACHINES
+    def place(self, name: Address, kind: str) -> int:
+        if kind == "replica":
+            return int(name.partition("-")[2])
+        # Behind the replicas; the last one holds supervisor and coordinator.
+        return self.n_replicas + {"shard": 0, "evaluator": 1}.get(kind, 2)
 
 
 @dataclass(frozen=True, slots=True)

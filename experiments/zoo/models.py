@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec
 
 
@@ -76,7 +77,10 @@ def library(name: str) -> Any:  # noqa: ANN401 -- of an extra
             torch.library.define(
                 f"torchvision::{missing}", "(Tensor a, Tensor b, float c) -> Tensor"
             )
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise JobError(f"{error}: run pip install 'distbelief[zoo]'") from error
 
 
 def _make(entry: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:

@@ -236,9 +236,9 @@ class Coordinator:
     def _receive(self, event: rl.Received, now: rl.Seconds) -> Sequence[rl.Action]:
         sender, message = event.sender, event.message
         match message:
-            case wire.CommandDone() if self._commands.owns(sender):
+            case wire.CommandDone() if sender in self._commands.shards:
                 self._commands.receive(event, message, now)
-            case wire.WorkReport() if self._is_warm and not self._warm_start.is_done(sender):
+            case wire.WorkReport() if self._is_warm and sender not in self._warm_start.done:
                 return self._warm_start.replica_joined(sender, now)
             case wire.WorkReport():
                 self._take_report(event, message, now)
@@ -252,7 +252,7 @@ class Coordinator:
                 return self._warm_start.save(label)
             case wire.SaveCheckpoint(label=label):
                 self._request_save(label)
-            case wire.CheckpointSaved() if self._commands.owns(sender):
+            case wire.CheckpointSaved() if sender in self._commands.shards:
                 return self._warm_start.shard_saved(sender, message)
             case _:
                 raise RemoteProtocolError(
@@ -263,7 +263,7 @@ class Coordinator:
 
     def _peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> Sequence[rl.Action]:
         peer, incarnation = event.peer, event.incarnation
-        if self._commands.owns(peer):
+        if peer in self._commands.shards:
             is_new = isinstance(event, rl.PeerJoined)
             return self._commands.joined(peer, incarnation) if is_new else []
         if isinstance(event, rl.PeerLost):

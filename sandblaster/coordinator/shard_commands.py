@@ -31,12 +31,12 @@ class CommandBroadcast:
 
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
-        self._shards = tuple(shards)
+        self.shards = tuple(shards)
         self._command: wire.ShardCommand | None = None  # the last one; None before the first
         self._answers: dict[Address, wire.CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # at the start of the epoch
         self._newest: dict[Address, int] = {}  # the newest known
-        self._silences = {shard: Silence() for shard in self._shards}
+        self._silences = {shard: Silence() for shard in self.shards}
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self.answers: tuple[wire.CommandDone, ...] = ()  # to the last command that is complete
         self.epoch = 0  # the present epoch
@@ -45,12 +45,9 @@ class CommandBroadcast:
         self.lost: Address | None = None
         self.n_commands = 0  # commands sent, in all epochs
 
-    def owns(self, sender: Address) -> bool:
-        return sender in self._shards
-
     @property
     def complete(self) -> bool:
-        return self._command is None or len(self._answers) == len(self._shards)
+        return self._command is None or len(self._answers) == len(self.shards)
 
     @property
     def waiting_for(self) -> Address | None:
@@ -60,7 +57,7 @@ class CommandBroadcast:
     def versions(self) -> tuple[wire.ShardVersion, ...]:
         return tuple(
             wire.ShardVersion(incarnation=self._incarnations[shard], clock=answer.clock)
-            for shard, answer in zip(self._shards, self.answers, strict=True)
+            for shard, answer in zip(self.shards, self.answers, strict=True)
         )
 
     def begin_epoch(self, epoch: int, now: Seconds) -> list[Action]:
@@ -118,8 +115,8 @@ class CommandBroadcast:
             )
         self._incarnations.setdefault(shard, event.incarnation)
         self._answers[shard] = message
-        if len(self._answers) == len(self._shards):
-            self.answers = tuple(self._answers[shard] for shard in self._shards)
+        if len(self._answers) == len(self.shards):
+            self.answers = tuple(self._answers[shard] for shard in self.shards)
 
     def joined(self, shard: Address, incarnation: int) -> list[Action]:
         self._note_incarnation(shard, incarnation)
@@ -146,9 +143,9 @@ class CommandBroadcast:
         """
         if not self.complete or self._command is None:
             return []
-        self._check(self._shards, now)
+        self._check(self.shards, now)
         least = _UNWATCHED_SHARE * self._config.silence_seconds_max
-        silent = [shard for shard in self._shards if self._silences[shard].silent(now) >= least]
+        silent = [shard for shard in self.shards if self._silences[shard].silent(now) >= least]
         if not silent or now < self._backoff.due:
             return []
         self._backoff.repeat(now)
@@ -177,7 +174,7 @@ class CommandBroadcast:
     def _waiting(self) -> list[Address]:
         if self._command is None:
             return []
-        return [shard for shard in self._shards if shard not in self._answers]
+        return [shard for shard in self.shards if shard not in self._answers]
 
     def _send(self) -> list[Action]:
         assert self._command is not None

@@ -35,7 +35,7 @@ class WarmStart:
         self._shards = shards
         self._retry_seconds = retry_seconds
         self._running: set[Address] = set()
-        self._done: set[Address] = set()
+        self.done: set[Address] = set()
         self._began_at: Seconds | None = None
         self._time_is_up = False  # too late for the others
         self._label = ""  # of the checkpoint
@@ -45,15 +45,12 @@ class WarmStart:
     @property
     def is_over(self) -> bool:
         # Nothing may push to the shards once the run has begun: wait for all to stop.
-        is_time = self._time_is_up or len(self._done) >= self._n_replicas
+        is_time = self._time_is_up or len(self.done) >= self._n_replicas
         return is_time and not self._running
-
-    def is_done(self, name: Address) -> bool:
-        return name in self._done
 
     def replica_joined(self, name: Address, now: Seconds) -> list[Action]:
         """Let a worker train, unless it is done or too late."""
-        if name in self._done:
+        if name in self.done:
             return []
         if self._began_at is None:
             self._began_at = now
@@ -63,9 +60,9 @@ class WarmStart:
         return [Send(receiver=name, message=StartTraining())]
 
     def replica_finished(self, name: Address, now: Seconds) -> list[Action]:
-        is_first = not self._done
+        is_first = not self.done
         self._running.discard(name)
-        self._done.add(name)
+        self.done.add(name)
         if not is_first:
             return []
         taken = 0.0 if self._began_at is None else now - self._began_at
@@ -75,7 +72,7 @@ class WarmStart:
     def lost(self, name: Address) -> None:
         # Its next incarnation reports again, and says if it is done.
         self._running.discard(name)
-        self._done.discard(name)
+        self.done.discard(name)
 
     def timer(self, now: Seconds) -> list[Action]:
         """Stop the workers that are late, and end the warm start when all have stopped."""

@@ -112,7 +112,11 @@ class PendingChunks:
         own = self._left.get(name)
         if own:
             run = _first_run(own[:n_wanted])
-        elif gone := [left for owner, left in self._left.items() if self._is_gone(owner)]:
+        elif gone := [
+            left
+            for owner, left in self._left.items()
+            if owner is None or self._pool.get(owner) is None
+        ]:
             run = _first_run(islice(merge(*gone), n_wanted))
         else:
             most = max(self._left.values(), key=lambda left: (len(left), -left[0]))
@@ -126,7 +130,7 @@ class PendingChunks:
         return run
 
     def _is_gone(self, owner: Address | None) -> bool:
-        return owner is None or owner not in self._pool
+        return owner is None or self._pool.get(owner) is None
 
 
 def _first_run(indices: Iterable[int]) -> list[int]:

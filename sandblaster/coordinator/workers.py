@@ -131,9 +131,6 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def __contains__(self, name: Address) -> bool:
-        return name in self._workers
-
     @property
     def n_computed(self) -> int:
         return self._n_of_removed + sum(worker.n_computed for worker in self)

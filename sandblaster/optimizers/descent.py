@@ -350,7 +350,6 @@ class ConjugateGradient(SmoothMethod, frozen=True, kw_only=True, tag="conjugate_
     """
 
     value_tolerance: float = 0.0
-    sufficient_decrease: float = 1e-4  # c1 of the line search
     curvature: float = 0.4  # c2 of the line search; directions stay conjugate only if it is small
 
     @override

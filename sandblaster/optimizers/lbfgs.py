@@ -57,7 +57,6 @@ class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
 
     n_history: int = 10  # m, the number of corrections remembered: 2 m + 2 more vectors
     sufficient_decrease: float = 1e-3  # c1 of the line search
-    curvature: float = 0.9  # c2 of the line search
 
     @override
     def descent(self, memory: str | None) -> "QuasiNewton":

@@ -146,8 +146,8 @@ def computed() -> Bench:
 def test_gradients_are_summed_and_averages_begin_as_they_were_fetched() -> None:
     bench = computed()
     bench.push(4, 50)
-    assert bench.sums.pushes.has_work()
-    assert not bench.sums.pushes.has_work()
+    assert bench.sums.has_news()
+    assert not bench.sums.has_news()
     assert bench.work() == [PUSH]
     ((gradient, average),) = bench.client.staged_values
     assert gradient is not None
@@ -214,7 +214,7 @@ def test_a_sum_that_is_not_named_any_more_is_dropped() -> None:
     bench.begin(5)
     assert bench.work() == []
     bench.push(4, 50)
-    assert not bench.sums.pushes.has_work() or bench.work() == []
+    assert not bench.sums.pushes.has_work or bench.work() == []
     assert bench.sums.figures()["sets_held"] == 0.0
 
 

@@ -56,7 +56,7 @@ from distbelief.roles.role import (
 )
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
-from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
+from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
 from distbelief.simulation.network import Link
 from distbelief.task import dry_run
@@ -75,6 +75,7 @@ from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
 from tests.distbelief.parameter_server.pair import scatter
+from tests.simulation.random_faults import random_faults
 
 
 N_SAMPLES = 30

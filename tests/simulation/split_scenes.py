@@ -13,9 +13,10 @@ import numpy as np
 from distbelief.protocol import Assignment, PushChunk
 from distbelief.roles.role import Address, Received, Seconds
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot, random_faults
+from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
+from tests.simulation.random_faults import random_faults
 from tests.simulation.sandblasts import moments
 from tests.simulation.split_sandblasts import Run, Scene
 

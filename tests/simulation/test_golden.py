@@ -32,7 +32,7 @@ from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Address, Computed, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.faults import Kill, Pause, random_faults
+from distbelief.simulation.faults import Kill, Pause
 from distbelief.simulation.network import Encoded
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
@@ -41,6 +41,7 @@ from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scen
 from tests.simulation.groups import Group
 from tests.simulation.invariants import shard_in
 from tests.simulation.jobs import JobCluster
+from tests.simulation.random_faults import random_faults
 from tests.simulation.test_downpour import downpour
 from tests.simulation.test_machines import COUNTING, faults_of
 from tests.simulation.workers import Unreadable, layout_of

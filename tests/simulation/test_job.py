@@ -11,9 +11,10 @@ from distbelief.parameter_server.replication import shard_of
 from distbelief.protocol import PushApplied
 from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address, Send
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause, random_faults
+from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause
 from distbelief.simulation.storage import Disk
 from tests.simulation.jobs import EXAMPLES, STEP_SECONDS, TASK, JobCluster, seeds
+from tests.simulation.random_faults import random_faults
 
 
 LONG = StopTable(seconds=1e6)

@@ -19,10 +19,10 @@ from distbelief.simulation.faults import (
     Kill,
     Pause,
     Supersede,
-    random_faults,
 )
 from distbelief.simulation.machines import ClusterOptions, Machine
 from tests.simulation.invariants import Scene, times_applied, watch
+from tests.simulation.random_faults import random_faults
 from tests.simulation.workers import N_MARKS, Ledger, Worker, config_of, layout_of, shard_of
 
 

@@ -25,7 +25,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
-from distbelief.parameter_server.shard import ClientMessage, FromPrimary, ReplicationMessage, Shard
+from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
 from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.simulation.trace import SimulationFailed
@@ -117,15 +117,12 @@ def push_buffer_is_reused_too_early(patch: Patch) -> None:
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
     """A block counts for all blocks before it."""
 
-    def take_block(self: Session, message: wire.PushBlock) -> int:
-        push_buffer = self._push_buffer_of(message.sequence)
-        push_buffer.lend(message.sequence)
-        start, stop = self.shard_slice.bounds[message.block_index]
-        push_buffer.values[start:stop] = message.values
-        push_buffer.received = max(push_buffer.received, message.block_index + 1)
-        return push_buffer.received
+    def take(self: PushBuffer, block: wire.PushBlock, start: int) -> None:
+        self.lend(block.sequence)
+        self.values[start : start + block.values.size] = block.values
+        self.received = max(self.received, block.block_index + 1)
 
-    patch.setattr(Session, "take_block", take_block)
+    patch.setattr(PushBuffer, "take", take)
 
 
 def applied_before_all_blocks_are_here(patch: Patch) -> None:
@@ -282,20 +279,22 @@ def primary_drops_its_backup_without_permission(patch: Patch) -> None:
 
 def demoted_primary_is_acknowledged(patch: Patch) -> None:
     """A primary acknowledges every push that its former primary replicates."""
-    whole = Shard._from_primary
+    whole = Shard._replicate
 
-    def from_primary(self: Shard, sender: Address, message: FromPrimary) -> list[Action]:
+    def replicate(
+        self: Shard, event: Received, message: ReplicationMessage, now: Seconds
+    ) -> list[Action]:
         if self._backup is not None or not isinstance(message, wire.ReplicatePush):
-            return whole(self, sender, message)
+            return whole(self, event, message, now)
         acknowledgement = wire.PushApplied(
             sequence=message.clock + 1,
             shard_incarnation=message.term,
             clock=message.clock + 1,
             staleness=0,
         )
-        return [Send(receiver=sender, message=acknowledgement)]
+        return [Send(receiver=event.sender, message=acknowledgement)]
 
-    patch.setattr(Shard, "_from_primary", from_primary)
+    patch.setattr(Shard, "_replicate", replicate)
 
 
 def receiver_incarnation_is_ignored(patch: Patch) -> None:
@@ -334,25 +333,24 @@ def former_primaries_are_accepted(patch: Patch) -> None:
 
 def state_block_of_another_clock_is_accepted(patch: Patch) -> None:
     """A backup accepts any state block and so holds a mixture of versions."""
-    whole = Backup.take_state_block
+    whole = Backup._take_state_block
 
-    def take_state_block(self: Backup, sender: Address, message: wire.StateBlock) -> object:
-        here = msgspec.structs.replace(message, clock=self._values.clock)
-        return whole(self, sender, here)
+    def take_state_block(self: Backup, message: wire.StateBlock) -> object:
+        return whole(self, msgspec.structs.replace(message, clock=self._values.clock))
 
-    patch.setattr(Backup, "take_state_block", take_state_block)
+    patch.setattr(Backup, "_take_state_block", take_state_block)
 
 
 def pushes_are_taken_in_any_order(patch: Patch) -> None:
     """A backup applies replicated pushes in order of arrival, gaps or not."""
-    whole = Backup.replicate
+    whole = Backup._replicate
 
     def replicate(self: Backup, sender: Address, message: wire.ReplicatePush) -> object:
         n_waiting = len(self._queue) + (self._applying is not None)
         here = msgspec.structs.replace(message, clock=self._values.clock + n_waiting)
         return whole(self, sender, here)
 
-    patch.setattr(Backup, "replicate", replicate)
+    patch.setattr(Backup, "_replicate", replicate)
 
 
 def in_sync_is_reported_too_early(patch: Patch) -> None:

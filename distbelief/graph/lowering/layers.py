@@ -4,46 +4,61 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
 
-from distbelief.graph.graph import GraphError, Layer, TensorUse, uses
-from distbelief.graph.lowering.lower import (
-    Held,
-    Lowerer,
-    NotSplitError,
-    Operation,
-    Results,
-    Value,
-    lowers,
-    lowers_module,
-)
-from distbelief.graph.lowering.pointwise import pointwise
-from distbelief.graph.lowering.views import expanded_layer, permuted, viewed
+from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
+from distbelief.graph.lowering.calls import call_in_parts, elementwise
+from distbelief.graph.lowering.operation import Context, Operation, lowers, lowers_module
+from distbelief.graph.lowering.values import Held, NotSplitError, Value, is_mask
+from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, viewed
 from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
-from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
+from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.ops.linear import product_layer
-from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 
 
-def _connected(
-    op: Operation, value: Value, weight: Held, bias: TensorUse | None, *, turned: bool
-) -> Value:
-    # value @ weight^T, or value @ weight if `turned`.
+_ADD: Final = torch.ops.aten.add.Tensor
+_MULTIPLY: Final = torch.ops.aten.mul.Tensor
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor of the model that follow each other."""
+
+    use: TensorUse
+    first: int
+    n: int
+    turned: bool = False  # columns
+
+
+def _rows(op: Operation, given: object) -> Rows | None:
+    # What an argument is: all rows of a tensor, or a slice of them (attention keeps queries, keys
+    # and values in one tensor).
+    if isinstance(given, Held):
+        return Rows(given.use, 0, given.use.shape[int(given.turned)], given.turned)
+    if not isinstance(given, Value) or given.layer.kind != "slice":
+        return None
+    layer, source = given.layer, op.builder[given.layer.inputs[0]]
+    all_columns = source.shape[1:] == layer.shape[1:] and set(layer.integers("steps")) == {1}
+    if source.kind != "parameter" or not all_columns:
+        return None
+    return Rows(source.tensors["value"], layer.integers("starts")[0], layer.shape[0])
+
+
+def _connected(op: Operation, value: Value, weight: Rows, bias: Rows | None = None) -> Value:
+    # value @ weight^T + bias
     value.dim(-1)  # not the batch
     refuse_integers(op, value)
-    n_outputs = weight.use.shape[1 if turned else 0]
-    tensors = {"weight": weight.use} | ({} if bias is None else {"bias": bias})
-    return op.add(
-        "linear",
-        [value],
-        (*value.layer.shape[:-1], n_outputs),
-        options={"transposed": True} if turned else {},
-        tensors=tensors,
-    )
+    tensors = {"weight": weight.use} | ({} if bias is None else {"bias": bias.use})
+    options: dict[str, Option] = {"transposed": True} if weight.turned else {}
+    if weight.first:
+        options["first_row"] = weight.first
+    if bias is not None and bias.first:
+        options["first_row_of_bias"] = bias.first
+    shape = (*value.layer.shape[:-1], weight.n)
+    return op.add("linear", [value], shape, options=options, tensors=tensors)
 
 
 def refuse_integers(op: Operation, value: Value) -> None:
@@ -57,27 +72,25 @@ def refuse_integers(op: Operation, value: Value) -> None:
 
 @lowers("linear")
 def linear(op: Operation) -> object:
-    weight, bias = op["weight"], op["bias"]
-    if isinstance(weight, Held) and (bias is None or isinstance(bias, Held)):
-        return _connected(op, op.value("input"), weight, op.use("bias"), turned=weight.turned)
-    weight = op.value("weight")
-    found = _product(op, op.value("input"), permuted(op, weight, [1, 0]))
-    return found if bias is None else pointwise(op, [found, op.value("bias")], "add")
+    weight, bias = _rows(op, op["weight"]), _rows(op, op["bias"])
+    if weight is not None and (bias is not None or op["bias"] is None):
+        return _connected(op, op.value("input"), weight, bias)
+    found = _product(op, op.value("input"), permuted(op, op.value("weight"), [1, 0]))
+    return found if op["bias"] is None else elementwise(op, _ADD, found, op.value("bias"))
 
 
 @lowers("addmm", "baddbmm")
 def product_and_sum(op: Operation) -> object:
     one, other = (("mat1", "mat2"), ("batch1", "batch2"))["batch1" in op.arguments]
-    weight = op[other]
+    weight, bias = op[other], op["self"]
     plain = (op["beta"], op["alpha"]) == (1, 1)
-    if plain and isinstance(weight, Held) and isinstance(op["self"], Held):
-        return _connected(op, op.value(one), weight, op.use("self"), turned=not weight.turned)
-    found = _product(op, op.value(one), op.value(other))
-    terms = [found, op.value("self")]
+    if plain and isinstance(weight, Held) and isinstance(bias, Held):
+        return _connected(op, op.value(one), _turned(weight), _rows(op, bias))
+    terms = [_product(op, op.value(one), op.value(other)), op.value("self")]
     for index, word in enumerate(("alpha", "beta")):
         if op[word] != 1:
-            terms[index] = pointwise(op, [terms[index]], "multiply_number", op.number(word))
-    return pointwise(op, terms, "add")
+            terms[index] = elementwise(op, _MULTIPLY, terms[index], op[word])
+    return elementwise(op, _ADD, *terms)
 
 
 @lowers("matmul", "mm", "bmm", "mv")
@@ -85,8 +98,12 @@ def product(op: Operation) -> object:
     left, right = op["self"], op.arguments.get("other", op.arguments.get("mat2"))
     one = op.value("self")
     if isinstance(right, Held) and len(right.use.shape) == 2 and one.batch is not None:
-        return _connected(op, one, right, None, turned=not right.turned)
-    return _product(op, op.lowerer.as_value(left), op.lowerer.as_value(right))
+        return _connected(op, one, _turned(right))
+    return _product(op, op.context.as_value(left), op.context.as_value(right))
+
+
+def _turned(held: Held) -> Rows:
+    return Rows(held.use, 0, held.use.shape[int(not held.turned)], not held.turned)
 
 
 def _product(op: Operation, one: Value, other: Value) -> Value:
@@ -95,7 +112,7 @@ def _product(op: Operation, one: Value, other: Value) -> Value:
         shape = one.layer.shape
         rows = one.to(op.reshaped(one, (math.prod(shape[:-1]), shape[-1])))
         layer = product_layer(op.free_name, rows.layer, other.layer)
-        found = one.to(op.builder[op.builder.add_layer(layer)])
+        found = one.to(op.builder.add_layer(layer))
         return one.to(op.reshaped(found, (*shape[:-1], other.layer.shape[-1])))
     one.dim(-2), other.dim(-1), other.dim(-2)
     like, rest = (one, other) if one.batch is not None else (other, one)
@@ -107,7 +124,7 @@ def _product(op: Operation, one: Value, other: Value) -> Value:
         raise NotSplitError("its tensors are arranged in different ways")
     lead = tuple(torch.broadcast_shapes(one.layer.shape[:-2], other.layer.shape[:-2]))
     layers = [expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in (one, other)]
-    return like.to(op.builder[op.builder.add_layer(product_layer(op.free_name, *layers))])
+    return like.to(op.builder.add_layer(product_layer(op.free_name, *layers)))
 
 
 # --- einsum: a product, and permutations before and after it ---
@@ -131,10 +148,11 @@ def einsum(op: Operation) -> object:
     if isinstance(right, Held) and len(other) == 2:
         if one[:-1] != result[:-1] or set(other) != {one[-1], result[-1]}:
             raise NotSplitError("it sums over something else than the last dimension")
-        value = op.lowerer.as_value(left)
-        turned = (other[0] == one[-1]) != right.turned
-        return _connected(op, value, right, None, turned=turned)
-    values = [op.lowerer.as_value(given) for given in (left, right)]
+        value = op.context.as_value(left)
+        rows = _turned(right) if other[0] == one[-1] else _rows(op, right)
+        assert rows is not None
+        return _connected(op, value, rows)
+    values = [op.context.as_value(given) for given in (left, right)]
     alone = set(one) ^ set(other)
     alike = one[0] == other[0] == result[0] and alone <= set(result)
     if not (alike and all(value.is_plain and value.batch == 0 for value in values)):
@@ -161,7 +179,7 @@ def _by_letters(op: Operation, values: list[Value], one: str, other: str, result
     right = ordered(values[1], other, lead + summed + columns)
     right = right.to(op.reshaped(right, (*shape(lead), n_summed, n_columns)))
     layer = product_layer(op.free_name, left.layer, right.layer)
-    found = left.to(op.builder[op.builder.add_layer(layer)])
+    found = left.to(op.builder.add_layer(layer))
     found = found.to(op.reshaped(found, shape(lead + rows + columns)))
     return ordered(found, lead + rows + columns, result)
 
@@ -176,7 +194,7 @@ def embedding(op: Operation) -> object:
     if op["scale_grad_by_freq"]:
         raise NotSplitError("it scales gradients by frequency")
     words = op["indices"]
-    if isinstance(words, torch.Tensor) and (rows := _rows(op, use, words)) is not None:
+    if isinstance(words, torch.Tensor) and (rows := _rows_of_table(op, use, words)) is not None:
         return rows
     value = op.value("indices")
     padding = op["padding_idx"]
@@ -189,13 +207,13 @@ def embedding(op: Operation) -> object:
     )
 
 
-def _rows(op: Operation, use: TensorUse, words: torch.Tensor) -> Value | None:
+def _rows_of_table(op: Operation, use: TensorUse, words: torch.Tensor) -> Value | None:
     # Rows of a table that follow each other and do not depend on the sample: arange(first, last).
     listed: list[int] = words.flatten().tolist()
     first = listed[0] if listed else 0
     if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
         return None
-    table = op.lowerer.as_value(Held(use))
+    table = op.context.as_value(Held(use))
     part = op.add(
         "slice",
         [table],
@@ -226,10 +244,10 @@ def index(op: Operation) -> object:
             arguments=arguments,
             result=op.result.view(shape),
         )
-        return viewed(op, op.lowerer.as_value(op.lowerer.in_parts(chosen)), op.result.shape)
+        return viewed(op, op.context.as_value(call_in_parts(chosen)), op.result.shape)
     if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
-    value = op.lowerer.as_value(words[0])
+    value = op.context.as_value(words[0])
     return op.add(
         "embedding",
         [value],
@@ -254,19 +272,17 @@ def attention(op: Operation) -> object:
         raise NotSplitError("the batch is not the first dimension of all")
     if op.arguments.get("enable_gqa"):
         key, value = (_repeated_heads(op, x, query) for x in (key, value))
-    causal, mask = masked(
-        op.lowerer, op.name, op["attn_mask"], query.n_dims, true_hides=False, like=query
-    )
+    causal, mask = _masked(op, query)
     if any(x.layer.shape[:-2] != query.layer.shape[:-2] for x in (key, value)):
         raise NotSplitError("its heads differ")
     layer = attention_layer(
         op.free_name,
-        [query.layer, key.layer, value.layer, *([] if mask is None else [mask])],
+        [query.layer, key.layer, value.layer, *mask],
         causal=causal or bool(op["is_causal"]),
         scale=op["scale"],
         dropout=float(op["dropout_p"]),
     )
-    return query.to(op.builder[op.builder.add_layer(layer)])
+    return query.to(op.builder.add_layer(layer))
 
 
 def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
@@ -280,130 +296,31 @@ def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
     return repeated.to(op.reshaped(repeated, (heads * group, *rest)))
 
 
-def masked(
-    lowerer: Lowerer,
-    name: str,
-    mask: object,
-    n_dims: int,
-    *,
-    true_hides: bool,
-    like: Value | None = None,
-) -> tuple[bool, Layer | None]:
-    """Return whether a mask is causal, or the layer that is added to the scores.
-
-    Args:
-        lowerer: What adds layers.
-        name: Name of the attention.
-        mask: None, a tensor that the forward makes, or a value.
-        n_dims: torch's dimensions of the scores.
-        true_hides: Whether True in a mask hides (torch's modules) or shows (its function).
-        like: A value that the mask's batch must be arranged like; by default first and alone.
-    """
-    if mask is None:
-        return False, None
-    if isinstance(mask, torch.Tensor) and _is_causal(mask, true_hides=true_hides):
-        return True, None
-    if (
-        isinstance(mask, torch.Tensor)
-        and mask.dtype == torch.bool
-        and bool((mask != true_hides).all())
-    ):
-        return False, None  # it hides nothing
-    value = lowerer.as_value(mask)
-    is_mask = lowerer.is_mask(value.layer)
-    layer = value.layer
-    if value.batch is None and value.n_dims == n_dims:
-        if layer.shape[0] != 1:
-            raise NotSplitError("its mask has as many samples as the batch")
-        row = reshape_layer(lowerer.builder.free_name(f"{name}.mask"), layer, shape=layer.shape[1:])
-        layer = lowerer.builder[lowerer.builder.add_layer(row)]
-    elif (
-        value.batch is not None
-        and not value.is_plain
-        and (like is None or like.to(value.layer) != value)
-    ):
-        raise NotSplitError("its mask has the batch elsewhere")
-    if not is_mask and not layer.is_integer:
-        return False, layer
-    hidden = {"yes": -math.inf, "no": 0.0} if true_hides else {"yes": 0.0, "no": -math.inf}
-    added = lowerer.builder.add(f"{name}.mask", "where", [layer.name], layer.shape, options=hidden)
-    return False, lowerer.builder[added]
+def _masked(op: Operation, query: Value) -> tuple[bool, list[Layer]]:
+    # Whether the mask is causal; the layer that is added to the scores.
+    mask = op["attn_mask"]
+    if isinstance(mask, torch.Tensor) and _is_causal(mask):
+        return True, []
+    shows_all = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and bool(mask.all())
+    if mask is None or shows_all:
+        return False, []
+    value = op.context.as_value(mask)
+    if is_mask(op.builder, value.layer):
+        value = elementwise(op, torch.ops.aten.where.Scalar, value, 0.0, -math.inf)
+    (_, layer), _ = lined_up(op, [query, value])
+    return False, [layer]
 
 
-def _is_causal(mask: torch.Tensor, *, true_hides: bool) -> bool:
+def _is_causal(mask: torch.Tensor) -> bool:
     # A mask made by the forward that hides all later keys and nothing else.
     if mask.dim() < 2 or mask.shape[:-2].numel() != 1:
         return False
     rows = mask.reshape(mask.shape[-2:])
     later = torch.ones(rows.shape, dtype=torch.bool).triu(1)
     if rows.dtype == torch.bool:
-        return torch.equal(rows, later if true_hides else ~later)
+        return torch.equal(rows, ~later)
     hidden = torch.zeros(rows.shape, dtype=rows.dtype).masked_fill(later, -math.inf)
     return torch.equal(rows, hidden)
-
-
-@lowers_module(nn.MultiheadAttention)
-def multi_head_attention(
-    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
-) -> object:
-    # The attention weights, the second result, are not kept.
-    assert isinstance(module, nn.MultiheadAttention)
-    arguments, keywords = call.arguments(inputs)
-    words = (
-        *("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask"),
-        *("average_attn_weights", "is_causal"),
-    )
-    given: dict[str, Any] = {**dict(zip(words, arguments, strict=False)), **keywords}
-    sources = [lowerer.as_value(given[word]) for word in words[:3]]
-    if not all(value.is_plain for value in sources):
-        raise NotSplitError("the batch is not the first dimension of its inputs")
-    hint = bool(given.get("is_causal"))
-    causal, mask = masked(lowerer, call.path, given.get("attn_mask"), 4, true_hides=True)
-    mask = _with_padding(lowerer, call.path, None if hint else mask, given.get("key_padding_mask"))
-    layers = multi_head_attention_layers(
-        lowerer.builder.free_name(call.path),
-        (sources[0].layer, sources[1].layer, sources[2].layer),
-        n_heads=module.num_heads,
-        tensors=uses(module, call.path),
-        causal=causal or hint,
-        mask=mask,
-        dropout=module.dropout if module.training else 0.0,
-    )
-    name = lowerer.builder.extend(layers)
-
-    def make(index: int) -> Value:
-        if index:
-            raise NotSplitError("weights of attention are used, and have no split rule")
-        return Value(lowerer.builder[name])
-
-    return Results(make)
-
-
-def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: object) -> Layer | None:
-    # What is added to the scores so that padding keys are hidden, and `mask`.
-    if padding is None:
-        return mask
-    value = lowerer.as_value(padding)
-    if not value.is_plain:
-        raise NotSplitError("its padding mask does not depend on the sample")
-    builder, added = lowerer.builder, value.layer
-    if lowerer.is_mask(added):
-        hidden = {"yes": -math.inf, "no": 0.0}
-        added = builder[
-            builder.add(f"{name}.padding", "where", [added.name], added.shape, options=hidden)
-        ]
-    keys = reshape_layer(builder.free_name(f"{name}.keys"), added, shape=(1, 1, *added.shape))
-    builder.add_layer(keys)
-    if mask is None:
-        return keys
-    both = builder.add(
-        f"{name}.mask",
-        "pointwise",
-        [mask.name, keys.name],
-        tuple(torch.broadcast_shapes(mask.shape, keys.shape)),
-        options={"function": "add"},
-    )
-    return builder[both]
 
 
 # --- mixtures of experts ---
@@ -411,27 +328,20 @@ def _with_padding(lowerer: Lowerer, name: str, mask: Layer | None, padding: obje
 
 @lowers_module(is_experts)
 def experts(
-    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+    context: Context, module: nn.Module, call: LeafCall, inputs: Sequence[object]
 ) -> object:
     arguments, keywords = call.arguments(inputs)
     given = [*arguments, *keywords.values()]
     if list(keywords) not in ([], list(EXPERTS[len(arguments) :])):
         raise NotSplitError("its arguments are in another order")
-    x, chosen, weights = (lowerer.as_value(value) for value in given)
+    x, chosen, weights = (context.as_value(value) for value in given)
     if any(x.to(value.layer) != value for value in (chosen, weights)):
         raise NotSplitError("its tensors are arranged in different ways")
-    builder = lowerer.builder
     tensors = uses(module, call.path)
-    n_experts = next(iter(tensors.values())).shape[0]
-    shape = (*chosen.layer.shape[:-1], n_experts)
-    names = [chosen.layer.name, weights.layer.name]
-    routing = builder.add(f"{call.path}.routing", "routing", names, shape)
-    name = builder.add(
-        call.path,
-        "experts",
-        [routing, x.layer.name, chosen.layer.name],
-        x.layer.shape,
-        options={"module": call.path},
-        tensors=tensors,
-    )
-    return [x.to(builder[name])]
+    shape = (*chosen.layer.shape[:-1], next(iter(tensors.values())).shape[0])
+    read = [chosen.layer, weights.layer]
+    routing = context.builder.add(f"{call.path}.routing", "routing", read, shape)
+    read, options = [routing, x.layer, chosen.layer], {"module": call.path}
+    shape = x.layer.shape
+    layer = context.builder.add(call.path, "experts", read, shape, options=options, tensors=tensors)
+    return [x.to(layer)]

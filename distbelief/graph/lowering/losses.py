@@ -1,22 +1,18 @@
 """Lowering rules for losses that a model or a user's function computes: means over the batch.
 
 Losses of single samples come first, then their mean; the whole of it is split like the losses that
-have a name. Only a captured loss may join samples: `Lowerer.joins`.
+have a name. Only a captured loss may join samples: `Context.joins`.
 """
 
 from typing import Final
 
-from distbelief.graph.lowering.lower import NotSplitError, Operation, Value, lowers
+from distbelief.graph.lowering.operation import Operation, lowers
+from distbelief.graph.lowering.values import NotSplitError, Value
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.reductions import reduction_layer
 
 
 _MEAN: Final = 1  # torch's number of the reduction
-_ELEMENTWISE: Final = {  # ours, by torch's name
-    "mse_loss": "mse",
-    "l1_loss": "l1",
-    "binary_cross_entropy_with_logits": "logistic",
-}
 
 
 @lowers("cross_entropy_loss", "nll_loss_nd", "nll_loss")
@@ -41,26 +37,24 @@ def cross_entropy(op: Operation) -> object:
     return _mean(op, losses) if op["reduction"] == _MEAN else losses
 
 
-@lowers(*_ELEMENTWISE)
+@lowers("mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
 def elementwise(op: Operation) -> object:
     scores, targets = _pair(op)
     if scores.layer.shape != targets.layer.shape or targets.layer.is_integer:
         raise NotSplitError("its targets have another shape")
     if op.arguments.get("pos_weight") is not None:
         raise NotSplitError("it has weights")
-    function = _ELEMENTWISE[str(op.target).split(".")[1]]
+    function = str(op.target).split(".")[1]
     if op["reduction"] != _MEAN:
         raise NotSplitError("it is no mean")
-    layer = elementwise_loss_layer(
-        op.free_name, (scores.layer, targets.layer), function=function, argument=0.0
-    )
+    layer = elementwise_loss_layer(op.free_name, (scores.layer, targets.layer), function=function)
     return _mean(op, op.extend(scores, [layer]))
 
 
 def _pair(op: Operation) -> tuple[Value, Value]:
     reduction = op["reduction"]
     if (
-        not op.lowerer.joins
+        not op.context.joins
         or reduction not in {0, _MEAN}
         or op.arguments.get("weight") is not None
     ):
@@ -84,4 +78,4 @@ def _mean(op: Operation, losses: Value) -> Value:
         keep=False,
         batch=True,
     )
-    return Value(op.builder[op.builder.add_layer(layer)], batch=None)
+    return Value(op.builder.add_layer(layer), batch=None)

@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from distbelief.graph.lowering.lower import Operation, factor, lowers, plain_name
+from distbelief.graph.lowering.operation import Operation, lowers, plain_name
+from distbelief.graph.lowering.values import factor
 
 
 _LIBRARY: Final = torch.library.Library("distbelief", "FRAGMENT")

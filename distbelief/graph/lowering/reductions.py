@@ -1,78 +1,63 @@
 """Lowering rules for reductions, softmax and normalisation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Final
 
-import msgspec
 import torch
-from torch import nn
 
-from distbelief.graph.graph import GraphError, Option
-from distbelief.graph.lowering.lower import (
-    Lowerer,
-    NotSplitError,
-    Operation,
-    Value,
-    lowers,
-    lowers_module,
-)
-from distbelief.graph.lowering.pointwise import pointwise
-from distbelief.graph.module_calls import LeafCall
-from distbelief.graph.ops.norms import (
-    batch_norm_layers,
-    group_norm_layers,
-    instance_norm_layers,
-    layer_norm_layers,
-    rms_norm_layers,
-)
+from distbelief.graph.graph import GraphError, TensorUse
+from distbelief.graph.lowering.calls import elementwise
+from distbelief.graph.lowering.operation import Operation, lowers
+from distbelief.graph.lowering.values import NotSplitError, Value
+from distbelief.graph.ops.norms import batch_norm_layers, group_norm_layers, norm_layers
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
-from distbelief.graph.region import Shape
+
+
+_ATEN: Final = torch.ops.aten
 
 
 def _reduced(
     op: Operation,
     value: Value,
     function: str,
-    dims: Sequence[int],
+    dims: Sequence[int] | None,
     *,
     keep: bool,
-    **options: Any,  # noqa: ANN401
+    mean: Value | None = None,
+    correction: int = 0,
 ) -> Value:
-    """Add a reduction over torch's dimensions."""
+    """Add a reduction over torch's dimensions, by default all."""
     if value.layer.is_integer:
         raise NotSplitError("its input is integers")
-    torchs = [dim % value.n_dims for dim in dims] or list(range(value.n_dims))
-    own = sorted(value.dim(dim) for dim in torchs)
+    torchs = [dim % value.n_dims for dim in dims or range(value.n_dims)]
     layer = reduction_layer(
-        op.free_name, [value.layer], function=function, dims=own, keep=keep, **options
+        op.free_name,
+        [value.layer] if mean is None else [value.layer, mean.layer],
+        function=function,
+        dims=sorted(value.dim(dim) for dim in torchs),
+        keep=keep,
+        correction=correction,
+        gradient=True,
     )
-    if function == "maximum":
-        layer = msgspec.structs.replace(layer, options={**layer.options, "gradient": True})
-    layer = op.builder[op.builder.add_layer(layer)]
-    batch = value.batch
-    if batch is not None and not keep:
-        batch -= sum(dim < batch for dim in torchs)
-    return replace(value, layer=layer, batch=batch)
+    layer = op.builder.add_layer(layer)
+    return value.to(layer) if keep else value.without(layer, torchs)
 
 
 @lowers("mean", "sum")
 def mean_or_sum(op: Operation) -> object:
     function = str(op.target).split(".")[1]
     value = op.value("self")
-    dims = op.arguments.get("dim") or []
     keep = bool(op.arguments.get("keepdim"))
-    if op.lowerer.joins and value.batch is not None and not (op.result.shape or keep):
-        # Of all elements of all samples.
-        own = tuple(range(len(value.layer.shape)))
-        source = [value.layer]
-        if value.layer.is_integer:
-            raise NotSplitError("its input is integers")
-        layer = reduction_layer(
-            op.free_name, source, function=function, dims=own, keep=False, batch=True
-        )
-        return Value(op.builder[op.builder.add_layer(layer)], batch=None)
-    return _reduced(op, value, function, dims, keep=keep)
+    if not op.context.joins or value.batch is None or op.result.shape or keep:
+        return _reduced(op, value, function, op.arguments.get("dim"), keep=keep)
+    # Of all elements of all samples.
+    if value.layer.is_integer:
+        raise NotSplitError("its input is integers")
+    own = range(len(value.layer.shape))
+    layer = reduction_layer(
+        op.free_name, [value.layer], function=function, dims=own, keep=False, batch=True
+    )
+    return Value(op.builder.add_layer(layer), batch=None)
 
 
 @lowers("amax")
@@ -87,26 +72,12 @@ def variance(op: Operation) -> object:
     if "unbiased" in op.arguments:
         correction = int(bool(op["unbiased"]))
     correction = 1 if correction is None else int(correction)
-    dims = op.arguments.get("dim") or []
+    dims = op.arguments.get("dim")
     keep = bool(op.arguments.get("keepdim"))
     mean = _reduced(op, value, "mean", dims, keep=True)
-    own = mean.layer.options["dims"]
-    assert isinstance(own, tuple)
-    torchs = [dim % value.n_dims for dim in dims] or list(range(value.n_dims))
-    layer = reduction_layer(
-        op.free_name,
-        [value.layer, mean.layer],
-        function="variance",
-        dims=own,
-        keep=keep,
-        correction=correction,
-    )
-    batch = value.batch
-    if batch is not None and not keep:
-        batch -= sum(dim < batch for dim in torchs)
-    spread = replace(value, layer=op.builder[op.builder.add_layer(layer)], batch=batch)
+    spread = _reduced(op, value, "variance", dims, keep=keep, mean=mean, correction=correction)
     if ".std" in str(op.target):
-        return pointwise(op, [spread], "sqrt")
+        return elementwise(op, _ATEN.sqrt.default, spread)
     if "var_mean" in str(op.target):
         return [spread, mean if keep else _reduced(op, value, "mean", dims, keep=False)]
     return spread
@@ -124,39 +95,26 @@ def softmax(op: Operation) -> object:
 # --- normalisation ---
 
 
-def _last_dims(value: Value, n_dims: int) -> None:
-    if value.batch is not None and value.n_dims - value.batch <= n_dims:
-        raise NotSplitError("it works along the batch")
-
-
-@lowers("layer_norm", "native_layer_norm")
+@lowers("layer_norm", "native_layer_norm", "rms_norm")
 def layer_norm(op: Operation) -> object:
     value = op.value("input")
-    n_dims = len(op["normalized_shape"])
-    _last_dims(value, n_dims)
-    layers = layer_norm_layers(
-        op.free_name,
-        value.layer,
-        n_dims=n_dims,
-        tensors=op.uses("weight", "bias"),
-        epsilon=float(op["eps"]),
-    )
-    found = op.extend(value, layers)
-    return [found, None, None] if isinstance(op.result, tuple | list) else found
-
-
-@lowers("rms_norm")
-def rms_norm(op: Operation) -> object:
-    value = op.value("input")
-    n_dims = len(op["normalized_shape"])
-    _last_dims(value, n_dims)
+    n_dims, n = len(op["normalized_shape"]), len(value.layer.shape)
+    if value.batch is not None and value.n_dims - value.batch <= n_dims:
+        raise NotSplitError("it works along the batch")
     epsilon = op["eps"]
     if epsilon is None:  # torch: what its numbers are precise to
         epsilon = torch.finfo(op.result.dtype).eps
-    layers = rms_norm_layers(
-        op.free_name, value.layer, n_dims=n_dims, tensors=op.uses("weight"), epsilon=float(epsilon)
+    words = [word for word in ("weight", "bias") if word in op.arguments]
+    layers = norm_layers(
+        op.free_name,
+        value.layer,
+        over=range(n - n_dims, n),
+        tensors=op.uses(*words),
+        epsilon=float(epsilon),
+        centred="bias" in words,
     )
-    return op.extend(value, layers)
+    found = op.extend(value, layers)
+    return [found, None, None] if isinstance(op.result, tuple | list) else found
 
 
 @lowers("group_norm")
@@ -179,9 +137,15 @@ def instance_norm(op: Operation) -> object:
             f"{op.name} keeps running statistics, which would be lost: give it "
             "track_running_stats=False"
         )
-    value = op.plain("input")
-    layers = instance_norm_layers(
-        op.free_name, value.layer, tensors=op.uses("weight", "bias"), epsilon=float(op["eps"])
+    return _over_space(op, op.plain("input"), op.uses("weight", "bias"))
+
+
+def _over_space(op: Operation, value: Value, tensors: Mapping[str, TensorUse]) -> Value:
+    # Normalises each channel of each sample.
+    space = range(1, len(value.layer.shape))
+    epsilon = float(op["eps"])
+    layers = norm_layers(
+        op.free_name, value.layer, over=space, tensors=tensors, epsilon=epsilon, dims=[0]
     )
     return op.extend(value, layers)
 
@@ -222,13 +186,12 @@ def _standardised(op: Operation, value: Value) -> Value:
     # A weight whose channels get mean 0 and variance 1: (1, channels, ...), one for all samples.
     n_channels, *rest = value.layer.shape[1:]
     row = value.to(op.reshaped(value, (n_channels, *rest)))
-    layers = instance_norm_layers(op.free_name, row.layer, tensors={}, epsilon=float(op["eps"]))
-    found = op.extend(row, layers)
-    for word, function in (("weight", "multiply"), ("bias", "add")):
+    found = _over_space(op, row, {})
+    for word, function in (("weight", _ATEN.mul.Tensor), ("bias", _ATEN.add.Tensor)):
         if op[word] is not None:
             given = op.value(word)
             given = given.to(op.reshaped(given, (n_channels, *(1,) * len(rest))))
-            found = pointwise(op, [found, given], function)
+            found = elementwise(op, function, found, given)
     return found.to(op.reshaped(found, value.layer.shape))
 
 
@@ -236,37 +199,9 @@ def _standardised(op: Operation, value: Value) -> Value:
 def weight_norm(op: Operation) -> object:
     value, size = op.value("v"), op.value("g")
     dims = [dim for dim in range(value.n_dims) if dim != op["dim"] % value.n_dims]
-    squares = pointwise(op, [value], "square")
+    squares = elementwise(op, _ATEN.square.default, value)
     total = _reduced(op, squares, "sum", dims, keep=True)
-    factor = pointwise(op, [size, pointwise(op, [total], "sqrt")], "divide")
-    found = pointwise(op, [value, factor], "multiply")
+    length = elementwise(op, _ATEN.sqrt.default, total)
+    factor = elementwise(op, _ATEN.div.Tensor, size, length)
+    found = elementwise(op, _ATEN.mul.Tensor, value, factor)
     return [found, None] if isinstance(op.result, tuple | list) else found
-
-
-@lowers_module(nn.LocalResponseNorm)
-def local_response(
-    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
-) -> object:
-    assert isinstance(module, nn.LocalResponseNorm)
-    value = lowerer.as_value(inputs[0])
-    options = {
-        "size": module.size,
-        "alpha": float(module.alpha),
-        "beta": float(module.beta),
-        "k": float(module.k),
-    }
-    return [_added(lowerer, call, "local_response", value, value.layer.shape, options)]
-
-
-def _added(
-    lowerer: Lowerer,
-    call: LeafCall,
-    kind: str,
-    value: Value,
-    shape: Shape,
-    options: Mapping[str, Option],
-) -> Value:
-    if not value.is_plain:
-        raise NotSplitError("the batch is not its first dimension")
-    name = lowerer.builder.add(call.path, kind, [value.layer.name], shape, options=options)
-    return Value(lowerer.builder[name])

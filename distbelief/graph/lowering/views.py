@@ -10,15 +10,8 @@ import torch
 from torch import fx
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.lowering.lower import (
-    Held,
-    NotSplitError,
-    Operation,
-    Value,
-    batch_of,
-    factor,
-    lowers,
-)
+from distbelief.graph.lowering.operation import Operation, lowers
+from distbelief.graph.lowering.values import Held, NotSplitError, Value, batch_of, factor
 from distbelief.graph.ops.views import cat_layer, reshape_layer
 from distbelief.graph.region import Shape
 
@@ -93,38 +86,20 @@ def same(op: Operation) -> Value:
 lowers("contiguous", "alias", "lift_fresh_copy", "clone")(same)
 
 
-@lowers("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as")
+@lowers(
+    *("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as"),
+    *("unsqueeze", "squeeze"),
+)
 def view(op: Operation) -> object:
     return viewed(op, op.value("self"), op.result.shape)
 
 
-@lowers("unsqueeze", "squeeze")
-def view_of_ones(op: Operation) -> object:
-    return viewed(op, op.value("self"), op.result.shape)
-
-
-@lowers("permute")
+@lowers("permute", "transpose", "swapaxes", "movedim", "t", "numpy_T", "mT", "adjoint")
 def permute(op: Operation) -> object:
-    return _turned(op, [int(dim) for dim in op["dims"]])
-
-
-@lowers("transpose", "swapaxes")
-def transpose(op: Operation) -> object:
-    n = op.result.dim()
-    dims = list(range(n))
-    words = ("dim0", "dim1") if "dim0" in op.arguments else ("axis0", "axis1")
-    one, other = (op[word] % n for word in words)
-    dims[one], dims[other] = other, one
-    return _turned(op, dims)
-
-
-@lowers("t", "numpy_T", "mT", "adjoint")
-def turned(op: Operation) -> object:
-    dims = list(range(op.result.dim()))
-    return _turned(op, dims[::-1] if len(dims) == 2 else [*dims[:-2], dims[-1], dims[-2]])
-
-
-def _turned(op: Operation, dims: list[int]) -> object:
+    # The order shows on a tensor whose dimensions have extents of their own.
+    extents = range(2, op.result.dim() + 2)
+    seen = op.target(**{**op.arguments, "self": torch.empty(*extents, device="meta")})
+    dims = [extents.index(extent) for extent in seen.shape]
     given = op["self"]
     if isinstance(given, Held) and dims == [1, 0]:
         return replace(given, turned=not given.turned)
@@ -197,10 +172,7 @@ def _one(op: Operation, value: Value, dim: int, index: int) -> Value:
     index %= value.layer.shape[own]
     part = sliced(op, value, own, index, index + 1)
     shape = part.layer.shape
-    batch = value.batch
-    if batch is not None and dim < batch:
-        batch -= 1
-    return replace(part, layer=op.reshaped(part, (*shape[:own], *shape[own + 1 :])), batch=batch)
+    return part.without(op.reshaped(part, (*shape[:own], *shape[own + 1 :])), [dim])
 
 
 @lowers("narrow")
@@ -235,7 +207,7 @@ def unbind(op: Operation) -> object:
 def cat(op: Operation) -> object:
     # torch joins empty tensors of any shape.
     parts = [one for one in op["tensors"] if not isinstance(one, torch.Tensor) or one.numel()]
-    return _joined(op, [op.lowerer.as_value(one) for one in parts], op["dim"])
+    return _joined(op, [op.context.as_value(one) for one in parts], op["dim"])
 
 
 def _joined(op: Operation, values: list[Value], dim: int) -> Value:
@@ -255,7 +227,7 @@ def joined(op: Operation, layers: Sequence[Layer], dim: int) -> Layer:
         raise NotSplitError("it joins integers and floats")
     layer = cat_layer(op.free_name, layers, dim=dim)
     layer = msgspec.structs.replace(layer, is_integer=kinds.pop())
-    return op.builder[op.builder.add_layer(layer)]
+    return op.builder.add_layer(layer)
 
 
 @lowers("stack")
@@ -263,7 +235,7 @@ def stack(op: Operation) -> object:
     n = op.result.dim()
     dim = op["dim"] % n
     shape = [1 if i == dim else extent for i, extent in enumerate(op.result.shape)]
-    values = [viewed(op, op.lowerer.as_value(one), shape) for one in op["tensors"]]
+    values = [viewed(op, op.context.as_value(one), shape) for one in op["tensors"]]
     return _joined(op, values, dim)
 
 
@@ -298,7 +270,7 @@ def _filled(op: Operation) -> object:
     given = op.arguments["value"]
     if isinstance(given, torch.Tensor | int | float):
         given = torch.as_tensor(given, dtype=op.result.dtype)
-    return expanded(op, op.lowerer.as_value(given), op.result.shape)
+    return expanded(op, op.context.as_value(given), op.result.shape)
 
 
 def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor
@@ -311,7 +283,8 @@ def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor
 def slice_scatter(op: Operation) -> object:
     whole = expanded(op, op.value("self"), op.result.shape)
     dim = op["dim"] % op.result.dim()
-    if dim == whole.batch and str(_fake(op, 1).shape[dim]) == str(op.result.shape[dim]):
+    every = {"None", str(2**63 - 1), str(op.result.shape[dim])}
+    if dim == whole.batch and not op["start"] and str(op["end"]) in every and op["step"] == 1:
         return op.value("src")
     own = whole.dim(dim)
     start, stop, step = slice(op["start"], op["end"], op["step"]).indices(whole.layer.shape[own])
@@ -366,7 +339,7 @@ def pad(op: Operation) -> object:
         "after": tuple(after),
         "value": float(number),
     }
-    return op.add("pad", [value], shape, options=options)
+    return op.add("pad", [value], shape, options=options, is_integer=value.layer.is_integer)
 
 
 @lowers("repeat")
@@ -384,10 +357,10 @@ def repeat(op: Operation) -> object:
 
 def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value]:
     """Return the layers of values that broadcast, and a value arranged like the result."""
-    n = op.result.dim()
+    n = max(value.n_dims for value in values)
     first = next((value for value in values if value.batch is not None), None)
     if first is None:
-        return [value.layer for value in values], values[0]
+        return [value.layer for value in values], max(values, key=lambda value: value.n_dims)
     assert first.batch is not None
     last = first.n_dims - first.batch  # the batch's dimension, from the end
     folded = first.before + first.after
@@ -415,6 +388,6 @@ def _without_batch(op: Operation, value: Value, at: int, folded: int) -> Value:
     if layer.kind == "parameter" and not at and layer.tensors["value"].shape == layer.shape:
         name = op.builder.free_name(f"{layer.name}.row")
         row = msgspec.structs.replace(layer, name=name, shape=shape)
-        return value.to(op.builder[op.builder.add_layer(row)])
+        return value.to(op.builder.add_layer(row))
     reshaped = reshape_layer(op.builder.free_name(f"{layer.name}.row"), layer, shape=shape)
-    return value.to(op.builder[op.builder.add_layer(reshaped)])
+    return value.to(op.builder.add_layer(reshaped))

@@ -1,21 +1,15 @@
 """Lowering rules for convolution, pooling and this library's locally connected modules."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+import torch
 from torch import nn
 
 from distbelief.graph.graph import Option, uses
-from distbelief.graph.lowering.lower import (
-    Held,
-    Lowerer,
-    NotSplitError,
-    Operation,
-    Value,
-    lowers,
-    lowers_module,
-)
-from distbelief.graph.lowering.pointwise import pointwise
+from distbelief.graph.lowering.calls import elementwise
+from distbelief.graph.lowering.operation import Context, Operation, lowers, lowers_module
+from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
@@ -68,7 +62,7 @@ def convolution(op: Operation) -> object:
     if len(computed) < len(sources):
         return found
     bias = computed[-1].to(op.reshaped(computed[-1], (shape[0], *(1,) * n)))
-    return pointwise(op, [found, bias], "add")
+    return elementwise(op, torch.ops.aten.add.Tensor, found, bias)
 
 
 def _is_held(given: object) -> bool:
@@ -135,68 +129,44 @@ def enlarged(op: Operation) -> object:
     return repeated.to(op.reshaped(repeated, (n_channels, *sizes)))
 
 
-# --- modules of this library ---
+# --- modules ---
+
+_MODULES: Final[Mapping[type[nn.Module], tuple[str, Mapping[str, str]]]] = {
+    # Its operator; the operator's options and the module's attributes.
+    LocallyConnected2d: (
+        "locally_connected",
+        {"size": "kernel_size", "stride": "stride", "padding": "padding"},
+    ),
+    L2Pool2d: (
+        "l2_pool",
+        {
+            "size": "kernel_size",
+            **{word: word for word in ("stride", "padding", "epsilon", "gaussian")},
+        },
+    ),
+    LocalContrastNorm2d: ("local_contrast", {"size": "size", "epsilon": "epsilon"}),
+    nn.LocalResponseNorm: (
+        "local_response",
+        {word: word for word in ("size", "alpha", "beta", "k")},
+    ),
+}
 
 
-def _result(call: LeafCall) -> Shape:
-    return tuple(int(str(extent)) for extent in call.shapes_found[0][1:])
-
-
-def _layer(
-    lowerer: Lowerer,
-    call: LeafCall,
-    inputs: Sequence[object],
-    kind: str,
-    options: dict[str, Option],
-    *,
-    with_tensors: bool = False,
-) -> list[Value]:
-    value = lowerer.as_value(inputs[0])
+@lowers_module(*_MODULES)
+def of_module(
+    context: Context, module: nn.Module, call: LeafCall, inputs: Sequence[object]
+) -> object:
+    value = context.as_value(inputs[0])
     if not value.is_plain:
         raise NotSplitError("the batch is not its first dimension")
-    name = lowerer.builder.add(
+    kind, attributes = _MODULES[type(module)]
+    shape = tuple(int(str(extent)) for extent in call.shapes_found[0][1:])
+    layer = context.builder.add(
         call.path,
         kind,
-        [value.layer.name],
-        _result(call),
-        options=options,
-        tensors=uses(call.module, call.path) if with_tensors else {},
+        [value.layer],
+        shape,
+        options={word: getattr(module, name) for word, name in attributes.items()},
+        tensors=uses(module, call.path),
     )
-    return [Value(lowerer.builder[name])]
-
-
-@lowers_module(LocallyConnected2d)
-def locally_connected(
-    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
-) -> object:
-    assert isinstance(module, LocallyConnected2d)
-    options: dict[str, Option] = {
-        "size": module.kernel_size,
-        "stride": module.stride,
-        "padding": module.padding,
-    }
-    return _layer(lowerer, call, inputs, "locally_connected", options, with_tensors=True)
-
-
-@lowers_module(L2Pool2d)
-def l2_pool(
-    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
-) -> object:
-    assert isinstance(module, L2Pool2d)
-    options: dict[str, Option] = {
-        "size": module.kernel_size,
-        "stride": module.stride,
-        "padding": module.padding,
-        "epsilon": module.epsilon,
-        "gaussian": module.gaussian,
-    }
-    return _layer(lowerer, call, inputs, "l2_pool", options)
-
-
-@lowers_module(LocalContrastNorm2d)
-def local_contrast(
-    lowerer: Lowerer, module: nn.Module, call: LeafCall, inputs: Sequence[object]
-) -> object:
-    assert isinstance(module, LocalContrastNorm2d)
-    options: dict[str, Option] = {"size": module.size, "epsilon": module.epsilon}
-    return _layer(lowerer, call, inputs, "local_contrast", options)
+    return [Value(layer)]

@@ -1,25 +1,17 @@
-"""Scaled dot-product attention and multi-head attention as layers.
-
-    x (positions, features) -> linear (positions, heads * size)
-        -> reshape (positions, heads, size) -> permute (heads, positions, size)
-
-for queries, keys and values. Split by heads, everything up to the last projection stays on one
-rank: its rows of the weights, its heads.
-"""
+"""Scaled dot-product attention, split by heads and by queries."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.graph.graph import GraphError, Layer, TensorUse
+from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Call, Cut, Operator, Work
+from distbelief.graph.ops.call import aligned
 from distbelief.graph.ops.dropout import mask as dropout_mask
-from distbelief.graph.ops.pointwise import aligned
-from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Region, Shape
 
 
@@ -125,78 +117,3 @@ def attention_layer(
 def scores_shape(layer: Layer) -> Shape:
     """Return the shape of the attention weights, to which dropout applies."""
     return (*layer.shape[:-1], layer.input_shapes[1][-2])
-
-
-def multi_head_attention_layers(
-    name: str,
-    sources: tuple[Layer, Layer, Layer],
-    *,
-    n_heads: int,
-    tensors: Mapping[str, TensorUse],
-    causal: bool = False,
-    mask: Layer | None = None,
-    dropout: float = 0.0,
-) -> list[Layer]:
-    """Return the layers of `torch.nn.MultiheadAttention`, batch first.
-
-    Args:
-        name: Name of the last layer.
-        sources: Query, key and value: (positions, features).
-        n_heads: Number of heads; divides the features.
-        tensors: By torch's names: in_proj_weight, or q_proj_weight, k_proj_weight and
-            v_proj_weight; in_proj_bias; out_proj.weight; out_proj.bias.
-        causal: Whether position i sees positions 0 to i only.
-        mask: Added to the scores, if given.
-        dropout: Dropout probability of the attention weights.
-
-    Raises:
-        GraphError: It has biases added to keys and values (add_bias_kv).
-    """
-    if "bias_k" in tensors:
-        raise GraphError(f"{name!r}: attention with add_bias_kv has no split rule")
-    n_features = tensors["out_proj.weight"].shape[1]
-    layers: list[Layer] = []
-    heads = []
-    own = "in_proj_weight" not in tensors
-    for index, (letter, source) in enumerate(zip("qkv", sources, strict=True)):
-        n_positions = source.shape[0]
-        first = index * n_features
-        uses = {"weight": tensors[f"{letter}_proj_weight" if own else "in_proj_weight"]}
-        options = {"first_row": 0 if own else first}
-        if "in_proj_bias" in tensors:
-            uses["bias"] = tensors["in_proj_bias"]
-            options["first_row_of_bias"] = first
-        projected = Layer.of(
-            f"{name}.{letter}",
-            "linear",
-            [source],
-            (n_positions, n_features),
-            options=options,
-            tensors=uses,
-        )
-        split_heads = reshape_layer(
-            f"{name}.{letter}.heads", projected, shape=(n_positions, n_heads, n_features // n_heads)
-        )
-        heads.append(_swapped(f"{name}.{letter}.first", split_heads))
-        layers += [projected, split_heads, heads[-1]]
-    masks = [] if mask is None else [mask]
-    attention = attention_layer(
-        f"{name}.attention", [*heads, *masks], causal=causal, dropout=dropout
-    )
-    by_position = _swapped(f"{name}.positions", attention)
-    joined = reshape_layer(f"{name}.joined", by_position, shape=(by_position.shape[0], n_features))
-    keys = {"weight": "out_proj.weight", "bias": "out_proj.bias"}
-    out = Layer.of(
-        name,
-        "linear",
-        [joined],
-        (joined.shape[0], tensors["out_proj.weight"].shape[0]),
-        tensors={key: tensors[long] for key, long in keys.items() if long in tensors},
-    )
-    return [*layers, attention, by_position, joined, out]
-
-
-def _swapped(name: str, source: Layer) -> Layer:
-    # Swaps the first two of three dimensions.
-    first, second, third = source.shape
-    return Layer.of(name, "permute", [source], (second, first, third), options={"dims": (1, 0, 2)})

@@ -12,7 +12,8 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any, ClassVar, Final, final
 
@@ -21,7 +22,6 @@ from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Call, Cut, Operator, Work
-from distbelief.graph.ops.pointwise import aligned
 from distbelief.graph.region import Region
 
 
@@ -65,6 +65,9 @@ class TorchCall(Operator):
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
+        if layer.options.get("along") == ():
+            work = super().work(layer, output)
+            return replace(work, backward=0.0) if layer.is_integer else work
         n_read = sum(region.n_elements for region in self.reads(layer, output))
         n_tensors = sum(math.prod(use.shape) for use in layer.tensors.values())
         forward = float(output.n_elements + 2 * n_tensors)
@@ -76,20 +79,28 @@ class TorchCall(Operator):
         if "along" in layer.options:
             inputs = _promoted([aligned(value, len(layer.shape)) for value in inputs])
         n_samples = max((value.shape[0] for value in inputs), default=1)
-        with step_numbers(call):
-            result = evaluated(
-                layer.text("operation"),
-                layer.text("arguments"),
-                inputs=inputs,
-                tensors=call.tensors,
-                n_samples=n_samples,
-            )
+        name, text = layer.text("operation"), layer.text("arguments")
+        with step_numbers(call) if _is_random(name) else nullcontext():
+            result = evaluated(name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples)
         if "output" in layer.options:
             result = result[layer.integer("output")]  # type: ignore[index] # several results
         assert isinstance(result, torch.Tensor), layer.name
-        if layer.text("operation") == CONSTANT:
+        if name == CONSTANT:
             result = result[call.region.slices]
         return from_torch(result, call, n_samples)
+
+
+def _is_random(name: str) -> bool:
+    return name != CONSTANT and torch.Tag.nondeterministic_seeded in operation_of(name).tags
+
+
+def aligned(value: torch.Tensor, n_dims: int) -> torch.Tensor:
+    """Return (batch, *shape) with dimensions of extent 1 inserted after the batch.
+
+    Without them torch would align the batch with a dimension of a longer shape.
+    """
+    missing = n_dims + 1 - value.dim()
+    return value.view(value.shape[0], *(1,) * missing, *value.shape[1:]) if missing else value
 
 
 def _promoted(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,16 +119,18 @@ def from_torch(result: torch.Tensor, call: Call, n_samples: int) -> torch.Tensor
     batch = call.layer.integer("batch")
     if batch < 0:
         return result.unsqueeze(0)
+    if batch == 0 and result.shape == (n_samples, *call.region.shape):
+        return result
     shape = (*result.shape[:batch], n_samples, -1, *result.shape[batch + 1 :])
     return result.reshape(shape).movedim(batch, 0).reshape(n_samples, *call.region.shape)
 
 
 @contextmanager
-def step_numbers(call: Call) -> Iterator[None]:
-    """Draw torch's random numbers from the seed of the step and the layer's name."""
+def step_numbers(call: Call, name: str = "") -> Iterator[None]:
+    """Draw torch's random numbers from the seed of the step and a name, the layer's by default."""
     step = call.step
-    name = f"{step.seed}:{step.first_sample}:{call.layer.name}".encode()
-    seed = int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
+    name = f"{step.seed}:{step.first_sample}:{name or call.layer.name}"
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
     devices = {value.device for value in call.inputs if value.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
         torch.manual_seed(seed)
@@ -182,7 +195,7 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
             case _:
                 raise GraphError(f"a call has an unknown argument {value!r}")
 
-    given = json.loads(arguments)
+    given = _parsed(arguments)
     keywords = {word: one(v) for word, v in given["keywords"].items()}
     if "device" in keywords:
         keywords["device"] = device  # some operations need one
@@ -193,6 +206,11 @@ def packed(numbers: torch.Tensor) -> str:
     """Return the numbers of a tensor as text."""
     content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return base64.b64encode(zlib.compress(content)).decode()
+
+
+@lru_cache(maxsize=4096)  # each layer's are read in each step, and not changed
+def _parsed(arguments: str) -> Any:  # noqa: ANN401 -- whatever JSON holds
+    return json.loads(arguments)
 
 
 @lru_cache(maxsize=256)  # a graph's constants are read in each step
@@ -214,7 +232,7 @@ def _arranged(value: torch.Tensor, place: dict[str, Any], n_samples: int) -> tor
         value = value.to(getattr(torch, place["dtype"]))
     if place["batch"] is None:
         return value[0]
-    batch, before, after = place["batch"], place["before"], place["after"]
+    batch, before, after = place["batch"], place.get("before", 0), place.get("after", 0)
     value = value.expand(n_samples, *value.shape[1:]).movedim(0, batch + before)
     return value.flatten(batch, batch + before + after)
 

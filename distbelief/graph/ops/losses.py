@@ -7,8 +7,7 @@ count). Without any such label the loss is 0 (torch: nan).
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Final, final
+from typing import ClassVar, final
 
 import torch
 from torch.nn import functional
@@ -21,20 +20,6 @@ from distbelief.graph.region import Region
 
 
 # --- elementwise losses ---
-
-Loss = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-
-FUNCTIONS: Final[Mapping[str, Loss]] = {
-    "logistic": lambda x, t, _: functional.binary_cross_entropy_with_logits(x, t, reduction="none"),
-    "binary_cross_entropy": lambda x, t, _: functional.binary_cross_entropy(x, t, reduction="none"),
-    "mse": lambda x, t, _: (x - t).square(),
-    "l1": lambda x, t, _: (x - t).abs(),
-    "smooth_l1": lambda x, t, beta: functional.smooth_l1_loss(x, t, reduction="none", beta=beta),
-    "huber": lambda x, t, delta: functional.huber_loss(x, t, reduction="none", delta=delta),
-    "soft_margin": lambda x, t, _: -functional.logsigmoid(x * t),
-    "poisson_nll": lambda x, t, _: x.exp() - t * x,
-    "kl_div": lambda x, t, _: functional.kl_div(x, t, reduction="none"),
-}
 
 
 @final
@@ -52,7 +37,8 @@ class ElementwiseLossParts(PartialSums):
         if layer.options["labels"]:
             dim = layer.integer("dim")
             target = one_hot(target, call.region, dim=dim)
-        losses = FUNCTIONS[layer.text("function")](x, target.to(x.dtype), layer.number("argument"))
+        function = getattr(functional, layer.text("function"))
+        losses: torch.Tensor = function(x, target.to(x.dtype), reduction="none")
         n_elements = math.prod(layer.input_shapes[0]) if layer.options["mean"] else 1
         return per_sample(losses) / n_elements
 
@@ -62,7 +48,7 @@ class ElementwiseLoss(SumOfParts):
     """The sum or mean of f(x, target) over all elements of a sample."""
 
     # inputs    x; target of the same shape, or integer labels without dimension `dim`
-    # options   function: one of FUNCTIONS; argument: beta of smooth_l1, delta of huber, else 0.0
+    # options   function: its name in torch.nn.functional
     #           mean: over the elements of a sample, or the sum
     #           labels: whether target is labels: class c has target 1 if it is the label
     #           dim: the class dimension of x, the batch not counted; -1 if labels is False
@@ -72,13 +58,7 @@ class ElementwiseLoss(SumOfParts):
 
 
 def elementwise_loss_layer(
-    name: str,
-    sources: tuple[Layer, Layer],
-    *,
-    function: str,
-    argument: float = 0.0,
-    mean: bool = True,
-    dim: int = 0,
+    name: str, sources: tuple[Layer, Layer], *, function: str, mean: bool = True, dim: int = 0
 ) -> Layer:
     """Return a loss that is a sum over elements; options as in `ElementwiseLoss`.
 
@@ -93,7 +73,6 @@ def elementwise_loss_layer(
         (),
         options={
             "function": function,
-            "argument": argument,
             "mean": mean,
             "labels": labels,
             "dim": dim if labels else -1,

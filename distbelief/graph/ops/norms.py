@@ -1,10 +1,8 @@
 """Normalization as layers: statistics, then their use.
 
     batch_norm_layers      over samples and space, with running statistics
-    layer_norm_layers      over the last dimensions of each sample
-    rms_norm_layers        over the last dimensions of each sample, without a mean
+    norm_layers            over some dimensions of each sample
     group_norm_layers      over groups of channels, and space, of each sample
-    instance_norm_layers   over space of each sample and channel
 
 Statistics are a mean, then a mean of squares around it: two sums that can be split, never the
 difference of two large numbers. The last layer has the given name; `tensors` are by torch's
@@ -194,28 +192,6 @@ def batch_norm_layers(
     return [*layers, norm]
 
 
-def layer_norm_layers(
-    name: str, source: Layer, *, n_dims: int, tensors: Uses, epsilon: float
-) -> list[Layer]:
-    dims = range(len(source.shape) - n_dims, len(source.shape))
-    return _per_sample(name, source, over=dims, tensors=tensors, epsilon=epsilon)
-
-
-def rms_norm_layers(
-    name: str, source: Layer, *, n_dims: int, tensors: Uses, epsilon: float
-) -> list[Layer]:
-    dims = range(len(source.shape) - n_dims, len(source.shape))
-    power = reduction_layer(f"{name}.mean_square", [source], function="mean_square", dims=dims)
-    norm = _normalize(name, [source, power], epsilon=epsilon, tensors=tensors, dims=dims)
-    return [power, norm]
-
-
-def instance_norm_layers(name: str, source: Layer, *, tensors: Uses, epsilon: float) -> list[Layer]:
-    """Return the layers of an InstanceNorm without running statistics."""
-    space = range(1, len(source.shape))
-    return _per_sample(name, source, over=space, tensors=tensors, epsilon=epsilon, dims=[0])
-
-
 def group_norm_layers(
     name: str, source: Layer, *, n_groups: int, tensors: Uses, epsilon: float
 ) -> list[Layer]:
@@ -224,26 +200,45 @@ def group_norm_layers(
         f"{name}.groups", source, shape=(n_groups, n_channels // n_groups, *space)
     )
     dims = range(1, len(grouped.shape))
-    inner = _per_sample(f"{name}.normal", grouped, over=dims, tensors={}, epsilon=epsilon)
+    inner = norm_layers(f"{name}.normal", grouped, over=dims, tensors={}, epsilon=epsilon)
     back = reshape_layer(f"{name}.channels", inner[-1], shape=source.shape)
     affine = _normalize(name, [back], epsilon=epsilon, tensors=tensors, dims=[0])
     return [grouped, *inner, back, affine]
 
 
-def _per_sample(
+def norm_layers(
     name: str,
     source: Layer,
     *,
     over: Sequence[int],
     tensors: Uses,
     epsilon: float,
-    dims: Sequence[int] | None = None,  # of the tensors; those of `over` if None
+    dims: Sequence[int] | None = None,
+    centred: bool = True,
 ) -> list[Layer]:
-    mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=over)
-    variance = reduction_layer(f"{name}.variance", [source, mean], function="variance", dims=over)
-    sources = [source, mean, variance]
-    norm = _normalize(name, sources, epsilon=epsilon, tensors=tensors, dims=dims or over)
-    return [mean, variance, norm]
+    """Return the layers of a norm of each sample.
+
+    Args:
+        name: Name of the last layer.
+        source: The layer it reads.
+        over: Dimensions whose elements share a mean and a variance.
+        tensors: weight and bias.
+        epsilon: Added to the variance.
+        dims: Dimensions of the tensors; by default those of `over`.
+        centred: Whether a mean is subtracted; without it, a mean of squares is the variance.
+    """
+    statistics: list[Layer] = []
+    function = "variance" if centred else "mean_square"
+    if centred:
+        statistics.append(reduction_layer(f"{name}.mean", [source], function="mean", dims=over))
+    spread = reduction_layer(
+        f"{name}.{function}", [source, *statistics], function=function, dims=over
+    )
+    statistics.append(spread)
+    norm = _normalize(
+        name, [source, *statistics], epsilon=epsilon, tensors=tensors, dims=dims or over
+    )
+    return [*statistics, norm]
 
 
 def _normalize(

@@ -1,8 +1,8 @@
 """The operator of modules that cannot be split: one rank calls the module.
 
 The module's own tensors are not read: all come as the layer's tensors, so it may lie on torch's
-meta device. Changes of its buffers are lost. It runs with random numbers of the step's seed, so
-that a repeated step gives the same result.
+meta device. Of its buffers, running statistics may change: one more layer returns them. It runs
+with random numbers of the step's seed, so that a repeated step gives the same result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,7 @@ class Opaque(Operator):
     #           arguments, batch, mask: as for a call of an operation; without them its arguments
     #           are the inputs, and the result has the batch first
     #           output: the index of one of several tensors, however they are nested
+    #           statistics: buffers by name, separated by commas: the output is their new values
     #           operations: floating point operations of its forward pass per sample; if absent,
     #           two per element of its tensors
     name: ClassVar[str] = "whole"
@@ -36,6 +37,10 @@ class Opaque(Operator):
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
         return ()
+
+    @override
+    def joins_samples(self, layer: Layer) -> bool:
+        return layer.options.get("batch") == -1
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -65,9 +70,9 @@ class Opaque(Operator):
         buffers = dict(module.named_buffers())
         state = dict(call.tensors)
         for word in buffers.keys() & state.keys():
-            own, value = buffers[word].dtype, state[word]
             # Ranks have floats, also of whole numbers.
-            state[word] = value.clone() if own.is_floating_point else value.to(own)
+            own, value = buffers[word].dtype, state[word]
+            state[word] = value.clone() if own.is_floating_point else value.to(own, copy=True)
         n_samples = max(value.shape[0] for value in call.inputs)
         arguments: Sequence[object] = [
             value.expand(n_samples, *value.shape[1:]) for value in call.inputs
@@ -78,8 +83,12 @@ class Opaque(Operator):
             arguments, words = decoded(
                 text, inputs=call.inputs, tensors=call.tensors, n_samples=n_samples
             )
-        with step_numbers(call):
+        # All layers of one call draw the same numbers.
+        with step_numbers(call, f"{path}:{','.join(layer.inputs)}"):
             result: object = functional_call(module, state, tuple(arguments), dict(words))
+        if "statistics" in layer.options:
+            kept = [state[word].flatten() for word in layer.text("statistics").split(",")]
+            return torch.cat(kept).detach().unsqueeze(0)
         if "output" in layer.options:
             leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
             result = leaves[layer.integer("output")]

@@ -164,12 +164,13 @@ def reduction_layer(
     keep: bool = True,
     batch: bool = False,
     correction: int = 0,
+    gradient: bool = False,
 ) -> Layer:
-    """Return a layer "reduction", or "maximum" without a gradient; options as in `Reduction`."""
+    """Return a layer "reduction" or "maximum"; options as there."""
     shape = sources[0].shape
     options: dict[str, Option] = {"dims": tuple(dims), "keep": keep}
     if function == "maximum":
-        options |= {"gradient": False}
+        options |= {"gradient": gradient}
     else:
         options |= {"function": function, "batch": batch, "correction": correction}
     return Layer.of(

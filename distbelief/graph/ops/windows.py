@@ -26,10 +26,14 @@ from distbelief.graph.region import Interval, Region, Shape
 # --- adaptive pooling ---
 
 
-class _AdaptivePool(Operator, ABC):
-    # Output o of n reads [floor(o H / n), ceil((o + 1) H / n)) of H inputs.
+@final
+class AdaptivePool(Operator):
+    """The mean or maximum of each window; the first of equal maxima gets the gradient."""
+
+    # Output o of n reads [floor(o H / n), ceil((o + 1) H / n)) of H inputs: rows, then columns.
     # input     (channels, *space), one to three dimensions of space
-    maximum: ClassVar[bool]
+    # options   maximum
+    name: ClassVar[str] = "adaptive_pool"
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -58,28 +62,12 @@ class _AdaptivePool(Operator, ABC):
             for index in range(*call.region.intervals[dim]):
                 start, stop = _window(index, layer.input_shapes[0][dim], layer.shape[dim])
                 window = tile.narrow(dim + 1, start - offset, stop - start)
-                if self.maximum:
+                if layer.options["maximum"]:
                     slices.append(window.max(dim + 1).values)
                 else:
                     slices.append(window.mean(dim + 1))
             tile = torch.stack(slices, dim + 1)
         return tile
-
-
-@final
-class AdaptiveAveragePool(_AdaptivePool):
-    """The mean of each window: means over rows, then over columns."""
-
-    name: ClassVar[str] = "adaptive_average_pool"
-    maximum: ClassVar[bool] = False
-
-
-@final
-class AdaptiveMaxPool(_AdaptivePool):
-    """The maximum of each window; the first of equal values gets the gradient."""
-
-    name: ClassVar[str] = "adaptive_max_pool"
-    maximum: ClassVar[bool] = True
 
 
 def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: bool) -> list[Layer]:
@@ -88,8 +76,8 @@ def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: boo
     if set(sizes) == {1} and not maximum:  # a mean over all of space, which has partial sums
         dims = range(1, len(source.shape))
         return [reduction_layer(name, [source], function="mean", dims=dims)]
-    kind: type[Operator] = AdaptiveMaxPool if maximum else AdaptiveAveragePool
-    options: dict[str, Option] = {}
+    kind: type[Operator] = AdaptivePool
+    options: dict[str, Option] = {"maximum": maximum}
     if not any(extent % size for extent, size in zip(extents, sizes, strict=True)):
         # Windows of equal size: plain pooling.
         kind = MaxPool if maximum else AveragePool

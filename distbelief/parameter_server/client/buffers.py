@@ -161,6 +161,7 @@ class ShardPush:
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
         self._push_buffers: PushBuffers | None = None
+        self._copier = view.copier(index, compact=True)
         self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
         self._by_blocks = False
         self._in_flight: deque[OutgoingPush[pf.Push]] = deque()
@@ -225,7 +226,7 @@ class ShardPush:
         assert self.has_room
         assert self._push_buffers is not None
         return StageTarget(
-            copier=self._view.copier(self._index, compact=True),
+            copier=self._copier,
             values=self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS],
             push=pf.Push(
                 sequence=self.issued + 1,
@@ -325,7 +326,7 @@ class ShardPush:
 
 # --- fetches ---
 
-INSTALL_BLOCKS: Final = 4
+INSTALL_BLOCKS: Final = 8
 """Blocks worth an install while others are still to come."""
 
 
@@ -362,6 +363,7 @@ class ShardFetch:
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
         self._published: SeqlockVector | None = None
+        self._copier: TensorCopier | None = None  # of the published values, once there are some
         self._request = 0
         self._block_clock = 0
         self._block_incarnation = 0
@@ -396,6 +398,8 @@ class ShardFetch:
             self._first_clock = clock
         self._shard_incarnation = shard_incarnation
         self._published = published
+        if published is not None and self._copier is None:
+            self._copier = self._view.copier(self._index)
         if self.wanted and not (self._by_blocks and self.complete):
             return self._begin(by_blocks=published is None)
         return []
@@ -458,7 +462,8 @@ class ShardFetch:
             clock = self._block_clock if self.complete else None
             return ShardReader(copy, None, clock, self._block_incarnation, blocks)
         assert published is not None
-        copy_all = partial(view.copier(k).scatter, published.values)
+        assert self._copier is not None
+        copy_all = partial(self._copier.scatter, published.values)
         return ShardReader(copy_all, published, 0, self._shard_incarnation)
 
     def part_installed(self, reader: ShardReader) -> None:

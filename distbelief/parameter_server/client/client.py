@@ -12,7 +12,7 @@ performs the returned actions. Nothing here blocks.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, assert_never, final
+from typing import Final, assert_never, cast, final
 
 import torch
 
@@ -59,6 +59,7 @@ ShardReply = (
     | pf.PushBlockAck
     | pf.PushApplied
 )
+_SHARD_REPLIES: Final = rl.message_types(ShardReply)
 
 
 @final
@@ -157,12 +158,12 @@ class ShardLink:
     # ------------------------------------------------------------- from the shard
 
     def receive(self, event: rl.Received, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
-        sender = event.sender
-        if self._is_stale(sender, event.incarnation):
-            return []
-        is_lost = self._note_incarnation(sender, event.incarnation)
-        demoted = False
-        if not isinstance(message, pf.SessionRefused):
+        sender, is_lost, demoted = event.sender, False, False
+        if event.incarnation != self._incarnations[sender]:
+            if self._is_stale(sender, event.incarnation):
+                return []
+            is_lost = self._note_incarnation(sender, event.incarnation)
+        if not isinstance(message, pf.SessionRefused) and message.shard_incarnation != self.term:
             is_lost = is_lost or message.shard_incarnation > self.term
             demoted = message.shard_incarnation < self.term
             self.term = max(self.term, message.shard_incarnation)
@@ -171,7 +172,7 @@ class ShardLink:
             self._lost()
             if demoted or not isinstance(message, pf.SessionOpened):
                 actions += self.open_session(now)
-        return actions if demoted else [*actions, *self._take(sender, message, now)]
+        return actions if demoted else actions + self._take(sender, message, now)
 
     def peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
         if self._is_stale(event.peer, event.incarnation):
@@ -198,20 +199,11 @@ class ShardLink:
         self._n_attach_failures = 0
 
     def _take(self, sender: rl.Address, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
-        if isinstance(message, pf.SessionRefused):
-            return self._refused(sender, message, now)
-        self._silence.heard(now, progress=False)
-        if isinstance(message, pf.SessionOpened):
-            return self._session_opened(sender, message, now)
         replies: Sequence[Message] = ()
         progress = False
-        match message:
-            case PrimaryChanged():
-                pass  # `receive` has sent OpenSession if this is news
-            case pf.PushApplied():
-                progress = self.pushing.acknowledged(message)
-                if progress:
-                    self._note_staleness(message.staleness)
+        if not isinstance(message, pf.SessionRefused):
+            self._silence.heard(now, progress=False)
+        match message:  # the most frequent ones first
             case pf.ParameterBlock():
                 before = self.fetching.received
                 replies = self.fetching.take(message)
@@ -221,6 +213,16 @@ class ShardLink:
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
                 progress = bool(replies)
+            case pf.PushApplied():
+                progress = self.pushing.acknowledged(message)
+                if progress:
+                    self._note_staleness(message.staleness)
+            case PrimaryChanged():
+                pass  # `receive` has sent OpenSession if this is news
+            case pf.SessionRefused():
+                return self._refused(sender, message, now)
+            case pf.SessionOpened():
+                return self._session_opened(sender, message, now)
             case _:
                 assert_never(message)
         if progress:
@@ -312,14 +314,13 @@ class ShardLink:
 
     def wait(self, now: rl.Seconds) -> list[rl.Action]:
         """Run the timer if something is awaited; call after every change."""
-        is_waiting = self._is_waiting
-        begins = is_waiting and not self._awaited
-        self._awaited = is_waiting
+        begins = not self._awaited
+        self._awaited = self._is_waiting
+        if not self._awaited:
+            return []
         if begins:
             self._silence.start(now)
             self._sent_at, self._backoff.pause = now, self._backoff.first
-        if not is_waiting:
-            return []
         due, timer_at = now + self._backoff.pause, self._silence.timer_at
         runs = timer_at is not None and (not begins or timer_at <= due)
         return [] if runs else [self._set_timer(due)]
@@ -384,8 +385,9 @@ class ShardLink:
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
     def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
-        if messages:
-            self._sent_at = now
+        if not messages:
+            return []
+        self._sent_at = now
         # Push buffers stay unchanged until the push is settled, so blocks need no copy.
         return [
             rl.Send(receiver=self.primary, message=message, lent=isinstance(message, pf.PushBlock))
@@ -454,6 +456,9 @@ class ParameterClient:
         self._n_torn = 0  # torn reads, each of one shard
         self._n_pushed = 0
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
+        # Whether the last event may have removed what the role waits for: a session has opened or
+        # is lost, a fetch is complete, a push is acknowledged by the last shard.
+        self.has_news = False
 
     # ---------------------------------------------------------------------- events
 
@@ -470,7 +475,7 @@ class ParameterClient:
         return actions
 
     def owns(self, event: rl.Event) -> bool:
-        if isinstance(event, rl.Received) and not isinstance(event.message, ShardReply):
+        if type(event) is rl.Received and type(event.message) not in _SHARD_REPLIES:
             return False
         return self._link_of(event) is not None
 
@@ -485,13 +490,15 @@ class ParameterClient:
         link = self._link_of(event)
         if link is None:
             return []
+        was_open, term, settled = link.is_open, link.term, link.pushing.settled
+        was_complete = link.fetching.complete
         if isinstance(event, rl.Received):
-            if not isinstance(event.message, ShardReply):
+            if type(event.message) not in _SHARD_REPLIES:
                 raise RemoteProtocolError(
                     f"{event.sender} sent {type(event.message).__name__}, which a client does "
                     "not accept"
                 )
-            actions = link.receive(event, event.message, now)
+            actions = link.receive(event, cast("ShardReply", event.message), now)
         elif isinstance(event, rl.TimerFired):
             actions = link.timer(now)
         else:
@@ -499,7 +506,17 @@ class ParameterClient:
             actions = link.peer(event, now)
         if self._installing is None and self._staging is None:
             link.release()
-        return [*actions, *self._wait(link, now)]
+        actions += self._wait(link, now)
+        self.has_news = (
+            link.is_open is not was_open
+            or link.term != term
+            or (link.fetching.complete is not was_complete and self.fetch_complete)
+            or (link.pushing.settled > settled and self._all_settled(settled + 1))
+        )
+        return actions
+
+    def _all_settled(self, sequence: int) -> bool:
+        return all(link.pushing.settled >= sequence for link in self._links.values())
 
     def _wait(self, link: ShardLink, now: rl.Seconds) -> list[rl.Action]:
         """Note what a link waits for; call after every change of it."""
@@ -510,8 +527,10 @@ class ParameterClient:
         return link.wait(now)
 
     def _link_of(self, event: rl.Event) -> ShardLink | None:
+        if type(event) is rl.Received:  # nearly all events, without the match statement
+            return self._links_by_copy.get(event.sender)
         match event:
-            case rl.Received(sender=peer) | rl.PeerJoined(peer=peer) | rl.PeerLost(peer=peer):
+            case rl.PeerJoined(peer=peer) | rl.PeerLost(peer=peer):
                 return self._links_by_copy.get(peer)
             case rl.TimerFired(name=name) if name.startswith(TIMER):
                 return self._links.get(int(name.removeprefix(TIMER)))

@@ -18,15 +18,7 @@ import networkx as nx
 import numpy as np
 from networkx.algorithms.approximation import treewidth_min_degree
 
-from distbelief.graph.graph import GraphError
-from distbelief.partition.solvers.problem import (
-    TOLERANCE,
-    Array,
-    Choice,
-    Problem,
-    Solution,
-    first_lowest,
-)
+from distbelief.partition.solvers.problem import TOLERANCE, Array, Problem, Solution, first_lowest
 
 
 ENTRIES_MAX: Final = 20_000_000  # of the largest table
@@ -77,27 +69,11 @@ def eliminate(problem: Problem, order: Order | None = None) -> Solution:
 
     Its cost is then a bound on choices that fit. Ties are deterministic: at each node the first
     index that ties.
-
-    Raises:
-        GraphError: the tables are too large.
     """
     order = order or elimination_order(problem)
-    if not order.fits:
-        raise GraphError(
-            f"elimination needs a table of {order.entries} entries (at most {ENTRIES_MAX}) "
-            f"and {order.work} in all (at most {WORK_MAX}): use `solve`"
-        )
-    choice = cheapest(problem, problem.costs, order)
-    cost = problem.cost(choice)
-    fits = problem.overrun(choice) <= 1 + TOLERANCE
-    return problem.solution(choice, bound=cost, solver="elimination", proven=fits)
-
-
-def cheapest(problem: Problem, costs: Sequence[Array], order: Order) -> Choice:
-    """Return the cheapest choice with these costs of the nodes."""
     place = {node: index for index, node in enumerate(order.nodes)}
     buckets: list[list[_Table]] = [[] for _ in order.nodes]
-    for table in _tables(problem, costs):
+    for table in _tables(problem):
         buckets[min(place[node] for node in table.nodes)].append(table)
     for node, bucket in zip(order.nodes, buckets, strict=True):
         rest = _without(node, bucket)
@@ -107,11 +83,13 @@ def cheapest(problem: Problem, costs: Sequence[Array], order: Order) -> Choice:
     for node, bucket in zip(reversed(order.nodes), reversed(buckets), strict=True):
         costs = [_given(table, node, chosen) for table in bucket]
         chosen[node] = first_lowest(np.asarray(np.sum(costs, axis=0)))
-    return tuple(chosen[node] for node in range(len(order.nodes)))
+    choice = tuple(chosen[node] for node in range(len(order.nodes)))
+    fits = problem.overrun(choice) <= 1 + TOLERANCE
+    return problem.solution(choice, bound=problem.cost(choice), solver="elimination", proven=fits)
 
 
-def _tables(problem: Problem, costs: Sequence[Array]) -> list[_Table]:
-    own = [np.array(values) for values in costs]
+def _tables(problem: Problem) -> list[_Table]:
+    own = [np.array(values) for values in problem.costs]
     tables = []
     for (u, v), edge in problem.edges.items():
         if _open(problem, (u, v)):

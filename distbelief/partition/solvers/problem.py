@@ -3,11 +3,8 @@
     minimise    sum_v costs[v][x_v]  +  sum_uv edges[u, v][x_u, x_v]
     subject to  sum_v memory[v][x_v, q] <= caps[q]            for every machine q
 
-Caps hold up to one part in 1e9, so
-that rounding decides nothing. Each solution carries a proven bound.
-
-The pruning functions return, per node, the indices of the candidates to keep, ascending. What they
-drop cannot make the best choice cheaper, whatever else is chosen.
+Caps hold up to one part in 1e9, so that rounding decides nothing. Each solution carries a proven
+bound.
 """
 
 import math
@@ -94,6 +91,13 @@ class Problem:
         pairs = [table[choice[u], choice[v]] for (u, v), table in self.edges.items()]
         return math.fsum([*nodes, *pairs])
 
+    def around(self, node: int, choice: Sequence[int]) -> Array:
+        """Return the cost of each candidate of a node, given the choices of its neighbours."""
+        costs = self.costs[node].copy()
+        for other, table in self.neighbours[node]:
+            costs += table[:, choice[other]]
+        return costs
+
     def used(self, choice: Sequence[int]) -> Array:
         """Return the share of its cap that each machine uses, (n_machines,)."""
         if self.shares is None:
@@ -109,16 +113,6 @@ class Problem:
         """Return what a solver minimises: the overrun of choices that do not fit, then the cost."""
         overrun = self.overrun(choice)
         return (0.0 if overrun <= 1 + TOLERANCE else overrun, self.cost(choice))
-
-    def restricted(self, kept: Sequence[Indices]) -> "Problem":
-        return Problem(
-            costs=tuple(costs[rows] for costs, rows in zip(self.costs, kept, strict=True)),
-            edges={(u, v): table[np.ix_(kept[u], kept[v])] for (u, v), table in self.edges.items()},
-            memory=None
-            if self.memory is None
-            else tuple(m[rows] for m, rows in zip(self.memory, kept, strict=True)),
-            caps=self.caps,
-        )
 
     def solution(
         self, choice: Sequence[int], *, bound: float, solver: str, proven: bool = True
@@ -193,55 +187,3 @@ def _check(problem: Problem) -> None:
 
 def _valid(table: Array, shape: tuple[int, ...]) -> bool:
     return table.shape == shape and bool(np.isfinite(table).all())
-
-
-# --- pruning ---
-
-
-def fitting(problem: Problem) -> list[Indices] | None:
-    """Keep candidates that fit the caps beside the least that all other nodes can take.
-
-    Returns:
-        None if a node keeps nothing: then no choice fits.
-    """
-    kept: list[Indices] = [np.arange(size) for size in problem.sizes]
-    if problem.shares is None:
-        return kept
-    changed = True
-    while changed:
-        changed = False
-        least = [s[rows].min(axis=0) for s, rows in zip(problem.shares, kept, strict=True)]
-        room = (1 + TOLERANCE) - np.sum(least, axis=0)
-        for node, shares in enumerate(problem.shares):
-            fits = (shares[kept[node]] - least[node] <= room).all(axis=1)
-            if not fits.all():
-                kept[node] = kept[node][fits]
-                changed = True
-            if not kept[node].size:
-                return None
-    return kept
-
-
-def undominated(problem: Problem) -> list[Indices]:
-    """Keep candidates that no other candidate of their node beats, whatever the neighbours choose.
-
-    One beats another if changing to it saves even with the worst neighbours (Goldstein, 1994), and
-    takes no memory. Of equals the first is kept.
-    """
-    kept: list[Indices] = [np.arange(size) for size in problem.sizes]
-    for node, pairs in enumerate(problem.neighbours):
-        costs = problem.costs[node]
-        worst = costs[:, None] - costs[None]  # of changing from the column to the row
-        for other, table in pairs:
-            rest = table[:, kept[other]]
-            worst += (rest[:, None] - rest[None]).max(axis=2)
-        beats = worst <= 0
-        if problem.shares is not None:
-            shares = problem.shares[node]
-            beats &= (shares[:, None] <= shares[None, :]).all(axis=2)
-        alive = np.ones(len(costs), np.bool_)
-        for index in reversed(range(len(costs))):
-            alive[index] = False
-            alive[index] = not (alive & beats[:, index]).any()
-        kept[node] = np.flatnonzero(alive)
-    return kept

@@ -1,35 +1,29 @@
 """Solves a placement problem: tries the solvers in order of cost, and proves the choice if it can.
 
 elimination        small tables, and the choice fits the caps       -> exact
-  else prune       what cannot fit, or never beats another
-  local search     a choice that fits; the cheapest without caps is a bound
+  else repair      moves until it fits; the cheapest without caps is a bound
   milp             few enough variables                             -> exact in time
   else             the best known and the bound
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
-from distbelief.partition.solvers.dynamic_programming import (
-    Order,
-    cheapest,
-    eliminate,
-    elimination_order,
-)
-from distbelief.partition.solvers.local_search import descend, exchange, independent, repair
+import numpy as np
+
+from distbelief.partition.solvers.dynamic_programming import eliminate, elimination_order
 from distbelief.partition.solvers.milp import milp, n_variables
 from distbelief.partition.solvers.problem import (
+    TIE,
     TOLERANCE,
+    Array,
     Choice,
     Deadline,
-    Indices,
     Problem,
     Solution,
-    fitting,
+    first_lowest,
     trivial_bound,
-    undominated,
 )
 
 
@@ -39,65 +33,40 @@ VARIABLES_MAX: Final = 200_000  # of a mixed integer program: seconds to minutes
 DENSE_VARIABLES_MAX: Final = 30_000
 
 _BISECTIONS: Final = 12
+_SWEEPS_MAX: Final = 20
+_MOVES_PER_NODE_MAX: Final = 4
+_FEW: Final = 24  # nodes
+_LOOK_EVERY: Final = 12  # moves
 
 
 def solve(
-    problem: Problem, *, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic
+    problem: Problem,
+    *,
+    known: Sequence[Choice] = (),
+    seconds: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Solution:
     """Return the cheapest choice that fits the caps, or the best found in time.
 
     If none fits, the cheapest of those that overrun the caps least.
 
-    `seconds` is approximate: elimination alone takes some.
+    Args:
+        problem: The problem.
+        known: Choices from which a local search begins, too.
+        seconds: Approximate: elimination alone takes some.
+        clock: Monotonic, in seconds.
     """
     deadline = Deadline(seconds, clock=clock)
     order = elimination_order(problem)
-    bound = trivial_bound(problem)
     if order.fits:
         free = eliminate(problem, order)
         if free.exact:
             return free
-        bound = free.bound
-    return _under_caps(problem, bound, deadline) or _least_bad(problem, bound, deadline)
-
-
-def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution | None:
-    # The cheapest choice that fits, or the best found; None if none was.
-    kept = fitting(problem)
-    if kept is None:
-        return None
-    inner = undominated(problem.restricted(kept))
-    kept = [rows[index] for rows, index in zip(kept, inner, strict=True)]
-    small = problem.restricted(kept)
-    order = elimination_order(small)
-    if order.fits:
-        start = cheapest(small, small.costs, order)
-        bound = max(bound, small.cost(start))
+        start, bound, n_max = free.choice, free.bound, VARIABLES_MAX
     else:
-        start = _descended(small)
-    if small.overrun(start) > 1 + TOLERANCE:
-        mended = repair(small, start, limit=1.0, deadline=deadline)
-        if mended is None:
-            return None
-        start = descend(small, mended)
-    elif order.fits:
-        return _lifted(kept, small.solution(start, bound=bound, solver="elimination"))
-    known = exchange(small, start, deadline=deadline)
-    return _lifted(kept, _finished(small, known, bound, order, deadline))
-
-
-def _descended(problem: Problem) -> Choice:
-    # The best of local searches from several choices: each node by itself, and all nodes alike.
-    starts = [tuple(min(k, n - 1) for n in problem.sizes) for k in range(max(problem.sizes))]
-    ends = [descend(problem, start) for start in (independent(problem), *starts)]
-    return min(ends, key=problem.badness)
-
-
-def _finished(
-    problem: Problem, start: Choice, bound: float, order: Order, deadline: Deadline
-) -> Solution:
-    # The best choice, by a mixed integer program if it is small enough.
-    n_max = VARIABLES_MAX if order.fits else DENSE_VARIABLES_MAX
+        start, bound = _descended(problem, known), trivial_bound(problem)
+        n_max = DENSE_VARIABLES_MAX
+    start = _fitted(problem, start, deadline)
     if deadline.passed or n_variables(problem) > n_max:
         fits = problem.overrun(start) <= 1 + TOLERANCE  # else a lower overrun may be possible
         return problem.solution(start, bound=bound, solver="repair", proven=fits)
@@ -107,30 +76,124 @@ def _finished(
     )
 
 
-def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
-    # No choice that fits is known: overrun the caps least.
-    kept = undominated(problem)
-    small = problem.restricted(kept)
-    order = elimination_order(small)
-    start = _least_repaired(small, order, deadline)
-    return _lifted(kept, _finished(small, start, bound, order, deadline))
+def _descended(problem: Problem, known: Sequence[Choice]) -> Choice:
+    # The best of local searches from these, from each node by itself, and from all nodes alike.
+    starts = [tuple(min(k, n - 1) for n in problem.sizes) for k in range(max(problem.sizes))]
+    ends = [descend(problem, start) for start in (independent(problem), *starts, *known)]
+    return min(ends, key=problem.badness)
 
 
-def _least_repaired(problem: Problem, order: Order, deadline: Deadline) -> Choice:
-    # Bisection over the limit that repairs can reach.
-    free = eliminate(problem, order).choice if order.fits else _descended(problem)
-    best, low, high = free, 0.0, problem.overrun(free)
+def _fitted(problem: Problem, start: Choice, deadline: Deadline) -> Choice:
+    # A choice that fits the caps or, by bisection over what repairs reach, overruns them little.
+    best, low, high = start, 1.0, problem.overrun(start)
+    limit = low
     for _ in range(_BISECTIONS):
-        limit = (low + high) / 2
+        if high <= 1 + TOLERANCE:
+            break
         found = repair(problem, best, limit=limit, deadline=deadline)
         if found is None:
             low = limit
         else:
             best, high = found, problem.overrun(found)
+        limit = (low + high) / 2
     return descend(problem, best, limit=max(1.0, problem.overrun(best)))
 
 
-def _lifted(kept: Sequence[Indices], solution: Solution) -> Solution:
-    # The same solution with the indices of the whole problem.
-    pairs = zip(kept, solution.choice, strict=True)
-    return replace(solution, choice=tuple(int(rows[index]) for rows, index in pairs))
+def independent(problem: Problem) -> Choice:
+    # The cheapest candidate of each node by itself.
+    return tuple(first_lowest(costs) for costs in problem.costs)
+
+
+def descend(problem: Problem, choice: Sequence[int], *, limit: float = 1.0) -> Choice:
+    """Give each node in turn its best candidate beside its neighbours (Besag, 1986).
+
+    A machine that `choice` overruns may stay so, but must not use more.
+    """
+    chosen = list(choice)
+    used = problem.used(chosen)
+    allowed = np.maximum(limit * (1 + TOLERANCE), used)
+    for _ in range(_SWEEPS_MAX):
+        changed = False
+        for node, old in enumerate(chosen):
+            costs = problem.around(node, chosen)
+            if problem.shares is not None:
+                shares = problem.shares[node]
+                fits = (used - shares[old] + shares <= allowed).all(axis=1)
+                fits[old] = True
+                costs = np.where(fits, costs, np.inf)
+            new = first_lowest(costs)
+            if costs[new] + TIE * abs(costs[new]) < costs[old]:
+                chosen[node] = new
+                changed = True
+                if problem.shares is not None:
+                    used = problem.used(chosen)
+        if not changed:
+            break
+    return tuple(chosen)
+
+
+def repair(
+    problem: Problem, choice: Sequence[int], *, limit: float, deadline: Deadline
+) -> Choice | None:
+    """Return a choice that fits, by moves that free most memory for their cost.
+
+    Returns:
+        None if the moves do not lead to a choice that fits.
+    """
+    chosen = list(choice)
+    deltas = [_deltas(problem, node, chosen) for node in range(len(chosen))]
+    nodes: list[int] = []
+    for step in range(_MOVES_PER_NODE_MAX * len(chosen)):
+        used = problem.used(chosen)
+        if (used <= limit * (1 + TOLERANCE)).all():
+            return tuple(chosen)
+        if deadline.passed:
+            return None
+        # Pricing all nodes is slow; the best ones stay good for some moves.
+        prices = _prices(problem, chosen, deltas, nodes, limit=limit)
+        lowest = np.array([values.min() for values in prices])
+        if step % _LOOK_EVERY == 0 or not np.isfinite(lowest).any():
+            nodes = list(range(len(chosen)))
+            prices = _prices(problem, chosen, deltas, nodes, limit=limit)
+            lowest = np.array([values.min() for values in prices])
+        if not np.isfinite(lowest).any():
+            return None
+        place = first_lowest(lowest)
+        node = nodes[place]
+        chosen[node] = first_lowest(prices[place])
+        for other in [node, *(v for v, _ in problem.neighbours[node])]:
+            deltas[other] = _deltas(problem, other, chosen)
+        nodes = [nodes[index] for index in np.argsort(lowest, kind="stable")[:_FEW]]
+    return None
+
+
+def _prices(
+    problem: Problem,
+    chosen: Sequence[int],
+    deltas: Sequence[Array],
+    nodes: Sequence[int],
+    *,
+    limit: float,
+) -> list[Array]:
+    # Cost per share of memory freed, of each candidate of the nodes; infinite if it frees none.
+    # Moves that cost nothing come first, those that free most before others.
+    assert problem.shares is not None
+    over = problem.used(chosen) - limit
+    excess = float(np.maximum(over, 0).sum())
+    prices = []
+    for node in nodes:
+        shares = problem.shares[node]
+        after = over - shares[chosen[node]] + shares  # (K, n_machines)
+        freed = excess - np.maximum(after, 0, out=after).sum(axis=1)
+        costs = deltas[node]
+        helps = freed > TOLERANCE * excess
+        price = np.full(len(costs), np.inf)
+        np.divide(costs, freed, out=price, where=helps)
+        price[helps & (costs <= 0)] = -freed[helps & (costs <= 0)]
+        prices.append(price)
+    return prices
+
+
+def _deltas(problem: Problem, node: int, chosen: Sequence[int]) -> Array:
+    costs = problem.around(node, chosen)
+    return np.asarray(costs - costs[chosen[node]])

@@ -38,7 +38,7 @@ def found_on(name: str, device: str, *, n_machines: int = 3) -> StepOutput:
         device=device,
     )
     with Elsewhere() if device == "meta" else nullcontext():
-        return group.step(inputs_of(graph, name), tensors_of(model), seed=SEED)
+        return group.step(inputs_of(graph), tensors_of(model), seed=SEED)
 
 
 class Elsewhere(TorchFunctionMode):

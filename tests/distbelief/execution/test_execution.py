@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.nn import functional
 
-from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.norms import running_averages
+from distbelief.graph.ops.views import Cat
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.step_graph import statistics_of
 from tests.distbelief.graph.reference import evaluate
-from tests.distbelief.graph.zoo.catalogue import ZOO
+from tests.distbelief.graph.zoo.catalogue import ZOO, Applied
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import captured, random_plan
 from tests.distbelief.worker.in_process import LocalGroup, StepOutput
@@ -51,7 +55,7 @@ def test_every_model_on_one_to_eight_ranks(name: str, n_machines: int) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_float32_is_as_near_to_float64_as_one_process_is(name: str) -> None:
     model, graph = captured(name)
-    inputs, tensors = inputs_of(graph, name), tensors_of(model)
+    inputs, tensors = inputs_of(graph, n_values=ZOO[name].n_values or 2), tensors_of(model)
     exact = gradients_of(
         graph, inputs, tensors, Step(training=True, modules=whole_modules(graph, model))
     )
@@ -141,12 +145,61 @@ def test_one_sample_for_the_whole_batch_stays_one_in_micro_batches() -> None:
     check("encoder", np.random.default_rng(0), n_machines=1, micro_batches=2)
 
 
+def test_a_batch_of_as_many_samples_as_another_dimension_is_still_moved_to_the_front() -> None:
+    """The last states of two recurrent layers are (2, samples, width)."""
+    check("lstm", np.random.default_rng(0), n_machines=1, micro_batches=2)
+
+
+def bias_of_parts() -> tuple[nn.Module, LayerGraph]:
+    model = Applied(
+        lambda x, w, b: functional.linear(x, w, torch.cat([b[:4], b.new_zeros(4), b[4:]])),
+        weight=nn.Parameter(torch.rand(12, 3, dtype=torch.float64)),
+        bias=nn.Parameter(torch.rand(8, dtype=torch.float64)),
+    )
+    return model, capture(model, [InputSpec(shape=(3,))])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_sample_for_the_whole_batch_stays_one_where_a_part_is_empty(seed: int) -> None:
+    """A bias that Swin V2 of torchvision makes of parts had a row for each sample on some ranks."""
+    check_graph(*bias_of_parts(), np.random.default_rng(seed), n_machines=3)
+
+
+def test_a_message_of_another_size_is_an_error_of_its_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its receiver rejected it, and waited for ever."""
+    compute = Cat.compute
+    monkeypatch.setattr(Cat, "compute", lambda self, call: compute(self, call).expand(BATCH, -1))
+    with pytest.raises(GraphError, match=r"state 'cat'.* has shape \(2, \d+\), and \(1, \d+\) is"):
+        check_graph(*bias_of_parts(), np.random.default_rng(1), n_machines=3)
+
+
 def check(
     name: str, generator: np.random.Generator, *, n_machines: int, micro_batches: int = 1
 ) -> None:
-    """Check all outputs, gradients and running statistics of one random plan."""
     model, graph = captured(name)
-    inputs, tensors = inputs_of(graph, name), tensors_of(model)
+    check_graph(
+        model,
+        graph,
+        generator,
+        n_machines=n_machines,
+        micro_batches=micro_batches,
+        n_values=ZOO[name].n_values or 2,
+    )
+
+
+def check_graph(
+    model: nn.Module,
+    graph: LayerGraph,
+    generator: np.random.Generator,
+    *,
+    n_machines: int,
+    micro_batches: int = 1,
+    n_values: int = 2,
+) -> None:
+    """Check all outputs, gradients and running statistics of one random plan."""
+    inputs, tensors = inputs_of(graph, n_values=n_values), tensors_of(model)
     modules = whole_modules(graph, model)
     step = Step(training=True, seed=SEED, modules=modules)
     expected = evaluate(graph, inputs, tensors, step=step)
@@ -186,14 +239,13 @@ def slope(output: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def inputs_of(graph: LayerGraph, name: str, *, batch: int = BATCH) -> dict[str, torch.Tensor]:
+def inputs_of(graph: LayerGraph, *, n_values: int = 2) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)
     found = {}
     for layer in graph.layers:
         if layer.kind == INPUT:
-            shape = (batch, *layer.shape)
+            shape = (BATCH, *layer.shape)
             if layer.is_integer:
-                n_values = ZOO[name].n_values or 2
                 value = torch.randint(n_values, shape, generator=generator)
             else:
                 value = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,5 +1,6 @@
 """Calibration: what work and messages cost on this host."""
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -18,8 +19,10 @@ from distbelief.forecast.calibration import (
     Rates,
     Stopwatch,
     idle,
+    latency_of,
     load_rates,
     measure,
+    measure_latency,
     measure_messages,
     mover,
     rate_of,
@@ -31,7 +34,7 @@ from distbelief.forecast.placement import HostCosts, PlacedCluster, constants_of
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
-from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor
+from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine
 from experiments.benchmarks.simulated.truth import mean_of
@@ -43,6 +46,7 @@ RATES = Rates(
     work={"replica replica:step by flops": Rate(unit="flops", seconds=1e-6, n=10)},
     message=5e-5,
     wake=9e-5,
+    latency=2e-4,
 )
 
 
@@ -255,12 +259,13 @@ def test_two_measurements_are_one_of_all_pieces() -> None:
             push: Rate(unit="bytes", seconds=1e-9, n=5),
         },
         wake=1e-5,
+        latency=4e-4,
     )
     both = mean_of([RATES, later])
     assert both.work[step].seconds == pytest.approx(3e-6)
     assert both.work[step].n == 30
     assert both.work[push] == Rate(unit="bytes", seconds=1e-9, n=5)
-    assert (both.wake, both.message) == pytest.approx((5e-5, 5e-5))
+    assert (both.wake, both.message, both.latency) == pytest.approx((5e-5, 5e-5, 3e-4))
 
 
 def test_a_message_takes_some_time_but_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +273,44 @@ def test_a_message_takes_some_time_but_not_long(monkeypatch: pytest.MonkeyPatch)
     message, wake = measure_messages()
     assert 0 <= message < 0.5
     assert 0 <= wake < 0.5
+
+
+def test_a_message_to_a_sleeping_process_takes_time_but_not_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def latency(waits: list[float], core_seconds: list[float]) -> float:
+        seen.append((len(waits), len(core_seconds)))
+        assert min(waits) > 0
+        assert core_seconds == sorted(core_seconds)
+        return latency_of(waits, core_seconds)
+
+    monkeypatch.setattr(calibration, "N_PINGS", 10)
+    monkeypatch.setattr(calibration, "latency_of", latency)
+    assert 0 <= measure_latency() < 0.5
+    assert seen == [(10, 11)]
+    assert not multiprocessing.active_children()
+
+
+def test_latency_is_half_of_a_round_trip_without_the_core_time_of_either() -> None:
+    # The waits are without that of the first process; the other took 1 ms for each answer.
+    waits, core_seconds = [5e-3, 4e-3, 90e-3], [1.0, 1.001, 1.002, 1.003]
+    assert latency_of(waits, core_seconds) == pytest.approx(2e-3)
+    assert latency_of([1e-4], [0.0, 2e-4]) == 0.0
+
+
+def test_messages_between_processes_of_this_host_take_the_measured_latency() -> None:
+    job = small()
+    save_rates(job, RATES)
+    hosts = HostCosts(None, machines=None, measures=True)
+    with Preparation() as preparation:
+        prepared = preparation.stage(job)
+        options = hosts.hosting(job, tell=lambda _: None).options(prepared)
+    a, b = (Address(entry.name) for entry in prepared.roster[:2])
+    link = options.link_of(a, b)
+    assert (link.latency_seconds, link.jitter) == (RATES.latency, 0.0)
+    assert dict(hosts.constants)["latency"] == "200 us"
 
 
 def test_a_shard_is_measured_on_another_core_than_a_replica(

@@ -151,6 +151,13 @@ def branching_forward() -> nn.Module:
 
 
 VALUES = "its forward depends on the values of its data"
+
+
+def keeping(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    y: torch.Tensor = norm(x)
+    return y if y.sum() > 0 else -y
+
+
 OPAQUE: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
     "a branch": (lambda: nn.Sequential(Branching(), nn.Linear(3, 2)), ["0"], VALUES),
     "the model itself": (Branching, ["branching"], VALUES),
@@ -175,7 +182,22 @@ OPAQUE: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
         lambda: nn.Sequential(nn.Linear(4, 4), cached()), ["1"], "1.attend .* type Cache",
     ),
     "the number of samples": (
-        lambda: Applied(lambda x: x * len(x)), ["applied"], "number of samples",
+        lambda: Applied(lambda x: x * len(x)), ["applied"], "depends on the batch size",
+    ),
+    "the number of samples in Python": (
+        lambda: Applied(lambda x: x * int(x.shape[0])), ["applied"], "number of samples",
+    ),
+    "statistics": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Applied(keeping, norm=nn.BatchNorm1d(4))),
+        ["1.statistics", "1"],
+        VALUES,
+    ),
+    "statistics of the model": (
+        lambda: Applied(
+            lambda x, norm: norm(x) / int(x.shape[0]), norm=nn.BatchNorm1d(4, momentum=0.3)
+        ),
+        ["applied.statistics", "applied"],
+        r"as int\(x.shape\[0\]\)",
     ),
     "torch's random numbers": (
         lambda: Inner(lambda m, x: m.b(x if float(torch.rand(())) < 1e-9 else m.a(x))),
@@ -427,11 +449,6 @@ def test_what_layers_know_of_evaluation_is_no_difference(make: Callable[[], nn.M
 # --- what is refused ---
 
 
-def keeping(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-    y: torch.Tensor = norm(x)
-    return y if y.sum() > 0 else -y
-
-
 APART = "a layer must keep them separate"
 FIRST = "must have the batch as its first dimension"
 REFUSED: list[tuple[nn.Module, Shape, str]] = [
@@ -445,7 +462,6 @@ REFUSED: list[tuple[nn.Module, Shape, str]] = [
     (Applied(lambda x: torch.cat([x, x])), (4,), f"cat .*{APART}"),
     (Applied(lambda x: x[[0, 1]]), (4,), f"index .*{APART}"),
     (Applied(lambda x: x[torch.arange(1, -1, -1)]), (4,), f"index .*{APART}"),
-    (Applied(lambda x: x / x.size(0)), (4,), f"div .*{APART}"),
     (Applied(lambda x: x[1:]), (4,), "joins samples .*number of samples"),
     (Applied(lambda x: x.transpose(0, 1)), (4,), FIRST),
     (Applied(lambda x: x.reshape(-1, 2)), (4,), FIRST),
@@ -461,9 +477,6 @@ REFUSED: list[tuple[nn.Module, Shape, str]] = [
     (nn.LSTM(4, 2), (3, 4), "batch_first=True"),
     (nn.LSTM(4, 2, batch_first=True), (3, 4), FIRST),
     (nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)), (2, 3), "would be lost"),
-    (nn.Sequential(Applied(keeping, norm=nn.BatchNorm1d(4))), (4,), "of its norm would be lost"),
-    (Applied(lambda x, norm: norm(x) / len(x), norm=nn.BatchNorm1d(4)),
-     (4,), r"the model is opaque .*as len\(x\) does"),
     (Applied(lambda x: {}[x]), (4,), "cannot be run on batchx4: KeyError: "),
     (nn.Linear(5, 2), (4,), "cannot be run on batchx4.*shape of the input"),
     (nn.BatchNorm1d(5), (4,), "5 features, but 'input' has 4|cannot be run on batchx4.*not 5"),

@@ -9,7 +9,6 @@ from distbelief.parameter_server import sessions
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.sessions import PartialStaleness, PushBuffer, Session
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
-from distbelief.protocol import Push
 from distbelief.roles.role import Address
 
 
@@ -86,16 +85,12 @@ def client(*, watermark: int, n_unconfirmed: int) -> Session:
     )
 
 
-def push(sequence: int) -> Push:
-    return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
-
-
 def room(client: Session) -> list[int]:
     """Return the pushes that it takes."""
     taken = []
     for sequence in range(1, 9):
         try:
-            client.take_push(push(sequence))
+            client.push_buffer_of(sequence)
         except RemoteProtocolError:
             continue
         taken.append(sequence)

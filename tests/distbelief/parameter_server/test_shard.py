@@ -648,6 +648,19 @@ def test_an_idle_pin_expires_and_the_client_must_fetch_again() -> None:
     assert alone.shard.handle(timer, 20.0) == []  # without a pin the timer stops
 
 
+def test_the_pin_that_expires_first_is_watched() -> None:
+    alone = large()
+    alone.hello(OTHER)
+    alone.work(alone.receive(fetch(credit=1)))
+    alone.now = 2.0
+    alone.receive(fetch(credit=1), OTHER)
+    alone.now = 5.0
+    alone.receive(credit(1, limit=1))
+    timer = TimerFired(name="pins")
+    assert alone.shard.handle(timer, 10.0) == [SetTimer(name="pins", at=12.0)]
+    assert alone.shard.handle(timer, 12.0) == [SetTimer(name="pins", at=15.0)]
+
+
 def test_fetches_share_a_version_of_the_current_clock() -> None:
     alone = large(n_copies=1)
     alone.hello(OTHER)

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server import layout as module
+from distbelief.parameter_server import layout as module, slices
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from tests.distbelief.parameter_server.pair import gather, numbered, put_all
@@ -207,3 +207,22 @@ def test_a_whole_part_is_the_layout_itself() -> None:
     compact = np.ones(64, np.float32)
     put_all(view.copier(0, compact=True), received, compact)
     assert compact.tolist() == [0, 1, 2, 3, *60 * [0]]
+
+
+def test_the_sum_of_a_tensor_shows_nan_in_any_of_its_pieces() -> None:
+    layout = layout_of(slices._PIECE + 64)
+    vector = np.zeros(layout.shard_size(0), np.float32)
+    tensor = torch.ones(slices._PIECE + 64)
+    copier = PartialView(layout).copier(0)
+    assert copier.put(0, tensor, vector) == slices._PIECE + 64
+    tensor[0] = math.nan
+    assert math.isnan(copier.put(0, tensor, vector))
+
+
+def test_a_view_with_the_negative_bit_is_copied_by_its_values() -> None:
+    layout = layout_of(64)
+    vector = np.zeros(64, np.float32)
+    negated = torch.full((64,), 2j).conj().imag
+    assert negated.is_neg()
+    PartialView(layout).copier(0).put(0, negated, vector)
+    assert set(vector) == {-2.0}

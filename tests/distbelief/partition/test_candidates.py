@@ -91,11 +91,11 @@ def test_images_are_cut_in_every_way_and_neurons_by_inputs_too() -> None:
 def test_too_many_candidates_leave_those_on_most_machines() -> None:
     layer = Layer(
         name="x",
-        kind="pointwise",
+        kind="call",
         inputs=("y",),
         input_shapes=((192, 200, 201),),
         shape=(192, 200, 201),
-        options={"function": "relu"},
+        options={"along": ()},
     )
     labels = [candidate.label for candidate in candidates(layer, equal(144))]
     assert len(labels) <= N_CANDIDATES_MAX

@@ -48,7 +48,7 @@ def test_few_nodes_are_left_of_a_residual_net() -> None:
     assert len(graph.layers) > 300
     assert len(found) < 70
     kinds = {layer.kind for group in found for layer in group.members[1:]}
-    assert {"pointwise", "normalise", "reduction", "running_average"} <= kinds
+    assert {"call", "normalise", "reduction", "running_average"} <= kinds
 
 
 def test_norms_activations_and_losses_follow() -> None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from distbelief.partition.search import build, improve
-from distbelief.partition.solvers.local_search import independent
 from distbelief.partition.solvers.problem import Choice, Problem
+from distbelief.partition.solvers.solve import independent
 from tests.distbelief.partition.plans import equal, zoo
 from tests.distbelief.partition.requests import make_request, permuted, planned, simulated
 from tests.distbelief.partition.solvers.problems import chain, choices, problems

@@ -15,10 +15,10 @@ from distbelief.simulation.faults import (
     Slow,
     Supersede,
     TornSnapshot,
-    random_faults,
 )
 from distbelief.simulation.machines import ClusterOptions
 from tests.distbelief.simulation.toys import A, B, C, Counter, Echo, Pinger
+from tests.simulation.random_faults import random_faults
 
 
 ROLES = (A, B, C)

@@ -9,7 +9,7 @@ from distbelief.program.cluster import Cluster, Lost, Machine, Outages, OutageTr
 from distbelief.roles.role import Address, Launch, PeerLost, Started, TimerFired
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.placement import Place, drawn_outages, options_for, spread
+from distbelief.simulation.placement import drawn_outages, options_for, several
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
@@ -44,11 +44,16 @@ def test_threads_may_differ_by_role_and_are_no_more_than_cores() -> None:
 
 
 def test_a_role_on_several_machines_has_all_their_cores_and_cards() -> None:
-    options = options_for(cluster(), {S0: 0, R0: (1, 3)})
+    machine = several(MACHINE, 3)
+    assert machine.memory == 3 * MACHINE.memory
+    assert machine.overhead == MACHINE.overhead
+    lab = msgspec.structs.replace(cluster(), machines=(MACHINE, machine))
+    options = options_for(lab, {S0: 0, R0: 1}, threads={R0: machine.cores})
     assert options.machines[R0].flops_per_second == 24e9
     assert options.machines[R0].threads == 12
+    assert options.machines[R0].handling_bytes_per_second == 1e9
     assert options.fabric is not None
-    assert options.fabric.cards["machine-1..3"].bytes_per_second == 3e6
+    assert options.fabric.cards["machine-1"].bytes_per_second == 3e6
 
 
 def test_switches_and_links_lie_between_hosts() -> None:
@@ -67,16 +72,8 @@ def test_a_cluster_that_cannot_hold_the_job_says_which_machine_and_why() -> None
         options_for(cluster(), {S0: 0, R0: 0}, memory={S0: 2**29, R0: 2**29 + 1})
     with pytest.raises(GraphError, match=r"replica-0 is put on machine 6 .* has 6"):
         options_for(cluster(), {R0: 6})
-    with pytest.raises(GraphError, match="machine 4 to 7"):
-        options_for(cluster(), {R0: (4, 4)})
-    with pytest.raises(GraphError, match="both put on machine 2"):
-        options_for(cluster(), {R0: (1, 2), S0: 2})
-    with pytest.raises(GraphError, match=r"both put on machine-1\.\.2"):
-        options_for(cluster(), {R0: (1, 2), R1: (1, 2)})
-
-
-def test_roles_are_spread_in_turns() -> None:
-    assert spread([S0, R0, R1], 2, first=3) == {S0: 3, R0: 4, R1: 3}
+    with pytest.raises(GraphError, match=r"replica-0 is put on machine -1 "):
+        options_for(cluster(), {R0: -1})
 
 
 @pytest.mark.parametrize("name", names())
@@ -93,11 +90,11 @@ def test_every_cluster_that_comes_along_can_be_simulated(name: str) -> None:
 
 def test_outages_are_drawn_by_seed_and_only_for_machines_in_use() -> None:
     lab = cluster(failures=Outages(mean_time=100.0, away=5.0))
-    placement: dict[Address, Place] = {S0: 0, R0: (1, 2)}
+    placement = {S0: 0, R0: 1, R1: 2}
     drawn = drawn_outages(lab, placement, horizon=10_000.0, seed=1)
     assert drawn == drawn_outages(lab, placement, horizon=10_000.0, seed=1)
     assert drawn != drawn_outages(lab, placement, horizon=10_000.0, seed=2)
-    assert {fault.roles for fault in drawn} == {(S0,), (R0,)}
+    assert {fault.roles for fault in drawn} == {(S0,), (R0,), (R1,)}
     assert [fault.at for fault in drawn] == sorted(fault.at for fault in drawn)
     assert len(drawn) == pytest.approx(300, rel=0.2)  # three machines, 100 each
 

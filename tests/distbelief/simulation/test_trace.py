@@ -7,7 +7,6 @@ from hypothesis import given
 from distbelief.protocol import Failed, Message, Peers
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import random_faults
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.trace import TEXT_MAX, SimulationFailed, Trace, stable_repr
 from tests.distbelief.protocol.message_strategies import messages
@@ -29,6 +28,7 @@ from tests.distbelief.simulation.toys import (
     push,
 )
 from tests.elsewhere import answers
+from tests.simulation.random_faults import random_faults
 
 
 pytestmark = pytest.mark.untraced

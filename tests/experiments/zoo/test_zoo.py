@@ -1,11 +1,15 @@
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from typing_extensions import override
 
+from distbelief.config.job import Job
+from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from experiments.benchmarks import zoo
@@ -76,8 +80,61 @@ def test_what_was_measured_is_kept_and_counted(
     }
 
 
+def test_a_library_that_is_missing_is_named_with_its_extra() -> None:
+    with pytest.raises(JobError, match=r"'no_library'.*pip install 'distbelief\[zoo\]'"):
+        models.library("no_library")
+
+
 def test_letters_are_followed_by_the_next_and_none_is_in_both_parts() -> None:
     train, test = text.passages(part="train"), text.passages(part="test")
     inputs, targets = train[0]
     assert torch.equal(inputs[1:], targets[:-1])
     assert len(train) > 8 * len(test) > 800
+
+
+class Letters(nn.Module):
+    """Gives for each letter the scores of the next: (batch, letters, length)."""
+
+    def __init__(self, *, double: bool = False) -> None:
+        super().__init__()
+        self.scores = nn.Embedding(text.N_LETTERS, text.N_LETTERS)
+        self.to(torch.float64 if double else torch.float32)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.scores(x)
+        return scores.transpose(1, 2)
+
+
+@dataclass
+class Trained:
+    """A run that took one step more than the job asks for, from `late` seeds on."""
+
+    job: Job
+    late: int
+
+    @property
+    def summary(self) -> SimpleNamespace:
+        return SimpleNamespace(samples=200, staleness_mean=1.5)
+
+    @property
+    def model(self) -> nn.Module:
+        is_late = self.job.model.seed >= self.late
+        return text.one_process(self.job, 200 + 4 * is_late)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_split_replicas_are_compared_with_one_process(
+    late: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text, "trained", lambda job: Trained(job, late))
+    factory = f"model.factory={__name__}:Letters"
+    fast = "algorithm.rule.learning_rate=0.5"
+    assert text.main(["--seeds", "2", "--set", factory, "--set", fast]) == 0
+    figures = figures_in(capsys.readouterr().out, "gpt2")
+    assert (figures["apart_1_rank"] > 0, figures["apart_2_ranks"] > 0) == (late == 0,) * 2
+    assert (figures["difference"] == 0) == (late == 2)
+    assert figures["staleness"] == 1.5
+    assert 3 < figures["one_process"] < 6
+    assert figures["delayed"] != figures["one_process"]
+    assert figures["spread"] > 0

@@ -29,7 +29,7 @@ def test_it_is_over_when_all_workers_are_done() -> None:
         (B, StartTraining)
     ]  # the first message may be lost
     assert warm_start.replica_finished(A, 3.0) == [SetTimer(name=TIMER, at=4.0)]
-    assert warm_start.is_done(A)
+    assert A in warm_start.done
     assert warm_start.replica_joined(A, 3.0) == []
     assert not warm_start.is_over
     assert warm_start.replica_finished(B, 3.5) == []

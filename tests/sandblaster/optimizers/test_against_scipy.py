@@ -6,6 +6,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -37,11 +38,20 @@ LONG_FOR_CG = frozenset(
 )
 
 
+N_STARTS = 4
+"""Starts that differ in their last bits, where counts are compared: from eight such starts scipy's
+CG takes 540 to 1323 evaluations for "watson 6", ours 566 to 1062; and 3452 to 4444 in sum."""
+
+
+def start_of(problem: Problem, k: int) -> Doubles:
+    return problem.x0 * (1.0 + 1e-15 * k) + 1e-16 * k
+
+
 @functools.cache
-def scipys(problem_index: int, name: ScipyMethod) -> tuple[int, float]:
+def scipys(problem_index: int, name: ScipyMethod, k: int) -> tuple[int, float]:
     """Evaluations and digits of scipy's method."""
     problem = PROBLEMS[problem_index]
-    found = minimize_by_scipy(problem, problem.x0, name)
+    found = minimize_by_scipy(problem, start_of(problem, k), name)
     return found.nfev, problem.digits(found.fun)
 
 
@@ -51,13 +61,15 @@ def compare(
     *,
     n_shards: int,
     without: frozenset[str] = frozenset(),
+    n_starts: int = 1,
 ) -> None:
     ours, theirs, lost = 0, 0, []
-    for index, problem in enumerate(PROBLEMS):
+    for (index, problem), k in product(enumerate(PROBLEMS), range(n_starts)):
         if problem.name in without:
             continue
-        n_scipy, digits_scipy = scipys(index, scipy_name)
-        _, result = minimize_flat(problem, problem.x0, method, n_shards=n_shards)
+        n_scipy, digits_scipy = scipys(index, scipy_name, k)
+        start = start_of(problem, k)
+        _, result = minimize_flat(problem, start, method, n_shards=n_shards)
         digits = problem.digits(result.loss)
         sys.stdout.write(
             f"{problem.name:22} {scipy_name} {n_scipy:6} {digits_scipy:5.1f}   "
@@ -92,7 +104,7 @@ def test_conjugate_gradients_solve_what_scipys_solve() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
 def test_conjugate_gradients_solve_all_that_scipys_solve(n_shards: int) -> None:
-    compare(ConjugateGradient(), "CG", n_shards=n_shards, without=UNSOLVED_BY_CG)
+    compare(ConjugateGradient(), "CG", n_shards=n_shards, without=UNSOLVED_BY_CG, n_starts=N_STARTS)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)

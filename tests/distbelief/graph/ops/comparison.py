@@ -3,6 +3,7 @@
 Also with index tracing: a part depends on all that it reads, and on nothing else.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,11 +14,12 @@ from torch import nn
 from distbelief.graph import ops
 from distbelief.graph.graph import INPUT, Layer, LayerGraph, Option, TensorUse
 from distbelief.graph.operator import Call, Cut, Step, operator_of
+from distbelief.graph.ops.call import operation_of
 from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 
 
-assert ops.OPERATORS  # importing them registers them
+assert ops.__all__  # importing them registers them
 TOLERANCE = 1e-10
 
 
@@ -72,6 +74,23 @@ def layer_of(
         tensors={
             word: TensorUse(name=word, shape=extents) for word, extents in (words or {}).items()
         },
+    )
+
+
+def call_of(operation: str, shape: Shape, *input_shapes: Shape, **numbers: float) -> Layer:
+    """Return an elementwise operation of torch, such as "aten.add.Tensor", as a layer."""
+    words = [argument.name for argument in operation_of(operation)._schema.arguments]
+    places: dict[str, object] = {
+        word: {"input": index, "batch": 0} for index, word in enumerate(words[: len(input_shapes)])
+    }
+    return layer_of(
+        "call",
+        shape,
+        *input_shapes,
+        operation=operation,
+        arguments=json.dumps({"arguments": [], "keywords": places | numbers}),
+        batch=0,
+        along=(),
     )
 
 

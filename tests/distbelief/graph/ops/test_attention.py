@@ -1,14 +1,17 @@
 import math
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
-from distbelief.graph.graph import GraphError
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.operator import Step, operator_of
-from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
+from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
     assert_reads_are_tight,
@@ -17,9 +20,9 @@ from tests.distbelief.graph.ops.comparison import (
     random,
     randomised,
     source,
-    uses_of,
     values_of,
 )
+from tests.distbelief.graph.zoo.catalogue import Applied
 
 
 @given(
@@ -90,41 +93,67 @@ def test_dropped_weights_leave_the_mean_as_it_was() -> None:
     assert (dropped.mean(0) - undropped[0]).abs().max() < 0.1
 
 
-@given(st.data())
-@settings(max_examples=20)
-def test_multi_head_attention_in_parts_is_the_module(data: st.DataObject) -> None:
-    bias, cross, masked = (data.draw(st.booleans()) for _ in range(3))
-    n_features, n_heads = 6, data.draw(st.sampled_from([1, 2, 3]))
-    sizes = {"kdim": 5, "vdim": 4} if cross else {}
-    module = nn.MultiheadAttention(n_features, n_heads, bias=bias, batch_first=True, **sizes)
-    randomised(module)
-    inputs = {"q": leaf(random(2, 3, n_features))}
-    allowed = None
-    if masked:
-        allowed = torch.zeros(3, 3, dtype=torch.float64)
-        allowed = allowed.masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
-    if cross:
-        inputs["k"] = leaf(random(2, 3, 5, seed=1))
-        inputs["v"] = leaf(random(2, 3, 4, seed=2))
-    operands = [inputs.get(name, inputs["q"]) for name in "qkv"]
-    expected, _ = module(*operands, attn_mask=allowed, need_weights=False)
-    q, k, v = (
-        source(name if name in inputs else "q", *value.shape[1:])
-        for name, value in zip("qkv", operands, strict=True)
-    )
-    layers = multi_head_attention_layers(
-        "attention", (q, k, v), n_heads=n_heads, tensors=uses_of(module), causal=masked
-    )
-    check(data, layers, expected, inputs, dict(module.named_parameters()))
+class Attending(nn.Module):
+    """Attention of any kind; `hides` is a mask, or "weights" for the second result."""
+
+    def __init__(self, *, cross: bool, hides: str) -> None:
+        super().__init__()
+        sizes = {"kdim": 5, "vdim": 4} if cross else {}
+        self.attend = nn.MultiheadAttention(6, 3, bias=not cross, batch_first=True, **sizes)
+        self.cross, self.hides = cross, hides
+
+    @override
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+        given = (q, k, v) if self.cross else (q, q, q)
+        later = torch.ones(3, 3).triu(1).bool()
+        padding = (q[:, :, 0] > 0) & torch.tensor([False, True, True])
+        match self.hides:
+            case "later":
+                return self.attend(*given, attn_mask=later, is_causal=True)[0]
+            case "padding":
+                return self.attend(*given, key_padding_mask=padding)[0]
+            case "both":
+                return self.attend(*given, key_padding_mask=padding, attn_mask=later)[0]
+            case "by head":
+                mask = padding[:, None, None].expand(-1, 3, 3, 3).flatten(0, 1)
+                return self.attend(*given, attn_mask=mask)[0]
+            case "weights":
+                attended, weights = self.attend(*given, attn_mask=later)
+                return weights @ attended
+            case _:
+                return self.attend(*given)[0]
+
+
+@cache
+def attending(*, cross: bool, hides: str) -> tuple[nn.Module, LayerGraph]:
+    model = randomised(Attending(cross=cross, hides=hides))
+    specs = [InputSpec(shape=(3, size)) for size in (6, 5, 4)]
+    return model, capture(model, specs)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("hides", ["", "later", "padding", "both", "by head", "weights"])
+@given(data=st.data())
+@settings(max_examples=5)
+def test_multi_head_attention_in_parts_is_the_module(
+    data: st.DataObject, hides: str, *, cross: bool
+) -> None:
+    model, graph = attending(cross=cross, hides=hides)
+    inputs = {w: leaf(random(2, 3, n, seed=n)) for w, n in {"q": 6, "k": 5, "v": 4}.items()}
+    layers = [layer for layer in graph.layers if layer.kind != INPUT]
+    assert not any(layer.whole for layer in layers)
+    assert "attention" in {layer.kind for layer in layers}
+    check(data, layers, model(**inputs), inputs, dict(model.named_parameters()))
 
 
 def test_heads_are_whole_rows_of_the_projections() -> None:
     """Split by heads, linear, reshape and permute read only their own parts."""
-    module = nn.MultiheadAttention(8, 4, batch_first=True)
-    x = source("x", 5, 8)
-    layers = multi_head_attention_layers("a", (x, x, x), n_heads=4, tensors=uses_of(module))
-    named = {layer.name: layer for layer in layers}
-    first, apart, projected = (named[n] for n in ("a.k.first", "a.k.heads", "a.k"))
+    model = nn.MultiheadAttention(8, 4, batch_first=True)
+    graph = capture(Applied(lambda x, f: f(x, x, x)[0], f=model), [InputSpec(shape=(5, 8))])
+    (attention,) = [layer for layer in graph.layers if layer.kind == "attention"]
+    first = graph[attention.inputs[1]]
+    apart = graph[first.inputs[0]]
+    projected = graph[apart.inputs[0]]
     part = Region(((1, 3), (0, 5), (0, 2)))
     (part,) = operator_of(first).reads(first, part)
     (part,) = operator_of(apart).reads(apart, part)
@@ -132,10 +161,3 @@ def test_heads_are_whole_rows_of_the_projections() -> None:
     uses = operator_of(projected).uses(projected, part)
     assert uses["weight"] == Region(((8 + 2, 8 + 6), (0, 8)))
     assert uses["bias"] == Region(((8 + 2, 8 + 6),))
-
-
-def test_biases_added_to_keys_are_refused() -> None:
-    x = source("x", 5, 8)
-    tensors = uses_of(nn.MultiheadAttention(8, 4, add_bias_kv=True))
-    with pytest.raises(GraphError, match="add_bias_kv"):
-        multi_head_attention_layers("a", (x, x, x), n_heads=4, tensors=tensors)

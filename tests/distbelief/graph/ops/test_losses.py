@@ -1,11 +1,10 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
-from distbelief.graph.ops.losses import FUNCTIONS, cross_entropy_layers, elementwise_loss_layer
+from distbelief.graph.losses import ELEMENTWISE
+from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from tests.distbelief.graph.ops.comparison import (
     check,
     close,
@@ -18,17 +17,7 @@ from tests.distbelief.graph.ops.comparison import (
 )
 
 
-TORCH: dict[str, Callable[..., torch.Tensor]] = {
-    "logistic": functional.binary_cross_entropy_with_logits,
-    "binary_cross_entropy": functional.binary_cross_entropy,
-    "mse": functional.mse_loss,
-    "l1": functional.l1_loss,
-    "smooth_l1": functional.smooth_l1_loss,
-    "huber": functional.huber_loss,
-    "soft_margin": functional.soft_margin_loss,
-    "poisson_nll": functional.poisson_nll_loss,
-    "kl_div": functional.kl_div,
-}
+FUNCTIONS = sorted(set(ELEMENTWISE.values()))
 
 
 def labels_of(n_classes: int, *shape: int) -> torch.Tensor:
@@ -106,7 +95,7 @@ def test_a_batch_whose_labels_all_count_for_nothing_has_loss_zero() -> None:
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("function", sorted(FUNCTIONS))
+@pytest.mark.parametrize("function", FUNCTIONS)
 @given(data=st.data())
 @settings(max_examples=12)
 def test_an_elementwise_loss_in_parts_is_that_of_torch(function: str, data: st.DataObject) -> None:
@@ -116,22 +105,17 @@ def test_an_elementwise_loss_in_parts_is_that_of_torch(function: str, data: st.D
     match function:
         case "binary_cross_entropy":
             x = x.sigmoid()
-        case "soft_margin":
+        case "soft_margin_loss":
             target = (target - 0.5).sign()
-        case "poisson_nll":
+        case "poisson_nll_loss":
             target = target.round()
         case _:
             x = 5 * x
     x = leaf(x)
-    argument = {"smooth_l1": {"beta": 0.7}, "huber": {"delta": 0.7}}.get(function, {})
     layer = elementwise_loss_layer(
-        "loss",
-        (source("x", *shape), source("t", *shape)),
-        function=function,
-        argument=0.7 if argument else 0.0,
-        mean=mean,
+        "loss", (source("x", *shape), source("t", *shape)), function=function, mean=mean
     )
-    losses = TORCH[function](x, target, reduction="none", **argument).view(3, -1)
+    losses = getattr(functional, function)(x, target, reduction="none").view(3, -1)
     expected = losses.mean(1) if mean else losses.sum(1)
     check(data, layer, expected, {"x": x, "t": target})
 
@@ -141,7 +125,9 @@ def test_an_elementwise_loss_in_parts_is_that_of_torch(function: str, data: st.D
 def test_one_vs_all_is_a_logistic_loss_for_every_class(n_classes: int, data: st.DataObject) -> None:
     x, labels = leaf(random(3, 2, n_classes)), labels_of(n_classes, 3, 2)
     sources = (source("x", 2, n_classes), source("t", 2, is_integer=True))
-    layer = elementwise_loss_layer("loss", sources, function="logistic", mean=False, dim=1)
+    layer = elementwise_loss_layer(
+        "loss", sources, function="binary_cross_entropy_with_logits", mean=False, dim=1
+    )
     target = functional.one_hot(labels, n_classes).double()
     expected = functional.binary_cross_entropy_with_logits(x, target, reduction="none")
     check(data, layer, expected.sum((1, 2)), {"x": x, "t": labels})

@@ -124,17 +124,19 @@ def norms(draw: st.DrawFn) -> tuple[nn.Module, Sequence[Layer], tuple[int, ...]]
     match draw(st.sampled_from(["layer", "rms", "group", "instance", "batch"])):
         case "layer":
             module = nn.LayerNorm(shape[3 - n_dims :], elementwise_affine=affine)
-            build, options["n_dims"] = norms_module.layer_norm_layers, n_dims
+            build, options["over"] = norms_module.norm_layers, range(3 - n_dims, 3)
         case "rms":
             module = nn.RMSNorm(shape[3 - n_dims :], 1e-6, elementwise_affine=affine)
-            build, options = norms_module.rms_norm_layers, {"n_dims": n_dims, "epsilon": 1e-6}
+            build = norms_module.norm_layers
+            options = {"over": range(3 - n_dims, 3), "epsilon": 1e-6, "centred": False}
         case "group":
             n_groups = draw(st.sampled_from([1, 2, n_channels]))
             module = nn.GroupNorm(n_groups, n_channels, affine=affine)
             build, options["n_groups"] = norms_module.group_norm_layers, n_groups
         case "instance":
             module = nn.InstanceNorm2d(n_channels, affine=affine)
-            build = norms_module.instance_norm_layers
+            build = norms_module.norm_layers
+            options |= {"over": (1, 2), "dims": (0,)}
         case _:
             module = nn.BatchNorm2d(n_channels, affine=affine, track_running_stats=False)
             build, options["momentum"] = norms_module.batch_norm_layers, 0.1

@@ -1,24 +1,21 @@
-import operator
 from collections.abc import Callable
-from functools import reduce
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Work, operator_of
-from distbelief.graph.ops.pointwise import COMPARISONS, PARAMETRIC, SEVERAL, UNARY
+from distbelief.graph.ops.call import operation_of
 from distbelief.graph.region import Region
 from distbelief.program.compiler import with_gradient
 from tests.distbelief.graph.ops.comparison import (
+    call_of,
     check,
     inputs_of,
-    layer_of,
-    leaf,
     parts_of,
     random,
     values_of,
@@ -28,79 +25,50 @@ from tests.distbelief.graph.zoo.catalogue import Applied
 
 
 SHAPE = (4, 6)
-REDUCED: dict[str, Callable[[Any, Any], torch.Tensor]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "divide": operator.truediv,
-    "maximum": torch.maximum,
-    "minimum": torch.minimum,
+OPERATIONS = {
+    "aten.gelu.default": (SHAPE,),
+    "aten.leaky_relu.default": (SHAPE,),
+    "aten.rsub.Scalar": (SHAPE,),
+    "aten.sub.Tensor": (SHAPE, (6,)),
+    "aten.maximum.default": ((4, 1), SHAPE),
+    "aten.addcmul.default": (SHAPE, (6,), (4, 1)),
 }
 
 
-@pytest.mark.parametrize("function", sorted({*UNARY, *PARAMETRIC, *SEVERAL} - {"detach"}))
+@pytest.mark.parametrize("operation", OPERATIONS)
 @given(data=st.data())
-@settings(max_examples=5)
-def test_a_pointwise_function_in_parts_is_the_whole(function: str, data: st.DataObject) -> None:
-    n_inputs = 3 if function in SEVERAL else 1
-    shapes = ((3, 4),) * n_inputs
-    layer = layer_of("pointwise", (3, 4), *shapes, function=function, argument=0.3)
-    inputs = {name: leaf(x.detach().abs() + 0.1) for name, x in inputs_of(layer).items()}
-    if function in SEVERAL:
-        expected = reduce(REDUCED[function], inputs.values())
-    elif function in UNARY:
-        expected = UNARY[function](inputs["x"])
-    else:
-        expected = PARAMETRIC[function](inputs["x"], 0.3)
+@settings(max_examples=10)
+def test_an_elementwise_operation_in_parts_is_the_whole(
+    operation: str, data: st.DataObject
+) -> None:
+    numbers = {"other": 0.3} if operation == "aten.rsub.Scalar" else {}
+    layer = call_of(operation, SHAPE, *OPERATIONS[operation], **numbers)
+    inputs = inputs_of(layer)
+    given = [x[:, None] if x.dim() < 3 else x for x in inputs.values()]
+    expected = operation_of(operation)(*given, *numbers.values())
     check(data, layer, expected, inputs)
 
 
-@given(st.sampled_from(sorted(COMPARISONS)), st.data())
-@settings(max_examples=30)
-def test_a_comparison_in_parts_is_ones_and_zeros(function: str, data: st.DataObject) -> None:
-    x, y = random(2, *SHAPE).round(), random(2, 1, 6).round()
-    layer = layer_of("comparison", SHAPE, SHAPE, (1, 6), function=function)
-    expected = COMPARISONS[function](x, y).to(x.dtype)
-    assert set(expected.flatten().tolist()) <= {0.0, 1.0}
-    parts = {"comparison": data.draw(parts_of(layer))}
-    found = values_of([layer], {"x": x, "y": y}, parts=parts)["comparison"]
-    torch.testing.assert_close(found, expected)
-
-
 @given(st.data())
-@settings(max_examples=20)
-def test_a_choice_in_parts_is_the_whole(data: st.DataObject) -> None:
-    mask = random(2, 6).round()
-    x, y = leaf(random(2, *SHAPE)), leaf(random(2, 4, 1))
-    layer = layer_of("where", SHAPE, (6,), SHAPE, (4, 1))
-    expected = torch.where(mask[:, None, :] != 0, x, y)
-    check(data, layer, expected, {"x": mask, "y": x, "z": y})
+@settings(max_examples=10)
+def test_a_comparison_in_parts_is_ones_and_zeros(data: st.DataObject) -> None:
+    x, y = random(2, *SHAPE).round(), random(2, 1, 6).round()
+    layer = call_of("aten.le.Tensor", SHAPE, SHAPE, (1, 6))
+    parts = {"call": data.draw(parts_of(layer))}
+    found = values_of([layer], {"x": x, "y": y}, parts=parts)["call"]
+    assert torch.equal(found, (x <= y).to(torch.int64))
 
 
-def test_numbers_replace_inputs() -> None:
-    x = random(2, *SHAPE)
-    filled = layer_of("where", SHAPE, SHAPE, SHAPE, yes=-2.5)
-    expected = x.masked_fill(x.round() != 0, -2.5)
-    torch.testing.assert_close(compute(filled, x.round(), x), expected)
-    least = layer_of("comparison", SHAPE, SHAPE, function="less", argument=0.25)
-    torch.testing.assert_close(compute(least, x), (x < 0.25).to(x.dtype))
-    words = torch.zeros(2, *SHAPE, dtype=torch.int64)
-    none = layer_of("comparison", SHAPE, SHAPE, function="equal", argument=0.0)
-    assert compute(none, words).dtype == torch.get_default_dtype()
-
-
-def test_work_is_the_numbers_that_are_chosen() -> None:
+def test_work_is_the_numbers_that_are_read_and_computed() -> None:
     part = Region(((0, 2), (1, 4)))
-    compared = layer_of("comparison", SHAPE, SHAPE, SHAPE, function="less")
+    compared = msgspec.structs.replace(
+        call_of("aten.lt.Tensor", SHAPE, SHAPE, SHAPE), is_integer=True
+    )
     wanted = Work(forward=6.0, backward=0.0, n_elements=18.0)
     assert operator_of(compared).work(compared, part) == wanted
-    chosen = layer_of("where", SHAPE, SHAPE, SHAPE, SHAPE)
+    chosen = call_of("aten.where.self", SHAPE, SHAPE, SHAPE, SHAPE)
     wanted = Work(forward=6.0, backward=18.0, n_elements=24.0)
     assert operator_of(chosen).work(chosen, part) == wanted
-
-
-def compute(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
-    return values_of([layer], dict(zip(layer.inputs, inputs, strict=True)))[layer.name]
 
 
 def calling(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
@@ -131,6 +99,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "logical": lambda x: torch.logical_not(torch.logical_or(x > 1, x < -1)).float() * x,
     "two": lambda x: (x != x * x) * x,
     "sum of masks": lambda x: x * ((x > 0) + (x < -1)),
+    "a padded mask": lambda x: x * functional.pad(x > 0, (1, 0))[:, :, :6],
+    "joined masks": lambda x: x * torch.cat([x > 0, x < -1], 1)[:, 2:6],
     "integers": lambda x: x * torch.where(x > 0, 1, 2),
     "whole numbers": lambda x: x * (x > 0).to(torch.int64),
     "bits": lambda x: x * ((x > 0) & 3),
@@ -146,7 +116,7 @@ def assert_captured(model: nn.Module) -> None:
     """Check values and the gradient; comparisons have none."""
     graph = capture(model, [InputSpec(shape=(4, 6))])
     assert not any(layer.whole for layer in graph.layers)
-    compared = {layer.name for layer in graph.layers if layer.kind == "comparison"}
+    compared = {layer.name for layer in graph.layers if layer.options.get("mask")}
     assert not compared & with_gradient(graph)
     x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

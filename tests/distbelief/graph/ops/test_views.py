@@ -1,5 +1,6 @@
 import math
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -11,6 +12,7 @@ from distbelief.graph.ops.views import Block, blocks, cat_layer, reshape_layer
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
     assert_parts_equal,
+    call_of,
     check,
     composite_of,
     layer_of,
@@ -168,23 +170,18 @@ def test_a_token_and_positions_are_added_to_every_sample(data: st.DataObject) ->
     ]
     x = leaf(random(3, 3, 5, seed=3))
     cat = cat_layer("cat", [parameters[0], source("x", 3, 5)], dim=0)
-    sources = [cat, parameters[1], parameters[2]]
-    added = Layer(
-        name="added",
-        kind="pointwise",
-        inputs=tuple(layer.name for layer in sources),
-        input_shapes=tuple(layer.shape for layer in sources),
-        shape=(4, 5),
-        options={"function": "add"},
-    )
-    layers = [*parameters, cat, added]
+    both = call_of("aten.add.Tensor", (4, 5), (4, 5), (4, 5))
+    both = msgspec.structs.replace(both, name="both", inputs=("cat", "positions.layer"))
+    added = call_of("aten.add.Tensor", (4, 5), (4, 5), (5,))
+    added = msgspec.structs.replace(added, name="added", inputs=("both", "scale.layer"))
+    layers = [*parameters, cat, both, added]
     expected = torch.cat([token.view(1, 1, 5).expand(3, 1, 5), x], 1)
     check(data, layers, expected + positions + scale, {"x": x}, tensors)
     graph = composite_of(layers, {"x": x})
     assert joined(graph) == {layer.name for layer in parameters}
 
 
-@given(shapes, st.sampled_from(["add", "multiply", "divide"]), st.data())
+@given(shapes, st.sampled_from(["add", "mul", "div"]), st.data())
 @settings(max_examples=40)
 def test_pointwise_functions_broadcast_as_torch_does(
     shape: tuple[int, ...], function: str, data: st.DataObject
@@ -192,9 +189,9 @@ def test_pointwise_functions_broadcast_as_torch_does(
     n_missing = data.draw(st.integers(0, len(shape)))
     other = tuple(data.draw(st.sampled_from([1, n])) for n in shape[n_missing:])
     inputs = {"x": leaf(random(3, *shape)), "y": leaf(random(3, *other, seed=1).abs())}
-    layer = layer_of("pointwise", shape, shape, other, function=function)
+    layer = call_of(f"aten.{function}.Tensor", shape, shape, other)
     x, y = inputs["x"], inputs["y"].view(3, *(1,) * n_missing, *other)
-    check(data, layer, {"add": x + y, "multiply": x * y, "divide": x / y}[function], inputs)
+    check(data, layer, {"add": x + y, "mul": x * y, "div": x / y}[function], inputs)
 
 
 @given(shapes.filter(lambda shape: len(shape) < 4), st.data())

@@ -781,6 +781,17 @@ def test_a_shard_that_has_no_more_memory_to_share_sends_blocks() -> None:
     assert alone.client.install(zeros_of(LAYOUT))().clocks == (1,)
 
 
+def test_a_restart_after_an_install_leaves_nothing_to_fetch() -> None:
+    alone, _, header = shared()
+    header[:2] = 2, 7
+    alone.client.begin_fetch(0.0)
+    outcome = alone.client.install(zeros_of(LAYOUT))()
+    alone.client.installed(outcome, 0.0)
+    assert alone.welcome(life=2) == []
+    assert alone.complete()
+    assert alone.timer(0.5) == []
+
+
 def test_memory_of_a_former_incarnation_is_released_when_no_work_touches_it() -> None:
     alone, memory, header = shared()
     header[:2] = 2, 7

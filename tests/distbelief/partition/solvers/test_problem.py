@@ -2,17 +2,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 from distbelief.graph.graph import GraphError
-from distbelief.partition.solvers.problem import (
-    Problem,
-    first_lowest,
-    fitting,
-    trivial_bound,
-    undominated,
-)
-from tests.distbelief.partition.solvers.problems import best, crowded, problems
+from distbelief.partition.solvers.problem import Problem, first_lowest, trivial_bound
+from tests.distbelief.partition.solvers.problems import crowded
 
 
 PAIR = Problem(
@@ -56,14 +49,6 @@ def test_a_solution_is_exact_if_its_bound_says_so() -> None:
     assert not loose.exact
 
 
-def test_a_restriction_keeps_rows_and_columns() -> None:
-    small = PAIR.restricted([np.array([1]), np.array([0, 2])])
-    assert small.sizes == (1, 2)
-    assert small.cost((0, 0)) == PAIR.cost((1, 0))
-    few = crowded(2, caps=1).restricted([np.array([1]), np.array([0])])
-    assert few.overrun((0, 0)) == 1
-
-
 def test_the_first_of_ties_is_lowest_despite_rounding() -> None:
     assert first_lowest(np.array([3.0, 0.1 + 0.2, 0.3])) == 1
 
@@ -91,43 +76,3 @@ def test_numbers_that_do_not_fit_together_are_rejected(
     whole = {"costs": PAIR.costs, "edges": PAIR.edges, "memory": None, "caps": None} | fields
     with pytest.raises(GraphError, match=message):
         Problem(**whole)  # type: ignore[arg-type]
-
-
-# --- pruning ---
-
-
-@settings(max_examples=40)
-@given(problems())
-def test_dominated_candidates_are_dropped(problem: Problem) -> None:
-    expected = best(problem)
-    solution = best(problem.restricted(undominated(problem)))
-    assert solution.cost == expected.cost
-    assert solution.overrun == pytest.approx(expected.overrun) or not solution.offending
-    assert bool(solution.offending) == bool(expected.offending)
-
-
-@settings(max_examples=40)
-@given(problems())
-def test_candidates_that_fit_beside_nothing_are_dropped(problem: Problem) -> None:
-    expected = best(problem)
-    kept = fitting(problem)
-    if kept is None:
-        assert expected.offending
-    elif not expected.offending:
-        assert best(problem.restricted(kept)).cost == expected.cost
-
-
-def test_with_equal_edges_the_more_expensive_or_later_candidate_is_dropped() -> None:
-    problem = Problem(
-        costs=(np.array([2.0, 1.0, 1.0, 1.0]), np.zeros(2)),
-        edges={(0, 1): np.array([[0, 5], [0, 5], [5, 0], [0, 5.0]])},
-    )
-    assert [list(rows) for rows in undominated(problem)] == [[1, 2], [0, 1]]
-
-
-def test_what_takes_more_memory_is_not_better_for_being_cheaper() -> None:
-    assert [list(rows) for rows in undominated(crowded(1, caps=1))] == [[0, 1]]
-
-
-def test_caps_that_the_rest_fills_leave_nothing() -> None:
-    assert fitting(crowded(2, caps=0.5)) is None

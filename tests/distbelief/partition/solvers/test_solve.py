@@ -1,3 +1,4 @@
+import math
 from itertools import count
 
 import numpy as np
@@ -5,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from distbelief.partition.solvers import dynamic_programming, solve as solve_module
-from distbelief.partition.solvers.problem import PROOF, Problem
-from distbelief.partition.solvers.solve import solve
+from distbelief.partition.solvers.problem import PROOF, TOLERANCE, Deadline, Problem
+from distbelief.partition.solvers.solve import descend, independent, repair, solve
 from tests.distbelief.partition.solvers.problems import best, chain, crowded, problems
 
 
@@ -110,3 +111,44 @@ def test_when_time_is_over_the_best_known_and_its_bound_are_returned() -> None:
     assert solution.bound <= patient.cost <= solution.cost
     assert not solution.exact
     assert not patient.offending
+
+
+# --- local search ---
+
+FOREVER = Deadline(math.inf)
+
+
+@given(problems())
+def test_descent_never_raises_cost_or_overrun(problem: Problem) -> None:
+    start = independent(problem)
+    end = descend(problem, start)
+    assert problem.cost(end) <= problem.cost(start)
+    limit = np.maximum(1 + TOLERANCE, problem.used(start) * (1 + TOLERANCE))
+    assert (problem.used(end) <= limit).all()
+
+
+@given(problems())
+def test_repair_returns_nothing_or_what_fits(problem: Problem) -> None:
+    if problem.shares is None:
+        return
+    start = independent(problem)
+    mended = repair(problem, start, limit=1, deadline=FOREVER)
+    if problem.overrun(start) <= 1:
+        assert mended == start
+    if mended is not None:
+        assert problem.overrun(mended) <= 1 + TOLERANCE
+
+
+def test_repair_takes_what_is_cheap_for_its_memory() -> None:
+    problem = Problem(
+        costs=(np.array([0.0, 9.0]), np.array([0.0, 1.0])),
+        edges={},
+        memory=(np.eye(2), np.eye(2)),
+        caps=np.ones(2),
+    )
+    assert repair(problem, (0, 0), limit=1, deadline=FOREVER) == (0, 1)
+
+
+def test_repair_gives_up_if_nothing_helps_or_time_is_over() -> None:
+    assert repair(crowded(3, caps=1), (0, 0, 0), limit=1, deadline=FOREVER) is None
+    assert repair(crowded(2, caps=1), (0, 0), limit=1, deadline=Deadline(0)) is None

@@ -1,0 +1,197 @@
+"""Operations that torch itself computes in parts: layers "call", split where it treats all alike.
+
+Elementwise operations are split by all dimensions, others by those that they do not work along.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from distbelief.graph.graph import Builder, Layer, Option
+from distbelief.graph.lowering.operation import Operation, by_name, plain_name
+from distbelief.graph.lowering.values import (
+    SYMBOLS,
+    Encoder,
+    Filled,
+    Held,
+    NotSplitError,
+    Results,
+    Value,
+    factor,
+)
+from distbelief.graph.lowering.views import lined_up
+from distbelief.graph.region import Shape
+
+
+# The argument that names the dimensions that an operation works along, or their numbers; it
+# treats all others alike. Elementwise operations work along none: torch marks most of them.
+ALONG: Final[Mapping[str, str | Sequence[int]]] = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), "dim"),
+    **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "diff"), "dim"),
+    **dict.fromkeys(("amin", "amax", "min", "max", "argmin", "argmax", "median", "mode"), "dim"),
+    **dict.fromkeys(("prod", "any", "all", "logsumexp", "nansum", "sum", "mean"), "dim"),
+    **dict.fromkeys(("linalg_vector_norm", "norm", "count_nonzero", "std", "var"), "dim"),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), "dim"),
+    **dict.fromkeys(("glu", "index_select", "index_fill", "repeat_interleave"), "dim"),
+    **dict.fromkeys(("flip", "roll"), "dims"),
+    **dict.fromkeys(("tril", "triu"), (-2, -1)),
+    **dict.fromkeys(("fill", "zero", "where", "masked_fill", "__and__", "__or__", "rsub"), ()),
+    **dict.fromkeys(("hardswish", "log_sigmoid", "_prelu_kernel"), ()),
+    **{
+        f"{kind}{n}d": range(-n, 0)
+        for n in (1, 2, 3)
+        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+    },
+    "upsample_linear1d": (-1,),
+    "upsample_bilinear2d": (-2, -1),
+    "upsample_bicubic2d": (-2, -1),
+    "upsample_trilinear3d": (-3, -2, -1),
+    "_upsample_bilinear2d_aa": (-2, -1),
+    "_upsample_bicubic2d_aa": (-2, -1),
+    "pad": "pad",
+}
+
+
+def call_in_parts(op: Operation) -> object:
+    """Add layers "call" that are split by the dimensions that an operation treats alike.
+
+    Raises:
+        NotSplitError: It is not known to treat any alike.
+    """
+    packet = plain_name(op.target).partition(".")[0]
+    if torch.Tag.nondeterministic_seeded in op.target.tags:
+        raise NotSplitError
+    if torch.Tag.pointwise in op.target.tags or ALONG.get(packet) == ():
+        found = _elementwise(op, op.target, op.arguments, op.result.dtype)
+        _check_extents(found, op.result)
+        return found
+    if packet not in ALONG:
+        raise NotSplitError
+    return _along(op, ALONG[packet])
+
+
+def elementwise(
+    op: Operation,
+    target: Any,  # noqa: ANN401 -- an operation
+    *given: object,
+    dtype: torch.dtype = torch.float32,
+) -> Value:
+    """Add a layer for an elementwise operation, by default with floats as its result."""
+    return _elementwise(op, target, by_name(target, given, {}), dtype)
+
+
+def _elementwise(
+    op: Operation,
+    target: Any,  # noqa: ANN401 -- an operation
+    arguments: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> Value:
+    given = {word: _number(value) for word, value in arguments.items()}
+    tensors = (Value, Held, torch.Tensor)
+    values = {w: op.context.as_value(x) for w, x in given.items() if isinstance(x, tensors)}
+    layers, like = lined_up(op, list(values.values()))
+    shape = tuple(torch.broadcast_shapes(*(layer.shape for layer in layers)))
+    operands = dict(zip(values, layers, strict=True))
+    return _added(op.builder, op.name, target, {**given, **operands}, like, shape, dtype)
+
+
+def _number(given: object) -> object:
+    # Tensors of one number stay in the call, without dimensions.
+    if isinstance(given, SYMBOLS):
+        raise NotSplitError("it depends on the batch size")
+    if isinstance(given, Filled):
+        return replace(given, shape=())
+    if isinstance(given, torch.Tensor) and given.numel() == 1:
+        return Filled(given.item(), (), given.dtype)
+    return given
+
+
+def _along(op: Operation, word: str | Sequence[int]) -> object:
+    arguments = dict(op.arguments)
+    if any(isinstance(given, SYMBOLS) for given in arguments.values()):
+        raise NotSplitError("it depends on the batch size")
+    # Indices that the forward makes stay in the call.
+    words = [w for w, given in arguments.items() if isinstance(given, Value | Held | Filled)]
+    values = [op.context.as_value(arguments[w]) for w in words]
+    like, *others = values
+    if any(like.to(value.layer) != value for value in others):
+        raise NotSplitError("its tensors are arranged in different ways")
+    torchs = _dims(arguments, word, like.n_dims)
+    own = tuple(like.dim(dim) for dim in torchs)
+    shape = list(like.layer.shape)
+    if all(extent == 1 for dim, extent in enumerate(shape) if dim not in own):
+        raise NotSplitError("it works along all dimensions")
+    if isinstance(word, str) and word != "pad":
+        numbers = [dim + int(like.batch is not None) for dim in own]
+        arguments[word] = numbers[0] if isinstance(arguments[word], int) else numbers
+    drops = not arguments.get("keepdim", True)
+    if "keepdim" in arguments:
+        arguments["keepdim"] = True
+    arguments |= {w: value.layer for w, value in zip(words, values, strict=True)}
+
+    def make(index: int | None) -> Value:
+        result = op.result if index is None else op.result[index]
+        for dim, given in zip(own, torchs, strict=True):
+            shape[dim] = 1 if "keepdim" in arguments else int(result.shape[given])
+        more: dict[str, Option] = {"along": own} | ({} if index is None else {"output": index})
+        found = _added(
+            op.builder, op.name, op.target, arguments, like, tuple(shape), result.dtype, **more
+        )
+        if drops:
+            left = tuple(extent for dim, extent in enumerate(shape) if dim not in own)
+            found = found.without(op.reshaped(found, left), torchs)
+        _check_extents(found, result)
+        return found
+
+    return make(None) if isinstance(op.result, torch.Tensor) else Results(make)
+
+
+def _dims(arguments: Mapping[str, Any], along: str | Sequence[int], n_dims: int) -> list[int]:
+    given = arguments.get(along) if isinstance(along, str) else along
+    if along == "pad":  # two numbers for each of the last dimensions
+        given = range(-len(arguments["pad"]) // 2, 0)
+    dims = [given] if isinstance(given, int) else list(given or ())
+    if not dims:
+        raise NotSplitError("it works along all dimensions")
+    return sorted(dim % n_dims for dim in dims)
+
+
+def detached(builder: Builder, value: Value) -> Value:
+    """Return a value without a gradient."""
+    shape, target = value.layer.shape, torch.ops.aten.detach.default
+    return _added(builder, "detach", target, {"self": value.layer}, value, shape, torch.float32)
+
+
+def _added(
+    builder: Builder,
+    name: str,
+    target: Any,  # noqa: ANN401 -- an operation
+    arguments: Mapping[str, Any],
+    like: Value,
+    shape: Shape,
+    dtype: torch.dtype,
+    **more: Option,
+) -> Value:
+    # A layer whose inputs are the layers among its arguments.
+    batch = None if like.batch is None else 0
+    places = {w: Value(x, batch) if isinstance(x, Layer) else x for w, x in arguments.items()}
+    encoder = Encoder(builder)
+    text = encoder.text([], places)
+    options: dict[str, Option] = {"operation": str(target), "arguments": text, "along": ()}
+    options |= {"batch": -1 if batch is None else batch, **more}
+    if dtype == torch.bool:
+        options["mask"] = True
+    sources = [value.layer for value in encoder.inputs]
+    is_integer = not dtype.is_floating_point
+    return like.to(
+        builder.add(name, "call", sources, shape, options=options, is_integer=is_integer)
+    )
+
+
+def _check_extents(found: Value, result: torch.Tensor) -> None:
+    extents = [factor(extent) or int(extent) for extent in result.shape]
+    if math.prod(found.layer.shape) != math.prod(extents):
+        raise NotSplitError("its tensors have different extents")

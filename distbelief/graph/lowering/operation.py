@@ -1,0 +1,240 @@
+"""One operation of torch, as a lowering rule gets it, and the tables of the rules."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Final, final
+
+import torch
+from torch import fx, nn
+
+from distbelief.graph.graph import Builder, Layer, Option, TensorUse
+from distbelief.graph.lowering.values import (
+    Encoder,
+    Filled,
+    Held,
+    NotSplitError,
+    Value,
+    batch_of,
+    factor,
+)
+from distbelief.graph.module_calls import LeafCall, is_experts
+from distbelief.graph.ops.call import CONSTANT
+from distbelief.graph.ops.views import reshape_layer
+from distbelief.graph.region import Shape
+
+
+@final
+class Context:
+    """What all operations of a model share.
+
+    Args:
+        builder: Builder with the layers so far.
+        joins: Whether one number may be computed of all samples: a loss.
+    """
+
+    def __init__(self, builder: Builder, *, joins: bool) -> None:
+        self.builder = builder
+        self.joins = joins
+        self.inputs: list[Layer] = []  # of the model
+        self._parameters: dict[str, Value] = {}
+
+    @property
+    def first(self) -> Layer:
+        """The smallest input of the model; it has all samples."""
+        return min(self.inputs, key=lambda layer: math.prod(layer.shape))
+
+    def as_value(self, given: object) -> Value:
+        """Return a value for anything that is a tensor.
+
+        Raises:
+            NotSplitError: It is none.
+        """
+        if isinstance(given, Value):
+            return given
+        if isinstance(given, Held):
+            return self._parameter(given)
+        if isinstance(given, torch.Tensor):
+            return self.constant(given)
+        if isinstance(given, Filled):
+            batch = batch_of(given.shape)
+            if batch is not None and factor(given.shape[batch]) > 1:
+                raise NotSplitError("it has several elements for each sample")
+            shape = [int(n) for dim, n in enumerate(given.shape) if dim != batch]  # type: ignore[call-overload] # ints
+            value = self.constant(torch.full(shape, given.number, dtype=given.dtype))
+            return Value(value.layer, batch)
+        raise NotSplitError(f"{type(given).__name__} is not the output of a layer")
+
+    def constant(self, tensor: torch.Tensor, name: str = "constant") -> Value:
+        """Return a layer for a tensor that the forward makes of numbers."""
+        options: dict[str, Option] = {
+            "operation": CONSTANT,
+            "arguments": Encoder(self.builder).text([tensor], {}),
+            "along": (),
+            "batch": -1,
+        }
+        if tensor.dtype == torch.bool:
+            options["mask"] = True
+        is_integer = not tensor.is_floating_point()
+        shape = tuple(tensor.shape)
+        layer = self.builder.add(name, "call", [], shape, options=options, is_integer=is_integer)
+        return Value(layer, batch=None)
+
+    def _parameter(self, held: Held) -> Value:
+        use = held.use
+        if use.name not in self._parameters:
+            layer = self.builder.add(
+                use.name,
+                "parameter",
+                [],
+                use.shape,
+                tensors={"value": use},
+                options={"mask": True} if held.dtype == torch.bool else {},
+                is_integer=not held.dtype.is_floating_point,
+            )
+            self._parameters[use.name] = Value(layer, batch=None)
+        value = self._parameters[use.name]
+        if not held.turned:
+            return value
+        name, shape, options = f"{use.name}.turned", use.shape[::-1], {"dims": (1, 0)}
+        return value.to(self.builder.add(name, "permute", [value.layer], shape, options=options))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of torch."""
+
+    name: str  # for its layer
+    target: Any  # the operation of torch
+    arguments: Mapping[str, Any]  # by the schema's names, defaults included
+    result: Any  # fake tensors
+    context: Context
+    node: fx.Node
+
+    @property
+    def builder(self) -> Builder:
+        return self.context.builder
+
+    def __getitem__(self, word: str) -> Any:  # noqa: ANN401 -- of any type
+        return self.arguments[word]
+
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.result, torch.Tensor) and not self.result.is_floating_point()
+
+    def value(self, word: str) -> Value:
+        """Return an argument as a value: a layer is added for a tensor of the model."""
+        return self.context.as_value(self.arguments[word])
+
+    def plain(self, word: str) -> Value:
+        """Return a value whose batch is first and alone.
+
+        Raises:
+            NotSplitError: It is arranged in another way.
+        """
+        value = self.value(word)
+        if not value.is_plain:
+            raise NotSplitError("the batch is not its first dimension")
+        return value
+
+    def use(self, word: str) -> TensorUse | None:
+        """Return a tensor of the model, None if there is none.
+
+        Raises:
+            NotSplitError: It is computed.
+        """
+        given = self.arguments[word]
+        if given is None:
+            return None
+        if not isinstance(given, Held) or given.turned:
+            raise NotSplitError(f"its {word} is computed")
+        return given.use
+
+    def uses(self, *words: str) -> dict[str, TensorUse]:
+        found = {word: self.use(word) for word in words}
+        return {word: use for word, use in found.items() if use is not None}
+
+    @property
+    def free_name(self) -> str:
+        return self.builder.free_name(self.name)
+
+    def add(self, kind: str, sources: Sequence[Value], shape: Shape, **more: Any) -> Value:  # noqa: ANN401 -- as `Layer.of` takes them
+        """Add a layer; its value is arranged like the first source."""
+        layers = [source.layer for source in sources]
+        return sources[0].to(self.builder.add(self.name, kind, layers, shape, **more))
+
+    def extend(self, like: Value, layers: Sequence[Layer]) -> Value:
+        """Add layers in order; return the last one, arranged like a value."""
+        return like.to(self.builder.extend(layers))
+
+    def reshaped(self, value: Value, shape: Shape) -> Layer:
+        """Return the value's layer with another shape, the batch not counted."""
+        if value.layer.shape == shape:
+            return value.layer
+        return self.builder.add_layer(reshape_layer(self.free_name, value.layer, shape=shape))
+
+
+# --- rules ---
+
+Rule = Callable[[Operation], object]
+RULES: Final[dict[str, Rule]] = {}  # by the operation's name, with or without its overload
+ModuleRule = Callable[[Context, nn.Module, LeafCall, Sequence[object]], object]
+MODULES: Final[dict[object, ModuleRule]] = {}  # by type, or by what recognises them
+
+
+def module_rule(module: nn.Module) -> ModuleRule | None:
+    """Return the rule of a module that becomes one operation."""
+    return MODULES.get(is_experts if is_experts(module) else type(module))
+
+
+def lowers(*names: str) -> Callable[[Rule], Rule]:
+    """Register the rule of ATen operations: "cumsum", or "view.dtype" for one overload."""
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return register
+
+
+def lowers_module(*kinds: object) -> Callable[[ModuleRule], ModuleRule]:
+    """Register the rule of modules of exactly these types, which become one operation."""
+
+    def register(rule: ModuleRule) -> ModuleRule:
+        MODULES.update(dict.fromkeys(kinds, rule))
+        return rule
+
+    return register
+
+
+# --- torch's names ---
+
+
+def plain_name(target: Any) -> str:  # noqa: ANN401 -- an operation
+    """Return the name of the operation that changes nothing: aten.relu_.default, relu.default."""
+    packet, _, overload = str(target).removeprefix("aten.").partition(".")
+    if packet.endswith("_") and not packet.startswith("_"):
+        packet = packet[:-1]
+    return f"{packet}.{overload}"
+
+
+def by_name(target: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+    """Return the arguments of an operation by the schema's names, defaults included."""
+    schema = target._schema.arguments  # noqa: SLF001 -- torch's own name
+    found = {a.name: a.default_value for a in schema}
+    found.update(zip((a.name for a in schema), args, strict=False))
+    found.update(keywords)
+    return found
+
+
+def place_of(node: fx.Node, *, is_short: bool = False) -> str:
+    """Return the user's source line of an operation, in brackets; in short, without folders."""
+    lines = re.findall(r'File "(.+?)", line (\d+)', str(node.meta.get("stack_trace", "")))
+    own = [each for each in lines if "module_calls" not in each[0]]
+    if not own:
+        return ""
+    file, line = own[-1]
+    return f" ({PurePath(file).name if is_short else file}, line {line})"

@@ -1,0 +1,278 @@
+"""What the arguments of torch's operations are while they become layers.
+
+A value is the output of a layer. Layers count no batch; a forward may have it anywhere:
+
+    x                    (s, 4, 16)      batch 0
+    x.transpose(0, 1)    (4, s, 16)      batch 1
+    x.view(-1, 16)       (4 s, 16)       batch 0, with one more layer dimension inside (`after`)
+
+So a view that only moves the batch is no layer.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
+
+import torch
+
+from distbelief.graph.graph import Builder, GraphError, Layer, TensorUse
+from distbelief.graph.module_calls import n_samples_in
+from distbelief.graph.ops.call import packed
+
+
+_N_CHARACTERS_MAX: Final = 1 << 20  # of a constant that stands in the graph
+
+
+SYMBOLS: Final = (torch.SymInt, torch.SymFloat)  # numbers that depend on the batch size
+
+
+class NotSplitError(Exception):
+    """An operation has no split rule for these arguments."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: the output of a layer, with the batch at torch's dimension `batch`."""
+
+    layer: Layer
+    batch: int | None = 0  # None: one for all samples
+    before: int = 0  # layer dimensions in torch's dimension `batch`, outside of the samples
+    after: int = 0  # the same, inside of the samples
+
+    @property
+    def n_dims(self) -> int:
+        """Number of torch's dimensions."""
+        return len(self.layer.shape) - self.before - self.after + (self.batch is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the batch is first, and alone in its dimension."""
+        return self.batch == 0 and not self.before and not self.after
+
+    def dim(self, given: int) -> int:
+        """Return the layer's dimension for one of torch's.
+
+        Raises:
+            NotSplitError: It is the batch.
+        """
+        dim = given % max(1, self.n_dims)
+        if dim == self.batch:
+            raise NotSplitError("it works along the batch")
+        if self.batch is None or dim < self.batch:
+            return dim
+        return dim - 1 + self.before + self.after
+
+    def to(self, layer: Layer) -> "Value":
+        """Return another layer in the same arrangement."""
+        return replace(self, layer=layer)
+
+    def without(self, layer: Layer, torchs: Sequence[int]) -> "Value":
+        """Return a layer that lacks some of torch's dimensions."""
+        batch = self.batch and self.batch - sum(dim < self.batch for dim in torchs)
+        return replace(self, layer=layer, batch=batch)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of the model, before a layer reads it."""
+
+    use: TensorUse
+    dtype: torch.dtype = torch.float32  # of the model; ranks have floats
+    turned: bool = False  # transposed; of two dimensions
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A tensor of one number, with the batch among its dimensions."""
+
+    number: float
+    shape: tuple[object, ...]
+    dtype: torch.dtype
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that depends on the number of samples and on nothing else."""
+
+    target: Any
+    args: list[Any]
+    keywords: dict[str, Any]
+    result: Any  # a fake tensor
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def at(self, n: int) -> torch.Tensor:
+        """Return it for n samples."""
+        if n not in self.known:
+            args, said = _for(self.args, n), _for(self.keywords, n)
+            self.known[n] = self.target(*args, **said)
+        return self.known[n]
+
+    def row(self) -> torch.Tensor:
+        """Return it for any number of samples; without them, but for what each has of its own.
+
+        Raises:
+            NotSplitError: Samples get different numbers.
+        """
+        batch = batch_of(self.result.shape)
+        two, three = self.at(2), self.at(3)
+        if batch is not None:
+            two, three = (x.unflatten(batch, (n, -1)) for x, n in ((two, 2), (three, 3)))
+        row = two if batch is None else two.narrow(batch, 0, 1)
+        if not all(torch.equal(row.expand_as(x), x) for x in (two, three)):
+            raise NotSplitError("it depends on the batch size")
+        return row if batch is None else row.squeeze(batch).contiguous()
+
+
+def _for(given: Any, n: int) -> Any:  # noqa: ANN401, PLR0911 -- one for each type
+    # An argument for n samples.
+    if isinstance(given, list | tuple):
+        return [_for(one, n) for one in given]
+    if isinstance(given, dict):
+        return {word: _for(one, n) for word, one in given.items()}
+    if isinstance(given, Made):
+        return given.at(n).clone()
+    if isinstance(given, Filled):
+        return torch.full(_for(given.shape, n), given.number, dtype=given.dtype)
+    if isinstance(given, torch.Tensor):
+        return given.clone()
+    if isinstance(given, torch.SymInt):
+        return n_samples_in(given, n)
+    return given
+
+
+@final
+@dataclass(slots=True)
+class Results:
+    """Several results, each of which becomes a layer when it is used."""
+
+    make: Callable[[int], object]
+    made: dict[int, object] = field(default_factory=dict)
+
+    def __getitem__(self, index: int) -> object:
+        if index not in self.made:
+            self.made[index] = self.make(index)
+        return self.made[index]
+
+
+# --- extents ---
+
+
+def linear(extent: Any) -> tuple[int, int]:  # noqa: ANN401 -- an int or a symbol
+    """Return a and b of an extent of a * n + b for n samples.
+
+    Raises:
+        NotSplitError: It is something else, such as half the batch size.
+    """
+    if isinstance(extent, int):
+        return 0, extent
+    found = [n_samples_in(extent, n) for n in (0, 1, 2, 7)]
+    a, b = found[1] - found[0], found[0]
+    if found != [a * n + b for n in (0, 1, 2, 7)]:
+        raise NotSplitError(f"an extent is {extent}, no multiple of the batch size")
+    return a, b
+
+
+def factor(extent: object) -> int:
+    """Return n of an extent of n samples; 0 if it does not depend on the batch.
+
+    Raises:
+        NotSplitError: It is something else, such as the batch size plus one.
+    """
+    a, b = linear(extent)
+    if a and b:
+        raise NotSplitError(f"an extent is {extent}, no multiple of the batch size")
+    return a
+
+
+def batch_of(shape: Sequence[object]) -> int | None:
+    """Return the dimension that is the batch, or holds it."""
+    found = [dim for dim, extent in enumerate(shape) if factor(extent)]
+    if len(found) > 1:
+        raise NotSplitError("its result has the batch twice")
+    return found[0] if found else None
+
+
+# --- as plain data ---
+
+
+def is_mask(builder: Builder, layer: Layer) -> bool:
+    """Return whether a layer's numbers stand for True and False."""
+    if layer.kind in {"permute", "reshape", "slice", "expand", "cat", "pad"}:
+        return all(is_mask(builder, builder[name]) for name in layer.inputs)
+    return bool(layer.options.get("mask"))
+
+
+@final
+class Encoder:
+    """Arguments of a call as plain data (JSON, read by `ops.call.decoded`), and what they name."""
+
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
+        self.inputs: list[Value] = []
+        self.tensors: dict[str, TensorUse] = {}
+
+    def text(self, arguments: Sequence[object], keywords: Mapping[str, object]) -> str:
+        return json.dumps(
+            {
+                "arguments": self.encoded(list(arguments)),
+                "keywords": {word: self.encoded(value) for word, value in keywords.items()},
+            }
+        )
+
+    def encoded(self, value: Any) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 -- of any type
+        place: dict[str, object]
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case list():
+                return [self.encoded(item) for item in value]
+            case tuple() if type(value) is tuple:
+                return {"tuple": [self.encoded(item) for item in value]}
+            case dict():
+                return {"words": {str(word): self.encoded(item) for word, item in value.items()}}
+            case Held():
+                word = f"p{len(self.tensors)}"
+                self.tensors[word] = value.use
+                place = {"tensor": word, "turned": value.turned}
+                return place if value.dtype.is_floating_point else place | self.encoded(value.dtype)
+            case Value():
+                self.inputs.append(value)
+                place = {"input": len(self.inputs) - 1, "batch": value.batch}
+                if value.before or value.after:
+                    place |= {"before": value.before, "after": value.after}
+                if is_mask(self._builder, value.layer):
+                    place["dtype"] = "bool"
+                return place
+            case torch.Tensor():
+                text = packed(value)
+                if len(text) > _N_CHARACTERS_MAX:
+                    raise GraphError(
+                        f"the forward makes a tensor of {value.numel()} numbers: register it as a "
+                        "buffer of its module"
+                    )
+                return {"constant": text, "shape": list(value.shape)} | self.encoded(value.dtype)
+            case Filled():
+                shape = [self.encoded(extent) for extent in value.shape]
+                return {"filled": value.number, "shape": shape} | self.encoded(value.dtype)
+            case Made():
+                keywords = {word: self.encoded(item) for word, item in value.keywords.items()}
+                given = {"arguments": self.encoded(value.args), "keywords": keywords}
+                return {"made": str(value.target), **given}
+            case torch.SymInt():
+                samples, plus = linear(value)
+                return {"samples": samples, "plus": plus} if samples else plus
+            case torch.dtype():
+                return {"dtype": str(value).removeprefix("torch.")}
+            case torch.device():
+                return {"device": "own"}  # that of the rank
+            case torch.layout() | torch.memory_format():
+                return None
+            case _:
+                raise NotSplitError(
+                    f"an object of type {type(value).__name__}, which cannot be sent"
+                )
