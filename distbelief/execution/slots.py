@@ -42,7 +42,7 @@ class Gather:
     samples: bool  # whether samples are its first dimension
     how: How  # "cut": the pieces tile it. "sum", "max": they may overlap or leave gaps.
     pieces: tuple[Piece, ...]  # in the order in which they are added
-    joined: bool = False  # whether one sample stands for all
+    joined: bool = False  # whether one sample stands for the whole batch
 
 
 def gather(

@@ -246,44 +246,38 @@ def improve(
     tried = {choice}
     while True:
         moved = False
-        for nodes, candidate in _moves(problem, best):
-            other = tuple(candidate if n in nodes else k for n, k in enumerate(best))
+        for node, candidate in _moves(problem, best):
+            other = (*best[:node], candidate, *best[node + 1 :])
             if other in tried:
                 continue
             if len(tried) > tries:
                 return best, best_seconds
             tried.add(other)
             seconds = seconds_of(other)
-            if seconds < best_seconds * (1 - _ROUNDING):  # is no progress
+            if seconds < best_seconds * (1 - _ROUNDING):  # rounding is no progress
                 best, best_seconds, moved = other, seconds, True
         if not moved:
             return best, best_seconds
 
 
-def _moves(problem: Problem, choice: Choice) -> list[tuple[frozenset[int], int]]:
-    # Changes of one node, or of all nodes that cost the same and are placed alike, as in repeated
-    # blocks; those first that cost least per node in the model.
-    deltas: dict[tuple[frozenset[int], int], float] = {}
-    alike: dict[tuple[bytes, int], list[int]] = {}
+def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
+    # Changes of one node, those first that cost least in the model.
+    found: list[tuple[float, int, int]] = []
     for node, costs in enumerate(problem.costs):
-        if len(costs) > 1:
-            alike.setdefault((costs.tobytes(), choice[node]), []).append(node)
-    for (_, chosen), nodes in alike.items():
-        rows = [problem.around(node, choice) for node in nodes]
-        together: Floats = np.sum([row - row[chosen] for row in rows], axis=0)
-        for those, costs in [
-            (nodes, together),
-            *(([n], row - row[chosen]) for n, row in zip(nodes, rows, strict=True)),
-        ]:
-            order = np.argsort(costs, kind="stable")
-            cheapest = [int(k) for k in order if k != chosen][:_MOVES_PER_NODE]
-            deltas |= {(frozenset(those), k): float(costs[k]) / len(those) for k in cheapest}
-    return sorted(deltas, key=lambda move: (deltas[move], -len(move[0]), min(move[0]), move[1]))
+        if len(costs) == 1:
+            continue
+        totals = problem.around(node, choice)
+        deltas = totals - totals[choice[node]]
+        order = np.argsort(deltas, kind="stable")
+        cheapest = [int(k) for k in order if k != choice[node]][:_MOVES_PER_NODE]
+        found += [(float(deltas[k]), node, k) for k in cheapest]
+    found.sort()
+    return [(node, k) for _, node, k in found]
 
 
-_EVENTS_MAX: Final = 150_000  # tasks and messages that one search simulates: a second or two
+_EVENTS_MAX: Final = 250_000  # tasks and messages that one search simulates: a second or two
 
-_LAYERS_MAX: Final = 6_000  # layers of all plans that one search compiles: some seconds
+_LAYERS_MAX: Final = 8_000  # layers of all plans that one search compiles: some seconds
 
 _NOTIFY_EVERY: Final = 5  # simulated plans
 _SEARCHED: Final = " + search"

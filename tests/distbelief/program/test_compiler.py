@@ -87,7 +87,8 @@ def test_each_index_that_is_needed_and_not_owned_comes_once(name: str, seed: int
             came = counted(layer.shape, [r for m in messages for r in m.regions])
             wanted = needed & (own == 0) & (layer.kind != INPUT)
             np.testing.assert_array_equal(came, wanted.astype(np.int64))
-            n_bytes = 4 * (1 if layer.name in once else BATCH) * int(wanted.sum())
+            each = 8 if layer.is_integer else 4
+            n_bytes = each * (1 if layer.name in once else BATCH) * int(wanted.sum())
             assert sum(message.n_bytes for message in messages) == n_bytes
             for message in messages:
                 theirs = counted(layer.shape, [r for m, r in owners if m == message.sender])

@@ -113,6 +113,21 @@ def test_when_time_is_over_the_best_known_and_its_bound_are_returned() -> None:
     assert not patient.offending
 
 
+def test_a_local_search_begins_from_known_choices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DenseNet-121 on 8 machines: every layer over all of them is near the best choice."""
+    monkeypatch.setattr(dynamic_programming, "ENTRIES_MAX", 0)
+    monkeypatch.setattr(solve_module, "VARIABLES_MAX", 0)
+    monkeypatch.setattr(solve_module, "DENSE_VARIABLES_MAX", 0)
+    n, rng = 6, np.random.default_rng(5)
+    clique = Problem(
+        costs=(np.zeros(4),) * n,
+        edges={(u, v): rng.random((4, 4)) for v in range(n) for u in range(v)},
+    )
+    wanted = best(clique)
+    assert solve(clique).cost > wanted.cost
+    assert solve(clique, known=[wanted.choice]).choice == wanted.choice
+
+
 # --- local search ---
 
 FOREVER = Deadline(math.inf)
