@@ -260,7 +260,9 @@ def copied(op: Operation) -> object:
     if "src" not in op.arguments:
         return _filled(op)
     value = op.value("src")
-    if tuple(map(str, op.result.shape)) != tuple(map(str, _fake(op, 1).shape)):
+    source = op.node.args[1]
+    assert isinstance(source, fx.Node)
+    if tuple(map(str, op.result.shape)) != tuple(map(str, source.meta["val"].shape)):
         raise NotSplitError("it repeats elements")
     return value
 
@@ -271,12 +273,6 @@ def _filled(op: Operation) -> object:
     if isinstance(given, torch.Tensor | int | float):
         given = torch.as_tensor(given, dtype=op.result.dtype)
     return expanded(op, op.context.as_value(given), op.result.shape)
-
-
-def _fake(op: Operation, index: int) -> Any:  # noqa: ANN401 -- a fake tensor
-    source = op.node.args[index]
-    assert isinstance(source, fx.Node)
-    return source.meta["val"]
 
 
 @lowers("slice_scatter")

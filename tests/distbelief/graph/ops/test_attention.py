@@ -113,7 +113,8 @@ class Attending(nn.Module):
             case "padding":
                 return self.attend(*given, key_padding_mask=padding)[0]
             case "both":
-                return self.attend(*given, key_padding_mask=padding, attn_mask=later)[0]
+                masks = {"key_padding_mask": padding, "attn_mask": later}
+                return self.attend(*given, **masks, is_causal=True)[0]
             case "by head":
                 mask = padding[:, None, None].expand(-1, 3, 3, 3).flatten(0, 1)
                 return self.attend(*given, attn_mask=mask)[0]
