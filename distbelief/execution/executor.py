@@ -305,7 +305,7 @@ class PartitionExecutor:
             shape = read.shape if operation.once else (n, *read.shape)
             # A missing gradient is zero.
             there = self._like.new_zeros(shape) if value is None else value
-            if there.numel() != math.prod(shape):  # the receiver would wait for ever
+            if there.numel() != math.prod(shape):  # the receiver would never get the rest
                 raise GraphError(
                     f"the {message.kind} {message.name!r} has shape {tuple(there.shape)}, and "
                     f"{shape} is to be sent"

@@ -105,122 +105,91 @@ def _copy(snapshot: Snapshot) -> Snapshot:
 @dataclass(slots=True, eq=False)
 class _Lease:
     n_bytes: int
-    readers: "set[LentMemory]" = field(default_factory=set)  # attached, besides the owner
-    orphaned: bool = False  # its owner has ended, and its name is removed
+    owner: "LentMemory | None"  # None: it has ended, and the name of the region is removed
+    readers: "set[LentMemory]" = field(default_factory=set)  # attached
 
 
 class HostMemory:
     """The shared memory regions of one host."""
 
     def __init__(self, host: str, *, n_bytes_max: int) -> None:
-        self._regions = PrivateMemory(host=host, poison=True)
-        self._n_bytes_max = n_bytes_max
-        self._leases: dict[str, _Lease] = {}
-
-    @property
-    def host(self) -> str:
-        return self._regions.host
+        self.host = host
+        self.regions = PrivateMemory(host=host, poison=True)
+        self.n_bytes_max = n_bytes_max
+        self.leases: dict[str, _Lease] = {}
 
     @property
     def n_bytes(self) -> int:
         """Bytes in use."""
-        return sum(lease.n_bytes for lease in self._leases.values())
+        return sum(lease.n_bytes for lease in self.leases.values())
 
     def lend(self) -> "LentMemory":
         """Return this memory as seen by one simulated process."""
         return LentMemory(self)
 
-    def create(self, name: str, *, n_bytes: int) -> Region:
-        """Return a new region, or raise `StorageError` if the host is full."""
-        taken = self.n_bytes
-        if taken + n_bytes > self._n_bytes_max:
-            raise StorageError(
-                f"no room on host {self.host!r} for region {name!r} of {n_bytes} bytes: "
-                f"{taken} of {self._n_bytes_max} are taken; run fewer roles on the host"
-            )
-        region = self._regions.create(name, n_bytes=n_bytes)
-        self._leases[name] = _Lease(n_bytes)
-        return region
-
-    def attach(self, name: str, reader: "LentMemory") -> Region:
-        """Return a region to `reader`, or raise `MemoryGoneError`."""
-        lease = self._leases.get(name)
-        if lease is not None:
-            if lease.orphaned and reader not in lease.readers:
-                raise MemoryGoneError(
-                    f"no region {name!r} on host {self.host!r}: its owner has died"
-                )
-            lease.readers.add(reader)
-        return self._regions.attach(name)
-
-    def detach(self, name: str, reader: "LentMemory") -> None:
-        """Detach `reader`; an orphaned region ends with its last reader."""
-        lease = self._leases.get(name)
-        if lease is not None:
-            lease.readers.discard(reader)
-            if lease.orphaned and not lease.readers:
-                self.remove(name)
-
-    def remove(self, name: str) -> None:
-        """Fill a region with NaN and remove it."""
-        self._regions.release(name)
-        self._leases.pop(name, None)
-
-    def orphan(self, name: str) -> None:
-        """Remove the name of a region whose owner has ended; readers keep it."""
-        lease = self._leases[name]
-        lease.orphaned = True
-        if not lease.readers:
-            self.remove(name)
-
-    def retire(self, values: Vector) -> None:
-        self._regions.retire(values)
-
 
 class LentMemory:
-    """The `Memory` of one simulated process; knows the regions that it created."""
+    """The `Memory` of one simulated process."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
-        self._owned: set[str] = set()
-        self._attached: set[str] = set()
 
     @property
     def host(self) -> str:
         return self._memory.host
 
     def create(self, name: str, *, n_bytes: int) -> Region:
-        region = self._memory.create(name, n_bytes=n_bytes)
-        self._owned.add(name)
+        """Return a new region, or raise `StorageError` if the host is full."""
+        memory = self._memory
+        if memory.n_bytes + n_bytes > memory.n_bytes_max:
+            raise StorageError(
+                f"no room on host {self.host!r} for region {name!r} of {n_bytes} bytes: "
+                f"{memory.n_bytes} of {memory.n_bytes_max} are taken; run fewer roles on the host"
+            )
+        region = memory.regions.create(name, n_bytes=n_bytes)
+        memory.leases[name] = _Lease(n_bytes, owner=self)
         return region
 
     def attach(self, name: str) -> Region:
-        region = self._memory.attach(name, self)
-        self._attached.add(name)
-        return region
+        lease = self._memory.leases.get(name)
+        if lease is not None:
+            if lease.owner is None and self not in lease.readers:
+                raise MemoryGoneError(
+                    f"no region {name!r} on host {self.host!r}: its owner has died"
+                )
+            lease.readers.add(self)
+        return self._memory.regions.attach(name)
 
     def release(self, name: str) -> None:
         """Remove an owned region, filled with NaN, or detach from another role's region."""
-        if name in self._owned:
-            self._owned.remove(name)
-            self._memory.remove(name)
-        elif name in self._attached:
-            self._attached.remove(name)
-            self._memory.detach(name, self)
+        lease = self._memory.leases.get(name)
+        if lease is not None and lease.owner is self:
+            self._remove(name)
+        elif lease is not None:
+            self._detach(name, lease)
 
     def disown(self, name: str) -> None:
-        if name in self._owned:
-            self._owned.remove(name)
-            self._memory.orphan(name)
+        lease = self._memory.leases.get(name)
+        if lease is not None and lease.owner is self:
+            lease.owner = None
+            if not lease.readers:
+                self._remove(name)
 
     def release_all(self) -> None:
         """Release everything; regions that other roles have attached stay for them."""
-        for name in self._attached:
-            self._memory.detach(name, self)
-        for name in self._owned:
-            self._memory.orphan(name)
-        self._attached.clear()
-        self._owned.clear()
+        for name, lease in list(self._memory.leases.items()):
+            self._detach(name, lease)
+            self.disown(name)
 
     def retire(self, values: Vector) -> None:
-        self._memory.retire(values)
+        self._memory.regions.retire(values)
+
+    def _detach(self, name: str, lease: _Lease) -> None:
+        if self in lease.readers:
+            lease.readers.remove(self)
+            if lease.owner is None and not lease.readers:
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._memory.regions.release(name)
+        del self._memory.leases[name]

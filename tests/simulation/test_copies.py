@@ -124,7 +124,7 @@ def test_a_backup_on_the_primarys_host_needs_no_memory_but_its_values() -> None:
     run.finish()
     memory = run.cluster.memory(run.leader())
     second = run.second()
-    owned = [name for name in memory._leases if name.startswith(f"{second}.")]
+    owned = [name for name in memory.leases if name.startswith(f"{second}.")]
     assert owned == [f"{second}.1.values"]
 
 

@@ -139,6 +139,7 @@ def test_lack_of_memory_splits_the_model_or_names_the_machines() -> None:
     (done,) = plan(make_request(uniform("capped", capped, 4)), [4])
     assert not done.lacking
     assert len(done.used) > 1
+    assert done.solved.problem.overrun(done.solved.solution.choice) <= 1 + 1e-9
     tiny = msgspec.structs.replace(MACHINE, memory=1e4)
     (done,) = plan(make_request(uniform("tiny", tiny, 4)), [4])
     assert list(done.lacking) == [0, 1, 2, 3]

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.partition.search import build, improve
+from distbelief.partition.search import PlanSimulator, build, improve, search
 from distbelief.partition.solvers.problem import Choice, Problem
 from distbelief.partition.solvers.solve import independent
 from tests.distbelief.partition.plans import equal, zoo
@@ -89,3 +89,19 @@ def test_equal_machines_may_be_numbered_otherwise(data: st.DataObject, to: list[
     moved = {(to[p], to[q]): n for (p, q), n in one.link_bytes.items()}
     assert dict(other.link_bytes) == moved
     assert [other.memory_bytes[to[m]] for m in range(4)] == list(one.memory_bytes)
+
+
+def test_a_search_returns_the_fastest_plan_that_it_tried() -> None:
+    done = PLANNED[-1]
+    asked = make_request(done.best.cost.compiled.graph, done.cluster)
+    slow = (0,) * len(done.solved.problem.sizes)
+    simulator = PlanSimulator(asked)
+    start = simulator.way("first", done.solved.decoder(slow), n_machines=4)
+    solved = replace(done.solved, ways={slow: start})
+    found = search(solved, done.cluster, simulator=simulator, notify=lambda _: None)
+    assert found is not None
+    assert found.method == "first + search"
+    assert found.rank < start.rank
+    choice = solved.decoder.choice(found.placements)
+    assert choice is not None
+    assert found.model_seconds == solved.problem.cost(choice)

@@ -280,6 +280,10 @@ def test_slow_links_are_slow() -> None:
     slow = msgspec.structs.replace(fast, links={"0-1": 1.0})
     assert priced(graph, plan, fast).step_seconds == 6.0 + 2 * 1.0
     assert priced(graph, plan, slow).step_seconds == 6.0 + 2 * 4.0
+    # Machines that appear in another order than their numbers.
+    chained = {f"fc{i}": Placement.whole(1, machine) for i, machine in enumerate((2, 0, 1))}
+    on = msgspec.structs.replace(cluster(3, bandwidth=4.0), links={"0-2": 1.0})
+    assert priced(chain([1, 1, 1, 1]), chained, on).step_seconds == 9.0 + 2 * 4.0 + 2 * 1.0
 
 
 def test_all_pairs_exchange_messages_without_a_gap() -> None:

@@ -128,6 +128,13 @@ def test_a_local_search_begins_from_known_choices_too(monkeypatch: pytest.Monkey
     assert solve(clique, known=[wanted.choice]).choice == wanted.choice
 
 
+def test_without_a_program_repairs_overrun_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve_module, "VARIABLES_MAX", 0)
+    solution = solve(crowded(7, caps=2))  # all on the first machine overrun it by 3.5
+    assert solution.overrun == 2
+    assert solution.solver == "repair"
+
+
 # --- local search ---
 
 FOREVER = Deadline(math.inf)
