@@ -307,8 +307,8 @@ class PartitionExecutor:
             there = self._like.new_zeros(shape) if value is None else value
             if there.numel() != math.prod(shape):  # the receiver would never get the rest
                 raise GraphError(
-                    f"the {message.kind} {message.name!r} has shape {tuple(there.shape)}, and "
-                    f"{shape} is to be sent"
+                    f"the {message.kind} {message.name!r} has shape {tuple(there.shape)}, but "
+                    f"its receiver expects {shape}"
                 )
             parts.append(there.reshape(-1))
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
