@@ -190,6 +190,8 @@ class _ServerLoop:
     _session: ClientSession
     _timeout_seconds: float
     _is_finished = True  # the server has everything
+    _n_steps: int
+    _sends: str  # what it pushes, for errors
 
     def _open(
         self,
@@ -268,9 +270,11 @@ class _ServerLoop:
         push = StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
         session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
         if not outcome.finite:
+            which = ", ".join(str(int(name)) for name in outcome.culprits)
             raise JobError(
-                f"{type(self).__name__}: NaN or infinity in {', '.join(outcome.culprits)}, which "
-                "is not pushed: use a lower learning rate, or clip"
+                f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
+                f"{self._sends} of parameter {which} (from 0), which is not pushed: use a lower "
+                "learning rate, or clip"
             )
 
     def _begin_fetch(self) -> None:
@@ -362,6 +366,7 @@ class DownpourSGD(_ServerLoop, torch.optim.Optimizer):
         self._keeps_local_steps = is_seldom and not overwrite_local_steps
         self._awaits_pushes = blocking or self._keeps_local_steps
         self._n_steps = self._n_accrued = self._samples = 0
+        self._sends = "gradient"
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
         self._open(self._parameters, server, timeout_seconds=timeout_seconds, keys=keys)
@@ -568,6 +573,7 @@ class Exchange(_ServerLoop):
         parameters = self._parameters()
         self._n_parameters = len(parameters)
         self._n_steps = self._n_unsent = self._samples = 0
+        self._sends = "change"
         self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
         self._is_fetching = False
         self._open(parameters, server, timeout_seconds=timeout_seconds, keys=keys)

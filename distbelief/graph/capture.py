@@ -179,7 +179,8 @@ def evaluation_difference(
     if [before[name] for name in training.outputs] == [after[n] for n in evaluating.outputs]:
         return None
     new = [name for name, number in after.items() if number not in before.values()]
-    shown = new[0] if new else evaluating.outputs[-1]
+    # Of an operation with several layers the last is known.
+    shown = next((name for name in new if name in nodes), evaluating.outputs[-1])
     return f"{shown}{place_of(nodes[shown]) if shown in nodes else ''}"
 
 

@@ -184,7 +184,9 @@ def test_a_value_that_is_not_finite_is_not_pushed(
     take_steps(model, exchange, 1)
     with torch.no_grad():
         next(model.parameters())[0] = torch.nan
-    with pytest.raises(distbelief.JobError, match="Exchange: NaN or infinity in"):
+    with pytest.raises(
+        distbelief.JobError, match="Exchange: step 2: NaN or infinity in the change of parameter 0 "
+    ):
         exchange.step()
     for one, other in zip(before, server.values(), strict=True):
         assert torch.equal(one, other)
