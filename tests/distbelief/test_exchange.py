@@ -249,6 +249,6 @@ def test_a_number_of_samples_that_is_none_is_refused_before_the_push(
 ) -> None:
     """The shards dropped such a push, and the worker waited for an answer until its timeout."""
     _, exchange = exchanging(monkeypatch, model, every=2)
-    with pytest.raises(distbelief.JobError, match="samples is .*use a whole number, 0 or more"):
+    with pytest.raises(distbelief.JobError, match=r"samples is .*use a whole number, 0 or more"):
         exchange.step(samples=samples)
     exchange.step(samples=int(torch.tensor(3)))

@@ -268,9 +268,7 @@ class Lowerer:
 
 
 def _refuse_results(result: object) -> None:
-    from torch.fx.experimental.symbolic_shapes import (  # noqa: PLC0415 -- takes a second
-        free_unbacked_symbols,
-    )
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415 -- takes a second
 
     # Ranks send floats and integers only, and know the sizes of layers before they run.
     for one in pytree.tree_leaves(result):
