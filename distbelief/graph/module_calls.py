@@ -241,7 +241,7 @@ def _plain_calls() -> Iterator[None]:
 def _changes_counted() -> AbstractContextManager[None]:
     # Inside of torch.export no tensor counts changes in place, unless this key is there again.
     excluded = torch._C._dispatch_tls_local_exclude_set()  # noqa: SLF001
-    excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)  # type: ignore[attr-defined] # noqa: SLF001
+    excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
     included = torch._C._dispatch_tls_local_include_set()  # noqa: SLF001
     return torch._C._ForceDispatchKeyGuard(included, excluded)  # noqa: SLF001
 
