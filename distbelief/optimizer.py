@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import index
 from pathlib import Path
 from types import MethodType
 from typing import ParamSpec, TypeVar, cast, final
@@ -389,7 +390,9 @@ class DownpourSGD(_ServerLoop, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        samples = _number_of_samples(samples, "DownpourSGD")
         with torch.no_grad():
+            _follow(self._parameters, self._session.values, user="DownpourSGD")
             self._is_finished = False
             self._samples += samples
             self._accrue()
@@ -409,6 +412,7 @@ class DownpourSGD(_ServerLoop, torch.optim.Optimizer):
         if self._session.closed:
             return
         with torch.no_grad():
+            _follow(self._parameters, self._session.values, user="DownpourSGD")
             if self._n_accrued:
                 self._push_accrued()
         self._await_pushes()
@@ -440,18 +444,18 @@ class DownpourSGD(_ServerLoop, torch.optim.Optimizer):
         # Raw gradients, as a sum (DB-7); the clocks of the oldest one give the staleness.
         if not self._n_accrued:
             self._accrued_clocks = self._session.client.clocks
-        for index, parameter in enumerate(self._parameters):
+        for place, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
             sparse = parameter.grad.is_sparse  # of Embedding(sparse=True)
             gradient = (parameter.grad.to_dense() if sparse else parameter.grad).reshape(-1)
-            so_far = self._accrued[index]
+            so_far = self._accrued[place]
             if so_far is not None:
                 so_far += gradient
             elif self._n_push == 1:
-                self._accrued[index] = gradient  # staged before step() returns
+                self._accrued[place] = gradient  # staged before step() returns
             else:
-                self._accrued[index] = gradient.clone()
+                self._accrued[place] = gradient.clone()
         self._n_accrued += 1
 
     def _rates(self) -> list[float]:
@@ -596,6 +600,10 @@ class Exchange(_ServerLoop):
                 "Exchange: a group of parameters was added to the inner optimizer; the server "
                 f"knows the {self._n_parameters} that it began with: pass all of them at once"
             )
+        if self._session.closed:  # a local step would reach nobody
+            raise PeerLostError("Exchange is closed: make a new one to continue")
+        samples = _number_of_samples(samples, "Exchange")
+        _follow(self._parameters(), self._session.values, user="Exchange")
         loss: float | None = self.inner.step(closure)
         self._is_finished = False
         self._n_steps += 1
@@ -616,6 +624,7 @@ class Exchange(_ServerLoop):
         if self._session.closed:
             return
         with torch.no_grad():
+            _follow(self._parameters(), self._session.values, user="Exchange")
             if self._n_unsent:
                 self._exchange()
             self._end_exchange()
@@ -675,6 +684,38 @@ class Exchange(_ServerLoop):
         torch._foreach_sub_(values, self._anchor)
         torch._foreach_add_(values, self._fetched)
         self._anchor, self._fetched = self._fetched, self._anchor
+
+
+def _follow(
+    parameters: Sequence[torch.nn.Parameter], values: list[torch.Tensor], *, user: str
+) -> None:
+    """Make values views of the parameters again where `parameter.data` was replaced.
+
+    Raises:
+        JobError: the new memory is of another type, size, or on another device.
+    """
+    for place, (parameter, known) in enumerate(zip(parameters, values, strict=True)):
+        if parameter.data_ptr() == known.data_ptr():
+            continue
+        now = (parameter.dtype, parameter.device, parameter.numel())
+        if now != (known.dtype, known.device, known.numel()):
+            raise JobError(
+                f"{user}: parameter {place} has become {parameter.dtype} on {parameter.device}, "
+                f"{parameter.numel()} elements: convert and move the model before it is made"
+            )
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        values[place] = parameter.detach().view(-1)
+
+
+def _number_of_samples(samples: int, user: str) -> int:
+    try:
+        number = index(samples)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise JobError(f"{user}: samples is {samples!r}; use a whole number, 0 or more")
+    return number
 
 
 def _finish_at_exit(reference: "weakref.ref[_ServerLoop]") -> None:

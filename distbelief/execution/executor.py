@@ -41,16 +41,19 @@ def with_counts(flow: Dataflow, saved: Collection[str]) -> Dataflow:
     """Return the dataflow with BatchNorm's step counters as additional items.
 
     torch counts steps in `num_batches_tracked`, which no layer computes. The rank that keeps the
-    first channel of the running mean keeps, fetches and pushes that counter too.
+    first channel of the running mean keeps, fetches and pushes that counter too; a layer that is
+    computed whole reads it already.
     """
     items, counts = list(flow.items), {}
+    known = {name: item for item, (name, _) in enumerate(items)}
     for item in sorted(flow.averages):
         name, region = flow.items[item]
         stem, word = name[: -len(_MEAN)], name[-len(_MEAN) :]
         begins = all(interval[0] == 0 for interval in region.intervals)
         if word == _MEAN and begins and stem + _COUNT in saved:
-            counts[item] = len(items)
-            items.append((stem + _COUNT, Region.of()))
+            counts[item] = known.get(stem + _COUNT, len(items))
+            if counts[item] == len(items):
+                items.append((stem + _COUNT, Region.of()))
     return replace(flow, items=tuple(items), counts=counts)
 
 

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, reduce, wraps
 from itertools import count
 from types import NoneType
@@ -168,7 +168,7 @@ class LeafCall:
             arguments, keywords = self.arguments([like(x) for x in inputs])
             before = dict(state)
             counter = FlopCounterMode(display=False)
-            with _plain_calls(), counter:
+            with _plain_calls(), _changes_counted(), counter:
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
             self.operations = counter.get_total_flops() / n_samples
             _refuse_change(self.module, before, state)
@@ -236,6 +236,14 @@ def _plain_calls() -> Iterator[None]:
     # torch.export counts calls of modules; this one is only for shapes.
     with patch.object(nn.Module, "__call__", nn.Module._call_impl):  # noqa: SLF001
         yield
+
+
+def _changes_counted() -> AbstractContextManager[None]:
+    # Inside of torch.export no tensor counts changes in place, unless this key is there again.
+    excluded = torch._C._dispatch_tls_local_exclude_set()  # noqa: SLF001
+    excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
+    included = torch._C._dispatch_tls_local_include_set()  # noqa: SLF001
+    return torch._C._ForceDispatchKeyGuard(included, excluded)  # noqa: SLF001
 
 
 def _first(x: torch.Tensor, n_samples: int) -> int:

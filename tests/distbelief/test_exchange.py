@@ -206,3 +206,51 @@ def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn
     inner.add_param_group({"params": nn.Linear(2, 2).parameters()})
     with pytest.raises(distbelief.JobError, match="the 4 that it began with"):
         exchange.step()
+
+
+@pytest.mark.parametrize("kind", ["DownpourSGD", "Exchange"])
+def test_a_parameter_whose_memory_was_replaced_still_learns(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, kind: str
+) -> None:
+    """vector_to_parameters assigns `.data`: pushes and fetches went to the old memory."""
+    server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
+    optimizer: distbelief.Exchange | distbelief.DownpourSGD
+    if kind == "Exchange":
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = server.exchange(monkeypatch, inner, every=2)
+    else:
+        optimizer = server.optimizer(monkeypatch, model.parameters())
+    before = flat(model), server.values()
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    take_steps(model, optimizer, 4)
+    optimizer.finish()
+    now = flat(model), server.values()
+    for was, became in zip(before, now, strict=True):
+        assert not any(torch.equal(one, other) for one, other in zip(was, became, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*now, strict=True))
+    model.double()
+    with pytest.raises(distbelief.JobError, match=r"parameter 0 has become torch\.float64"):
+        optimizer.step()
+
+
+def test_a_step_after_close_is_refused(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    """With `every` above 1 it trained on, for nobody."""
+    _, exchange = exchanging(monkeypatch, model, every=2)
+    exchange.close()
+    before = flat(model)
+    backward(model, 0)
+    with pytest.raises(distbelief.PeerLostError, match="Exchange is closed"):
+        exchange.step()
+    assert all(torch.equal(one, other) for one, other in zip(before, flat(model), strict=True))
+
+
+@pytest.mark.parametrize("samples", [-1, 1.5, torch.tensor(2.0)])
+def test_a_number_of_samples_that_is_none_is_refused_before_the_push(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, samples: int
+) -> None:
+    """The shards dropped such a push, and the worker waited for an answer until its timeout."""
+    _, exchange = exchanging(monkeypatch, model, every=2)
+    with pytest.raises(distbelief.JobError, match=r"samples is .*use a whole number, 0 or more"):
+        exchange.step(samples=samples)
+    exchange.step(samples=int(torch.tensor(3)))

@@ -11,6 +11,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError
 from distbelief.graph.lowering.calls import call_in_parts, detached
@@ -138,6 +139,7 @@ class Lowerer:
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
+        _refuse_results(result)
         operation = Operation(
             name=self._name(node),
             target=target,
@@ -204,6 +206,10 @@ class Lowerer:
         rule = module_rule(call.module)
         if call.path not in self._whole and rule is not None:
             return rule(self.context, call.module, call, inputs)
+        try:
+            _refuse_results(result)
+        except NotSplitError as error:
+            raise OpaqueError(call.path.rpartition(".")[0], f"{call.path}: {error}") from error
         return whole_module(self.context, call, inputs, result, self._whole[call.path])
 
     # --- changes in place ---
@@ -259,6 +265,19 @@ class Lowerer:
         if path and simple and self._named.setdefault(path, word) == word:
             return path
         return f"{path}.{word}" if path else word
+
+
+def _refuse_results(result: object) -> None:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415 -- takes a second
+
+    # Ranks send floats and integers only, and know the sizes of layers before they run.
+    for one in pytree.tree_leaves(result):
+        if not isinstance(one, torch.Tensor):
+            continue
+        if one.is_complex():
+            raise NotSplitError("its result has complex numbers")
+        if free_unbacked_symbols(one):
+            raise NotSplitError("the size of its result depends on the values of its data")
 
 
 def _with_samples(operation: Operation, found: object) -> object:

@@ -1,7 +1,7 @@
 """Compiled programs, executed and compared with the graph itself."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -173,6 +173,32 @@ def test_a_message_of_another_size_is_an_error_of_its_sender(
     monkeypatch.setattr(Cat, "compute", lambda self, call: compute(self, call).expand(BATCH, -1))
     with pytest.raises(GraphError, match=r"state 'cat'.* has shape \(2, \d+\), and \(1, \d+\) is"):
         check_graph(*bias_of_parts(), np.random.default_rng(1), n_machines=3)
+
+
+def spectrum(x: torch.Tensor, first: nn.Module, last: nn.Module) -> torch.Tensor:
+    found: torch.Tensor = last(torch.fft.rfft(first(x)).abs())
+    return found
+
+
+def chosen(x: torch.Tensor, first: nn.Module, last: nn.Module) -> torch.Tensor:
+    h = first(x)
+    h[h < 0] *= 0.1
+    found: torch.Tensor = last(h[:, :3])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("function", [spectrum, chosen])
+def test_complex_numbers_and_sizes_that_depend_on_data_stay_on_one_rank(
+    function: Callable[..., torch.Tensor], seed: int
+) -> None:
+    """Gradients of complex numbers did not travel; tensors of chosen elements stopped the step."""
+    torch.manual_seed(seed)
+    parts = {"first": nn.Linear(6, 4), "last": nn.Linear(3, 2)}
+    inner = nn.Sequential(nn.Linear(6, 6), Applied(function, **parts), nn.Linear(2, 2)).double()
+    graph = capture(inner, [InputSpec(shape=(6,))])
+    assert [layer.name for layer in graph.layers if layer.whole] == ["1"]
+    check_graph(inner, graph, np.random.default_rng(seed), n_machines=3)
 
 
 def check(

@@ -38,6 +38,15 @@ def test_the_rank_with_the_first_channels_counts() -> None:
     assert with_counts(other, saved) == replace(other)
 
 
+def test_a_counter_that_a_whole_layer_reads_is_kept_once() -> None:
+    """Two items of one tensor overlap: every rank with a norm in an opaque module stopped."""
+    read = ("norm.num_batches_tracked", Region.of())
+    whose = flow(read, ("norm.running_mean", Region.of(8)))
+    found = with_counts(whose, {"norm.running_mean", "norm.num_batches_tracked"})
+    assert found.items == whose.items
+    assert found.counts == {1: 0}
+
+
 def test_what_is_not_saved_is_not_counted() -> None:
     whose = flow(("running_mean", Region.of(8)))
     assert with_counts(whose, {"running_mean"}).counts == {}

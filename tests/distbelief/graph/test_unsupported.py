@@ -517,3 +517,24 @@ def test_tensors_that_a_forward_replaces_are_put_back() -> None:
     assert module.weight is weight
     assert module.running_mean is mean
     assert not hasattr(module, "seen")
+
+
+class Fading(nn.Module):
+    """Branches on its data, and changes a buffer in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("factor", torch.ones(4))
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor.mul_(0.9)
+        y: torch.Tensor = self.linear(x)
+        return y * self.factor if x.sum() > 0 else y
+
+
+def test_a_change_in_place_inside_of_an_opaque_module_is_refused() -> None:
+    """Inside of torch.export no tensor counted such changes, and this one was lost."""
+    with pytest.raises(GraphError, match=r"the forward changes 'factor'"):
+        captured(nn.Sequential(nn.Linear(4, 4), Fading(), nn.Linear(4, 2)), 4)
