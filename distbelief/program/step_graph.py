@@ -222,12 +222,13 @@ def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
 
 def statistics_of(graph: LayerGraph) -> list[str]:
     # Layers that join samples: their result depends on the whole batch. That of an opaque module
-    # may, too: nobody looks into it.
+    # may, too: nobody looks into it. Nor into an operator that could not be tried.
     single = joined(graph)
     return [
         layer.name
         for layer in graph.layers
         if layer.kind == Opaque.name
+        or layer.options.get("unchecked")
         or (layer.name in single and not single.issuperset(layer.inputs))
     ]
 

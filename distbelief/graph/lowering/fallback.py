@@ -55,7 +55,7 @@ def call_whole(operation: Operation, reason: str) -> object:
     several = not isinstance(result, torch.Tensor)
     if several and not isinstance(result, tuple | list):
         raise NotSplitError(f"it returns a {type(result).__name__}")
-    _check_samples(operation, encoder, text)
+    is_known = _keeps_samples_apart(operation, encoder, text)
 
     def make(index: int | None) -> object:
         one = result if index is None else result[index]
@@ -64,6 +64,8 @@ def call_whole(operation: Operation, reason: str) -> object:
         options: dict[str, Option] = {"operation": str(operation.target), "arguments": text}
         if index is not None:
             options["output"] = index
+        if not is_known:
+            options["unchecked"] = True
         tensors = encoder.tensors
         return _added(
             operation.context, operation.name, "call", encoder, one, options, tensors, reason
@@ -223,17 +225,26 @@ def refuse_state(module: nn.Module, path: str, reason: str) -> None:
             )
 
 
-def _check_samples(operation: Operation, encoder: Encoder, text: str) -> None:
-    # Each sample of noise alone must give what it gives among others.
+def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> bool:
+    """Check that each sample of noise alone gives what it gives among others.
+
+    Return False for an operator that torch does not bring and that could not be tried.
+
+    Raises:
+        GraphError: It mixes samples.
+    """
     target = operation.target
     inputs = encoder.inputs
+    is_torchs = target.namespace == "aten"
     batched = [value.batch is not None for value in inputs]
-    if not any(batched) or torch.Tag.nondeterministic_seeded in target.tags:
-        return
+    if not any(batched):
+        return True
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return is_torchs
     sizes = [math.prod(value.layer.shape) for value in inputs]
     sizes += [math.prod(use.shape) for use in encoder.tensors.values()]
     if sum(sizes) * 2 > _N_TRIED_MAX:
-        return
+        return is_torchs
     generator = torch.Generator().manual_seed(0)
 
     def noise(shape: tuple[int, ...], *, is_integer: bool) -> torch.Tensor:
@@ -260,7 +271,7 @@ def _check_samples(operation: Operation, encoder: Encoder, text: str) -> None:
             for i in range(2)
         ]
     except Exception:  # noqa: BLE001 -- noise may be no valid input
-        return
+        return is_torchs
     results = operation.result if isinstance(operation.result, tuple | list) else [operation.result]
     results = [one for one in results if isinstance(one, torch.Tensor)]
     for index, result in enumerate(results):
@@ -275,3 +286,4 @@ def _check_samples(operation: Operation, encoder: Encoder, text: str) -> None:
                 f"{operation.name} mixes samples: a layer must keep them separate; give attention "
                 "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
             )
+    return True

@@ -15,6 +15,7 @@ from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.region import Region, Shape
+from distbelief.program.step_graph import statistics_of
 from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.ops.comparison import close_gradients
 from tests.distbelief.graph.reference import Partials, evaluate
@@ -468,6 +469,25 @@ def test_a_custom_operator_is_computed_whole_with_its_own_gradient() -> None:
     graph = check(Case(make=make, shape=(4,)), whole=2)
     names = [layer.text("operation") for layer in graph.layers if layer.whole]
     assert names == ["tests.turned.default", "tests.signs.default"]
+
+
+@torch.library.custom_op("tests::centred", mutates_args=())
+def centred(x: torch.Tensor) -> torch.Tensor:
+    if len(x) < 3:
+        raise ValueError("too few samples")
+    return x - x.mean(0)
+
+
+centred.register_fake(torch.empty_like)
+
+
+def test_an_operator_that_cannot_be_tried_gets_no_micro_batches() -> None:
+    """It may mix samples: with micro-batches its results were others."""
+    graph = capture(Applied(lambda x: centred(x) * 2), [InputSpec(shape=(4,))])
+    (whole,) = (layer.name for layer in graph.layers if layer.options.get("unchecked"))
+    assert statistics_of(graph) == [whole]
+    tried = capture(Applied(lambda x: signs(x) * 2), [InputSpec(shape=(4,))])
+    assert statistics_of(tried) == []
 
 
 @pytest.mark.parametrize("draw", [torch.rand, lambda *n: torch.rand_like(torch.ones(n))])
