@@ -235,7 +235,7 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
     """
     target = operation.target
     inputs = encoder.inputs
-    is_torchs = target.namespace == "aten"
+    is_torchs: bool = target.namespace == "aten"
     batched = [value.batch is not None for value in inputs]
     if not any(batched):
         return True
