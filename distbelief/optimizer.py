@@ -353,8 +353,8 @@ class DownpourSGD(_ServerLoop, torch.optim.Optimizer):
         keys: str | Path | None = None,
     ) -> None:
         for name, value in (("n_fetch", n_fetch), ("n_push", n_push)):
-            if value < 1:
-                raise JobError(f"DownpourSGD: {name} is {value}; use 1 or more")
+            if not isinstance(cast("object", value), int) or value < 1:
+                raise JobError(f"DownpourSGD: {name} is {value!r}; use a whole number, 1 or more")
         if n_fetch > 1 and (learning_rate is None or learning_rate <= 0):
             raise JobError(
                 f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch};"
@@ -570,8 +570,8 @@ class Exchange(_ServerLoop):
             )
         if isinstance(inner, DownpourSGD):
             raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
-        if every < 1:
-            raise JobError(f"Exchange: every is {every}; use 1 or more")
+        if not isinstance(cast("object", every), int) or every < 1:
+            raise JobError(f"Exchange: every is {every!r}; use a whole number, 1 or more")
         self.inner = inner
         self._every = every
         parameters = self._parameters()

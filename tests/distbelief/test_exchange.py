@@ -195,8 +195,9 @@ def test_a_value_that_is_not_finite_is_not_pushed(
 def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
     server = Server(list(model.parameters()), rule=SUM, n_loops=2)
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
-    with pytest.raises(distbelief.JobError, match="every is 0; use 1 or more"):
-        server.exchange(monkeypatch, inner, every=0)
+    for every in (0, 2.5, "3"):
+        with pytest.raises(distbelief.JobError, match=f"every is {every!r}; use a whole number"):
+            server.exchange(monkeypatch, inner, every=every)  # type: ignore[arg-type]
     with pytest.raises(distbelief.JobError, match="use an optimizer of torch"):
         server.exchange(monkeypatch, model.parameters())  # type: ignore[arg-type]
     downpour = server.optimizer(monkeypatch, model.parameters())

@@ -124,6 +124,8 @@ class Lowerer:
         keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
         if str(target) == f"{LEAF.replace('::', '.')}.default":
             return self._leaf(args, result)
+        if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 -- as above
+            raise NotSplitError(f"it calls {name}, which is no operation on tensors")
         return self._computed(node, target, args, keywords, result)
 
     def _computed(

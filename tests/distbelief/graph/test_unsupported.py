@@ -153,6 +153,13 @@ def branching_forward() -> nn.Module:
 VALUES = "its forward depends on the values of its data"
 
 
+def test_what_torch_cannot_run_without_values_is_refused_with_its_module() -> None:
+    """Regression: AttributeError, "unexpected error"."""
+    module = nn.Sequential(nn.Linear(4, 4), Applied(lambda x: torch.vmap(torch.sin)(x) * 2))
+    with pytest.raises(GraphError, match=r"1 .Applied. cannot be run .* vmap"):
+        capture(module, [InputSpec(shape=(4,))])
+
+
 def keeping(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
     y: torch.Tensor = norm(x)
     return y if y.sum() > 0 else -y
@@ -521,6 +528,8 @@ def test_tensors_that_a_forward_replaces_are_put_back() -> None:
 
 class Fading(nn.Module):
     """Branches on its data, and changes a buffer in place."""
+
+    factor: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
