@@ -171,7 +171,9 @@ def test_a_message_of_another_size_is_an_error_of_its_sender(
     """Its receiver rejected it, and waited for ever."""
     compute = Cat.compute
     monkeypatch.setattr(Cat, "compute", lambda self, call: compute(self, call).expand(BATCH, -1))
-    with pytest.raises(GraphError, match=r"state 'cat'.* has shape \(2, \d+\), but its receiver expects \(1, \d+\)"):
+    with pytest.raises(
+        GraphError, match=r"state 'cat'.* has shape \(2, \d+\), but its receiver expects \(1, \d+\)"
+    ):
         check_graph(*bias_of_parts(), np.random.default_rng(1), n_machines=3)
 
 
