@@ -233,13 +233,15 @@ class OpaqueError(Exception):
 
 @contextmanager
 def _plain_calls() -> Iterator[None]:
-    # torch.export counts calls of modules; this one is only for shapes.
+    # torch.export replaces `__call__` to count calls of modules; this one is only for shapes, and
+    # `_call_impl` is what it replaced.
     with patch.object(nn.Module, "__call__", nn.Module._call_impl):  # noqa: SLF001
         yield
 
 
 def _changes_counted() -> AbstractContextManager[None]:
-    # Inside of torch.export no tensor counts changes in place, unless this key is there again.
+    # Inside of torch.export no tensor counts changes in place, unless this key is there again;
+    # torch has no public name for that.
     excluded = torch._C._dispatch_tls_local_exclude_set()  # noqa: SLF001
     excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
     included = torch._C._dispatch_tls_local_include_set()  # noqa: SLF001

@@ -116,7 +116,7 @@ class Lowerer:
         if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool):
             return result
         name = getattr(target, "__name__", str(target))
-        if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001
+        if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001 -- has no public name
             return self._nested(name, args)
         target = _functional(target)
         if "assert" in name or name.startswith("sym_"):
@@ -131,10 +131,10 @@ class Lowerer:
     def _computed(
         self,
         node: fx.Node,
-        target: Any,  # noqa: ANN401
+        target: Any,  # noqa: ANN401 -- an operation
         args: list[Any],
         keywords: Mapping[str, Any],
-        result: Any,  # noqa: ANN401
+        result: Any,  # noqa: ANN401 -- fake tensors
     ) -> object:
         arguments = by_name(target, args, keywords)
         if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
@@ -385,7 +385,8 @@ def _changes(node: fx.Node) -> bool:
 
 
 def _storage(node: fx.Node) -> int | None:
-    # What nodes have in common that are views of one tensor.
+    # What nodes have in common that are views of one tensor; fake tensors have no address, so it is
+    # the storage object itself.
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None  # noqa: SLF001
 
