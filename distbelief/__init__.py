@@ -26,8 +26,9 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
+    from distbelief.exchange import Exchange as Exchange
     from distbelief.forecast.api import simulate as simulate
-    from distbelief.optimizer import DownpourSGD as DownpourSGD, Exchange as Exchange
+    from distbelief.optimizer import DownpourSGD as DownpourSGD
     from distbelief.parameter_server.optimizers import (
         SGD as SGD,
         Adagrad as Adagrad,
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "distbelief.errors": ("DistBeliefError", "JobError", "PeerLostError", "StorageError"),
     "distbelief.forecast.api": ("simulate",),
-    "distbelief.optimizer": ("DownpourSGD", "Exchange"),
+    "distbelief.exchange": ("Exchange",),
+    "distbelief.optimizer": ("DownpourSGD",),
     "distbelief.parameter_server.optimizers": ("SGD", "Adagrad", "Adam", "Momentum", "RMSprop"),
     "distbelief.partition.api": ("plan",),
     "distbelief.run.result": ("Run",),

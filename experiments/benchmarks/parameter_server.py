@@ -46,11 +46,11 @@ import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
-from distbelief.optimizer import ClientSession
 from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.roles.role import Computed
 from distbelief.serve.address import ServerAddress
 from distbelief.serve.server import ParameterServer
+from distbelief.server_loop import ClientSession
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush

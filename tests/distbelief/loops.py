@@ -108,7 +108,7 @@ class Server:
             ) -> None:
                 super().__init__(server, parameters)
 
-        monkeypatch.setattr("distbelief.optimizer.ClientSession", OfThis)
+        monkeypatch.setattr("distbelief.server_loop.ClientSession", OfThis)
         address = ServerAddress(
             endpoint="ipc:///nowhere/.supervisor.1", run="t", n_shards=len(self.shards), memory=""
         )

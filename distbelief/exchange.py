@@ -1,0 +1,188 @@
+"""`Exchange`: local steps by any torch optimizer, whose sum goes to a parameter server.
+
+inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
+exchange = distbelief.Exchange(inner, server=server.address, every=64)
+for inputs, targets in loader:
+exchange.zero_grad()
+loss_function(net(inputs), targets).backward()
+exchange.step()
+exchange.finish()
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import cast, final
+
+import torch
+from typing_extensions import override
+
+from distbelief.errors import JobError, PeerLostError
+from distbelief.optimizer import DownpourSGD
+from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
+
+
+@final
+class Exchange(ServerLoop):
+    """Takes local steps by a torch optimizer, and exchanges their sum with a parameter server.
+
+        step        1      2      ...    every   every + 1    ...
+        inner       x      x      x      x       x            x
+        push                             a - x                       then a := x
+        fetch                                    ........ a'         x := a' + (x - a), a := a'
+
+    a (the anchor) is what the server has of this worker: the values at the last exchange. Push and
+    fetch are under way while the next steps are taken, and no local step is lost or sent twice: the
+    steps since the push are kept when the fetched values a' come in. Each exchange moves as many
+    bytes as one of `DownpourSGD`, so with `every` steps between two a slow link carries `every`
+    times less (local SGD, Stich 2019; DiLoCo, Douillard et al. 2023; the sign of a - x is DP-1 of
+    Dpplee3).
+
+    The server's rule applies what is pushed as if it were a gradient: `SGD(learning_rate=1.0)` adds
+    up the steps of all workers, 1.0 / n averages those of n workers, and momentum is DiLoCo's outer
+    optimizer. Any scheduler of torch may be used with the inner optimizer, whose state stays here.
+
+    Args:
+        inner: Takes the local steps. Its parameters are those that the server was given, in the
+            same order.
+        server: `ParameterServer.address`, or the line that `distbelief serve` prints.
+        every: Steps between two exchanges.
+        timeout_seconds: How long a step may wait for the server.
+        keys: Directory of this host's keys, for a server whose address has a key; by
+            default the one that `distbelief keys` uses.
+
+    Raises:
+        JobError: the address, the parameters or the options are invalid.
+        PeerLostError: the server does not answer in time.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        server: str,
+        every: int = 64,
+        timeout_seconds: float = 60.0,
+        keys: str | Path | None = None,
+    ) -> None:
+        if not isinstance(cast("object", inner), torch.optim.Optimizer):
+            raise JobError(
+                f"Exchange: inner is {inner!r}; use an optimizer of torch, such as "
+                "torch.optim.SGD(net.parameters(), lr=0.1)"
+            )
+        if isinstance(inner, DownpourSGD):
+            raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
+        if not isinstance(cast("object", every), int) or every < 1:
+            raise JobError(f"Exchange: every is {every!r}; use a whole number, 1 or more")
+        self.inner = inner
+        self._every = every
+        parameters = self._parameters()
+        self._n_parameters = len(parameters)
+        self._n_steps = self._n_unsent = self._samples = 0
+        self._sends = "change"
+        self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
+        self._is_fetching = False
+        self._open(parameters, server, timeout_seconds=timeout_seconds, keys=keys)
+        self._anchor = [values.clone() for values in self._session.values]
+        self._fetched = [torch.empty_like(values) for values in self._anchor]
+
+    def step(self, closure: Callable[[], float] | None = None, *, samples: int = 1) -> float | None:
+        """Take a local step; exchange, if that is due.
+
+        Args:
+            closure: Computes the loss and the gradients again, as in torch.
+            samples: Number of samples of the gradient, for the server's count.
+
+        Raises:
+            PeerLostError: the server does not answer in time, or has ended.
+            JobError: a parameter has become NaN or infinite.
+        """
+        if len(self._parameters()) != self._n_parameters:
+            raise JobError(
+                "Exchange: a group of parameters was added to the inner optimizer; the server "
+                f"knows the {self._n_parameters} that it began with: pass all of them at once"
+            )
+        if self._session.closed:  # a local step would reach nobody
+            raise PeerLostError("Exchange is closed: make a new one to continue")
+        samples = number_of_samples(samples, "Exchange")
+        follow(self._parameters(), self._session.values, user="Exchange")
+        loss: float | None = self.inner.step(closure)
+        self._is_finished = False
+        self._n_steps += 1
+        self._n_unsent += 1
+        self._samples += samples
+        with torch.no_grad():
+            self._receive()
+            if self._n_steps % self._every == 0:
+                self._exchange()
+        return loss
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as the inner optimizer does."""
+        self.inner.zero_grad()
+
+    @override
+    def finish(self) -> None:
+        if self._session.closed:
+            return
+        with torch.no_grad():
+            follow(self._parameters(), self._session.values, user="Exchange")
+            if self._n_unsent:
+                self._exchange()
+            self._end_exchange()
+            # Once more: other workers may have pushed since.
+            self._fetch(self._fetched)
+            self._merge()
+        self._is_finished = True
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
+
+    def _exchange(self) -> None:
+        # The anchor is needed until the last fetch is merged: if the link is slower than `every`
+        # steps, this is where the worker waits for it.
+        self._end_exchange()
+        values, anchor = self._session.values, self._anchor
+        changes = [
+            then - now if parameter.requires_grad else None
+            for parameter, now, then in zip(self._parameters(), values, anchor, strict=True)
+        ]
+        self._push(
+            changes,
+            n_gradients=self._n_unsent,
+            samples=self._samples,
+            clocks=self._session.client.clocks,
+        )
+        torch._foreach_copy_(anchor, values)
+        self._n_unsent = 0
+        self._is_pushed = True
+        self._receive()
+
+    def _receive(self) -> None:
+        """Continue the exchange as far as messages have come; do not wait for any."""
+        client = self._session.client
+        if self._is_pushed or self._is_fetching:
+            self._session.node.pump(lambda: False, timeout_seconds=LOOK_SECONDS)
+        # A fetch before the acknowledgement might not have the own steps (SSP-4).
+        if self._is_pushed and client.unacknowledged == 0 and client.ready:
+            self._begin_fetch()
+            self._is_pushed, self._is_fetching = False, True
+        if self._is_fetching and client.installable and self._install(self._fetched):
+            self._merge()
+
+    def _end_exchange(self) -> None:
+        if self._is_pushed:
+            self._await_pushes()
+            self._fetch(self._fetched)
+            self._merge()
+        elif self._is_fetching:
+            self._end_fetch(self._fetched)
+            self._merge()
+
+    def _merge(self) -> None:
+        self._is_pushed = self._is_fetching = False
+        values = self._session.values
+        # Exactly the fetched values where there was no step since the push.
+        torch._foreach_sub_(values, self._anchor)
+        torch._foreach_add_(values, self._fetched)
+        self._anchor, self._fetched = self._fetched, self._anchor

@@ -1,0 +1,330 @@
+"""What `DownpourSGD` and `Exchange` share: the session of a user's loop with a parameter server.
+
+There is no thread: the worker role runs only inside these calls (`ClientSession`), and messages
+wait in the socket meanwhile.
+"""
+
+import atexit
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index
+from pathlib import Path
+from typing import final
+
+import torch
+
+from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.errors import JobError, PeerLostError, TransportError
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.replication import all_copy_names
+from distbelief.protocol import Join
+from distbelief.roles.role import SUPERVISOR, Computed
+from distbelief.serve.address import ServerAddress, parameter_specs
+from distbelief.transport.node import RoleRunner
+from distbelief.transport.shared_memory import FileMemory
+from distbelief.worker.loop_worker import FETCH, INSTALLED, LEAVE, PUSHED, LoopWorker, StagedPush
+
+
+TORN_WAIT_SECONDS = 1e-3
+LOOK_SECONDS = 1e-4  # for messages, in a step that waits for nothing
+JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
+EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
+
+
+@final
+class ClientSession:
+    """A connection to a parameter server; call `join` before the first command.
+
+    Args:
+        parameters: The worker's parameters, in the order in which the server got them.
+        address: The server's address.
+        user: The class whose session it is, for errors.
+        keys: Directory of this host's keys, for an address with a key.
+
+    Raises:
+        JobError: the address, the keys or the parameters are not valid.
+        PeerLostError: a server on this host does not run.
+    """
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        address: ServerAddress,
+        *,
+        user: str,
+        keys: str | Path | None = None,
+    ) -> None:
+        self.address = address
+        self._user = user
+        self.closed = False
+        for parameter in parameters:
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        # One flat tensor for each parameter, a view of its memory.
+        self.values = [parameter.detach().view(-1) for parameter in parameters]
+        shards, backups = all_copy_names(address.n_shards, address.shard_copies)
+        memory: Memory = PrivateMemory(host="")
+        if address.memory and Path(address.memory).is_dir():  # this process sees it
+            memory = FileMemory(Path(address.memory))
+        self.client = ParameterClient(
+            ClientConfig(pushes=True),
+            layout=Layout.of(parameter_specs(parameters), n_shards=address.n_shards),
+            shards=shards,
+            memory=memory,
+            backups=backups,
+        )
+        self._log: list[str] = []
+        listen = address.listen_config(keys)
+        self._key = "" if listen.keys is None else listen.keys.public
+        self._transport = listen.transport(
+            name=f"worker-{secrets.token_hex(6)}", incarnation=1, run=address.run, log=self._note
+        )
+        try:
+            self._transport.start()
+        except TransportError as error:
+            if not listen.directory:
+                raise
+            raise PeerLostError(
+                f"{self._user}: the server at {address.endpoint} cannot be reached: {error}"
+            ) from None
+        try:
+            self._transport.connect(SUPERVISOR, 1, str(address.place()), watched=True)
+        except BaseException:
+            self._transport.close()
+            raise
+        join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
+        self._worker = LoopWorker(client=self.client, join=join)
+        self.node = RoleRunner(self._worker, transport=self._transport, log=self._note)
+
+    def _note(self, level: str, text: str) -> None:
+        if level in {"warning", "error"}:
+            self._log = [*self._log[-9:], text]
+
+    def join(self, timeout_seconds: float) -> None:
+        """Join the server.
+
+        Raises:
+            JobError: the server does not allow this host's key.
+            PeerLostError: the server does not answer in time.
+        """
+
+        def is_decided() -> bool:
+            if not self._worker.has_joined and self._transport.is_refused(SUPERVISOR):
+                raise JobError(
+                    f"{self._user}: the server at {self.address.endpoint} does not allow this "
+                    f"host's key. On the server: distbelief keys allow {self._key} NAME"
+                )
+            return self._worker.has_joined
+
+        self.wait(is_decided, "a first answer", timeout_seconds)
+
+    def command(self, command: Computed, timeout_seconds: float) -> None:
+        """Perform one command of the worker's role.
+
+        Raises:
+            PeerLostError: the server has ended, or the session is closed.
+        """
+        if self.closed or not self.node.tell(command):
+            self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
+
+    def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
+        """Run the role until `until()` is true; `what` names the event in the error.
+
+        Raises:
+            PeerLostError: it does not happen in time, or the session is closed.
+        """
+        if self.closed:
+            raise PeerLostError(f"{self._user} is closed: make a new one to continue")
+        if self.node.pump(until, timeout_seconds=timeout_seconds):
+            return
+        server = f"{self._user}: server {self.address.endpoint}"
+        if self.node.error is not None:
+            raise PeerLostError(f"{server}: {self.node.error}")
+        hint = (
+            "Is it running, and is this the address that it prints now? A server in "
+            "another directory has another run=."
+        )
+        if self._transport.has_other_key(SUPERVISOR):
+            hint = (
+                "The process that listens there has not the key in the address: use the "
+                "address that the server prints now."
+            )
+        raise PeerLostError(
+            f"{server}: no answer within {timeout_seconds:g} s (waiting for {what}). "
+            + " ".join([hint, *self._log[-1:]])
+        )
+
+    def close(self) -> None:
+        """Leave the server; unsent messages are sent, within a second."""
+        if not self.closed:
+            self.closed = True
+            if self._worker.has_joined:
+                self.node.tell(Computed(name=LEAVE))
+            self.node.close()
+            self._transport.close()
+
+
+class ServerLoop:
+    """What every loop does with its session: pushes, fetches, and its end."""
+
+    _session: ClientSession
+    _timeout_seconds: float
+    _is_finished = True  # the server has everything
+    _n_steps: int
+    _sends: str  # what it pushes, for errors
+
+    def _open(
+        self,
+        parameters: list[torch.nn.Parameter],
+        server: str,
+        *,
+        timeout_seconds: float,
+        keys: str | Path | None,
+    ) -> None:
+        """Join the server, and fetch its values."""
+        self._timeout_seconds = timeout_seconds
+        address = ServerAddress.parse(server)
+        user = type(self).__name__
+        self._session = ClientSession(parameters, address, user=user, keys=keys)
+        # Not a bound method: that would keep this object alive.
+        weakref.finalize(self, ClientSession.close, self._session)
+        atexit.register(partial(_finish_at_exit, weakref.ref(self)))
+        try:
+            self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
+            self._fetch(self._session.values)
+        except BaseException:
+            self._session.close()
+            raise
+
+    def finish(self) -> None:
+        """Push what is left, wait until it is applied, and fetch once more.
+
+        The model then holds the server's values, with the pushes of all workers.
+
+        Raises:
+            PeerLostError: the server does not answer in time.
+        """
+        raise NotImplementedError
+
+    def close(self, *, timeout_seconds: float | None = None) -> None:
+        """Finish, unless that is done, then leave the server.
+
+        Args:
+            timeout_seconds: How long each answer may take; by default as in a step.
+
+        Raises:
+            PeerLostError: the server does not answer in time; the worker leaves anyway.
+        """
+        if timeout_seconds is not None:
+            self._timeout_seconds = timeout_seconds
+        try:
+            if not self._is_finished:
+                self.finish()
+        finally:
+            self._session.close()
+
+    def counters(self) -> dict[str, float]:
+        """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
+        return self._session.client.counters()
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        self._session.wait(until, what, self._timeout_seconds)
+
+    def _await_pushes(self) -> None:
+        self._wait(lambda: self._session.client.unacknowledged == 0, "an acknowledgement")
+
+    def _push(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        *,
+        n_gradients: int,
+        samples: int,
+        clocks: tuple[int, ...],
+    ) -> None:
+        """Push these, one for each parameter; None: it does not move, as in torch."""
+        session = self._session
+        self._wait(lambda: session.client.can_push, "room for a push")
+        outcome = session.client.stage(
+            tensors, session.values, fetched_clocks=clocks, skip_missing=True
+        )()
+        push = StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
+        session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
+        if not outcome.finite:
+            which = ", ".join(str(int(name)) for name in outcome.culprits)
+            raise JobError(
+                f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
+                f"{self._sends} of parameter {which} (from 0), which is not pushed: use a lower "
+                "learning rate, or clip"
+            )
+
+    def _begin_fetch(self) -> None:
+        self._session.command(Computed(name=FETCH), self._timeout_seconds)
+
+    def _install(self, into: list[torch.Tensor]) -> bool:
+        """Copy what has come of a fetch; return whether that was the rest of it."""
+        session = self._session
+        has_all = session.client.fetch_complete
+        outcome = session.client.install(into)()
+        session.command(Computed(name=INSTALLED, result=outcome), self._timeout_seconds)
+        if outcome.torn and has_all:  # a torn fetch met a half-applied update
+            session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+        return not outcome.torn
+
+    def _fetch(self, into: list[torch.Tensor]) -> None:
+        client = self._session.client
+        self._wait(lambda: client.ready, "a session")
+        self._begin_fetch()
+        self._end_fetch(into)
+
+    def _end_fetch(self, into: list[torch.Tensor]) -> None:
+        client = self._session.client
+        while True:
+            # Blocks are copied while others are on their way.
+            self._wait(lambda: client.installable, "parameters")
+            if self._install(into):
+                return
+
+
+def _finish_at_exit(reference: "weakref.ref[ServerLoop]") -> None:
+    # A script that forgets `finish` should lose nothing while the server still answers.
+    optimizer = reference()
+    if optimizer is not None:
+        try:
+            optimizer.close(timeout_seconds=EXIT_SECONDS_MAX)
+        except (PeerLostError, JobError) as error:
+            print(f"{type(optimizer).__name__}: at exit: {error}")  # noqa: T201 -- no log is left at exit
+
+
+def follow(
+    parameters: Sequence[torch.nn.Parameter], values: list[torch.Tensor], *, user: str
+) -> None:
+    """Make values views of the parameters again where `parameter.data` was replaced.
+
+    Raises:
+        JobError: the new memory is of another type, size, or on another device.
+    """
+    for place, (parameter, known) in enumerate(zip(parameters, values, strict=True)):
+        if parameter.data_ptr() == known.data_ptr():
+            continue
+        now = (parameter.dtype, parameter.device, parameter.numel())
+        if now != (known.dtype, known.device, known.numel()):
+            raise JobError(
+                f"{user}: parameter {place} has become {parameter.dtype} on {parameter.device}, "
+                f"{parameter.numel()} elements: convert and move the model before it is made"
+            )
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        values[place] = parameter.detach().view(-1)
+
+
+def number_of_samples(samples: int, user: str) -> int:
+    try:
+        number = index(samples)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise JobError(f"{user}: samples is {samples!r}; use a whole number, 0 or more")
+    return number
