@@ -293,7 +293,8 @@ class HostCosts:
         """
         rates = self._rates_of(job, tell) if self._measures else None
         if rates is not None and self._together:
-            self.cluster = msgspec.structs.replace(self.cluster, latency=rates.latency)
+            # The core time of an event has all that a message between processes takes.
+            self.cluster = msgspec.structs.replace(self.cluster, latency=0.0)
         return PlacedCluster(
             cluster=self.cluster,
             reference=_one_core(),
