@@ -156,16 +156,6 @@ def check_device(device: str, fix: str) -> None:
         )
 
 
-def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
-    try:
-        names = list(model.named_tensors())
-        return recorded_initials(lambda: build_model(job.task.model), names)
-    except JobError:
-        if job.cluster.is_split:
-            raise
-        return model.initials()  # from the types of the layers
-
-
 def _found(
     job: Job, request: PreflightRequest, model: FlatModel, datasets: Mapping[str, Dataset]
 ) -> PreflightResult:
@@ -174,7 +164,7 @@ def _found(
     initial_file: str | None = None
     match task.model.initial:
         case "seed":
-            initials = dict(_initials(job, model))
+            initials = dict(recorded_initials(lambda: build_model(task.model), list(tensors)))
         case "module":
             initial_file = request.initial_file
             save_file({name: tensor.detach() for name, tensor in tensors.items()}, initial_file)
