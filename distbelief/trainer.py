@@ -44,8 +44,7 @@ from distbelief.launch.preflight import (
 from distbelief.launch.role_process import RoleSpec, import_from, import_paths
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
-from distbelief.protocol import Stop
-from distbelief.roles.role import SUPERVISOR, USER, Address, PeerLost, Received, Role
+from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.metrics_file import (
@@ -322,11 +321,7 @@ class Trainer:
             role: Role = supervisor if around is None else around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
-            def stop(number: signal.Signals) -> None:
-                message = Stop(reason=REASONS[number])
-                node.post(Received(sender=USER, incarnation=0, message=message))
-
-            caught.tell = stop
+            caught.tell = lambda number: node.stop(REASONS[number])
             if self._console.is_terminal is False:
                 self._log.print(f"{self._job.name}: {self._run.path}")
             error = node.run(on_tick=lambda: self.tick(supervisor, watch))
