@@ -396,19 +396,12 @@ class Trainer:
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
-        found = self._preflight
-        spec = RoleSpec(
-            job=msgspec.Raw(self._job.to_json()),
+        spec = msgspec.structs.replace(
+            self._preflight.role_spec(self._job, self._layout),
             run=name,
             supervisor=endpoint,
             memory=str(self._memory.directory) if self._job.cluster.shared_memory else "",
             snapshots=str(self._store.directory.absolute()),
-            layout=self._layout.spec,
-            initials=found.initials,
-            initial_file=found.initial_file,
-            plan=None if found.n_machines is None else str(self._run.plan_file.absolute()),
-            sample=found.sample,
-            n_train=None if found.task.train is None else found.task.train.n_samples,
             reach=reach,
         )
         # It may contain a secret; only the user may enter this directory.
