@@ -135,11 +135,8 @@ def run_preflight(
 ) -> PreflightResult:
     """Run the preflight process; return its result.
 
-    Its result goes beside the request; `tell` receives what is being done.
-
-    Raises:
-        JobError: the user has to fix the job.
-        DistBeliefError: it cannot run for another reason.
+    Its result goes beside the request; `tell` receives what is being done. JobError if the user has
+    to fix the job; DistBeliefError if it cannot run for another reason.
     """
     answer, mark = request.with_name(".answer.json"), prepared_mark(request)
     content = PreflightRequest(

@@ -252,11 +252,8 @@ def verify(
 
     The plan for the most machines is run, `n_steps` steps after the warm-up. At kinks, as of ReLU,
     rounding moves gradients as much as a fault may; so a plan that differs, or by much, is run in
-    float64, too.
-    `factory` is the import path of the model; the caller closes the launcher.
-
-    Raises:
-        JobError: there is no loss, or the model draws random numbers other than dropout masks.
+    float64, too. `factory` is the import path of the model; the caller closes the launcher.
+    JobError if there is no loss, or the model draws random numbers other than dropout masks.
     """
     graph, plan, sample = result.request.graph, result.plan, result.request.sample
     if not loss or sample is None:

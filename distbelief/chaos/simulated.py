@@ -61,8 +61,7 @@ def run_simulated_chaos(
 ) -> ChaosReport:
     """Simulate a job under the fault schedule of a seed; `progress` is for `N_RUNS` runs.
 
-    Raises:
-        SimulationFailed: a role broke an assertion, or the job does not end.
+    SimulationFailed if a role broke an assertion, or the job does not end.
     """
     progress = progress or WaitProgress(Console(quiet=True), n_runs=N_RUNS)
     roles = [entry.name for entry in prepared.roster]

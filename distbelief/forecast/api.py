@@ -116,9 +116,8 @@ def simulate(  # noqa: PLR0913 -- public API: all but the first are options
 def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     """Run all simulations of a request.
 
-    Raises:
-        JobError: the job, cluster or sweep is not valid.
-        StorageError: the disk has no space for a timeline.
+    JobError if the job, cluster or sweep is not valid; StorageError if the disk has no space for a
+    timeline.
     """
     axes = request.axes
     if request.suggests and not axes:

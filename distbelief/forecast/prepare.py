@@ -154,11 +154,7 @@ class Preparation:
         self._n_threads = torch.get_num_threads()
 
     def stage(self, job: Job) -> PreparedJob:
-        """Check a job and prepare it for simulation.
-
-        Raises:
-            JobError: the job cannot be run.
-        """
+        """Check a job and prepare it for simulation; JobError if the job cannot be run."""
         import_from(job)
         check_cluster(job)
         preflight = self._preflight(job)

@@ -64,8 +64,7 @@ class OutageTrace(msgspec.Struct, frozen=True, kw_only=True):
 def read_trace(text: str, *, n_machines: int) -> OutageTrace:
     """Return the trace in a CSV text.
 
-    Raises:
-        GraphError: a line is wrong; names the line and what it should be.
+    GraphError if a line is wrong: names the line and what it should be.
     """
     lines = [
         (number, [cell.strip() for cell in line.split(",")])
@@ -202,11 +201,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return len(self.machines)
 
     def first(self, n: int) -> "Cluster":
-        """Return the cluster with its first n machines only.
-
-        Raises:
-            GraphError: it has fewer.
-        """
+        """Return the cluster with its first n machines only; GraphError if it has fewer."""
         if not 1 <= n <= len(self.machines):
             raise GraphError(
                 f"cluster {self.name!r} has {len(self.machines)} machines, but {n} are requested"

@@ -95,8 +95,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def captured_graph(self) -> LayerGraph:
         """Return the layer graph that the plan is for, its loss included.
 
-        Raises:
-            GraphError: the plan has none, or another one.
+        GraphError if the plan has none, or another one.
         """
         try:
             content = zlib.decompressobj().decompress(self.captured, N_BYTES_MAX)
@@ -114,9 +113,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Check that the plan is valid for this job.
 
         The graph has its loss; `cluster` is None if the figures of its machines are unknown.
-
-        Raises:
-            GraphError: it is not; names what differs, in the plan and here.
+        GraphError if it is not: names what differs, in the plan and here.
         """
         planned: dict[str, object] = {"the loss": self.loss, "the batch": self.batch}
         here: dict[str, object] = {"the loss": loss, "the batch": batch}
@@ -164,10 +161,8 @@ def plan_for(
 ) -> Plan:
     """Return a checked plan with these placements.
 
-    The graph has its loss; the plan may use all machines of the cluster, and no others.
-
-    Raises:
-        GraphError: a layer is missing, unknown, or cannot be computed as placed.
+    The graph has its loss; the plan may use all machines of the cluster, and no others. GraphError
+    if a layer is missing, unknown, or cannot be computed as placed.
     """
     target = Target(name=cluster.name, fingerprint=cluster.fingerprint, n_machines=len(cluster))
     order = {layer.name: index for index, layer in enumerate(graph.layers)}
@@ -195,9 +190,8 @@ def packed(graph: LayerGraph) -> bytes:
 def load(path: Path | str) -> Plan:
     """Return the plan in a file.
 
-    Raises:
-        GraphError: it is not a plan, has another version, or was edited or cut off.
-        StorageError: the file cannot be read.
+    GraphError if it is not a plan, has another version, or was edited or cut off; StorageError if
+    the file cannot be read.
     """
     path = Path(path)
     try:
@@ -231,8 +225,7 @@ def encode(plan: Plan) -> bytes:
 def decode(content: bytes) -> Plan:
     """Return the plan that `encode` wrote.
 
-    Raises:
-        GraphError: the content is not a plan, or was changed.
+    GraphError if the content is not a plan, or was changed.
     """
     if len(content) > N_BYTES_MAX:
         raise GraphError(f"is larger than {N_BYTES_MAX} bytes: name a plan file")

@@ -48,9 +48,7 @@ def recorded_initials(
 ) -> Mapping[str, Initial]:
     """Return how each of these tensors of a model is drawn; it is built on the meta device.
 
-    Raises:
-        JobError: the model cannot be built, or a tensor is drawn in a way that shards cannot
-            repeat.
+    JobError if the model cannot be built, or a tensor is drawn in a way that shards cannot repeat.
     """
     recorder = _FillRecorder()
     with torch.device("meta"), _MetaQueryRecorder(recorder), recorder:

@@ -165,10 +165,8 @@ class BuildContext:
 def build_model(spec: ModelSpec) -> nn.Module:
     """Return the module that the factory makes from this seed.
 
-    The same spec gives the same values in every process.
-
-    Raises:
-        JobError: the factory cannot be found or called, or returns something else.
+    The same spec gives the same values in every process. JobError if the factory cannot be found or
+    called, or returns something else.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -191,8 +189,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
     """Return the data set that the factory makes.
 
-    Raises:
-        JobError: the factory fails, or its result has no length or no items, or is empty.
+    JobError if the factory fails, or its result has no length or no items, or is empty.
     """
     dataset = call_factory(spec.factory, spec.arguments, table=table)
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):
