@@ -265,8 +265,8 @@ class Role(Protocol):
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
 
-        RemoteProtocolError if a peer broke the protocol; the driver logs it, drops the event and
-        goes on; DistBeliefError if the role cannot go on; the driver reports it and halts.
+        RemoteProtocolError if a peer broke the protocol: the driver logs it, drops the event and
+        goes on. DistBeliefError if the role cannot go on: the driver reports it and halts.
         """
         ...
 
