@@ -33,9 +33,8 @@ def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
     else:
         _print(forecast, console, n_seeds=len(request.seeds))
     if forecast.timeline is not None and request.trace is not None:
-        reports.write_trace(
-            request.trace, forecast.timeline
-        )  # last: its error must not cost the results
+        # Last: its error must not cost the results.
+        reports.write_trace(request.trace, forecast.timeline)
         where = f"timeline of the first run: {request.trace}"
         if n_lost := forecast.timeline.n_lost:
             where += f"; it ends early: {n_lost:,} more spans did not fit"
