@@ -200,7 +200,7 @@ def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) ->
         ),
         (task(test="bad_labels"), "[data.test] sample 13 has label 5, but the model has 2 outputs"),
         (task(train="empty"), "a data set of 0 samples"),
-        (task(train="Lost"), "len() of tests.distbelief.examples:Lost failed: OSError: no index"),
+        (task(train="Lost"), "examples:Lost: len() of its data set failed: OSError: no index"),
         (task(train="Damaged"), "ValueError: this sample is damaged"),
         (task(train="float_labels"), "targets are float64 of shape (8,), but loss"),
         (task(train="wide_labels"), "targets are int64 of shape (8, 3), but loss cross_entropy"),
