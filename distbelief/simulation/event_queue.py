@@ -55,9 +55,10 @@ class EventQueue:
         self._n_added += 1
         return max(time, self.now), self._n_added
 
-    def at_reserved(self, due: Due, call: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+    def at_reserved(self, due: Due, call: Callable[[Due], None]) -> None:
+        """Schedule a call at a reserved place; it gets that place."""
         if due[0] < _NEVER:
-            heappush(self._heap, (*due, call, arguments))
+            heappush(self._heap, (*due, call, (due,)))
 
     def before_all(self, calls: Iterable[Call]) -> None:
         """Make these calls now, in this order, before any other call."""
@@ -127,7 +128,7 @@ class Timers:
 
     def _schedule(self, due: Due) -> None:
         self._entry = due
-        self._event_queue.at_reserved(due, self._come_up, due)
+        self._event_queue.at_reserved(due, self._come_up)
 
     def _come_up(self, entry: Due) -> None:
         if entry is not self._entry:
