@@ -506,18 +506,15 @@ class WorkQueue:
         assert self._began_at is not None
         least = max(self._config.backup_seconds_min, _SHARE * (now - self._began_at))
         smallest = self._chunks[-1].n_examples
+        # With thousands of workers there is mostly none for which a backup task could pay.
+        unfinished = self._unfinished(least, now)
+        if not unfinished:
+            return
         idle = [
             (own, worker)
             for worker in self._pool
             if not worker.outstanding and (own := self._seconds_from_idle(worker, smallest)) > 0.0
         ]
-        if not idle:
-            return
-        # With thousands of workers there is mostly none for which a backup task could pay.
-        quickest = min(own for own, _ in idle)
-        unfinished = self._unfinished(max(_MARGIN * quickest, quickest + least), now)
-        if not unfinished:
-            return
         # Most workers that are idle would have to fetch parameters first: leave them out.
         longest = unfinished[0][0]
         useful = [worker for own, worker in idle if self._is_worth(own, longest, least)]

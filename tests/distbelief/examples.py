@@ -4,6 +4,7 @@ Valid ones first, then one for each mistake that a user may make.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -110,6 +111,10 @@ def failing(*, size: int) -> nn.Module:
     raise KeyError(size)
 
 
+def exits() -> nn.Module:
+    sys.exit(3)
+
+
 def lazy_net() -> nn.Module:
     return nn.LazyLinear(3)
 
@@ -173,6 +178,18 @@ def empty() -> object:
 
 def no_dataset() -> object:
     return 7
+
+
+class Lost(Frames):
+    @override
+    def __len__(self) -> int:
+        raise OSError("no index")
+
+
+class Damaged(Frames):
+    @override
+    def __getitems__(self, indices: list[int]) -> object:
+        raise ValueError("this sample is damaged")
 
 
 def double_frames() -> Frames:
