@@ -361,8 +361,8 @@ def each_plan(
     most = max(counts)
     check_pins(request.graph, request.pins, request.cluster.first(most))
     planner = _Planner(request, notify=notify)
-    # Smaller counts are planned too, by the solver alone: a row must not depend on the other rows, and
-    # more machines may use a plan for fewer.
+    # Smaller counts are planned too, by the solver alone: more machines may use a plan for fewer,
+    # and a row must not depend on the other rows.
     fewer = [] if request.exactly else [n for n in _FEWER if n < most]
     for count in sorted({*counts, *fewer}):
         try:
