@@ -54,9 +54,8 @@ class DownpourAlgorithm:
     def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
         """Return the role of this name, in its own process; may take long, starts nothing.
 
-        Raises:
-            JobError: the model or the data cannot be built.
-            LocalProtocolError: the roster has no such role.
+        JobError if the model or the data cannot be built; LocalProtocolError if the roster has no
+        such role.
         """
         kind, _, index = name.partition("-")
         if context.plan is not None and group_rank_of(name) is not None:

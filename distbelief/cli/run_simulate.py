@@ -22,6 +22,7 @@ from distbelief.forecast.report import (
     details_of,
     remarks_on,
     table_of,
+    write_trace,
 )
 
 
@@ -44,9 +45,13 @@ def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
         )
         console.out(text, highlight=False)
     else:
-        _print(forecast, request, console)
-    if forecast.timeline is not None and forecast.timeline.error is not None:
-        raise forecast.timeline.error
+        _print(forecast, console, n_seeds=len(request.seeds))
+    if forecast.timeline is not None and request.trace is not None:
+        write_trace(request.trace, forecast.timeline)  # last: its error must not cost the results
+        where = f"timeline of the first run: {request.trace}"
+        if n_lost := forecast.timeline.n_lost:
+            where += f"; it ends early: {n_lost:,} more spans did not fit"
+        aside.print(where, soft_wrap=True, markup=False)
     return all(
         outcome.error is None for variant in forecast.variants for outcome in variant.outcomes
     )
@@ -57,9 +62,8 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def _print(forecast: Forecast, request: SimulationRequest, console: Console) -> None:
+def _print(forecast: Forecast, console: Console, *, n_seeds: int) -> None:
     run = [variant for variant in forecast.variants if variant.outcomes]
-    n_seeds = len(request.seeds)
     seeds = "" if n_seeds == 1 else f", {n_seeds} seeds: median (p10 to p90)"
     title = f"{forecast.job.name} on {forecast.cluster}{seeds}"
     console.print(Text(title, "bold"))
@@ -71,12 +75,6 @@ def _print(forecast: Forecast, request: SimulationRequest, console: Console) -> 
         console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
     for line in remarks_on(forecast.variants):
         console.print(line, soft_wrap=True, markup=False)
-    timeline = forecast.timeline
-    if timeline is not None and timeline.error is None:
-        where = f"timeline of the first run: {request.trace}"
-        if n_lost := timeline.n_spans_lost:
-            where += f"; it ends early: {n_lost:,} more spans did not fit"
-        console.print(where, soft_wrap=True, markup=False)
     console.print()
     console.print(constants_table(forecast.constants))
 

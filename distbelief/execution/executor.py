@@ -381,10 +381,8 @@ def inference_of(
 
         ... --> fc8, cut over 4 ranks --> fc8.whole, on rank 0
 
-    The outputs of its graph are in this order, under other names.
-
-    Raises:
-        GraphError: a layer does not exist.
+    The outputs of its graph are in this order, under other names. GraphError if a layer does not
+    exist.
     """
     unknown = [name for name in outputs if name not in graph.by_name]
     if unknown or not outputs:

@@ -245,9 +245,7 @@ def ends_of(spans: Sequence[Span]) -> list[Seconds]:
 def check_place(path: Path) -> None:
     """Check, before a long run, that a timeline can be written to `path`.
 
-    Raises:
-        JobError: the path is not writable.
-        StorageError: the disk has no space now.
+    JobError if the path is not writable; StorageError if the disk has no space now.
     """
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -269,11 +267,7 @@ def check_place(path: Path) -> None:
 
 
 def write_trace(path: Path, timeline: Timeline) -> None:
-    """Write the timeline of a run as a Chrome trace.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write the timeline of a run as a Chrome trace; StorageError if the file cannot be written."""
     content = msgspec.json.encode({"traceEvents": chrome_trace(timeline)})
     try:
         files.write(path, content)

@@ -261,9 +261,8 @@ def run_simulated(
 ) -> FinishedRun:
     """Run a job in virtual time until it ends.
 
-    Raises:
-        JobError: the job does not fit the cluster.
-        SimulationFailed: the job does not end, or a role broke an assertion.
+    JobError if the job does not fit the cluster; SimulationFailed if the job does not end, or a
+    role broke an assertion.
     """
     simulation = SimulatedCluster(
         placed.builders(prepared), seed=seed, options=placed.options(prepared, faults=faults)
@@ -378,8 +377,7 @@ class Trial:
     ) -> "Trial":
         """Return the trial of a job; with `priced_by`, the trial runs a stand-in.
 
-        Raises:
-            JobError: the job cannot be priced.
+        JobError if the job cannot be priced.
         """
         if priced_by is None:
             return Trial(settings=settings, job=job, runs=job, host=placed)
@@ -409,8 +407,7 @@ class Trial:
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
         """Run it once, with the outages of its machines.
 
-        Raises:
-            JobError: the run is longer than the trace of the cluster.
+        JobError if the run is longer than the trace of the cluster.
         """
         host, priced = self.host, self.host.large is not None
 

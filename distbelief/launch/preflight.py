@@ -21,7 +21,7 @@ from distbelief.config.load import job_from_json
 from distbelief.core import files
 from distbelief.data import Dataset
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.role_process import check_allowed, import_from, log, read_spec
+from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.run.summary import DataFacts, TaskFacts
@@ -69,7 +69,20 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     higher_is_better: bool = True
     task: TaskFacts = TaskFacts()  # facts for the summary
     n_machines: int | None = None  # ranks of each replica; None if replicas are not split
+    plan: str | None = None  # file of the plan; None if replicas are not split
     sample: Sample | None = None  # shapes and types of the data, for the plan
+
+    def role_spec(self, job: Job, layout: Layout) -> RoleSpec:
+        """Return the settings of all roles of a job, as far as they do not depend on the run."""
+        return RoleSpec(
+            job=msgspec.Raw(job.to_json()),
+            layout=layout.spec,
+            initials=self.initials,
+            initial_file=self.initial_file,
+            plan=self.plan,
+            sample=self.sample,
+            n_train=None if self.task.train is None else self.task.train.n_samples,
+        )
 
 
 def check_main(name: str, incarnation: int, path: str) -> int:
@@ -82,7 +95,7 @@ def check_main(name: str, incarnation: int, path: str) -> int:
     try:
         prepare_data(job.task)
         prepared_mark(Path(path)).touch()
-        answer = answer_to(job, request)
+        answer = answer_to(job, initial_file=request.initial_file, plan=request.plan)
     except DistBeliefError as error:
         answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
@@ -112,13 +125,13 @@ def read_result(path: Path) -> PreflightResult | None:
         return None
 
 
-def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
-    """Try model and data in this process."""
+def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
+    """Try model and data in this process; the files are those of a `PreflightRequest`."""
     task, cluster = job.task, job.cluster
     if not cluster.is_split:
         datasets = datasets_of(task)
         check(task, job.batch_size, datasets)
-        return _found(job, request, FlatModel(build_model(task.model)), datasets)
+        return _found(job, initial_file, FlatModel(build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
@@ -135,14 +148,14 @@ def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
     else:
         with torch.device("meta"):
             model = FlatModel(build_model(task.model))
-    answer = _found(job, request, model, datasets)
-    kept = Path(request.plan)
-    plan = plan_for_job(job, captured.graph, kept=kept)
-    draw(plan, captured.graph, kept.with_suffix(".png"))
-    n_machines = plan.cluster.n_machines
+    answer = _found(job, initial_file, model, datasets)
+    made = plan_for_job(job, captured.graph, kept=Path(plan))
+    draw(made, captured.graph, Path(plan).with_suffix(".png"))
+    n_machines = made.cluster.n_machines
     return msgspec.structs.replace(
         answer,
         n_machines=n_machines,
+        plan=plan,
         sample=sample,
         task=msgspec.structs.replace(answer.task, n_machines=n_machines),
     )
@@ -156,27 +169,17 @@ def check_device(device: str, fix: str) -> None:
         )
 
 
-def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
-    try:
-        names = list(model.named_tensors())
-        return recorded_initials(lambda: build_model(job.task.model), names)
-    except JobError:
-        if job.cluster.is_split:
-            raise
-        return model.initials()  # from the types of the layers
-
-
 def _found(
-    job: Job, request: PreflightRequest, model: FlatModel, datasets: Mapping[str, Dataset]
+    job: Job, written: str, model: FlatModel, datasets: Mapping[str, Dataset]
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     match task.model.initial:
         case "seed":
-            initials = dict(_initials(job, model))
+            initials = dict(recorded_initials(lambda: build_model(task.model), list(tensors)))
         case "module":
-            initial_file = request.initial_file
+            initial_file = written
             save_file({name: tensor.detach() for name, tensor in tensors.items()}, initial_file)
         case path:
             initial_file = path

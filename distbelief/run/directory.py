@@ -74,9 +74,8 @@ class RunDirectory:
     def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
         """Open the directory of an earlier run, to resume it (`write`) or only to read.
 
-        Raises:
-            JobError: there is no run directory at `path`.
-            StorageError: another process runs this job now, or it cannot be written.
+        JobError if there is no run directory at `path`; StorageError if another process runs this
+        job now, or it cannot be written.
         """
         run = cls(Path(path), lock=None)
         if not run.path.is_dir():

@@ -54,8 +54,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     factory: str  # import path "package.module:function" of a function that returns the nn.Module
     arguments: dict[str, object] = {}  # its keyword arguments
-    # "module" (as the factory leaves it), "seed" (drawn on the shards by layer type, so that no
-    # process holds the whole model), or the path of a safetensors file with whole tensors by name
+    # "module" (as the factory leaves it), "seed" (drawn on the shards from the same distributions,
+    # so that no process holds the whole model), or the path of a safetensors file with whole
+    # tensors by name
     initial: str = "module"
     # of the factory's random numbers, and of "seed"
     seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
@@ -124,8 +125,7 @@ class BuildContext:
     # values have [model] seed).
     seed: int
     memory: Memory  # given by the driver
-    # How to draw each tensor, by name: `FlatModel.initials()`, needed by shards if [model] initial
-    # is "seed".
+    # How to draw each tensor, by name; needed by shards if [model] initial is "seed".
     initials: Mapping[str, Initial] = field(default_factory=dict)
     # A safetensors file with whole tensors in the layout's shapes, needed by shards otherwise:
     # written by the job for "module", else the user's own.
@@ -165,10 +165,8 @@ class BuildContext:
 def build_model(spec: ModelSpec) -> nn.Module:
     """Return the module that the factory makes from this seed.
 
-    The same spec gives the same values in every process.
-
-    Raises:
-        JobError: the factory cannot be found or called, or returns something else.
+    The same spec gives the same values in every process. JobError if the factory cannot be found or
+    called, or returns something else.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -191,8 +189,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
     """Return the data set that the factory makes.
 
-    Raises:
-        JobError: the factory fails, or its result has no length or no items, or is empty.
+    JobError if the factory fails, or its result has no length or no items, or is empty.
     """
     dataset = call_factory(spec.factory, spec.arguments, table=table)
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):

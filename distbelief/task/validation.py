@@ -55,11 +55,8 @@ def check_data(
 ) -> Sample:
     """Read a batch of the training and of the test data; return the description of a sample.
 
-    If a replica has several ranks (`n_readers`), all must read the same samples.
-
-    Raises:
-        JobError: data cannot be read, differ in shape, or are drawn at random; or the metric
-            does not exist.
+    If a replica has several ranks (`n_readers`), all must read the same samples. JobError if data
+    cannot be read, differ in shape, or are drawn at random; or the metric does not exist.
     """
     samples: dict[str, Sample] = {}
     for table, dataset in (datasets or datasets_of(task)).items():

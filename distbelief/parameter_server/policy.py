@@ -1,0 +1,108 @@
+"""How workers exchange what they learn: when, what, and how the shards fold it in.
+
+    step 1 ... every                                        a local step each, with send = "delta"
+    push                gradient: their sum; delta: a - x   a: the values of the last exchange
+    shard               w := rule(w, weight * damping * push)        each push by itself, or
+                        w := rule(w, weighted mean of pushes)        one round of many
+    fetch               x := w + (x - a); a := w            local steps since the push are kept
+    gate                tick t begins if all workers have ended tick t - 1 - staleness
+
+A tick of a worker is one exchange. Downpour (Dean et al. 2012) never waits and sends gradients; SSP
+(Ho et al. 2013) bounds the staleness; parameter averaging and DiLoCo (Douillard et al. 2023) send
+deltas in rounds.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from distbelief.parameter_server.optimizers import UpdateRule
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shards fold one push of each worker, in the order of their names, and apply the result once.
+
+    A round ends when every present worker's push is here, or `grace_seconds` after those of the
+    share `quorum` are. A later push belongs to the next round.
+    """
+
+    quorum: float = 1.0  # share of the workers that are present
+    grace_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.quorum <= 1.0:
+            raise ValueError(f"quorum is {self.quorum}; use a share above 0, and at most 1")
+        if not 0.0 <= self.grace_seconds < math.inf:
+            raise ValueError(f"grace_seconds is {self.grace_seconds}; use 0 or more")
+
+
+class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table [algorithm.exchange] of a job; the keywords of `Exchange` and `ParameterServer`."""
+
+    every: int | Literal["auto"] = 1  # steps between two exchanges; "auto": fitted to the link
+    send: Literal["gradient", "delta"] = "gradient"  # the sum of gradients, or of local steps
+    staleness: int | None = None  # ticks that a worker may be ahead of the slowest; None: any
+    round: Round | None = None  # None: shards apply each push by itself
+    # Of a push: as it is; divided by the number of workers present; or by its share of their
+    # samples.
+    weight: Literal["sum", "mean", "samples"] = "sum"
+    # Divides a push by 1 + its staleness, or by 1 + what of it is beyond one per other worker.
+    damping: Literal["none", "inverse", "excess"] = "none"
+    numbers: Literal["float32", "bfloat16"] = "float32"  # as sent, both ways; never in memory
+
+    def __post_init__(self) -> None:
+        if self.every != "auto" and self.every < 1:
+            raise ValueError(f'every is {self.every}; use 1 or more, or "auto"')
+        if self.staleness is not None and self.staleness < 0:
+            raise ValueError(f"staleness is {self.staleness}; use 0 or more, or leave it out")
+        if self.round is not None:
+            if self.staleness is None and self.round.quorum == 1.0:
+                raise ValueError(
+                    "round has quorum 1.0 and staleness is not given: a round that waits for all "
+                    "workers ends only if they wait for it: use staleness = 0, or a lower quorum"
+                )
+            if self.damping != "none":
+                raise ValueError(
+                    f"damping is {self.damping!r} and there is a round, whose pushes are folded "
+                    "into one: leave damping or round out"
+                )
+            if self.weight == "sum" and self.send == "delta":
+                raise ValueError(
+                    'weight is "sum" and a round of deltas is averaged: use weight = "mean" or '
+                    '"samples"'
+                )
+        if self.every == "auto" and self.send == "gradient":
+            raise ValueError(
+                'every is "auto" and send is "gradient": between exchanges only local steps make '
+                'progress: use send = "delta", or a number'
+            )
+
+    def refuse(self, rule: UpdateRule, *, inner: bool, workers: int) -> None:
+        """Raise ValueError if the rule of the shards, or an inner optimizer, does not fit.
+
+        Args:
+            rule: Of the shards.
+            inner: Whether workers have an inner optimizer.
+            workers: How many there are.
+        """
+        if self.send == "gradient" and inner:
+            raise ValueError(
+                'send is "gradient" and inner is given: the rule of the shards is the optimizer of '
+                'gradients: use send = "delta", or leave inner out'
+            )
+        if self.send == "delta" and not inner:
+            raise ValueError(
+                'send is "delta" and inner is not given: local steps need an optimizer: give '
+                'inner = { name = "SGD", lr = 0.1 }, or use send = "gradient"'
+            )
+        has_velocity = rule.name in {"momentum", "adam"}
+        if self.send == "delta" and self.round is None and has_velocity and workers > 1:
+            raise ValueError(
+                f"rule is {rule.name!r} and deltas of {workers} workers are applied one by one: "
+                "the velocity would meet deltas from other anchors, and diverge: use rule = "
+                '{ name = "sgd", learning_rate = 1.0 }, or a round'
+            )
+
+
+DOWNPOUR = ExchangePolicy()
