@@ -25,7 +25,6 @@ from typing import Final, final
 
 from distbelief.protocol import ChunkResult, GrantedChunk, WorkReport
 from distbelief.roles.role import Address, Seconds
-from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.workers import (
     Attempt,
     Chunk,
@@ -185,15 +184,15 @@ class WorkQueue:
         config: CoordinatorConfig,
         *,
         pool: WorkerPool,
-        batch: BatchRange,
+        n_examples: int,  # of the batch
         counters: EpochCounters,
     ) -> None:
         self._config = config
         self._pool = pool
         self._counters = counters
         self._chunk_size = config.chunk_sizes.chunk_size
-        n_chunks = config.chunk_sizes.n_chunks(batch.n_examples)
-        bounds = (batch.chunk_bounds(k, config.chunk_sizes) for k in range(n_chunks))
+        n_chunks = config.chunk_sizes.n_chunks(n_examples)
+        bounds = (config.chunk_sizes.chunk_bounds(k, n_examples) for k in range(n_chunks))
         self._chunks = [
             Chunk(index=k, start=start, n_examples=stop - start)
             for k, (start, stop) in enumerate(bounds)
