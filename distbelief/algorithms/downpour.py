@@ -6,12 +6,14 @@ fetches from and pushes to the shards of a parameter server without waiting for 
 
 from typing import Final, final
 
-from distbelief.errors import LocalProtocolError
+from distbelief.config.job import ClusterTable
+from distbelief.errors import JobError, LocalProtocolError
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, RosterEntry
 from distbelief.worker import build as roles
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
+from distbelief.worker.local_steps import OF_WHOLE_TENSORS
 
 
 @final
@@ -22,6 +24,19 @@ class DownpourAlgorithm:
     config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
     # Metrics that it reports besides samples, loss and metric.
     fields: Final = ("staleness_mean", "staleness_p95", "staleness_max", "pushes_lost")
+
+    def check_cluster(self, cluster: ClusterTable, config: DownpourSettings) -> None:
+        """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""
+        inner = config.inner
+        try:
+            config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.replicas)
+        except ValueError as error:
+            raise JobError(f"[algorithm] {error}") from None
+        if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
+            raise JobError(
+                f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
+                "tensors, and [cluster] partitions or plan splits them: use another optimizer"
+            )
 
     def roster(
         self,
@@ -53,7 +68,9 @@ class DownpourAlgorithm:
             return roles.build_rank(name, config=config, context=context, split=split)
         match kind:
             case "shard" if name in roles.shard_names(context):
-                return roles.build_shard(name, rule=config.rule, context=context)
+                return roles.build_shard(
+                    name, rule=config.rule, policy=config.exchange, context=context
+                )
             case "replica" if _within(index, context.n_replicas):
                 return roles.build_replica(int(index), config=config, context=context)
             case "evaluator" if not index:
