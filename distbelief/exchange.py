@@ -17,7 +17,7 @@ from typing import cast, final
 import torch
 from typing_extensions import override
 
-from distbelief.errors import JobError, PeerLostError
+from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
 from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
 
@@ -102,8 +102,7 @@ class Exchange(ServerLoop):
                 "Exchange: a group of parameters was added to the inner optimizer; the server "
                 f"knows the {self._n_parameters} that it began with: pass all of them at once"
             )
-        if self._session.closed:  # a local step would reach nobody
-            raise PeerLostError("Exchange is closed: make a new one to continue")
+        self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
         follow(self._parameters(), self._session.values, user="Exchange")
         loss: float | None = self.inner.step(closure)
@@ -111,7 +110,7 @@ class Exchange(ServerLoop):
         self._n_steps += 1
         self._n_unsent += 1
         self._samples += samples
-        with torch.no_grad():
+        with torch.no_grad(), self._session.background:
             self._receive()
             if self._n_steps % self._every == 0:
                 self._exchange()
@@ -125,7 +124,7 @@ class Exchange(ServerLoop):
     def finish(self) -> None:
         if self._session.closed:
             return
-        with torch.no_grad():
+        with torch.no_grad(), self._session.background:
             follow(self._parameters(), self._session.values, user="Exchange")
             if self._n_unsent:
                 self._exchange()

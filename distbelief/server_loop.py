@@ -1,13 +1,19 @@
 """What `DownpourSGD` and `Exchange` share: the session of a user's loop with a parameter server.
 
-There is no thread: the worker role runs only inside these calls (`ClientSession`), and messages
-wait in the socket meanwhile.
+    user's thread          compute | step | compute         | step | ...
+    role "worker-..." in   thread  | here | thread          | here | ...
+
+Between steps a thread runs the role, so that blocks travel while the user computes. It never
+touches the user's tensors: those change only in `step` and `finish`. With shared memory there are
+no blocks and no thread; the few messages wait in the socket.
 """
 
 import atexit
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -16,14 +22,14 @@ from typing import final
 import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
-from distbelief.errors import JobError, PeerLostError, TransportError
+from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
-from distbelief.transport.node import RoleRunner
+from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.loop_worker import FETCH, INSTALLED, LEAVE, PUSHED, LoopWorker, StagedPush
 
@@ -37,6 +43,8 @@ EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
 @final
 class ClientSession:
     """A connection to a parameter server; call `join` before the first command.
+
+    Once `background` is used, everything but `check` and `close` needs to hold it.
 
     Args:
         parameters: The worker's parameters, in the order in which the server got them.
@@ -59,7 +67,8 @@ class ClientSession:
     ) -> None:
         self.address = address
         self._user = user
-        self.closed = False
+        self._is_closed = False
+        self._pid = os.getpid()
         for parameter in parameters:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
@@ -98,6 +107,16 @@ class ClientSession:
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
         self._worker = LoopWorker(client=self.client, join=join)
         self.node = RoleRunner(self._worker, transport=self._transport, log=self._note)
+        self.moves_blocks = not memory.host  # not through shared memory
+        self._thread: BackgroundRunner | None = None
+        if self.moves_blocks:
+            self._thread = BackgroundRunner(self.node, name=f"{user}-blocks")
+        self.background: AbstractContextManager[None] = self._thread or nullcontext()
+
+    @property
+    def closed(self) -> bool:
+        # A forked child, such as a DataLoader's, has neither the thread nor the sockets.
+        return self._is_closed or os.getpid() != self._pid
 
     def _note(self, level: str, text: str) -> None:
         if level in {"warning", "error"}:
@@ -130,19 +149,22 @@ class ClientSession:
         if self.closed or not self.node.tell(command):
             self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
 
+    def check(self) -> None:
+        """Raise PeerLostError if the session is closed, or its role has ended in the thread."""
+        if self.closed:
+            raise PeerLostError(f"{self._user} is closed: make a new one to continue")
+        if self.node.error is not None:
+            raise PeerLostError(f"{self._user}: server {self.address.endpoint}: {self.node.error}")
+
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
         """Run the role until `until()` is true; `what` names the event in the error.
 
         Raises:
             PeerLostError: it does not happen in time, or the session is closed.
         """
-        if self.closed:
-            raise PeerLostError(f"{self._user} is closed: make a new one to continue")
-        if self.node.pump(until, timeout_seconds=timeout_seconds):
+        if not self.closed and self.node.pump(until, timeout_seconds=timeout_seconds):
             return
-        server = f"{self._user}: server {self.address.endpoint}"
-        if self.node.error is not None:
-            raise PeerLostError(f"{server}: {self.node.error}")
+        self.check()
         hint = (
             "Is it running, and is this the address that it prints now? A server in "
             "another directory has another run=."
@@ -153,18 +175,25 @@ class ClientSession:
                 "address that the server prints now."
             )
         raise PeerLostError(
-            f"{server}: no answer within {timeout_seconds:g} s (waiting for {what}). "
-            + " ".join([hint, *self._log[-1:]])
+            f"{self._user}: server {self.address.endpoint}: no answer within {timeout_seconds:g} s "
+            f"(waiting for {what}). " + " ".join([hint, *self._log[-1:]])
         )
 
     def close(self) -> None:
         """Leave the server; unsent messages are sent, within a second."""
-        if not self.closed:
-            self.closed = True
-            if self._worker.has_joined:
-                self.node.tell(Computed(name=LEAVE))
-            self.node.close()
-            self._transport.close()
+        if self.closed:
+            return
+        self._is_closed = True
+        if self._thread is None:
+            self._leave()
+        else:
+            self._thread.end(self._leave)
+
+    def _leave(self) -> None:
+        if self._worker.has_joined:
+            self.node.tell(Computed(name=LEAVE))
+        self.node.close()
+        self._transport.close()
 
 
 class ServerLoop:
@@ -228,7 +257,8 @@ class ServerLoop:
 
     def counters(self) -> dict[str, float]:
         """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
-        return self._session.client.counters()
+        with self._session.background:
+            return self._session.client.counters()
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)
@@ -245,15 +275,29 @@ class ServerLoop:
         clocks: tuple[int, ...],
     ) -> None:
         """Push these, one for each parameter; None: it does not move, as in torch."""
+        push = self._stage(tensors, n_gradients=n_gradients, samples=samples, clocks=clocks)
+        self._issue(push)
+
+    def _stage(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        *,
+        n_gradients: int,
+        samples: int,
+        clocks: tuple[int, ...],
+    ) -> StagedPush:
+        """Copy a push to where `_issue` sends it from; the tensors may change then."""
         session = self._session
         self._wait(lambda: session.client.can_push, "room for a push")
         outcome = session.client.stage(
             tensors, session.values, fetched_clocks=clocks, skip_missing=True
         )()
-        push = StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
-        session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
-        if not outcome.finite:
-            which = ", ".join(str(int(name)) for name in outcome.culprits)
+        return StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
+
+    def _issue(self, push: StagedPush) -> None:
+        self._session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
+        if not push.outcome.finite:
+            which = ", ".join(str(int(name)) for name in push.outcome.culprits)
             raise JobError(
                 f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
                 f"{self._sends} of parameter {which} (from 0), which is not pushed: use a lower "
@@ -294,7 +338,7 @@ def _finish_at_exit(reference: "weakref.ref[ServerLoop]") -> None:
     if optimizer is not None:
         try:
             optimizer.close(timeout_seconds=EXIT_SECONDS_MAX)
-        except (PeerLostError, JobError) as error:
+        except DistBeliefError as error:
             print(f"{type(optimizer).__name__}: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
 

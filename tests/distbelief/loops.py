@@ -5,6 +5,7 @@ virtual time pass where the real one waits at a socket.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import cast
 
@@ -25,6 +26,7 @@ from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.network import Link
 from distbelief.worker.loop_worker import LoopWorker
 from tests.distbelief.parameter_server.pair import gather, scatter
 
@@ -40,7 +42,9 @@ class Server:
         n_shards: int = 2,
         n_loops: int = 1,
         host: str = "host-0",
+        link: Link | None = None,
     ) -> None:
+        self.host = host
         specs = parameter_specs(parameters)
         self.layout = Layout.of(specs, n_shards=n_shards)
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
@@ -69,9 +73,12 @@ class Server:
             **{name: partial(shard, k) for k, name in enumerate(self.shards)},
             **dict.fromkeys(self.workers, worker),
         }
-        self.simulation = SimulatedCluster(
-            roles, seed=0, options=ClusterOptions(introduce=True, machine=Machine(host=host))
-        )
+        options = ClusterOptions(introduce=True, machine=Machine(host=host), link=link or Link())
+        self.simulation = SimulatedCluster(roles, seed=0, options=options)
+
+    def compute(self, seconds: float) -> None:
+        """Let time pass as while a user computes: the roles run on."""
+        self.simulation.run(until=self.simulation.now + seconds)
 
     def values(self) -> list[torch.Tensor]:
         """Return the shards' values as flat tensors, in the order of the parameters."""
@@ -122,6 +129,8 @@ class SimulatedSession:
         self.values = [parameter.detach().view(-1) for parameter in parameters]
         self.closed = False
         self.node = self
+        self.background = nullcontext()
+        self.moves_blocks = not server.host
         self._server = server
         self._name = server.free.pop(0)
         self._simulation = server.simulation
@@ -138,6 +147,10 @@ class SimulatedSession:
         peers = Peers(entries=entries)
         event = Received(sender=SUPERVISOR, incarnation=1, message=peers)
         self._simulation.post(self._name, event)
+
+    def check(self) -> None:
+        if self.closed:
+            raise distbelief.PeerLostError("Exchange is closed")
 
     def command(self, command: Computed, _timeout_seconds: float) -> None:
         self._simulation.post(self._name, command)
