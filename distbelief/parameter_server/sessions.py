@@ -137,6 +137,8 @@ class Session:
     queued: bool = False  # whether it is in the queue of complete pushes
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
+    entries: int = 0  # how often this incarnation has entered or left
+    tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
 
     @classmethod
     def of(cls, record: SessionRecord) -> "Session":
@@ -144,7 +146,9 @@ class Session:
 
     @property
     def record(self) -> SessionRecord:
-        return msgspec.convert(self, SessionRecord, from_attributes=True)
+        return SessionRecord(
+            **{name: getattr(self, name) for name in SessionRecord.__struct_fields__}
+        )
 
     @property
     def confirmed(self) -> int:
