@@ -15,7 +15,7 @@ from torch import nn
 import distbelief
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
@@ -40,6 +40,7 @@ class Server:
         n_shards: int = 2,
         n_loops: int = 1,
         host: str = "host-0",
+        numbers: Numbers = "float32",
     ) -> None:
         specs = parameter_specs(parameters)
         self.layout = Layout.of(specs, n_shards=n_shards)
@@ -60,7 +61,10 @@ class Server:
 
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
-                ClientConfig(pushes=True), layout=self.layout, shards=self.shards, memory=memory
+                ClientConfig(pushes=True, numbers=numbers),
+                layout=self.layout,
+                shards=self.shards,
+                memory=memory,
             )
             join = Join(endpoint="", host=memory.host, pid=0)
             return LoopWorker(client=client, join=join)
