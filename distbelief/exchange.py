@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
+from distbelief.parameter_server.client.client import Numbers
 from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
 
 
@@ -47,6 +48,8 @@ class Exchange(ServerLoop):
             same order.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
         every: Steps between two exchanges.
+        numbers: As they are sent to another host and back; "bfloat16" halves the bytes. The server
+            keeps float32, and the values that `finish` fetches are exact.
         timeout_seconds: How long a step may wait for the server.
         keys: Directory of this host's keys, for a server whose address has a key; by
             default the one that `distbelief keys` uses.
@@ -64,6 +67,7 @@ class Exchange(ServerLoop):
         every: int = 64,
         timeout_seconds: float = 60.0,
         keys: str | Path | None = None,
+        numbers: Numbers = "float32",
     ) -> None:
         if not isinstance(cast("object", inner), torch.optim.Optimizer):
             raise JobError(
@@ -74,6 +78,8 @@ class Exchange(ServerLoop):
             raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
         if not isinstance(cast("object", every), int) or every < 1:
             raise JobError(f"Exchange: every is {every!r}; use a whole number, 1 or more")
+        if numbers not in ("float32", "bfloat16"):
+            raise JobError(f'Exchange: numbers is {numbers!r}; use "float32" or "bfloat16"')
         self.inner = inner
         self._every = every
         parameters = self._parameters()
@@ -82,7 +88,7 @@ class Exchange(ServerLoop):
         self._sends = "change"
         self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
         self._is_fetching = False
-        self._open(parameters, server, timeout_seconds=timeout_seconds, keys=keys)
+        self._open(parameters, server, timeout_seconds=timeout_seconds, keys=keys, numbers=numbers)
         self._anchor = [values.clone() for values in self._session.values]
         self._fetched = [torch.empty_like(values) for values in self._anchor]
 
@@ -130,7 +136,7 @@ class Exchange(ServerLoop):
                 self._exchange()
             self._end_exchange()
             # Once more: other workers may have pushed since.
-            self._fetch(self._fetched)
+            self._fetch(self._fetched, exact=True)
             self._merge()
         self._is_finished = True
 

@@ -23,7 +23,7 @@ import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
@@ -31,7 +31,15 @@ from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.loop_worker import FETCH, INSTALLED, LEAVE, PUSHED, LoopWorker, StagedPush
+from distbelief.worker.loop_worker import (
+    FETCH,
+    FETCH_EXACTLY,
+    INSTALLED,
+    LEAVE,
+    PUSHED,
+    LoopWorker,
+    StagedPush,
+)
 
 
 TORN_WAIT_SECONDS = 1e-3
@@ -51,6 +59,7 @@ class ClientSession:
         address: The server's address.
         user: The class whose session it is, for errors.
         keys: Directory of this host's keys, for an address with a key.
+        numbers: As they are sent to another host and back.
 
     Raises:
         JobError: the address, the keys or the parameters are not valid.
@@ -64,6 +73,7 @@ class ClientSession:
         *,
         user: str,
         keys: str | Path | None = None,
+        numbers: Numbers = "float32",
     ) -> None:
         self.address = address
         self._user = user
@@ -79,7 +89,7 @@ class ClientSession:
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
         self.client = ParameterClient(
-            ClientConfig(pushes=True),
+            ClientConfig(pushes=True, numbers=numbers),
             layout=Layout.of(parameter_specs(parameters), n_shards=address.n_shards),
             shards=shards,
             memory=memory,
@@ -212,12 +222,13 @@ class ServerLoop:
         *,
         timeout_seconds: float,
         keys: str | Path | None,
+        numbers: Numbers = "float32",
     ) -> None:
         """Join the server, and fetch its values."""
         self._timeout_seconds = timeout_seconds
         address = ServerAddress.parse(server)
         user = type(self).__name__
-        self._session = ClientSession(parameters, address, user=user, keys=keys)
+        self._session = ClientSession(parameters, address, user=user, keys=keys, numbers=numbers)
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
@@ -304,8 +315,9 @@ class ServerLoop:
                 "learning rate, or clip"
             )
 
-    def _begin_fetch(self) -> None:
-        self._session.command(Computed(name=FETCH), self._timeout_seconds)
+    def _begin_fetch(self, *, exact: bool = False) -> None:
+        name = FETCH_EXACTLY if exact else FETCH
+        self._session.command(Computed(name=name), self._timeout_seconds)
 
     def _install(self, into: list[torch.Tensor]) -> bool:
         """Copy what has come of a fetch; return whether that was the rest of it."""
@@ -317,10 +329,10 @@ class ServerLoop:
             session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
         return not outcome.torn
 
-    def _fetch(self, into: list[torch.Tensor]) -> None:
+    def _fetch(self, into: list[torch.Tensor], *, exact: bool = False) -> None:
         client = self._session.client
         self._wait(lambda: client.ready, "a session")
-        self._begin_fetch()
+        self._begin_fetch(exact=exact)
         self._end_fetch(into)
 
     def _end_fetch(self, into: list[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from distbelief.worker.member import new_peers
 
 
 FETCH = "worker:fetch"
+FETCH_EXACTLY = "worker:fetch-exactly"
 INSTALLED = "worker:installed"
 PUSHED = "worker:pushed"
 LEAVE = "worker:leave"
@@ -129,8 +130,8 @@ class LoopWorker:
 
     def _command(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         match event.name, event.result:
-            case "worker:fetch", None:
-                return self.client.begin_fetch(now)
+            case "worker:fetch" | "worker:fetch-exactly" as name, None:
+                return self.client.begin_fetch(now, exact=name == FETCH_EXACTLY)
             case "worker:installed", FetchResult() as outcome:
                 return self.client.installed(outcome, now)
             case "worker:pushed", StagedPush() as push:

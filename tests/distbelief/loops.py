@@ -16,7 +16,7 @@ from torch import nn
 import distbelief
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
@@ -43,6 +43,7 @@ class Server:
         n_loops: int = 1,
         host: str = "host-0",
         link: Link | None = None,
+        numbers: Numbers = "float32",
     ) -> None:
         self.host = host
         specs = parameter_specs(parameters)
@@ -64,7 +65,10 @@ class Server:
 
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
-                ClientConfig(pushes=True), layout=self.layout, shards=self.shards, memory=memory
+                ClientConfig(pushes=True, numbers=numbers),
+                layout=self.layout,
+                shards=self.shards,
+                memory=memory,
             )
             join = Join(endpoint="", host=memory.host, pid=0)
             return LoopWorker(client=client, join=join)
