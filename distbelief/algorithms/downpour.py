@@ -6,7 +6,8 @@ fetches from and pushes to the shards of a parameter server without waiting for 
 
 from typing import Final, final
 
-from distbelief.errors import LocalProtocolError
+from distbelief.config.job import ClusterTable
+from distbelief.errors import JobError, LocalProtocolError
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, RosterEntry
 from distbelief.worker.build import (
@@ -22,6 +23,7 @@ from distbelief.worker.build import (
 )
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
+from distbelief.worker.local_steps import OF_WHOLE_TENSORS
 
 
 @final
@@ -32,6 +34,19 @@ class DownpourAlgorithm:
     config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
     # Metrics that it reports besides samples, loss and metric.
     fields: Final = ("staleness_mean", "staleness_p95", "staleness_max", "pushes_lost")
+
+    def check_cluster(self, cluster: ClusterTable, config: DownpourSettings) -> None:
+        """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""
+        inner = config.inner
+        try:
+            config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.replicas)
+        except ValueError as error:
+            raise JobError(f"[algorithm] {error}") from None
+        if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
+            raise JobError(
+                f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
+                "tensors, and [cluster] partitions or plan splits them: use another optimizer"
+            )
 
     def roster(
         self,

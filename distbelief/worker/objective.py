@@ -142,6 +142,11 @@ class Objective:
         del step
         return False
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a step may begin before a fetch that is due has come."""
+        return False
+
     def may_fetch(self, *, ahead: bool) -> bool:
         """Return whether a fetch may begin; `ahead`: while a step is running."""
         return not ahead

@@ -533,7 +533,8 @@ class Replica:
         return actions
 
     def _begin_step(self, step: int, now: rl.Seconds) -> list[rl.Action]:
-        if not self._lacks(step):
+        has_fetched = self._epoch.fetching and self._client.fetch_complete
+        if not self._lacks(step) or (self.objective.may_go_on and not has_fetched):
             return self._start_step(step, now)
         # Values are copied just before their step, so that they are as new as possible.
         if self._executor.follows_install:
