@@ -79,6 +79,16 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 'progress: use send = "delta", or a number'
             )
 
+    @property
+    def counts_ticks(self) -> bool:
+        """Whether shards must know which workers are there, and how far they are."""
+        return (
+            self.staleness is not None
+            or self.round is not None
+            or self.weight != "sum"
+            or self.damping == "excess"
+        )
+
     def refuse(self, rule: UpdateRule, *, inner: bool, workers: int) -> None:
         """Raise ValueError if the rule of the shards, or an inner optimizer, does not fit.
 

@@ -562,7 +562,7 @@ class Primary:
         )
 
     def _confirm(self, one: _OutstandingPush) -> Action:
-        return self._sessions.confirm(one.push.client, staleness=one.push.staleness)
+        return self._sessions.confirm(one.push)
 
     def _rewind(self) -> None:
         for one in self._outstanding:

@@ -10,6 +10,14 @@ A push is applied when its buffer is complete and its sequence is watermark + 1.
 a client are applied in order, each at most once; a duplicate is only acknowledged again. Complete
 pushes wait in one queue, first come, first served, with at most one entry per client. With a
 backup, a push is acknowledged when both copies have applied it.
+
+    tick      of a client that is in: exchanges that it has ended, as acknowledged here
+    floor     the least tick of all that are in and connected; it never falls
+    gate      a client begins tick t once the floor is t - staleness (Ho et al. 2013)
+
+A client that enters, or was gone, begins at the floor. After a restart the floor stays until all
+clients had time to come back, each with its tick. Only the beginning of a tick is gated, never a
+push, and the client with the least tick is not gated: so the floor rises as long as one works.
 """
 
 from collections import deque
@@ -137,6 +145,9 @@ class Session:
     queued: bool = False  # whether it is in the queue of complete pushes
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
+    told: int = 0  # the floor that it was told last
+    entries: int = 0  # how often this incarnation has entered or left
+    tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
 
     @classmethod
     def of(cls, record: SessionRecord) -> "Session":
@@ -144,7 +155,14 @@ class Session:
 
     @property
     def record(self) -> SessionRecord:
-        return msgspec.convert(self, SessionRecord, from_attributes=True)
+        return SessionRecord(
+            **{name: getattr(self, name) for name in SessionRecord.__struct_fields__}
+        )
+
+    @property
+    def is_in(self) -> bool:
+        """Whether other clients wait for it."""
+        return self.opened and self.connected and self.tick is not msgspec.UNSET
 
     @property
     def confirmed(self) -> int:
@@ -176,7 +194,12 @@ class Session:
         if held:
             self.n_unconfirmed += 1
         else:
-            self.confirmed_staleness = staleness
+            self.count_confirmed(push, staleness=staleness)
+
+    def count_confirmed(self, push: pf.Push, *, staleness: int) -> None:
+        self.confirmed_staleness = staleness
+        if self.tick is not msgspec.UNSET and push.tick is not msgspec.UNSET:
+            self.tick = max(self.tick, push.tick)
 
     def push_buffer_of(self, sequence: int) -> PushBuffer:
         if not self.push_buffers:
@@ -205,8 +228,10 @@ class PushInProgress:
 
     def record(self) -> SessionRecord:
         """Return the session record as it will be after this push."""
+        is_in = self.client.tick is not msgspec.UNSET
         return msgspec.structs.replace(
             self.client.record,
+            tick=self.push.tick if is_in else msgspec.UNSET,
             watermark=self.push.sequence,
             applied=self.client.applied + 1,
             samples=self.push.samples,
@@ -237,6 +262,9 @@ class Sessions:
         self._n_applied = self._n_duplicates = self._bytes_in = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
+        self._floor = 0
+        self._behind = ""  # who keeps it down
+        self.awaits_clients = False  # after a restart: the floor stays
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
         self._clients = {client.name: client for client in map(Session.of, clients)}
@@ -258,6 +286,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + (self.applying is not None)),
             **self._staleness.counters(),
+            **self._tick_counters(),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -332,6 +361,8 @@ class Sessions:
         client.parameters_region = self._values.region if self._shares(request) else ""
         # A late OpenSession must not lower the watermark.
         client.watermark = max(client.watermark, request.next_sequence - 1)
+        if self._config.policy.counts_ticks:
+            self._enter(client, request)
         return client, warning
 
     def take_back(self, client: Session) -> None:
@@ -501,11 +532,12 @@ class Sessions:
         self._enqueue(client)
         return [] if held else [self._push_applied(client)]
 
-    def confirm(self, client: Session, *, staleness: int) -> Action:
+    def confirm(self, push: PushInProgress) -> Action:
         """Acknowledge the oldest push that waited for the backup."""
+        client = push.client
         assert client.n_unconfirmed > 0, client
         client.n_unconfirmed -= 1
-        client.confirmed_staleness = staleness
+        client.count_confirmed(push.push, staleness=push.staleness)
         return self._push_applied(client)
 
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:
@@ -520,7 +552,70 @@ class Sessions:
             client.queued = True
             self.queue.append(client.name)
 
+    # ---------------------------------------------------------------------- ticks
+
+    def _enter(self, client: Session, request: pf.OpenSession) -> None:
+        entries = request.entries or 0
+        if entries < client.entries:
+            return  # a late message
+        client.entries = entries
+        is_known = not (client.tick is msgspec.UNSET and request.tick is msgspec.UNSET)
+        if entries % 2 == 0:
+            client.tick = msgspec.UNSET
+        elif is_known or not self.awaits_clients:  # a new one waits until there is a floor
+            client.tick = max(client.tick or 0, request.tick or 0, self._floor)
+
+    def tell_floor(self) -> list[Action]:
+        """Tell a new floor to the clients that could not begin a tick at the old one."""
+        self._raise_floor()
+        staleness = self._config.policy.staleness
+        actions: list[Action] = []
+        for client in self._clients.values():
+            if not client.is_in or staleness is None or client.told >= self._floor:
+                continue
+            assert client.tick is not msgspec.UNSET
+            if client.tick - staleness > client.told:
+                client.told = self._floor
+                floor = pf.Floor(
+                    shard_incarnation=self.incarnation, floor=self._floor, behind=self._behind
+                )
+                actions.append(Send(receiver=client.name, message=floor))
+        return actions
+
+    def _raise_floor(self) -> None:
+        if self.awaits_clients or not self._config.policy.counts_ticks:
+            return
+        inside = [client for client in self._clients.values() if client.is_in]
+        for client in inside:  # others went on without a client that was gone
+            client.tick = max(client.tick or 0, self._floor)
+        # Of equal ticks, a client whose next push is not here yet.
+        slowest = min(inside, key=lambda one: (one.tick, one.queued, one.name), default=None)
+        self._behind = "" if slowest is None else slowest.name
+        if slowest is not None:
+            self._floor = slowest.tick or 0
+
+    def _tick_counters(self) -> dict[str, float]:
+        if not self._config.policy.counts_ticks:
+            return {}
+        ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
+        gap = max(ticks, default=0) - min(ticks, default=0)
+        return {
+            "workers_in": float(len(ticks)),
+            "floor": float(self._floor),
+            "clock_gap": float(gap),
+        }
+
+    def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
+        if not self._config.policy.counts_ticks:
+            return msgspec.UNSET, msgspec.UNSET
+        self._raise_floor()
+        client.told = self._floor
+        return self._floor, "" if self._behind == client.name else self._behind
+
+    # ------------------------------------------------------------------- messages
+
     def session_opened(self, client: Session) -> Send:
+        floor, behind = self._told_floor(client)
         opened = pf.SessionOpened(
             shard_incarnation=self.incarnation,
             clock=self._values.clock,
@@ -529,6 +624,10 @@ class Sessions:
             applied=client.applied - client.n_unconfirmed,
             parameters_region=client.parameters_region,
             push_buffers_region=client.region,
+            entries=client.entries or msgspec.UNSET,
+            tick=client.tick,
+            floor=floor,
+            behind=behind,
         )
         return Send(receiver=client.name, message=opened)
 
@@ -543,11 +642,14 @@ class Sessions:
         return Send(receiver=receiver, message=pf.SessionRefused(reason=text, for_good=for_good))
 
     def _push_applied(self, client: Session) -> Send:
+        floor, behind = self._told_floor(client)
         applied = pf.PushApplied(
             sequence=client.confirmed,
             shard_incarnation=self.incarnation,
             clock=self._values.clock,
             staleness=client.confirmed_staleness,
+            floor=floor,
+            behind=behind,
         )
         return Send(receiver=client.name, message=applied)
 

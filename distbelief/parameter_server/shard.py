@@ -58,6 +58,7 @@ ShardMessage = (
 )
 
 _ABSENT: Final = "absent:"
+_RETURNED: Final = "returned"  # clients had time to come back
 
 
 class _Work(Enum):
@@ -142,6 +143,8 @@ class Shard:
                 actions = []
             case _:
                 assert_never(event)
+        if self._config.policy.counts_ticks:
+            actions += self._sessions.tell_floor()
         actions += self._next(now)
         if self._ready and self._work is None and self._stopped_by is not None:
             actions += self._end(self._stopped_by)
@@ -205,13 +208,13 @@ class Shard:
             actions.append(rl.Report(text=text, level="warning"))
         return actions
 
-    def _initialised(self, state: ShardState) -> list[rl.Action]:
+    def _initialised(self, state: ShardState, now: rl.Seconds) -> list[rl.Action]:
         self._values.initialised(state)
         self._saves.begin_at(state.clock)
         self._commands.ready()
         self._ready = True
         if self._backup is None:
-            return self._serve(state.clients)
+            return self._serve(state.clients, now)
         self._restored_term = state.incarnation
         return self._backup.restored(state.clients)
 
@@ -269,15 +272,22 @@ class Shard:
             return self._primary.timer(now)
         if name == PINS_TIMER:
             return self._versions.timer(now)
+        if name == _RETURNED:
+            self._sessions.awaits_clients = False
+            return []
         return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
 
     # ------------------------------------------------------------------- sessions
 
-    def _serve(self, clients: Sequence[rp.SessionRecord]) -> list[rl.Action]:
+    def _serve(self, clients: Sequence[rp.SessionRecord], now: rl.Seconds) -> list[rl.Action]:
         """Serve from now on, deferred OpenSession messages first."""
         self._sessions.restore(clients)
         self._serves = True
-        return self._answer_deferred()
+        actions: list[rl.Action] = []
+        if self._config.policy.counts_ticks and self._sessions.incarnation > 1:
+            self._sessions.awaits_clients = True
+            actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
+        return [*actions, *self._answer_deferred()]
 
     def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
         sender, sessions = event.sender, self._sessions
@@ -470,7 +480,7 @@ class Shard:
         text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
             rl.Report(text=text),
-            *self._serve(clients),
+            *self._serve(clients, now),
             *map(self._sessions.primary_changed, unheard),
             *self._primary.promote(promote, now),
         ]
@@ -583,7 +593,7 @@ class Shard:
         match work:
             case _Work.INITIALISE:
                 assert isinstance(event.result, ShardState), event.result
-                return self._initialised(event.result)
+                return self._initialised(event.result, now)
             case _Work.APPLY:
                 if self._backup is not None:
                     return self._backup.end_push()

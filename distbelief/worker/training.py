@@ -448,7 +448,18 @@ class TrainingObjective(Objective):
         return self._has_values and not (is_late or local_steps.is_held)
 
     @override
+    def enter(self, now: Seconds) -> list[Action]:
+        return self._client.enter(now, staleness=self._config.exchange.staleness)
+
+    @override
+    def leave(self, now: Seconds) -> list[Action]:
+        return self._client.leave(now)
+
+    @override
     def may_fetch(self, *, ahead: bool) -> bool:
+        waits = self._config.exchange.staleness is not None
+        if waits and (ahead or not self._client.may_begin):
+            return False  # a tick begins with a fetch
         during = self._step.number if ahead and self._step is not None else None
         return self._pace.may_fetch(unacknowledged=self._client.unacknowledged, during=during)
 
