@@ -79,7 +79,7 @@ class DownpourAlgorithm:
             return build_rank(name, config=config, context=context, split=split)
         match kind:
             case "shard" if name in shard_names(context):
-                return build_shard(name, rule=config.rule, context=context)
+                return build_shard(name, rule=config.rule, policy=config.exchange, context=context)
             case "replica" if _within(index, context.n_replicas):
                 return build_replica(int(index), config=config, context=context)
             case "evaluator" if not index:

@@ -631,7 +631,7 @@ class Sessions:
             return msgspec.UNSET, msgspec.UNSET
         self._raise_floor()
         client.told = self._floor
-        return self._floor, self._behind
+        return self._floor, "" if self._behind == client.name else self._behind
 
     # ------------------------------------------------------------------- messages
 

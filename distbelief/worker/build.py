@@ -25,6 +25,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
@@ -85,7 +86,9 @@ def shard_names(context: BuildContext) -> set[Address]:
     return {*shards, *backups}
 
 
-def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
+def build_shard(
+    name: str, *, rule: UpdateRule, context: BuildContext, policy: ExchangePolicy = DOWNPOUR
+) -> Role:
     layout, path = layout_of(context), context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
 
@@ -95,7 +98,12 @@ def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
         return shard_values(layout, index, context.initials, seed=context.task.model.seed)
 
     config = ShardConfig(
-        index=index, layout=layout, rule=rule, name=name, is_replicated=context.shard_copies > 1
+        index=index,
+        layout=layout,
+        rule=rule,
+        policy=policy,
+        name=name,
+        is_replicated=context.shard_copies > 1,
     )
     return Shard(config, memory=context.memory, initialise=initialise)
 
