@@ -24,6 +24,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.errors import JobError
+from distbelief.serve.address import ServerAddress
 from distbelief.server_loop import ServerLoop, follow, number_of_samples
 from distbelief.worker.loop_worker import StagedPush
 
@@ -96,7 +97,16 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._sends = "gradient"
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
-        self._open(self._parameters, server, timeout_seconds=timeout_seconds, keys=keys)
+        address = ServerAddress.parse(server)
+        policy = address.exchange
+        if policy.send == "delta":
+            raise JobError(
+                "DownpourSGD: the server's preset is of local steps, which are no gradients: use "
+                "distbelief.Exchange"
+            )
+        # A worker that waits for others waits for its own pushes, too.
+        self._awaits_pushes |= policy.staleness is not None
+        self._open(self._parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys)
         # Then push t - 1 and the fetch for step t + 1 are under way during step t.
         self._fetches_ahead = self._session.moves_blocks and not self._awaits_pushes
         self._is_fetching = False
@@ -123,6 +133,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         samples = number_of_samples(samples, "DownpourSGD")
         with torch.no_grad(), self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")
+            self._enter()
             self._is_finished = False
             self._samples += samples
             self._accrue()
@@ -154,6 +165,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             if self._n_accrued:
                 self._issue(self._stage_accrued())
             self._await_pushes()
+            self._step_out()
             self._fetch(self._session.values)  # what is under way may be older than the last push
             self._is_fetching = False
         self._is_finished = True
@@ -209,7 +221,9 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         )
 
     def _fetch_and_repeat(self) -> None:
-        if self._awaits_pushes:
+        if self._policy.staleness is not None:
+            self._await_turn()
+        elif self._awaits_pushes:
             self._await_pushes()
         if not self._fetches_ahead:
             self._fetch(self._session.values)

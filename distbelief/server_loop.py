@@ -9,6 +9,7 @@ no blocks and no thread; the few messages wait in the socket.
 """
 
 import atexit
+import math
 import os
 import secrets
 import weakref
@@ -25,6 +26,7 @@ from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
 from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
@@ -32,11 +34,13 @@ from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.loop_worker import (
+    ENTER,
     FETCH,
     FETCH_EXACTLY,
     INSTALLED,
     LEAVE,
     PUSHED,
+    STEP_OUT,
     LoopWorker,
     StagedPush,
 )
@@ -207,9 +211,11 @@ class ClientSession:
 
 
 class ServerLoop:
-    """What every loop does with its session: pushes, fetches, and its end."""
+    """What every loop does with its session: pushes, fetches, ticks, and its end."""
 
     _session: ClientSession
+    _policy: ExchangePolicy
+    _is_in = False  # other workers may wait for this one
     _timeout_seconds: float
     _is_finished = True  # the server has everything
     _n_steps: int
@@ -218,17 +224,19 @@ class ServerLoop:
     def _open(
         self,
         parameters: list[torch.nn.Parameter],
-        server: str,
+        address: ServerAddress,
+        policy: ExchangePolicy,
         *,
         timeout_seconds: float,
         keys: str | Path | None,
-        numbers: Numbers = "float32",
     ) -> None:
         """Join the server, and fetch its values."""
-        self._timeout_seconds = timeout_seconds
-        address = ServerAddress.parse(server)
         user = type(self).__name__
-        self._session = ClientSession(parameters, address, user=user, keys=keys, numbers=numbers)
+        self._timeout_seconds = _seconds(timeout_seconds, user)
+        self._policy = policy
+        self._session = ClientSession(
+            parameters, address, user=user, keys=keys, numbers=policy.numbers
+        )
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
@@ -259,7 +267,7 @@ class ServerLoop:
             PeerLostError: the server does not answer in time; the worker leaves anyway.
         """
         if timeout_seconds is not None:
-            self._timeout_seconds = timeout_seconds
+            self._timeout_seconds = _seconds(timeout_seconds, type(self).__name__)
         try:
             if not self._is_finished:
                 self.finish()
@@ -275,7 +283,28 @@ class ServerLoop:
         self._session.wait(until, what, self._timeout_seconds)
 
     def _await_pushes(self) -> None:
-        self._wait(lambda: self._session.client.unacknowledged == 0, "an acknowledgement")
+        client = self._session.client
+        # A round may wait for other workers, for as long as the server answers.
+        seconds = self._timeout_seconds if self._policy.round is None else math.inf
+        self._session.wait(lambda: client.unacknowledged == 0, "an acknowledgement", seconds)
+
+    def _enter(self) -> None:
+        """Take part in ticks, if the server counts them; others may then wait for this worker."""
+        if self._policy.counts_ticks and not self._is_in:
+            enter = Computed(name=ENTER, result=self._policy.staleness)
+            self._session.command(enter, self._timeout_seconds)
+            self._is_in = True
+            self._await_turn()
+
+    def _await_turn(self) -> None:
+        """Wait until the next tick may begin: no worker is too far behind, no push is under way."""
+        client = self._session.client
+        self._session.wait(lambda: client.may_begin, "another worker", math.inf)
+
+    def _step_out(self) -> None:
+        if self._is_in:
+            self._session.command(Computed(name=STEP_OUT), self._timeout_seconds)
+            self._is_in = False
 
     def _push(
         self,
@@ -374,6 +403,12 @@ def follow(
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
         values[place] = parameter.detach().view(-1)
+
+
+def _seconds(timeout: object, user: str) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise JobError(f"{user}: timeout_seconds is {timeout!r}; use a number above 0")
+    return float(timeout)
 
 
 def number_of_samples(samples: int, user: str) -> int:
