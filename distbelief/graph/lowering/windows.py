@@ -145,10 +145,6 @@ _MODULES: Final[Mapping[type[nn.Module], tuple[str, Mapping[str, str]]]] = {
         },
     ),
     LocalContrastNorm2d: ("local_contrast", {"size": "size", "epsilon": "epsilon"}),
-    nn.LocalResponseNorm: (
-        "local_response",
-        {word: word for word in ("size", "alpha", "beta", "k")},
-    ),
 }
 
 
