@@ -29,7 +29,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.core import files
-from distbelief.errors import JobError, StorageError
+from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
 from distbelief.partition import report
@@ -37,7 +37,7 @@ from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.planner import Planned, Request, plan as make_plans, planning_request
 from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
-from distbelief.program.plan import Plan, Prediction, load, plan_for
+from distbelief.program.plan import Plan, Prediction, plan_for
 from distbelief.program.step_cost import chrome_trace
 
 
@@ -380,29 +380,6 @@ def run(
     if picture is not None:
         result.draw(picture)
     return result.fits and (trial is None or trial.passed)
-
-
-def compare(one: Path, other: Path, *, as_json: bool) -> bool:
-    """Print the differences of two plan files; return whether there are none.
-
-    Raises:
-        GraphError: a file does not exist or is not a plan.
-    """
-    first, second = _plan_in(one), _plan_in(other)
-    if as_json:
-        rows = report.differences(first, second)
-        print(json.dumps(rows))  # noqa: T201 -- the output of the command
-    else:
-        names = (str(one), str(other))
-        _console().print(report.show_differences(first, second, names=names))
-    return first == second
-
-
-def _plan_in(path: Path) -> Plan:
-    try:
-        return load(path)
-    except StorageError as error:
-        raise GraphError(f"{error}: name a file written by --out") from error
 
 
 def _progress_line(console: Console, status: Status) -> Notify:

@@ -16,7 +16,7 @@ from typing import ClassVar, final
 import torch
 from typing_extensions import override
 
-from distbelief.graph.graph import GraphError, Layer, LayerGraph, TensorUse
+from distbelief.graph.graph import Layer, LayerGraph, TensorUse
 from distbelief.graph.operator import Call, Operator, Work
 from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.ops.views import reshape_layer
@@ -128,7 +128,7 @@ def batch_norm_layers(
     *,
     tensors: Uses,
     epsilon: float,
-    momentum: float | None,
+    momentum: float,
     before: Mapping[str, Layer | None] | None = None,
     frozen: bool = False,
 ) -> list[Layer]:
@@ -144,9 +144,6 @@ def batch_norm_layers(
         before: By name, the layers that have replaced running statistics already in this forward,
             which calls the module several times.
         frozen: Whether to use the running statistics in training too, unchanged.
-
-    Raises:
-        GraphError: momentum is None, torch's plain average over all steps.
     """
     if frozen:
         return [_normalize(name, [source], epsilon=epsilon, tensors=tensors, dims=[0])]
@@ -164,11 +161,6 @@ def batch_norm_layers(
     for statistic, key in ((mean, "running_mean"), (variance, "running_var")):
         if key not in tensors:
             continue
-        if momentum is None:
-            raise GraphError(
-                f"{name!r} averages its statistics over all steps (momentum=None), "
-                "which is not supported: use a number such as 0.1"
-            )
         former = (before or {}).get(key)
         reads = [statistic] if former is None else [statistic, former]
         layers.append(
