@@ -123,20 +123,11 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 @final
 @dataclass(frozen=True)
 class LayerGraph:
-    """Layers in topological order.
-
-    Args:
-        layers: Each after all the layers that it reads.
-        outputs: The layers whose outputs are the model's.
-        fields: Where each of them, without a loss, stands in what its forward returns; () if that
-            is not known.
-
-    Raises:
-        GraphError: The layers are inconsistent.
-    """
+    """Layers in topological order; raises GraphError if they are inconsistent."""
 
     layers: tuple[Layer, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # layers
+    # Where each output, without a loss, stands in what the forward returns; () if not known.
     fields: tuple[tuple[str | int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -223,11 +214,7 @@ def _check_tensors(layers: Iterable[Layer]) -> None:
 
 @final
 class Builder:
-    """Builds a layer graph.
-
-    Args:
-        aliases: For tensors with several names, the name used in the graph.
-    """
+    """Builds a layer graph; `aliases` maps further names of a tensor to that in the graph."""
 
     def __init__(self, *, aliases: Mapping[str, str] | None = None) -> None:
         self._layers: dict[str, Layer] = {}

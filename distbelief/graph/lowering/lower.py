@@ -46,13 +46,10 @@ class NeedsFunctionalError(Exception):
 
 @final
 class Lowerer:
-    """Makes layers of an exported program's operations.
+    """Makes layers of an exported program's operations, calls of leaf modules among them.
 
-    Args:
-        builder: Gets the layers.
-        calls: Calls of leaf modules, by key.
-        whole: Opaque modules, and why.
-        joins: Whether one number may be computed of all samples: a loss.
+    `whole` says why modules are opaque. With `joins`, one number may be computed of all samples: a
+    loss.
     """
 
     def __init__(

@@ -134,16 +134,9 @@ def batch_norm_layers(
 ) -> list[Layer]:
     """Return the layers of a BatchNorm over (channels, *space).
 
-    Args:
-        name: Name of the last layer; the running averages come before it.
-        source: The layer it reads.
-        tensors: weight and bias; running_mean and running_var, unless they are not kept and the
-            batch's statistics are used in inference too.
-        epsilon: Added to the variance.
-        momentum: Momentum of the running statistics.
-        before: By name, the layers that have replaced running statistics already in this forward,
-            which calls the module several times.
-        frozen: Whether to use the running statistics in training too, unchanged.
+    Without running tensors, the batch's statistics are used in inference too; if `frozen`, running
+    ones in training too, unchanged. `before` has, by name, the layers that have replaced running
+    statistics already in this forward, which calls the module several times.
     """
     if frozen:
         return [_normalize(name, [source], epsilon=epsilon, tensors=tensors, dims=[0])]
@@ -210,14 +203,9 @@ def norm_layers(
 ) -> list[Layer]:
     """Return the layers of a norm of each sample.
 
-    Args:
-        name: Name of the last layer.
-        source: The layer it reads.
-        over: Dimensions whose elements share a mean and a variance.
-        tensors: weight and bias.
-        epsilon: Added to the variance.
-        dims: Dimensions of the tensors; by default those of `over`.
-        centred: Whether a mean is subtracted; without it, a mean of squares is the variance.
+    Elements along `over` share a mean and a variance; `dims` are the dimensions of the tensors, by
+    default the same. If it is not centred, no mean is subtracted, and a mean of squares is the
+    variance.
     """
     statistics: list[Layer] = []
     function = "variance" if centred else "mean_square"

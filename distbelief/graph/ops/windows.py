@@ -117,13 +117,9 @@ def window_sums(
 ) -> torch.Tensor:
     """Return weighted sums over windows: (*maps, rows out, columns out).
 
-        y[r, q] = sum over j of v[j] (sum over i of u[i] x[r s + i, q t + j])
+        y[r, q] = sum over j of columns[j] (sum over i of rows[i] x[r s + i, q t + j])
 
-    Args:
-        x: (*maps, rows, columns).
-        rows: Weights u of a window's rows.
-        columns: Weights v of its columns.
-        stride: Between windows: rows, columns.
+    x is (*maps, rows, columns); the strides are s and t.
 
     Raises:
         ValueError: No window fits.
@@ -246,12 +242,7 @@ class Window:
         return count - starts_outside
 
     def reads(self, outputs: Interval, *, extent: int) -> Interval:
-        """Return the hull of the inputs that these outputs read, without padding.
-
-        Args:
-            outputs: [start, stop) of the outputs.
-            extent: Number of inputs.
-        """
+        """Return the hull of the inputs, of `extent`, that these outputs read, without padding."""
         if outputs[0] >= outputs[1]:
             return (0, 0)
         first, end = self._spanned(outputs)
