@@ -139,10 +139,7 @@ _MODULES: Final[Mapping[type[nn.Module], tuple[str, Mapping[str, str]]]] = {
     ),
     L2Pool2d: (
         "l2_pool",
-        {
-            "size": "kernel_size",
-            **{word: word for word in ("stride", "padding", "epsilon", "gaussian")},
-        },
+        {"size": "kernel_size", **{word: word for word in ("stride", "padding", "epsilon")}},
     ),
     LocalContrastNorm2d: ("local_contrast", {"size": "size", "epsilon": "epsilon"}),
 }

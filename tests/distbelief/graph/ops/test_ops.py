@@ -62,7 +62,7 @@ def examples() -> list[Layer]:
             "max_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, dilation=ones, ceil=False
         ),
         reading(
-            "l2_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, epsilon=0.0, gaussian=False
+            "l2_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, epsilon=0.0
         ),
         *adaptive_pool_layers("average_pool", x, sizes=(3, 4), maximum=False),
         *adaptive_pool_layers("adaptive_average", x, sizes=(4, 4), maximum=False),
