@@ -195,9 +195,7 @@ class Lowerer:
         # Without a gradient.
         if isinstance(value, Held):
             value = self.context.as_value(value)
-        if not isinstance(value, Value) or value.layer.is_integer:
-            return value
-        return detached(self.context.builder, value)
+        return detached(self.context.builder, value) if isinstance(value, Value) else value
 
     def _leaf(self, args: list[Any], result: object) -> object:
         inputs, key = args
