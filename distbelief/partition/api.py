@@ -329,16 +329,9 @@ def run(
 ) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
-    Args:
-        asked: What to plan.
-        make: Makes the model; called on the meta device, so that it takes no memory.
-        explain: Layers whose candidates are shown.
-        out: The file of the plan for the most machines.
-        picture: Its picture.
-        timeline: Its Chrome trace.
-        as_json: Print JSON instead of tables.
-        verify: Runs that plan, and tells what it is doing; if its result is wrong, the plan does
-            not fit.
+    `make` makes the model, on the meta device, so that it takes no memory; `explain` names layers
+    whose candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
+    tells what it is doing: if its result is wrong, the plan does not fit.
 
     Raises:
         GraphError: the model cannot be captured, a pin is impossible, or a count is too high.

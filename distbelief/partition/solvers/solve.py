@@ -63,7 +63,7 @@ def solve(
         n_max = DENSE_VARIABLES_MAX
     start = _fitted(problem, start, deadline)
     if deadline.passed or n_variables(problem) > n_max:
-        fits = problem.overrun(start) <= 1 + TOLERANCE  # else a lower overrun may be possible
+        fits = problem.fits(start)  # else a lower overrun may be possible
         return problem.solution(start, bound=bound, solver="repair", proven=fits)
     found = milp(problem, seconds=deadline.left, start=start)
     return problem.solution(
