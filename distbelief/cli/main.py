@@ -268,7 +268,6 @@ def partition(  # noqa: PLR0913 -- options
         "Run the plan with the most machines in processes on this host. Compare outputs, "
         "gradients, bytes and times with one process and with the prediction.",
     ),
-    diff: tuple[Path, Path] | None = o.option(None, "A B", "Show where two plan files differ."),
     as_json: bool = o.AS_JSON,
 ) -> int:
     """Split a model over machines, and predict the time of a training step.
@@ -278,8 +277,6 @@ def partition(  # noqa: PLR0913 -- options
 
     [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
     --cluster here --verify
-
-    [dim]$[/dim] distbelief partition --diff plan.json other.json
 
     nets:make is the function make() in the file nets.py in this directory, such
     as:
@@ -294,13 +291,9 @@ def partition(  # noqa: PLR0913 -- options
     Layers can be split inside too. The parameters are not allocated, so the
     model may be larger than this host.
 
-    Exit code: 0 done, 1 the plan does not fit the machines' memory (with
-    --diff: the plans differ), 2 wrong usage.
+    Exit code: 0 done, 1 the plan does not fit the machines' memory, 2 wrong
+    usage.
     """
-    if diff is not None:
-        from distbelief.partition import api  # noqa: PLC0415 -- torch
-
-        return 0 if api.compare(diff[0], diff[1], as_json=as_json) else FAILED
     if model is None or not inputs:
         raise JobError(
             "no model to partition: name the function that makes it and the shape of "

@@ -150,15 +150,8 @@ def evaluation_difference(
 ) -> str | None:
     """Return where a model computes something else in evaluation mode; None if nowhere.
 
-    Differences that layers know do not count: dropout, and which statistics are used.
-
-    Args:
-        module: A module that `capture` accepts.
-        inputs: As for `capture`.
-        call: As for `capture`.
-
-    Raises:
-        GraphError: It cannot be captured.
+    Differences that layers know do not count: dropout, and which statistics are used. Arguments
+    and errors are those of `capture`.
     """
     whole: dict[str, str] = {}
     named, model = _named(module, inputs), _Model(module, call)

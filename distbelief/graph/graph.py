@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Self, final
+from typing import Self, TypedDict, Unpack, final
 
 import msgspec
 from torch import nn
@@ -41,6 +41,15 @@ class TensorUse(msgspec.Struct, frozen=True, kw_only=True):
     trains: bool = True  # whether it has a gradient
 
 
+class _More(TypedDict, total=False):
+    # Fields of a layer that have a default.
+
+    options: Mapping[str, Option]
+    tensors: Mapping[str, TensorUse]
+    is_integer: bool
+    whole: str
+
+
 @final
 class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One layer."""
@@ -59,16 +68,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        kind: str,
-        sources: Sequence["Layer"],
-        shape: Shape,
-        *,
-        options: Mapping[str, Option] | None = None,
-        tensors: Mapping[str, TensorUse] | None = None,
-        is_integer: bool = False,
-        whole: str = "",
+        cls, name: str, kind: str, sources: Sequence["Layer"], shape: Shape, **more: Unpack[_More]
     ) -> "Layer":
         """Return a layer that reads these."""
         return cls(
@@ -77,10 +77,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             inputs=tuple(source.name for source in sources),
             input_shapes=tuple(source.shape for source in sources),
             shape=shape,
-            options=options or {},
-            tensors=tensors or {},
-            is_integer=is_integer,
-            whole=whole,
+            **more,
         )
 
     @property
@@ -123,20 +120,11 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 @final
 @dataclass(frozen=True)
 class LayerGraph:
-    """Layers in topological order.
-
-    Args:
-        layers: Each after all the layers that it reads.
-        outputs: The layers whose outputs are the model's.
-        fields: Where each of them, without a loss, stands in what its forward returns; () if that
-            is not known.
-
-    Raises:
-        GraphError: The layers are inconsistent.
-    """
+    """Layers in topological order; raises GraphError if they are inconsistent."""
 
     layers: tuple[Layer, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # layers
+    # Where each output, without a loss, stands in what the forward returns; () if not known.
     fields: tuple[tuple[str | int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -223,11 +211,7 @@ def _check_tensors(layers: Iterable[Layer]) -> None:
 
 @final
 class Builder:
-    """Builds a layer graph.
-
-    Args:
-        aliases: For tensors with several names, the name used in the graph.
-    """
+    """Builds a layer graph; `aliases` maps further names of a tensor to that in the graph."""
 
     def __init__(self, *, aliases: Mapping[str, str] | None = None) -> None:
         self._layers: dict[str, Layer] = {}
@@ -261,30 +245,10 @@ class Builder:
         )
 
     def add(
-        self,
-        name: str,
-        kind: str,
-        sources: Sequence[Layer],
-        shape: Shape,
-        *,
-        options: Mapping[str, Option] | None = None,
-        tensors: Mapping[str, TensorUse] | None = None,
-        is_integer: bool = False,
-        whole: str = "",
+        self, name: str, kind: str, sources: Sequence[Layer], shape: Shape, **more: Unpack[_More]
     ) -> Layer:
         """Add a layer that reads layers added before; its name is made unique."""
-        return self.add_layer(
-            Layer.of(
-                self.free_name(name),
-                kind,
-                sources,
-                shape,
-                options=options,
-                tensors=tensors,
-                is_integer=is_integer,
-                whole=whole,
-            )
-        )
+        return self.add_layer(Layer.of(self.free_name(name), kind, sources, shape, **more))
 
     def add_layer(self, layer: Layer) -> Layer:
         """Add a layer, with its tensors under their names in the graph."""

@@ -41,13 +41,7 @@ N_WITHOUT_MEMORY: Final = 1009  # a prime that no model uses
 
 @final
 class LeafCall:
-    """One call of a leaf module.
-
-    Args:
-        module: The module.
-        path: Its path in the model.
-        arguments: Positional and keyword arguments.
-    """
+    """One call of the leaf module at `path`; `arguments` are positional and keyword arguments."""
 
     def __init__(self, module: nn.Module, path: str, arguments: object) -> None:
         self.module = module
@@ -168,7 +162,10 @@ class LeafCall:
             arguments, keywords = self.arguments([like(x) for x in inputs])
             before = dict(state)
             counter = FlopCounterMode(display=False)
-            with _plain_calls(), _changes_counted(), counter:
+            # torch.export replaces `__call__` to count calls of modules; this one is only for
+            # shapes, and `_call_impl` is what it replaced.
+            plain_calls = patch.object(nn.Module, "__call__", nn.Module._call_impl)  # noqa: SLF001
+            with plain_calls, _changes_counted(), counter:
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
             self.operations = counter.get_total_flops() / n_samples
             _refuse_change(self.module, before, state)
@@ -219,24 +216,11 @@ class LostChangeError(GraphError):
 
 @final
 class OpaqueError(Exception):
-    """A module must be computed whole.
-
-    Args:
-        path: Path of the module; "" for the model itself.
-        reason: Why.
-    """
+    """The module at `path` must be computed whole; "" is the model itself."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
         self.path = path
-
-
-@contextmanager
-def _plain_calls() -> Iterator[None]:
-    # torch.export replaces `__call__` to count calls of modules; this one is only for shapes, and
-    # `_call_impl` is what it replaced.
-    with patch.object(nn.Module, "__call__", nn.Module._call_impl):  # noqa: SLF001
-        yield
 
 
 def _changes_counted() -> AbstractContextManager[None]:
@@ -286,13 +270,7 @@ def is_outside(value: object) -> bool:
 def leaves(
     module: nn.Module, calls: dict[int, LeafCall], is_leaf: Callable[[str, nn.Module], bool]
 ) -> Iterator[None]:
-    """Make each call of a leaf one operation while the context lasts.
-
-    Args:
-        module: The module that is exported.
-        calls: Gets the calls, by the key in the operation.
-        is_leaf: Whether the module at a path is one.
-    """
+    """Make each call of a leaf one operation; `calls` gets the calls, by the operation's key."""
     changed: list[tuple[nn.Module, object]] = []
     hooks: list[tuple[nn.Module, dict[str, object]]] = []
     above: list[str] = []

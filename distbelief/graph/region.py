@@ -207,12 +207,7 @@ def n_elements(boxes: IntArray) -> IntArray:
 def overlaps(ours: IntArray, theirs: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Return the non-empty intersections of all pairs of boxes.
 
-    Args:
-        ours: (n, n_dims, 2)
-        theirs: (m, n_dims, 2)
-
-    Returns:
-        Indices into ours and theirs, (k,) each, and the intersections, (k, n_dims, 2).
+    They are indices into ours and theirs, (k,) each, and the boxes, (k, n_dims, 2).
     """
     meet = np.ones((len(ours), len(theirs)), dtype=np.bool_)
     for dim in range(ours.shape[1]):
@@ -229,12 +224,7 @@ def shared_by(
 ) -> list[tuple[tuple[int, ...], Region]]:
     """Return disjoint, non-empty regions, each with all users that use it.
 
-    Args:
-        uses: Disjoint regions of each user.
-        n_dims: Number of dimensions of the tensor.
-
-    Returns:
-        Pairs of users, in the order of `uses`, and region.
+    The regions of one user are disjoint; users are in the order of `uses`.
     """
     users = list(uses)
     boxes = to_array([r for regions in uses.values() for r in regions], n_dims)

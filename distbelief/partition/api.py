@@ -29,7 +29,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.core import files
-from distbelief.errors import JobError, StorageError
+from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
 from distbelief.partition import report
@@ -37,7 +37,7 @@ from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.planner import Planned, Request, plan as make_plans, planning_request
 from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
-from distbelief.program.plan import Plan, Prediction, load, plan_for
+from distbelief.program.plan import Plan, Prediction, plan_for
 from distbelief.program.step_cost import chrome_trace
 
 
@@ -329,16 +329,9 @@ def run(
 ) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
-    Args:
-        asked: What to plan.
-        make: Makes the model; called on the meta device, so that it takes no memory.
-        explain: Layers whose candidates are shown.
-        out: The file of the plan for the most machines.
-        picture: Its picture.
-        timeline: Its Chrome trace.
-        as_json: Print JSON instead of tables.
-        verify: Runs that plan, and tells what it is doing; if its result is wrong, the plan does
-            not fit.
+    `make` makes the model, on the meta device, so that it takes no memory; `explain` names layers
+    whose candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
+    tells what it is doing: if its result is wrong, the plan does not fit.
 
     Raises:
         GraphError: the model cannot be captured, a pin is impossible, or a count is too high.
@@ -380,29 +373,6 @@ def run(
     if picture is not None:
         result.draw(picture)
     return result.fits and (trial is None or trial.passed)
-
-
-def compare(one: Path, other: Path, *, as_json: bool) -> bool:
-    """Print the differences of two plan files; return whether there are none.
-
-    Raises:
-        GraphError: a file does not exist or is not a plan.
-    """
-    first, second = _plan_in(one), _plan_in(other)
-    if as_json:
-        rows = report.differences(first, second)
-        print(json.dumps(rows))  # noqa: T201 -- the output of the command
-    else:
-        names = (str(one), str(other))
-        _console().print(report.show_differences(first, second, names=names))
-    return first == second
-
-
-def _plan_in(path: Path) -> Plan:
-    try:
-        return load(path)
-    except StorageError as error:
-        raise GraphError(f"{error}: name a file written by --out") from error
 
 
 def _progress_line(console: Console, status: Status) -> Notify:

@@ -180,10 +180,7 @@ def planning_request(
         another     no         arithmetic with the figures of the cluster
         another     yes        the same, times measured / arithmetic on this machine
 
-    Args:
-        model: On any device; it is not changed.
-        asked: What to plan.
-        notify: Called with a line of progress.
+    The model may be on any device, and is not changed.
 
     Raises:
         GraphError: the model cannot be captured or split, there is no such cluster, or it has fewer

@@ -1,4 +1,4 @@
-"""Reports of the planner: the table, JSON, remarks, explanations, and differences of plans.
+"""Reports of the planner: the table, JSON, remarks, and explanations of layers.
 
 Explanations show the costs of the solver's model: computing, and transfers from and to neighbours
 as placed in its choice. A candidate that looks cheaper than the chosen one would make a neighbour
@@ -18,40 +18,6 @@ from distbelief.partition.candidates import near
 from distbelief.partition.cost_model import ProfiledCosts
 from distbelief.partition.planner import Planned
 from distbelief.partition.search import PlanningRequest
-from distbelief.program.plan import Plan
-
-
-# --- differences of two plans ---
-
-
-def differences(one: Plan, other: Plan) -> list[tuple[str, str, str]]:
-    """Return the differences: what, in the first plan, in the second."""
-    return [
-        (what, str(first.get(what, "absent")), str(second.get(what, "absent")))
-        for first, second in ((_fields(one), _fields(other)), (one.placements, other.placements))
-        for what in {**first, **second}
-        if first.get(what) != second.get(what)
-    ]
-
-
-def _fields(plan: Plan) -> dict[str, object]:
-    return {
-        "model": plan.graph,
-        "batch": plan.batch,
-        "loss": plan.loss,
-        "cluster": plan.cluster.name,
-        "machines": plan.cluster.n_machines,
-        "step": seconds(plan.predicted.step_seconds) if plan.predicted else "unknown",
-    }
-
-
-def show_differences(one: Plan, other: Plan, *, names: tuple[str, str]) -> Table:
-    table = Table(title="what differs" if one != other else "the plans are equal")
-    for column in ("", *names):
-        table.add_column(Text(column))
-    for row in differences(one, other):
-        table.add_row(*map(Text, row))
-    return table
 
 
 # --- table, JSON and remarks ---

@@ -22,7 +22,7 @@ from distbelief.partition.candidates import Candidate, candidates, check_pins, p
 from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, Variance, single_sample
 from distbelief.partition.cost_tables import Floats, Tables
 from distbelief.partition.grouping import Group, groups
-from distbelief.partition.solvers.problem import TOLERANCE, Choice, Problem, Solution
+from distbelief.partition.solvers.problem import Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
 from distbelief.program.cluster import UNLIMITED, Cluster
 from distbelief.program.compiler import CompilerCache, compile_plan
@@ -332,7 +332,7 @@ def solve_problem(
     # The best choice without caps may fit in the simulation, or after the search.
     free = replace(problem, memory=None, caps=None)
     unbound = solution = solve(free, known=list(known), seconds=request.solver_seconds)
-    if problem.overrun(unbound.choice) > 1 + TOLERANCE:
+    if not problem.fits(solution.choice):
         solution = solve(problem, known=list(known), seconds=request.solver_seconds)
     solved = {each.choice: each.solver for each in (unbound, solution)}
     ways = {

@@ -19,7 +19,7 @@ from distbelief.data import Dataset, Path, read_batch, shown_path
 from distbelief.errors import JobError
 from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
-from distbelief.graph.losses import append_loss, opaque_loss
+from distbelief.graph.losses import append_loss
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.task import dry_run, losses
@@ -313,8 +313,6 @@ def loss_module(graph: LayerGraph, sample: Sample, loss: str) -> nn.Module | Non
     """Return the module of a loss that is computed whole, the graph's last output."""
     if "module" not in graph[graph.outputs[-1]].options:
         return None
-    if losses.is_named(loss):
-        return opaque_loss(loss)
     return WholeLoss(losses.loss_function(loss), graph.fields, sample.of_loss)
 
 

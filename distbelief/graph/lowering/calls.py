@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from distbelief.graph.graph import Builder, Layer, Option
-from distbelief.graph.lowering.operation import Operation, by_name, plain_name
+from distbelief.graph.lowering.operation import Operation, by_name, lowers, plain_name
 from distbelief.graph.lowering.values import (
     SYMBOLS,
     Encoder,
@@ -21,6 +21,7 @@ from distbelief.graph.lowering.values import (
     Results,
     Value,
     factor,
+    is_mask,
 )
 from distbelief.graph.lowering.views import lined_up
 from distbelief.graph.region import Shape
@@ -159,10 +160,32 @@ def _dims(arguments: Mapping[str, Any], along: str | Sequence[int], n_dims: int)
     return sorted(dim % n_dims for dim in dims)
 
 
-def detached(builder: Builder, value: Value) -> Value:
+def detached(builder: Builder, value: Value, name: str = "detach") -> Value:
     """Return a value without a gradient."""
+    if value.layer.is_integer:
+        return value
     shape, target = value.layer.shape, torch.ops.aten.detach.default
-    return _added(builder, "detach", target, {"self": value.layer}, value, shape, torch.float32)
+    return _added(builder, name, target, {"self": value.layer}, value, shape, torch.float32)
+
+
+@lowers("detach")
+def detach(op: Operation) -> object:
+    return detached(op.builder, op.value("self"), op.name)
+
+
+@lowers("to", "_to_copy", "type_as", "float", "double", "half", "bfloat16")
+def converted(op: Operation) -> object:
+    """A value whose numbers are floats keeps its precision: a graph is computed in one."""
+    value = op.value("self")
+    layer, dtype = value.layer, op.result.dtype
+    if not (layer.is_integer or op.is_integer):
+        return value
+    if layer.is_integer and op.is_integer and is_mask(op.builder, layer) == (dtype == torch.bool):
+        return value
+    return elementwise(op, torch.ops.aten.to.dtype, value, dtype, dtype=dtype)
+
+
+lowers("_assert_tensor_metadata")(lambda _: None)
 
 
 def _added(

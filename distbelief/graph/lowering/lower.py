@@ -46,13 +46,10 @@ class NeedsFunctionalError(Exception):
 
 @final
 class Lowerer:
-    """Makes layers of an exported program's operations.
+    """Makes layers of an exported program's operations, calls of leaf modules among them.
 
-    Args:
-        builder: Gets the layers.
-        calls: Calls of leaf modules, by key.
-        whole: Opaque modules, and why.
-        joins: Whether one number may be computed of all samples: a loss.
+    `whole` says why modules are opaque. With `joins`, one number may be computed of all samples: a
+    loss.
     """
 
     def __init__(
@@ -198,9 +195,7 @@ class Lowerer:
         # Without a gradient.
         if isinstance(value, Held):
             value = self.context.as_value(value)
-        if not isinstance(value, Value) or value.layer.is_integer:
-            return value
-        return detached(self.context.builder, value)
+        return detached(self.context.builder, value) if isinstance(value, Value) else value
 
     def _leaf(self, args: list[Any], result: object) -> object:
         inputs, key = args

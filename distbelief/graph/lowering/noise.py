@@ -1,10 +1,10 @@
-"""Recognises dropout that is made of random numbers, such as stochastic depth.
+"""Dropout, also that which is made of random numbers, such as stochastic depth.
 
     x * (empty(s, 1, 1).bernoulli_(q) / q)        timm, torchvision
     x / q * floor(rand(s, 1, 1) + q)              transformers
 
-Each becomes one operation, distbelief::drop, so that evaluation computes without it. The numbers
-may be one for each sample, for each channel or for each element.
+Each of these becomes one operation, distbelief::drop, so that evaluation computes without it. The
+numbers may be one for each sample, for each channel or for each element.
 """
 
 import math
@@ -13,8 +13,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from distbelief.graph.graph import Option
 from distbelief.graph.lowering.operation import Operation, lowers, plain_name
-from distbelief.graph.lowering.values import factor
+from distbelief.graph.lowering.values import NotSplitError, factor
 
 
 _LIBRARY: Final = torch.library.Library("distbelief", "FRAGMENT")
@@ -27,6 +28,19 @@ def drop(op: Operation) -> object:
     value = op.plain("x")
     options = {"probability": op["p"], "n_shared": op["n_shared"]}
     return op.add("dropout", [value], value.layer.shape, options=options)
+
+
+@lowers("dropout", "feature_dropout", "native_dropout")
+def dropout(op: Operation) -> object:
+    value = op.value("self" if "self" in op.arguments else "input")
+    if op["train"] and op["p"]:
+        channels = "feature" in str(op.target)
+        if channels and not value.is_plain:
+            raise NotSplitError("the batch is not its first dimension")
+        n_shared = len(value.layer.shape) - 1 if channels else 0
+        options: dict[str, Option] = {"probability": float(op["p"]), "n_shared": n_shared}
+        value = op.add("dropout", [value], value.layer.shape, options=options)
+    return [value, None] if isinstance(op.result, tuple | list) else value
 
 
 def replace_noise(graph: fx.Graph) -> None:

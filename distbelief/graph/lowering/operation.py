@@ -28,16 +28,11 @@ from distbelief.graph.region import Shape
 
 @final
 class Context:
-    """What all operations of a model share.
-
-    Args:
-        builder: Builder with the layers so far.
-        joins: Whether one number may be computed of all samples: a loss.
-    """
+    """What all operations of a model share."""
 
     def __init__(self, builder: Builder, *, joins: bool) -> None:
-        self.builder = builder
-        self.joins = joins
+        self.builder = builder  # with the layers so far
+        self.joins = joins  # whether one number may be computed of all samples: a loss
         self.inputs: list[Layer] = []  # of the model
         self._parameters: dict[str, Value] = {}
 

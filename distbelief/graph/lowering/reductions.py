@@ -1,4 +1,4 @@
-"""Lowering rules for reductions, softmax and normalisation."""
+"""Lowering rules for reductions, softmax, normalisation and losses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -9,11 +9,13 @@ from distbelief.graph.graph import GraphError, TensorUse
 from distbelief.graph.lowering.calls import elementwise
 from distbelief.graph.lowering.operation import Operation, lowers
 from distbelief.graph.lowering.values import NotSplitError, Value
+from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.norms import batch_norm_layers, group_norm_layers, norm_layers
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
 
 
 _ATEN: Final = torch.ops.aten
+_MEAN: Final = 1  # torch's number of the reduction
 
 
 def _reduced(
@@ -50,12 +52,21 @@ def mean_or_sum(op: Operation) -> object:
     keep = bool(op.arguments.get("keepdim"))
     if not op.context.joins or value.batch is None or op.result.shape or keep:
         return _reduced(op, value, function, op.arguments.get("dim"), keep=keep)
-    # Of all elements of all samples.
     if value.layer.is_integer:
         raise NotSplitError("its input is integers")
+    return _over_samples(op, value, function)
+
+
+def _over_samples(op: Operation, value: Value, function: str, name: str = "") -> Value:
+    # Of all elements of all samples.
     own = range(len(value.layer.shape))
     layer = reduction_layer(
-        op.free_name, [value.layer], function=function, dims=own, keep=False, batch=True
+        op.builder.free_name(name or op.name),
+        [value.layer],
+        function=function,
+        dims=own,
+        keep=False,
+        batch=True,
     )
     return Value(op.builder.add_layer(layer), batch=None)
 
@@ -205,3 +216,66 @@ def weight_norm(op: Operation) -> object:
     factor = elementwise(op, _ATEN.div.Tensor, size, length)
     found = elementwise(op, _ATEN.mul.Tensor, value, factor)
     return [found, None] if isinstance(op.result, tuple | list) else found
+
+
+# --- losses that a model or a user's function computes: means over the batch ---
+#
+# Losses of single samples come first, then their mean; the whole of it is split like the losses
+# that have a name. Only a captured loss may join samples: `Context.joins`.
+
+
+@lowers("cross_entropy_loss", "nll_loss_nd", "nll_loss")
+def cross_entropy(op: Operation) -> object:
+    scores, labels = _pair(op)
+    dim = scores.dim(1)
+    shape = scores.layer.shape
+    if labels.layer.shape != (*shape[:dim], *shape[dim + 1 :]) or not labels.layer.is_integer:
+        raise NotSplitError("its targets are no labels")
+    if op["reduction"] != _MEAN and labels.layer.shape:
+        raise NotSplitError("its losses are those of positions")
+    layers = cross_entropy_layers(
+        op.free_name,
+        (scores.layer, labels.layer),
+        dim=dim,
+        smoothing=float(op.arguments.get("label_smoothing") or 0.0),
+        ignore=int(op["ignore_index"]),
+        mean=op["reduction"] == _MEAN,
+        normalised="nll" in str(op.target),
+    )
+    losses = op.extend(scores, layers)
+    if op["reduction"] != _MEAN:
+        return losses
+    return _over_samples(op, losses, "mean", f"{losses.layer.name}.mean")
+
+
+@lowers("mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
+def elementwise_loss(op: Operation) -> object:
+    scores, targets = _pair(op)
+    if scores.layer.shape != targets.layer.shape or targets.layer.is_integer:
+        raise NotSplitError("its targets have another shape")
+    if op.arguments.get("pos_weight") is not None:
+        raise NotSplitError("it has weights")
+    function = str(op.target).split(".")[1]
+    if op["reduction"] != _MEAN:
+        raise NotSplitError("it is no mean")
+    layer = elementwise_loss_layer(op.free_name, (scores.layer, targets.layer), function=function)
+    losses = op.extend(scores, [layer])
+    return _over_samples(op, losses, "mean", f"{losses.layer.name}.mean")
+
+
+def _pair(op: Operation) -> tuple[Value, Value]:
+    reduction = op["reduction"]
+    if (
+        not op.context.joins
+        or reduction not in {0, _MEAN}
+        or op.arguments.get("weight") is not None
+    ):
+        raise NotSplitError("it is no plain mean over the batch")
+    scores, targets = op.value("self"), op.value("target")
+    if scores.batch is None or (scores.batch, scores.before, scores.after) != (
+        targets.batch,
+        targets.before,
+        targets.after,
+    ):
+        raise NotSplitError("its targets are arranged in another way")
+    return scores, targets

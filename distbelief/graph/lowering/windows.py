@@ -139,16 +139,9 @@ _MODULES: Final[Mapping[type[nn.Module], tuple[str, Mapping[str, str]]]] = {
     ),
     L2Pool2d: (
         "l2_pool",
-        {
-            "size": "kernel_size",
-            **{word: word for word in ("stride", "padding", "epsilon", "gaussian")},
-        },
+        {"size": "kernel_size", **{word: word for word in ("stride", "padding", "epsilon")}},
     ),
     LocalContrastNorm2d: ("local_contrast", {"size": "size", "epsilon": "epsilon"}),
-    nn.LocalResponseNorm: (
-        "local_response",
-        {word: word for word in ("size", "alpha", "beta", "k")},
-    ),
 }
 
 

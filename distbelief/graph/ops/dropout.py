@@ -65,16 +65,8 @@ def mask(
     Two rounds of a 32-bit hash: one of the element, computed once for all samples, one of that plus
     a random number per sample. The probability is exact to 2^-32.
 
-    Args:
-        name: Name of the layer.
-        shape: Shape of the independent elements.
-        part: Region of them.
-        probability: Probability of being dropped.
-        like: Tensor with the number of samples, device and dtype of the result.
-        step: Seed and first sample.
-
-    Returns:
-        (n_samples, *part.shape)
+    `part` is a region of `shape`, the independent elements; `like` has the number of samples,
+    device and dtype of the result, (n_samples, *part.shape).
 
     Raises:
         GraphError: A sample has 2^32 elements or more.

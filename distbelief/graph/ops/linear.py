@@ -140,11 +140,5 @@ class Product(Operator):
 
 
 def product_layer(name: str, one: Layer, other: Layer) -> Layer:
-    """Return the layer of a matrix product.
-
-    Args:
-        name: Name of the layer.
-        one: (*lead, rows, inner)
-        other: (*lead, inner, columns)
-    """
+    """Return the layer of a product of (*lead, rows, inner) and (*lead, inner, columns)."""
     return Layer.of(name, "product", [one, other], (*one.shape[:-1], other.shape[-1]))

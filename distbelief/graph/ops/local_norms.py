@@ -1,4 +1,4 @@
-"""Local contrast and local response normalization, over neighboring places or maps."""
+"""Local contrast normalization, over neighboring places and maps."""
 
 from collections.abc import Sequence
 from typing import ClassVar, final
@@ -136,45 +136,3 @@ def _along(dim: int, maps: torch.Tensor, weights: Weights) -> torch.Tensor:
 def _with_halo(places: Region, radius: int, extents: Sequence[int]) -> Region:
     window = Window(size=2 * radius + 1, padding=radius)
     return Region(tuple(read_by([window] * 2, places.intervals, extents)))
-
-
-@final
-class LocalResponse(Operator):
-    """What `torch.nn.LocalResponseNorm` computes; a part needs a halo of maps."""
-
-    # y = x / (k + alpha * mean of x^2 over the window of maps)^beta
-    # Source: Krizhevsky, Sutskever and Hinton 2012, section 3.3. torch's alpha multiplies the
-    # mean over the window, theirs the sum.
-    # input     shape (maps, *space)
-    # options   size: number of maps of the window; alpha, beta, k as in torch.nn.LocalResponseNorm
-    name: ClassVar[str] = "local_response"
-
-    @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        read = _maps_window(layer).reads(output.intervals[0], extent=layer.shape[0])
-        return (output.replaced(0, read),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        n = float(output.n_elements)
-        operations = n * (layer.integer("size") + 10)
-        return Work(forward=operations, backward=2 * operations, n_elements=4 * n)
-
-    @override
-    def compute(self, call: Call) -> torch.Tensor:
-        layer = call.layer
-        x = call.inputs[0]
-        start, stop = maps = call.region.intervals[0]
-        window = _maps_window(layer)
-        first, _ = window.reads(maps, extent=layer.shape[0])
-        pads = window.pads(maps, extent=layer.shape[0])
-        squares = x.square().flatten(2) if x.dim() > 2 else x.square().unsqueeze(2)
-        columns = functional.pad(squares, (0, 0, *pads)).unfold(1, window.size, 1)
-        means = columns.mean(3).view(x.shape[0], stop - start, *x.shape[2:])
-        scale = layer.number("k") + layer.number("alpha") * means
-        return x[:, start - first : stop - first] / scale ** layer.number("beta")
-
-
-def _maps_window(layer: Layer) -> Window:
-    size = layer.integer("size")
-    return Window(size=size, padding=size // 2)

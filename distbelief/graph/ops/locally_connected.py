@@ -36,14 +36,8 @@ def local_product(
 
         y[n, o, r, q] = sum over c, i, j of w[r, q, o, (c, i, j)] x[n, c, r s + i, q t + j]
 
-    Args:
-        x: (samples, channels, rows, columns), padded, and no larger than what is read.
-        weight: (rows out, columns out, outputs, channels * window rows * columns).
-        size: Rows and columns of the window.
-        stride: Between windows: rows, columns.
-
-    Returns:
-        (samples, outputs, rows out, columns out)
+    x is padded, and no larger than what is read; the weight is (rows out, columns out, outputs,
+    channels * window rows * columns).
     """
     last: torch.Tensor = _Moved.apply(x, _samples_last, _samples_first)  # type: ignore[no-untyped-call]
     geometry = _Geometry(*size, *stride)
@@ -330,14 +324,7 @@ class LocallyConnected2d(nn.Module):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, channels out, rows out, columns out).
-
-        Args:
-            x: (batch, channels in, rows, columns).
-
-        Raises:
-            ValueError: x has another shape.
-        """
+        """Return (batch, channels out, rows out, columns out) for (batch, channels in, ...)."""
         if tuple(x.shape[1:]) != (self.in_channels, *self.input_size):
             raise ValueError(
                 f"x has shape {list(x.shape)}, but this layer has weights for "

@@ -86,13 +86,7 @@ def per_sample(losses: torch.Tensor) -> torch.Tensor:
 
 
 def one_hot(labels: torch.Tensor, part: Region, *, dim: int) -> torch.Tensor:
-    """Return where the label's class is, for a part of the scores.
-
-    Args:
-        labels: (batch, *positions).
-        part: Region of the scores.
-        dim: The class dimension, the batch not counted.
-    """
+    """Return where the class of labels (batch, *positions) is, for a part of the scores."""
     start, stop = part.intervals[dim]
     classes = torch.arange(start, stop, device=labels.device)
     classes = classes.view(-1, *(1,) * (len(part.intervals) - dim - 1))

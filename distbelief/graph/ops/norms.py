@@ -16,7 +16,7 @@ from typing import ClassVar, final
 import torch
 from typing_extensions import override
 
-from distbelief.graph.graph import GraphError, Layer, LayerGraph, TensorUse
+from distbelief.graph.graph import Layer, LayerGraph, TensorUse
 from distbelief.graph.operator import Call, Operator, Work
 from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.ops.views import reshape_layer
@@ -128,25 +128,15 @@ def batch_norm_layers(
     *,
     tensors: Uses,
     epsilon: float,
-    momentum: float | None,
+    momentum: float,
     before: Mapping[str, Layer | None] | None = None,
     frozen: bool = False,
 ) -> list[Layer]:
     """Return the layers of a BatchNorm over (channels, *space).
 
-    Args:
-        name: Name of the last layer; the running averages come before it.
-        source: The layer it reads.
-        tensors: weight and bias; running_mean and running_var, unless they are not kept and the
-            batch's statistics are used in inference too.
-        epsilon: Added to the variance.
-        momentum: Momentum of the running statistics.
-        before: By name, the layers that have replaced running statistics already in this forward,
-            which calls the module several times.
-        frozen: Whether to use the running statistics in training too, unchanged.
-
-    Raises:
-        GraphError: momentum is None, torch's plain average over all steps.
+    Without running tensors, the batch's statistics are used in inference too; if `frozen`, running
+    ones in training too, unchanged. `before` has, by name, the layers that have replaced running
+    statistics already in this forward, which calls the module several times.
     """
     if frozen:
         return [_normalize(name, [source], epsilon=epsilon, tensors=tensors, dims=[0])]
@@ -164,11 +154,6 @@ def batch_norm_layers(
     for statistic, key in ((mean, "running_mean"), (variance, "running_var")):
         if key not in tensors:
             continue
-        if momentum is None:
-            raise GraphError(
-                f"{name!r} averages its statistics over all steps (momentum=None), "
-                "which is not supported: use a number such as 0.1"
-            )
         former = (before or {}).get(key)
         reads = [statistic] if former is None else [statistic, former]
         layers.append(
@@ -218,14 +203,9 @@ def norm_layers(
 ) -> list[Layer]:
     """Return the layers of a norm of each sample.
 
-    Args:
-        name: Name of the last layer.
-        source: The layer it reads.
-        over: Dimensions whose elements share a mean and a variance.
-        tensors: weight and bias.
-        epsilon: Added to the variance.
-        dims: Dimensions of the tensors; by default those of `over`.
-        centred: Whether a mean is subtracted; without it, a mean of squares is the variance.
+    Elements along `over` share a mean and a variance; `dims` are the dimensions of the tensors, by
+    default the same. If it is not centred, no mean is subtracted, and a mean of squares is the
+    variance.
     """
     statistics: list[Layer] = []
     function = "variance" if centred else "mean_square"

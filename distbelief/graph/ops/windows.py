@@ -117,13 +117,9 @@ def window_sums(
 ) -> torch.Tensor:
     """Return weighted sums over windows: (*maps, rows out, columns out).
 
-        y[r, q] = sum over j of v[j] (sum over i of u[i] x[r s + i, q t + j])
+        y[r, q] = sum over j of columns[j] (sum over i of rows[i] x[r s + i, q t + j])
 
-    Args:
-        x: (*maps, rows, columns).
-        rows: Weights u of a window's rows.
-        columns: Weights v of its columns.
-        stride: Between windows: rows, columns.
+    x is (*maps, rows, columns); the strides are s and t.
 
     Raises:
         ValueError: No window fits.
@@ -246,12 +242,7 @@ class Window:
         return count - starts_outside
 
     def reads(self, outputs: Interval, *, extent: int) -> Interval:
-        """Return the hull of the inputs that these outputs read, without padding.
-
-        Args:
-            outputs: [start, stop) of the outputs.
-            extent: Number of inputs.
-        """
+        """Return the hull of the inputs, of `extent`, that these outputs read, without padding."""
         if outputs[0] >= outputs[1]:
             return (0, 0)
         first, end = self._spanned(outputs)
@@ -502,17 +493,14 @@ def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[
 class L2Pool2d(nn.Module):
     """sqrt(epsilon + sum of squares over each window); gradient 0 for a window of zeros.
 
-    Source: Hyvarinen and Hoyer 2000, "Emergence of phase and shift invariant features"; unweighted
-    in Le et al. 2012, section 3.1; weighted in Sermanet et al. 2012, "Convolutional neural networks
-    applied to house numbers digit classification", section 2.1.
+    Source: Hyvarinen and Hoyer 2000, "Emergence of phase and shift invariant features"; Le et al.
+    2012, section 3.1.
 
     Args:
         kernel_size: Rows and columns of the window, or one number for both.
         stride: Between windows; None for the window's size.
         padding: Zeros around the maps.
         epsilon: Keeps the gradient of weak windows small.
-        gaussian: Whether to weight the squares by a Gaussian of deviation size / 4 in each
-            dimension.
     """
 
     def __init__(
@@ -522,14 +510,12 @@ class L2Pool2d(nn.Module):
         stride: int | tuple[int, int] | None = None,
         padding: int | tuple[int, int] = 0,
         epsilon: float = 0.0,
-        gaussian: bool = False,
     ) -> None:
         super().__init__()
         self.kernel_size = pair(kernel_size)
         self.stride = self.kernel_size if stride is None else pair(stride)
         self.padding = pair(padding)
         self.epsilon = epsilon
-        self.gaussian = gaussian
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -537,15 +523,13 @@ class L2Pool2d(nn.Module):
         rows, columns = self.padding
         if rows or columns:
             x = functional.pad(x, (columns, columns, rows, rows))
-        return _l2_pooled(
-            x, self.kernel_size, self.stride, epsilon=self.epsilon, weighted=self.gaussian
-        )
+        return _l2_pooled(x, self.kernel_size, self.stride, epsilon=self.epsilon)
 
     @override
     def extra_repr(self) -> str:
         return (
             f"kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"padding={self.padding}, epsilon={self.epsilon}, gaussian={self.gaussian}"
+            f"padding={self.padding}, epsilon={self.epsilon}"
         )
 
 
@@ -553,7 +537,7 @@ class L2Pool2d(nn.Module):
 class L2Pool(_Pooling):
     """sqrt(epsilon + sum of squares over the window)."""
 
-    # options   epsilon, gaussian: as in the module
+    # options   epsilon: as in the module
     name: ClassVar[str] = "l2_pool"
 
     @override
@@ -564,7 +548,6 @@ class L2Pool(_Pooling):
             layer.integers("size"),
             layer.integers("stride"),
             epsilon=layer.number("epsilon"),
-            weighted=bool(layer.options["gaussian"]),
         )
 
 
@@ -574,14 +557,9 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _l2_pooled(
-    tile: torch.Tensor,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    *,
-    epsilon: float,
-    weighted: bool,
+    tile: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], *, epsilon: float
 ) -> torch.Tensor:
-    rows, columns = (gaussian(n) if weighted else (1.0,) * n for n in size)
+    rows, columns = ((1.0,) * n for n in size)
     sums = window_sums(tile.square(), rows=rows, columns=columns, stride=stride)
     return safe_sqrt(sums + epsilon)
 

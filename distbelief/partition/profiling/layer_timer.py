@@ -255,13 +255,8 @@ def profiled(
 ) -> Profile:
     """Return this host's profile with all layers of a graph; measure those that it lacks.
 
-    Args:
-        graph: With its loss, for training.
-        batch: Samples of a step.
-        modules: Modules of opaque layers, not on the meta device; without them such layers are not
-            measured.
-        limits: How much to measure.
-        progress: Called before each layer.
+    Without their modules, not on the meta device, opaque layers are not measured. `progress` is
+    called before each layer.
     """
     host, modules = this_host(), modules or {}
     known = load(host)

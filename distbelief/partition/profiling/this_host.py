@@ -239,9 +239,6 @@ def recheck(notify: Callable[[str], None]) -> float:
     faster now, the profile is discarded and measured again; if it is much slower, other programs
     may be running now: the profile stays, and the report says so.
 
-    Args:
-        notify: Called with a line if the profile is discarded.
-
     Returns:
         How many times as long the probe takes now; 1 if the difference is small.
     """

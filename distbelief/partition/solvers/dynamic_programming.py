@@ -18,7 +18,7 @@ import networkx as nx
 import numpy as np
 from networkx.algorithms.approximation import treewidth_min_degree
 
-from distbelief.partition.solvers.problem import TOLERANCE, Array, Problem, Solution, first_lowest
+from distbelief.partition.solvers.problem import Array, Problem, Solution, first_lowest
 
 
 ENTRIES_MAX: Final = 20_000_000  # of the largest table
@@ -84,7 +84,7 @@ def eliminate(problem: Problem, order: Order | None = None) -> Solution:
         costs = [_given(table, node, chosen) for table in bucket]
         chosen[node] = first_lowest(np.asarray(np.sum(costs, axis=0)))
     choice = tuple(chosen[node] for node in range(len(order.nodes)))
-    fits = problem.overrun(choice) <= 1 + TOLERANCE
+    fits = problem.fits(choice)
     return problem.solution(choice, bound=problem.cost(choice), solver="elimination", proven=fits)
 
 

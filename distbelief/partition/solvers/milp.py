@@ -61,7 +61,7 @@ def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None
         GraphError: none was found in time.
     """
     program, deadline = _Program(problem), Deadline(seconds)
-    fits = start is not None and problem.overrun(start) <= 1 + TOLERANCE
+    fits = start is not None and problem.fits(start)
     answer = program.cheapest(start if fits else None, limit=1.0, deadline=deadline)
     known = [choice for choice in (answer.choice, start) if choice is not None]
     proven = fits or answer.choice is not None  # else out of time: a choice may fit

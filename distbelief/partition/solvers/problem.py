@@ -109,10 +109,12 @@ class Problem:
         """Return the largest share of its cap that any machine uses; 0 without caps."""
         return float(self.used(choice).max(initial=0.0))
 
+    def fits(self, choice: Sequence[int]) -> bool:
+        return self.overrun(choice) <= 1 + TOLERANCE
+
     def badness(self, choice: Sequence[int]) -> tuple[float, float]:
         """Return what a solver minimises: the overrun of choices that do not fit, then the cost."""
-        overrun = self.overrun(choice)
-        return (0.0 if overrun <= 1 + TOLERANCE else overrun, self.cost(choice))
+        return (0.0 if self.fits(choice) else self.overrun(choice), self.cost(choice))
 
     def solution(
         self, choice: Sequence[int], *, bound: float, solver: str, proven: bool = True
@@ -126,15 +128,13 @@ class Problem:
             proven: False if choices that overrun the caps less may exist.
         """
         cost = self.cost(choice)
-        used = self.used(choice)
         return Solution(
             choice=tuple(int(index) for index in choice),
             cost=cost,
             bound=min(bound, cost),
             solver=solver,
             exact=proven and bound >= cost - PROOF * abs(cost),
-            overrun=float(used.max(initial=0.0)),
-            offending=tuple(map(int, np.flatnonzero(used > 1 + TOLERANCE))),
+            overrun=self.overrun(choice),
         )
 
 
@@ -151,7 +151,6 @@ class Solution:
     solver: str
     exact: bool  # proven best: cheapest that fits or, if none does, cheapest of least overrun
     overrun: float = 0.0  # largest share of its cap that any machine uses; 0 without caps
-    offending: tuple[int, ...] = ()  # machines whose caps are broken
 
 
 def first_lowest(values: Array) -> int:

@@ -48,13 +48,8 @@ def solve(
 ) -> Solution:
     """Return the cheapest choice that fits the caps, or the best found in time.
 
-    If none fits, the cheapest of those that overrun the caps least.
-
-    Args:
-        problem: The problem.
-        known: Choices from which a local search begins, too.
-        seconds: Approximate: elimination alone takes some.
-        clock: Monotonic, in seconds.
+    If none fits, the cheapest of those that overrun the caps least. A local search begins from
+    `known` choices, too. The time is approximate: elimination alone takes some.
     """
     deadline = Deadline(seconds, clock=clock)
     order = elimination_order(problem)
@@ -68,7 +63,7 @@ def solve(
         n_max = DENSE_VARIABLES_MAX
     start = _fitted(problem, start, deadline)
     if deadline.passed or n_variables(problem) > n_max:
-        fits = problem.overrun(start) <= 1 + TOLERANCE  # else a lower overrun may be possible
+        fits = problem.fits(start)  # else a lower overrun may be possible
         return problem.solution(start, bound=bound, solver="repair", proven=fits)
     found = milp(problem, seconds=deadline.left, start=start)
     return problem.solution(

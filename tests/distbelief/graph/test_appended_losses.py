@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.graph.losses import append_loss, opaque_loss
+from distbelief.graph.losses import append_loss
 from distbelief.graph.operator import Step
 from tests.distbelief.graph.ops.comparison import close, close_gradients
 from tests.distbelief.graph.reference import evaluate
@@ -33,10 +33,6 @@ def one_vs_all(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return losses.sum(1).mean()
 
 
-def own(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (scores - targets).pow(4).mean()
-
-
 LABELS: dict[str, Loss] = {
     "cross_entropy": functional.cross_entropy,
     "nll_loss": functional.nll_loss,
@@ -58,13 +54,10 @@ PLACES: dict[str, Loss] = {
 }
 
 
-def compare(
-    module: nn.Module, graph: LayerGraph, loss: str | Loss, function: Loss, targets: torch.Tensor
-) -> None:
+def compare(module: nn.Module, graph: LayerGraph, function: Loss, targets: torch.Tensor) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    whole = opaque_loss(loss)
-    step = Step(training=True, modules={} if whole is None else {"loss": whole})
+    step = Step(training=True)
     parameters = dict(module.named_parameters())
     inputs = {"input": x, "targets": targets}
     found = evaluate(graph, inputs, parameters, step=step)["loss"].mean()
@@ -80,7 +73,7 @@ def test_losses_of_labels_are_torchs(name: str) -> None:
     assert graph["targets"].shape == ()
     assert graph["targets"].is_integer
     assert graph.outputs == ("1", "loss")
-    compare(module, graph, name, LABELS[name], torch.tensor([0, 4, 2, 2]))
+    compare(module, graph, LABELS[name], torch.tensor([0, 4, 2, 2]))
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -91,7 +84,7 @@ def test_elementwise_losses_are_torchs(name: str) -> None:
     targets = torch.rand(4, 2, 5, generator=generator, dtype=torch.float64)
     if name in {"soft_margin", "hinge_embedding"}:
         targets = targets.sub(0.5).sign()
-    compare(module, graph, name, PLACES[name], targets)
+    compare(module, graph, PLACES[name], targets)
 
 
 def test_positions_and_probabilities_are_targets_too() -> None:
@@ -99,18 +92,19 @@ def test_positions_and_probabilities_are_targets_too() -> None:
     labels = append_loss(graph, "cross_entropy")
     assert labels["targets"].shape == (2,)
     targets = torch.tensor([[0, 4], [1, 1], [3, 2], [2, 0]])
-    compare(module, labels, "cross_entropy", functional.cross_entropy, targets)
+    compare(module, labels, functional.cross_entropy, targets)
     soft = append_loss(graph, "cross_entropy", soft=True)
     assert not soft["targets"].is_integer
     chances = torch.rand(4, 5, 2, dtype=torch.float64).softmax(1)
-    compare(module, soft, "cross_entropy", functional.cross_entropy, chances)
+    compare(module, soft, functional.cross_entropy, chances)
 
 
-def test_a_user_defined_loss_is_opaque() -> None:
+def test_a_loss_without_a_split_rule_is_computed_whole() -> None:
     module, graph = model(5)
-    graph = append_loss(graph, own)
-    assert graph["loss"].whole == "a user-defined loss function"
-    compare(module, graph, own, own, torch.rand(4, 5, dtype=torch.float64))
+    graph = append_loss(graph, "multilabel_margin_loss")
+    assert graph["loss"].whole == "multilabel_margin has no split rule"
+    targets = torch.tensor([[3, 0, -1, -1, -1], [1, -1, -1, -1, -1], [4, 2, 0, 1, 3], [-1] * 5])
+    compare(module, graph, functional.multilabel_margin_loss, targets)
 
 
 def test_losses_that_do_not_fit_are_refused() -> None:

@@ -129,21 +129,6 @@ def test_a_plan_is_written_and_fits_the_model_it_was_made_for(tmp_path: Path) ->
     assert plan.predicted.bound_seconds <= plan.predicted.step_seconds
 
 
-def test_two_plans_are_compared_layer_by_layer(tmp_path: Path) -> None:
-    one, other = str(tmp_path / "one.json"), str(tmp_path / "other.json")
-    pin = ("--pin", "3=inputs:2")
-    assert call(*ARGUMENTS, "--machines", "2", "--out", one).exit_code == 0
-    assert call(*ARGUMENTS, *pin, "--machines", "2", "--out", other).exit_code == 0
-    runner = CliRunner()
-    result = runner.invoke(app, ["partition", "--diff", one, other])
-    assert result.exit_code == 1
-    assert "inputs 2 on 2 machines" in result.stdout
-    result = runner.invoke(app, ["partition", "--diff", one, one])
-    assert (result.exit_code, "are equal" in result.stdout) == (0, True)
-    result = runner.invoke(app, ["partition", "--json", "--diff", one, other])
-    assert "3" in [row[0] for row in json.loads(result.stdout)]
-
-
 def test_picture_timeline_and_explanation(tmp_path: Path) -> None:
     picture, timeline = tmp_path / "plan.png", tmp_path / "step.json"
     result = call(
@@ -202,8 +187,6 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
         (("--input", "2048:50"), "linear", "It gets integers: embed them"),
         (("--input", "6"), "words", "(--input 128:30000)"),
         (("--input", "5", "--loss", "mse"), "Two", "the model returned 0, 1: return one"),
-        (("--diff", "missing.json", "other.json"), "net", "missing.json: No such file"),
-        (("--diff", ".", "."), "net", "name a file written by --out"),
         (
             (*ARGUMENTS, "--machines", "2", "--exactly", *WHOLE),
             "net",

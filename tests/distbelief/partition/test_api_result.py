@@ -228,7 +228,7 @@ def test_opaque_modules_are_measured_and_not_changed() -> None:
 
 
 def test_a_loss_that_is_computed_whole_is_measured_if_it_takes_its_targets() -> None:
-    made = make_request(loss="multilabel_soft_margin")
+    made = make_request(loss="multilabel_margin")
     assert isinstance(made.costs, ProfiledCosts)
     assert made.costs.knows(made.graph["loss"])
 

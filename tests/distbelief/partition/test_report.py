@@ -1,4 +1,4 @@
-"""The table, JSON, remarks, differences of plans, and explanations of layers."""
+"""The table, JSON, remarks, and explanations of layers."""
 
 import dataclasses
 import json
@@ -12,19 +12,16 @@ from rich.console import Console
 from distbelief.graph.graph import GraphError
 from distbelief.partition.planner import Planned, plan as make_plans
 from distbelief.partition.report import (
-    differences,
     explain,
     limit,
     plain,
     remarks,
     seconds,
     show_alternatives,
-    show_differences,
     size,
     table,
 )
 from distbelief.program.cluster import uniform
-from distbelief.program.plan import Plan, plan_for
 from tests.distbelief.partition.plans import MACHINE, equal, fully_connected, zoo
 from tests.distbelief.partition.requests import make_request, planned
 
@@ -112,45 +109,6 @@ def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:
     assert f"machine {index} needs {size(worst)} and has 9.8 KiB; 4 machines lack memory" in text
     assert table([bad], title="").rows[0].style == "red"
     assert plain(bad)["offenders"] == [0, 1, 2, 3]
-
-
-# --- differences ---
-
-
-def plan(n: int) -> Plan:
-    placements = planned(n)[0].best.placements
-    return plan_for(GRAPH, placements, batch=32, loss="cross_entropy", cluster=equal(n))
-
-
-ONE, OTHER = plan(1), plan(4)
-
-
-def test_equal_plans_do_not_differ() -> None:
-    assert differences(ONE, ONE) == []
-    shown = show_differences(ONE, ONE, names=("a", "b"))
-    assert (shown.title, shown.row_count) == ("the plans are equal", 0)
-
-
-def test_differences_are_the_same_both_ways_and_of_differing_layers_only() -> None:
-    found = differences(ONE, OTHER)
-    back = differences(OTHER, ONE)
-    assert [(what, there, here) for what, here, there in found] == back
-    assert show_differences(ONE, OTHER, names=("a", "b")).row_count == len(found)
-    assert ("machines", "1", "4") in found
-    layers = {n for n in ONE.placements if ONE.placements[n] != OTHER.placements[n]}
-    assert {what for what, _, _ in found} & set(ONE.placements) == layers != set()
-
-
-@pytest.mark.parametrize(("change", "what"), [({"batch": 64}, "batch"), ({"loss": "mse"}, "loss")])
-def test_one_change_is_one_difference(change: dict[str, object], what: str) -> None:
-    changed = msgspec.structs.replace(ONE, **change)
-    assert [row[0] for row in differences(ONE, changed)] == [what]
-
-
-def test_a_layer_of_one_plan_only_is_absent_in_the_other() -> None:
-    name, *rest = ONE.placements
-    less = msgspec.structs.replace(ONE, placements={other: ONE.placements[other] for other in rest})
-    assert differences(ONE, less) == [(name, "whole on machine 0", "absent")]
 
 
 # --- explanations ---

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.nn import functional
 
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.windows import gaussian
@@ -59,20 +58,6 @@ def test_a_constant_image_gives_zero_and_a_finite_gradient() -> None:
     assert y.abs().max() < 1e-12
     (gradient,) = torch.autograd.grad(y[0, 0, 0, 0], x)
     assert bool(gradient.isfinite().all())
-
-
-@given(
-    st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 5), st.data()
-)
-@settings(max_examples=40)
-def test_local_response_in_parts_is_that_of_torch(
-    shape: tuple[int, ...], size: int, data: st.DataObject
-) -> None:
-    shape = shape[: data.draw(st.integers(2, 3))]
-    layer = layer_of("local_response", shape, shape, size=size, alpha=0.9, beta=0.7, k=1.5)
-    x = leaf(random(2, *shape))
-    expected = functional.local_response_norm(x, size, alpha=0.9, beta=0.7, k=1.5)
-    check(data, layer, expected, {"x": x}, tight=True)
 
 
 def test_windows_without_a_middle_are_refused() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.nn import functional
 
-from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Step, joined, operator_of
 from distbelief.graph.ops import norms as norms_module
 from distbelief.graph.ops.norms import running_averages
@@ -192,14 +192,6 @@ def test_a_frozen_batch_norm_uses_its_running_statistics_in_training(data: st.Da
     x = leaf(random(2, 3, 4, 2))
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     check(data, layers, module(x), {"x": x}, state, step=TRAINING)
-
-
-def test_statistics_averaged_over_all_steps_are_refused() -> None:
-    module = nn.BatchNorm2d(3, momentum=None)
-    with pytest.raises(GraphError, match="momentum=None"):
-        norms_module.batch_norm_layers(
-            "bn", source("x", 3, 4, 4), tensors=uses_of(module), epsilon=1e-5, momentum=None
-        )
 
 
 @pytest.mark.parametrize("training", [False, True])

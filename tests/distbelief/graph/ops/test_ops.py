@@ -62,13 +62,12 @@ def examples() -> list[Layer]:
             "max_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, dilation=ones, ceil=False
         ),
         reading(
-            "l2_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, epsilon=0.0, gaussian=False
+            "l2_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, epsilon=0.0
         ),
         *adaptive_pool_layers("average_pool", x, sizes=(3, 4), maximum=False),
         *adaptive_pool_layers("adaptive_average", x, sizes=(4, 4), maximum=False),
         *adaptive_pool_layers("adaptive_max", x, sizes=(4, 4), maximum=True),
         reading("local_contrast", IMAGE, size=3, epsilon=0.1),
-        reading("local_response", IMAGE, size=3, alpha=1.0, beta=1.0, k=1.0),
         *norms.batch_norm_layers("bn", x, tensors=uses_of(batch_norm), epsilon=1e-5, momentum=0.1),
         *norms.group_norm_layers("gn", x, n_groups=2, tensors={}, epsilon=1e-5),
         *softmax_layers("softmax", x, dim=0),

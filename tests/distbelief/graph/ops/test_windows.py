@@ -205,7 +205,7 @@ def layers(draw: st.DrawFn, kind: str) -> Layer:
                 "divisor": draw(st.sampled_from([None, 3])) if n_dims > 1 else None,
             }
         case _:
-            options |= {"epsilon": 0.25, "gaussian": draw(st.booleans())}
+            options |= {"epsilon": 0.25}
     shape = []
     for dim, extent in enumerate(extents):
         window = Window(
@@ -288,7 +288,6 @@ def test_l2_pooling_in_parts_is_the_module(layer: Layer, data: st.DataObject) ->
         stride=layer.integers("stride"),  # type: ignore[arg-type]
         padding=layer.integers("padding"),  # type: ignore[arg-type]
         epsilon=0.25,
-        gaussian=bool(layer.options["gaussian"]),
     )
     check(data, layer, module(inputs["x"]), inputs)
 
@@ -297,21 +296,14 @@ def test_l2_pooling_is_the_root_of_the_sum_of_squares() -> None:
     x = random(2, 3, 6, 6)
     plain = L2Pool2d(2)(x)
     torch.testing.assert_close(plain, functional.lp_pool2d(x, 2.0, 2))
-    along = torch.tensor(gaussian(3), dtype=torch.float64)
-    weights = torch.outer(along, along)
-    torch.testing.assert_close(weights.sum(), torch.tensor(1.0, dtype=torch.float64))
-    weighted = L2Pool2d(3, stride=1, gaussian=True)(x)
-    expected = (weights * x[:, :, 1:4, 2:5] ** 2).sum((2, 3)).sqrt()
-    torch.testing.assert_close(weighted[:, :, 1, 2], expected)
     assert "kernel_size=(2, 2), stride=(2, 2)" in repr(L2Pool2d(2))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_l2_pooling_of_silent_units_has_gradient_zero(*, weighted: bool) -> None:
+def test_l2_pooling_of_silent_units_has_gradient_zero() -> None:
     x = torch.zeros(1, 1, 2, 4)
     x[..., 2:] = 3.0
     x.requires_grad_()
-    L2Pool2d(2, gaussian=weighted)(x).sum().backward()
+    L2Pool2d(2)(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad[..., :2], torch.zeros(1, 1, 2, 2))
     assert bool((x.grad[..., 2:] > 0).all())
