@@ -85,7 +85,7 @@ def test_faults_of_the_user_are_told_apart(tmp_path: Path, monkeypatch: pytest.M
     found = checked(tmp_path, "algorithm.loss=crossentropy")
     assert (found.is_users, "there is no loss" in str(found.error)) == (True, True)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
     monkeypatch.setattr(preflight, "answer_to", fail)
