@@ -20,6 +20,7 @@ from torch import nn
 import distbelief
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.transport.shared_memory import FileMemory
+from tests.distbelief.jobs import small
 from tests.processes.commands import COMMAND, LONG, Command, alive, ended, poll, sets, train
 
 
@@ -119,30 +120,13 @@ def prepare():
     time.sleep(60)
 """
 
-JOB = """
-[model]
-factory = "bad:net"
-
-[data.train]
-factory = "bad:points"
-
-[data.test]
-factory = "bad:points"
-arguments = { seed = 1 }
-
-[algorithm]
-name = "downpour"
-loss = "cross_entropy"
-batch_size = 8
-rule = { name = "sgd", learning_rate = 0.1 }
-
-[stop]
-epochs = 3
-
-[output]
-directory = "runs/tiny"
-snapshot_every = "300 ms"
-"""
+JOB = small(
+    "bad:net",
+    "bad:points",
+    data={"test": {"factory": "bad:points", "arguments": {"seed": 1}}},
+    stop={"epochs": 3},
+    output={"directory": "runs/tiny", "snapshot_every": "300 ms"},
+)
 
 
 @pytest.fixture
