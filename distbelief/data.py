@@ -401,11 +401,7 @@ def start_positions(n_consumed: int, *, n_samples: int, n_replicas: int) -> tupl
     Every replica starts after the same share of its part. So the counts add up, and a run that
     stopped between two passes continues exactly; within a pass, some samples are read twice and
     some not at all.
-
-    Args:
-        n_consumed: By all replicas together; also the sum of the result.
-        n_samples: Of the whole data set.
-        n_replicas: Number of replicas from now on.
+    `n_consumed` is of all replicas together; the result has the same sum.
     """
     parts = [
         DataShard(n_samples, replica_index=r, n_replicas=n_replicas, seed=0)
@@ -456,9 +452,7 @@ class BatchCursor:
 class Samples:
     """The samples of a data set by position, endless: position p is sample `order[p mod n]`.
 
-    Args:
-        n_samples: Of the data set.
-        seed: Of the order; None for the order of the data set.
+    The order is drawn from the seed; without one it is that of the data set.
     """
 
     def __init__(self, n_samples: int, *, seed: int | None = None) -> None:

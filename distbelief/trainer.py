@@ -323,7 +323,7 @@ class Trainer:
                 self._log.print(f"{self._job.name}: {self._run.path}")
             error = node.run(on_tick=lambda: self.tick(supervisor, watch))
             self._view = supervisor.view(time.monotonic())
-        if supervisor.interrupted:
+        if supervisor.shutdown.interrupted:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
             self._error, self.exit_code = error, 1

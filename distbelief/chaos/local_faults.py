@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Self, final
 
 import msgspec
@@ -142,12 +141,7 @@ class FaultInjector:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ended.set()
         self._thread.join()
         self._process_faults.release()
@@ -219,34 +213,28 @@ class FaultInjector:
 
 
 @final
+@dataclass(slots=True)
 class SupervisorUnderChaos:
-    """Wraps the supervisor of a real run: names the kills, and counts iterations.
+    """Wraps the supervisor of a real run: names the kills, and counts iterations."""
 
-    Args:
-        role: The supervisor.
-        injector: Knows whom chaos has killed.
-        iterations: Counts the iterations that are reported.
-    """
-
-    def __init__(self, role: Role, injector: FaultInjector, iterations: IterationCount) -> None:
-        self._role = role
-        self._injector = injector
-        self._iterations = iterations
+    role: Role
+    injector: FaultInjector
+    iterations: IterationCount
 
     @property
     def accepts(self) -> frozenset[type]:
-        return self._role.accepts
+        return self.role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        self._iterations.count(event)
+        self.iterations.count(event)
         # A process that ended by itself at the same time keeps its own reason.
-        if isinstance(event, PeerLost) and self._injector.owns(event.peer):
+        if isinstance(event, PeerLost) and self.injector.owns(event.peer):
             reason = KILLED if _SIGNAL in event.reason else event.reason
             event = msgspec.structs.replace(event, reason=reason)
-        return self._role.handle(event, now)
+        return self.role.handle(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        return self._role.status()
+        return self.role.status()
 
 
 def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:

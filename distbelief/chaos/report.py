@@ -94,15 +94,7 @@ def completed(
     faults: Sequence[ReportLine],
     iterations: IterationCount,
 ) -> ChaosReport:
-    """Return a report with its timeline and totals.
-
-    Args:
-        report: What is known of the job beforehand.
-        view: The last view of the job.
-        totals: What it did in all.
-        faults: The faults that were injected.
-        iterations: Iterations that were counted; they matter only if there is a coordinator.
-    """
+    """Return a report with its timeline and `totals`; without a coordinator no iterations count."""
     end = f"failed: {report.error}" if report.error else f"ended: {view.stop_reason}"
     reported = [
         ReportLine(seconds=message.seconds, what="report", text=message.text)

@@ -122,13 +122,7 @@ def _group(role: str) -> str:
 
 
 def faults_of(event: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
-    """Convert a fault event to faults of the simulation.
-
-    Args:
-        event: The fault event.
-        horizon: Seconds that the job takes undisturbed.
-        roles: All roles of the job.
-    """
+    """Return the faults of a simulated job that takes `horizon` seconds undisturbed."""
     at, seconds, role = (event.at * horizon, event.lasts * horizon, Address(event.role))
     others = [Address(name) for name in roles if name != role]
     if event.other is not None:

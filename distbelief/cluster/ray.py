@@ -93,11 +93,8 @@ def _check_address(address: str) -> None:
 class RayHosts:
     """The hosts that Ray provides to one job: `connect`, then `start`, then `close`.
 
-    Args:
-        n_hosts: Number of actors.
-        cores: Of each actor.
-        keys: Directory of keys on Ray's nodes; "" without keys.
-        allowed: Modules whose functions the job names.
+    Each runs in an actor that has so many `cores`. `keys` is a directory on Ray's nodes, or "";
+    `allowed` are the modules whose functions the job names.
     """
 
     def __init__(self, *, n_hosts: int, cores: int, keys: str, allowed: tuple[str, ...]) -> None:

@@ -7,7 +7,6 @@ and incarnation. Concurrent readers check a version (`parameter_server.slices`).
 """
 
 import ctypes
-import sys
 from typing import Final, Protocol
 
 import numpy as np
@@ -44,8 +43,6 @@ def keep_memory(*, block_bytes_max: int | None = None) -> bool:
     Blocks beyond `block_bytes_max`, if given, are returned at once. Call it before threads start:
     they then share one arena, so that one thread can reuse memory that another has freed.
     """
-    if sys.platform != "linux":
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

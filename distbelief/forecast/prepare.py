@@ -9,7 +9,6 @@ often it fetches and pushes.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Self, final
 
 import msgspec
@@ -195,12 +194,7 @@ class Preparation:
         torch.set_num_threads(1)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         torch.set_num_threads(self._n_threads)
         self._folder.remove()
 

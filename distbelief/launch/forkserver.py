@@ -284,8 +284,6 @@ def _silenced() -> Iterator[None]:
 
 def _is_clean() -> bool:
     # A child has none of its parent's threads, and cannot use a GPU that its parent has opened.
-    if sys.platform != "linux":
-        return True
     process = Path("/proc/self")
     opened = [str(link.readlink()) for link in (process / "fd").iterdir() if link.is_symlink()]
     is_alone = len(list((process / "task").iterdir())) == 1
@@ -293,9 +291,8 @@ def _is_clean() -> bool:
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Let the kernel send this signal when `parent` ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    """Let the kernel send this signal when `parent` ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before prctl took effect
         os._exit(1)
 

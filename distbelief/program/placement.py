@@ -134,13 +134,10 @@ def grid(
     *,
     units: Sequence[int] | None = None,
 ) -> Placement:
-    """Return a placement whose cells have extents in proportion to `weights`.
+    """Return a placement whose cells have extents in proportion to `weights`, one for each part.
 
-    Args:
-        shape: What is cut.
-        weights: Per dimension, one per part; one number leaves the dimension whole.
-        machines: Of each cell, the last dimension running fastest.
-        units: Per dimension, cuts lie at multiples of this.
+    One number leaves a dimension whole. Cuts lie at multiples of `units`, by dimension; the last
+    dimension of `machines` runs fastest.
     """
     units = units or (1,) * len(shape)
     # A cut is the end of every part but the last.

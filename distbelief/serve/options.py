@@ -13,7 +13,7 @@ import torch
 from distbelief.cluster.listen import JoinServer
 from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.task.imports import resolve
+from distbelief.task.task import ModelSpec, build_model
 from distbelief.transport.address import number_of
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import new_secret
@@ -26,12 +26,7 @@ _BIND: Final = re.compile(r"tcp://(?P<host>[^:/?#\[\]]+):(?P<port>[0-9]{1,5}|\*)
 
 def model(path: str, *, seed: int) -> torch.nn.Module:
     """Return the model that the function "MODULE:FUNCTION" makes, with this random seed."""
-    factory = resolve(path, table="model")
-    torch.manual_seed(seed)
-    made: object = factory()
-    if not isinstance(made, torch.nn.Module):
-        raise JobError(f"{path} must return a torch model, but returns a {type(made).__name__}")
-    return made
+    return build_model(ModelSpec(factory=path, seed=seed))
 
 
 def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:

@@ -169,11 +169,11 @@ def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell) -> s
 
 def _outcome(node: RoleRunner, supervisor: Supervisor, directory: Path) -> str | None:
     kept = f"{directory} has the state of the last checkpoint"
-    if supervisor.interrupted:
+    if supervisor.shutdown.interrupted:
         return f"ended at once: {kept}"
-    if supervisor.error is None and node.error is not None:
+    if supervisor.shutdown.error is None and node.error is not None:
         return f"{node.error}: {kept}"
-    return supervisor.error
+    return supervisor.shutdown.error
 
 
 def _previous_run(request: ServerRequest, warn: Callable[[str], None]) -> PreviousRun:
@@ -386,7 +386,7 @@ class _Terminal:
         with caught_signals() as caught:
             caught.tell = lambda number: node.stop(REASONS[number])
             error = node.run(lambda: self._tick(supervisor, address, log.print))
-        if not (error or supervisor.error or supervisor.interrupted):
+        if not (error or supervisor.shutdown.error or supervisor.shutdown.interrupted):
             log.print(f"ended; the parameters are saved in {self._request.directory}")
 
     def _tick(self, supervisor: Supervisor, address: ServerAddress, tell: Tell) -> None:

@@ -150,14 +150,6 @@ class Supervisor:
     def _runs(self) -> bool:
         return self.shutdown.stage is ShutdownStage.RUN
 
-    @property
-    def interrupted(self) -> bool:
-        return self.shutdown.interrupted
-
-    @property
-    def error(self) -> str | None:
-        return self.shutdown.error
-
     def request_stop(self, reason: str) -> None:
         """End the job at the next tick."""
         self._requested_end = self._requested_end or reason
@@ -263,7 +255,7 @@ class Supervisor:
     def _stop_by_user(self, message: wire.Message) -> None:
         if not isinstance(message, wire.Stop):
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
-        if self.interrupted:  # a second Ctrl+C: end at once
+        if self.shutdown.interrupted:  # a second Ctrl+C: end at once
             self._halt()
             return
         if self._config.stop is None and self._runs:
@@ -462,7 +454,7 @@ class Supervisor:
         if record is None or incarnation != record.incarnation or not record.is_alive:
             return
         record.end = reason
-        if at_once or self.interrupted or self.shutdown.stage >= ShutdownStage.CLOSE:
+        if at_once or self.shutdown.interrupted or self.shutdown.stage >= ShutdownStage.CLOSE:
             self._confirm_death(name)
         else:
             self.out.add(rl.SetTimer(name=f"{_LOST}{name}", at=self._now + LAST_MESSAGES_SECONDS))
@@ -476,7 +468,7 @@ class Supervisor:
     def _handle_death(self, record: RoleRecord, why: str) -> None:
         """Handle the death of a role: restart it unless the job no longer needs it."""
         stage = self.shutdown.stage
-        if self.interrupted or (stage >= ShutdownStage.CLOSE and record.end):
+        if self.shutdown.interrupted or (stage >= ShutdownStage.CLOSE and record.end):
             self._end_role(record)
             return
         if stage >= ShutdownStage.CLOSE or (record.trains and stage is not ShutdownStage.RUN):
@@ -640,7 +632,7 @@ class Supervisor:
         # Every rank gets a Stop: one that is still being built ends at once.
         self._stop([*self.members.of("coordinator"), *self.members.training])
         evaluator = self.members.evaluator
-        if self.interrupted and evaluator is not None:
+        if self.shutdown.interrupted and evaluator is not None:
             self._stop([evaluator])
         left = [replica for replica in self.members.training if replica.is_alive]
         if left and self._now < self.shutdown.deadline:
@@ -658,7 +650,7 @@ class Supervisor:
         if coordinator is not None and not coordinator.has_finished:
             # The shards may hold a trial point of a line search, so no checkpoint is taken.
             event = LogEvent("ended_early")
-            if not self.interrupted:
+            if not self.shutdown.interrupted:
                 self.shutdown.error = self.shutdown.error or event.text
             self.out.log(event)
             return
@@ -681,7 +673,7 @@ class Supervisor:
             return
         shards = sorted({shard.shard for shard in self.members.of("shard") if shard.is_alive})
         last = self.shutdown.stage is ShutdownStage.KEEP
-        retry = LAST_SAVE_SECONDS if last and not self.interrupted else 0.0
+        retry = LAST_SAVE_SECONDS if last and not self.shutdown.interrupted else 0.0
         save = self.checkpoints.ask(shards, self._now, retry_seconds=retry, last=last)
         for primary in map(self.failover.primary, shards):
             if primary is not None:
@@ -697,7 +689,7 @@ class Supervisor:
             self.evaluations.give_up()
         # A job whose last checkpoint is not on disk has failed.
         unsaved = self.checkpoints.errors | dict.fromkeys(late, "it did not answer in time")
-        if unsaved and not self.interrupted:
+        if unsaved and not self.shutdown.interrupted:
             name, why = min(unsaved.items())
             text = f"the last checkpoint of {name.replace('-', ' ')} could not be saved: {why}"
             self.shutdown.error = self.shutdown.error or text
@@ -708,7 +700,7 @@ class Supervisor:
         ours = [r for r in self.members if r.is_alive and r.kind != "guest"]
         if ours and self._now < self.shutdown.deadline:
             return
-        if not self.interrupted:
+        if not self.shutdown.interrupted:
             self._kill(ours, "its end")
         self._halt()
 
@@ -729,7 +721,7 @@ class Supervisor:
     def _kill(self, records: Sequence[RoleRecord], what: str) -> None:
         for record in records:
             self.scheduler.terminate(record.name)
-            if not self.interrupted:
+            if not self.shutdown.interrupted:
                 self.out.log(LogEvent("role_killed", record.name, detail=what))
             self._end_role(record)
 
@@ -741,7 +733,9 @@ class Supervisor:
         self.shutdown.stage = ShutdownStage.OVER
         self.metrics.ended_at = self._now
         self.scheduler.release_all()
-        self.out.add(rl.Exit(error="interrupted" if self.interrupted else self.shutdown.error))
+        self.out.add(
+            rl.Exit(error="interrupted" if self.shutdown.interrupted else self.shutdown.error)
+        )
 
     # --- view
 
@@ -770,6 +764,6 @@ class Supervisor:
             view,
             phase=self.phase,
             stop_reason=self.shutdown.reason,
-            error=None if self.interrupted else self.shutdown.error,
+            error=None if self.shutdown.interrupted else self.shutdown.error,
             messages=tuple(self.out.messages),
         )

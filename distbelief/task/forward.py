@@ -173,10 +173,7 @@ class Forward:
 class WholeLoss(nn.Module):
     """A user's loss function as a module that one rank computes.
 
-    Args:
-        function: f(outputs, targets) -> mean over the samples of the batch.
-        fields: Of the outputs that it gets.
-        entries: Of the batch that it gets, after them.
+    It gets these fields of the outputs, then these entries of the batch.
     """
 
     def __init__(self, function: Loss, fields: Sequence[Path], entries: Sequence[Entry]) -> None:

@@ -196,12 +196,8 @@ Read = Callable[[str, int, int], Vector]
 def reader(path: str, layout: Layout) -> Read:
     """Return a function that reads ranges of tensors from a safetensors file.
 
-    Args:
-        path: A .safetensors file with whole tensors by name.
-        layout: Expected names and shapes, and the dtype of the result.
-
-    Raises:
-        StorageError: the file cannot be read, lacks a tensor, or has another shape.
+    The layout has the expected names and shapes, and the dtype of the result. StorageError if the
+    file cannot be read, lacks a tensor, or has another shape.
     """
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32

@@ -92,8 +92,7 @@ class DirectoryAuth:
     def address(self, endpoint: str) -> str:
         """Return the address that ZeroMQ binds or connects to for this endpoint."""
         name = self._name_in(endpoint)
-        base = Path(f"/proc/self/fd/{self._descriptor}")
-        return f"ipc://{base if base.is_dir() else self._directory}/{name}"  # macOS: no /proc
+        return f"ipc:///proc/self/fd/{self._descriptor}/{name}"
 
     def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         """Prepare a socket before it connects, or raise `TransportError`."""

@@ -415,20 +415,10 @@ class RoleRunner:
             case rl.Persist():
                 task = partial(_persist, self._store, self._name, action.snapshot)
                 self._executors.add(rl.Executor.COMPUTE, f"saving {action.snapshot.label}", task)
-            case _:
-                self._perform_other(action)
-
-    def _perform_other(
-        self, action: rl.Report | rl.Connect | rl.Launch | rl.AssignName | rl.Terminate | rl.Exit
-    ) -> None:
-        match action:
             case rl.Report():
                 self._log(action.level, action.text)
             case rl.Connect():
-                try:
-                    self._transport.connect(action.peer, action.incarnation, action.endpoint)
-                except TransportError as error:  # the role limits how long it waits for a peer
-                    self._log("error", str(error))
+                self._connect(action)
             case rl.Launch():
                 self._launch(action)
             case rl.AssignName():
@@ -439,6 +429,12 @@ class RoleRunner:
                 self.halted, self.error = True, action.error
             case _:
                 assert_never(action)
+
+    def _connect(self, action: rl.Connect) -> None:
+        try:
+            self._transport.connect(action.peer, action.incarnation, action.endpoint)
+        except TransportError as error:  # the role limits how long it waits for a peer
+            self._log("error", str(error))
 
     def _launch(self, action: rl.Launch) -> None:
         try:

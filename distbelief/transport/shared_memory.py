@@ -30,7 +30,7 @@ _PREFIX = "distbelief-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=~-]{0,199}")  # one file name, no path
 _HOST_CHARACTERS_MAX = 60
 # MAP_POPULATE fills the page tables at once: no page faults later.
-_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+_MAP_FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class FileMemory:
@@ -78,7 +78,8 @@ class FileMemory:
             raise StorageError(f"cannot create {path}: {error.strerror}") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _allocate(file, n_bytes)
+            if n_bytes:
+                os.posix_fallocate(file, 0, n_bytes)
             region = _map(file, n_bytes)
             # The name appears only now: nobody attaches a region that is not locked and complete.
             path.hardlink_to(draft)
@@ -172,15 +173,6 @@ def _default_root() -> Path:
     if in_memory.is_dir() and os.access(in_memory, os.W_OK | os.X_OK):
         return in_memory
     return Path(tempfile.gettempdir())
-
-
-def _allocate(file: int, n_bytes: int) -> None:
-    if n_bytes == 0:
-        return
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, n_bytes)
-    else:  # macOS
-        os.ftruncate(file, n_bytes)
 
 
 def _map(file: int, n_bytes: int) -> Region:

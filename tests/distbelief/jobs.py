@@ -1,7 +1,9 @@
 """A job file that is right, for tests to change one thing in."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from distbelief.config import toml
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 
@@ -39,26 +41,20 @@ report_every = "2 s"
 """
 
 
-def small(
-    model: str,
-    data: str,
-    more: str = "",
-    *,
-    loss: str = "cross_entropy",
-    rule: str = 'name = "sgd", learning_rate = 0.1',
-    epochs: int = 1,
-) -> str:
-    """Return the text of a job; `more` are tables that it has as well."""
-    return f"""
-model.factory = "{model}"
-data.train.factory = "{data}"
-stop.epochs = {epochs}
-[algorithm]
-name = "downpour"
-loss = "{loss}"
-batch_size = 8
-rule = {{ {rule} }}
-{more}"""
+def small(model: str, data: str, /, **tables: Mapping[str, object]) -> str:
+    """Return the text of a job of one epoch, with these entries of its tables."""
+    job: dict[str, dict[str, object]] = {
+        "model": {"factory": model},
+        "data": {"train": {"factory": data}},
+        "algorithm": {
+            "name": "downpour",
+            "loss": "cross_entropy",
+            "batch_size": 8,
+            "rule": {"name": "sgd", "learning_rate": 0.1},
+        },
+        "stop": {"epochs": 1},
+    }
+    return toml.write({**job, **{name: {**job.get(name, {}), **tables[name]} for name in tables}})
 
 
 def speech(*overrides: str, path: str | Path = "speech.toml") -> Job:

@@ -10,19 +10,14 @@ from experiments.baseline import draw_batches, main
 from tests.distbelief.jobs import small
 
 
-HALVES = f"{__name__}:halves"
+HALVES = "tests.experiments.test_baseline:halves"
 JOB = small(
     "torch.nn:Linear",
     HALVES,
-    f"""
-[model.arguments]
-in_features = 2
-out_features = 2
-[data.test]
-factory = "{HALVES}"
-[evaluation]
-metric = "accuracy"
-""",
+    model={"arguments": {"in_features": 2, "out_features": 2}},
+    data={"test": {"factory": HALVES}},
+    evaluation={"metric": "accuracy", "every": "1 s"},
+    output={"directory": "runs/x"},
 )
 
 

@@ -123,16 +123,9 @@ def prepare():
 JOB = small(
     "bad:net",
     "bad:points",
-    """
-[data.test]
-factory = "bad:points"
-arguments = { seed = 1 }
-
-[output]
-directory = "runs/tiny"
-snapshot_every = "300 ms"
-""",
-    epochs=3,
+    data={"test": {"factory": "bad:points", "arguments": {"seed": 1}}},
+    stop={"epochs": 3},
+    output={"directory": "runs/tiny", "snapshot_every": "300 ms"},
 )
 
 

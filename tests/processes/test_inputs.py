@@ -56,18 +56,12 @@ class Successors:
 JOB = small(
     "reader:Reader",
     "reader:Successors",
-    """
-[data.train.arguments]
-n = 400
-[data.test]
-factory = "reader:Successors"
-arguments = { n = 50 }
-[output]
-directory = "runs/reader"
-""",
-    loss="model",
-    rule='name = "adagrad", learning_rate = 0.1',
-    epochs=3,
+    data={
+        "train": {"factory": "reader:Successors", "arguments": {"n": 400}},
+        "test": {"factory": "reader:Successors", "arguments": {"n": 50}},
+    },
+    algorithm={"loss": "model", "rule": {"name": "adagrad", "learning_rate": 0.1}},
+    stop={"epochs": 3},
 )
 
 

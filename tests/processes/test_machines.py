@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import experiments.digits
 from distbelief.program.plan import load
 from experiments.digits.digits import images, net
+from tests.distbelief.jobs import small
 from tests.processes.commands import COMMAND, Command, alive, ended, poll, said, sets, train
 
 
@@ -132,31 +133,15 @@ def net(width=2000, hidden=20000):
     )
 '''
 
-WIDE_JOB = """
-[model]
-factory = "wide:net"
-initial = "seed"
-
-[data.train]
-factory = "wide:waves"
-
-[algorithm]
-name = "downpour"
-loss = "cross_entropy"
-batch_size = 16
-rule = { name = "sgd", learning_rate = 0.001 }
-
-[cluster]
-replicas = 1
-shards = 6
-
-[stop]
-samples = 64
-
-[output]
-directory = "runs/wide"
-snapshot_every = "1 h"
-"""
+WIDE_JOB = small(
+    "wide:net",
+    "wide:waves",
+    model={"initial": "seed"},
+    algorithm={"batch_size": 16, "rule": {"name": "sgd", "learning_rate": 0.001}},
+    cluster={"shards": 6},
+    stop={"epochs": None, "samples": 64},
+    output={"snapshot_every": "1 h"},
+)
 
 MODEL_BYTES = 4 * (2000 * 20000 + 20000 + 20000 * 2000 + 2000 + 2000 * 2 + 2)  # 320 MB
 CAP_BYTES = 240_000_000

@@ -20,6 +20,7 @@ from distbelief.errors import DistBeliefError
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
 from distbelief.worker.computation import Computation
+from tests.distbelief.jobs import small
 from tests.processes.commands import poll, said
 
 
@@ -90,19 +91,11 @@ def test_what_float32_does_not_decide_is_run_in_float64(
     assert found.passed
 
 
-JOB = """
-[model]
-factory = "tests.processes.test_verify:net"
-[data.train]
-factory = "none:none"
-[algorithm]
-name = "downpour"
-loss = "mse"
-batch_size = 1
-rule = { name = "sgd", learning_rate = 1.0 }
-[stop]
-epochs = 1
-"""
+JOB = small(
+    "tests.processes.test_verify:net",
+    "none:none",
+    algorithm={"loss": "mse", "batch_size": 1, "rule": {"name": "sgd", "learning_rate": 1.0}},
+)
 
 
 def run(

@@ -570,7 +570,7 @@ def test_an_interrupted_job_is_over_and_saved_within_two_seconds(shard_copies: i
     begun = job.simulation.now
     job.interrupt()
     assert job.run() == "interrupted"
-    assert job.supervisor.interrupted
+    assert job.supervisor.shutdown.interrupted
     assert job.simulation.now - begun <= 1.3 + 1.0  # run() adds a second
     for shard in job.shards:
         assert job.simulation.disk.newest(shard) is not None

@@ -39,7 +39,6 @@ print(int(kept), faults() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told")
 def test_a_large_block_that_was_freed_is_used_again_without_page_faults() -> None:
     command = [sys.executable, "-c", PROGRAM]
     kept, faults = subprocess.check_output(command, text=True, timeout=60).split()

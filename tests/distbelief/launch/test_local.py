@@ -246,7 +246,6 @@ def test_sigterm_is_the_supervisors_business_while_it_lives(server: Server, tmp_
     close(server, pids)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_children_end_with_the_server_however_it_ends(server: Server, tmp_path: Path) -> None:
     pids = [start(server, tmp_path, f"shard-{k}") for k in range(3)]
     os.kill(server.pid, signal.SIGKILL)

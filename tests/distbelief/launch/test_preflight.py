@@ -12,8 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distbelief.config.load import parse_job
+from distbelief.core.memory import PrivateMemory
 from distbelief.launch import preflight
 from distbelief.launch.preflight import PreflightRequest, PreflightResult, check_main, read_result
+from distbelief.launch.role_process import context_of
+from distbelief.parameter_server.initial_values import Initial
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.run.summary import DataFacts, TaskFacts
+from tests.distbelief.examples import a_sample
 from tests.distbelief.jobs import small
 
 
@@ -85,10 +91,30 @@ def test_faults_of_the_user_are_told_apart(tmp_path: Path, monkeypatch: pytest.M
     found = checked(tmp_path, "algorithm.loss=crossentropy")
     assert (found.is_users, "there is no loss" in str(found.error)) == (True, True)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
     monkeypatch.setattr(preflight, "answer_to", fail)
     found = checked(tmp_path)
     claim = "model and data failed the check: OSError: no memory (test_preflight.py, line "
     assert str(found.error).startswith(claim)
+
+
+def test_roles_are_built_from_all_that_the_check_found(tmp_path: Path) -> None:
+    job = parse_job(JOB, path=tmp_path / "job.toml")
+    found = PreflightResult(
+        tensors=(TensorSpec(name="w", shape=(300,)),),
+        initials={"w": Initial(distribution="constant", value=1.0)},
+        initial_file="initial.safetensors",
+        plan="plan.json",
+        sample=a_sample((2,)),
+        task=TaskFacts(train=DataFacts(n_samples=7)),
+    )
+    layout = Layout.of(found.tensors, n_shards=2)
+    spec = found.role_spec(job, layout)
+    context = context_of(spec, job, PrivateMemory())
+    for name in ("initials", "initial_file", "plan", "sample"):
+        assert getattr(context, name) == getattr(spec, name) == getattr(found, name), name
+    assert context.n_train == spec.n_train == 7
+    assert spec.layout == layout.spec
+    assert context.task == job.task

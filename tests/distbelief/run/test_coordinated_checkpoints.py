@@ -114,7 +114,7 @@ def test_the_job_ends_with_it(desk: Desk, *, failed: bool) -> None:
     assert sent(actions, wire.SaveCheckpoint) == ["shard-0", "shard-1"]
     assert sent(actions, wire.Evaluate) == ([] if failed else ["evaluator"])
     assert desk.view.stop_reason == "no step is better"
-    assert desk.supervisor.error == ("no step is better" if failed else None)
+    assert desk.supervisor.shutdown.error == ("no step is better" if failed else None)
 
 
 def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:
@@ -132,13 +132,13 @@ def test_a_watchers_stop_is_done_at_the_next_tick_and_saves_no_point_on_trial(de
     desk.supervisor.request_stop("too late")
     assert sent(desk.pass_time(0.25), wire.Stop) == ["coordinator", "replica-0", "replica-1"]
     assert desk.view.stop_reason == "enough"
-    assert not desk.supervisor.interrupted
+    assert not desk.supervisor.shutdown.interrupted
     desk.die("coordinator")  # it does not end in order
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
     assert not sent(actions, wire.SaveCheckpoint)
     assert "the run resumes from its last checkpoint" in desk.told[-1]
-    assert desk.supervisor.error is not None
+    assert desk.supervisor.shutdown.error is not None
     assert sent(actions, wire.Stop) == ["shard-0", "shard-1", "evaluator"]
 
 
@@ -147,8 +147,10 @@ def test_without_it_there_is_no_job() -> None:
     desk.join()
     desk.restart("coordinator")
     actions = desk.die("coordinator")
-    assert desk.supervisor.error is not None
-    assert "the coordinator cannot be kept alive after 1 restart" in (desk.supervisor.error)
+    assert desk.supervisor.shutdown.error is not None
+    assert "the coordinator cannot be kept alive after 1 restart" in (
+        desk.supervisor.shutdown.error
+    )
     assert not [action for action in actions if isinstance(action, Exit)]
 
 

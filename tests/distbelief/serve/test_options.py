@@ -26,7 +26,7 @@ def test_the_model_is_drawn_from_the_seed() -> None:
     weights = [next(net.parameters()) for net in (one, same, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    with pytest.raises(JobError, match="must return a torch model, but returns a NoneType"):
+    with pytest.raises(JobError, match="make_nothing returned None"):
         model(f"{__name__}:make_nothing", seed=0)
 
 

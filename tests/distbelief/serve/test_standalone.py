@@ -235,7 +235,7 @@ def test_a_user_sees_the_addresses(
 def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_path: Path) -> None:
     """It said that its directory holds what was trained, and exited with 0."""
     said: list[str] = []
-    supervisor = SimpleNamespace(error=None, interrupted=False)
+    supervisor = SimpleNamespace(shutdown=SimpleNamespace(error=None, interrupted=False))
     node = SimpleNamespace(run=lambda _: "a bug", error="a bug", post=pytest.fail)
     terminal = server_process._Terminal(cast("ServerRequest", None))
     log = RunLog(tmp_path / "supervisor.log", "supervisor", tell=said.append)

@@ -230,7 +230,7 @@ def test_a_copy_left_out_does_not_end_the_job(in_sync: Desk) -> None:
     assert in_sync.view.phase == "training"
     for _ in range(6):
         in_sync.restart("shard-0", "ended with status 1")
-    assert "shard 0 cannot be kept alive after 5 restarts" in str(in_sync.supervisor.error)
+    assert "shard 0 cannot be kept alive after 5 restarts" in str(in_sync.supervisor.shutdown.error)
 
 
 def test_a_part_of_a_copy_is_given_up_when_its_primary_is_left_out(desk: Desk) -> None:

@@ -125,7 +125,7 @@ def test_without_any_whole_replica_the_job_fails(desk: Desk) -> None:
     for name in ("replica-0.1", "replica-1.1"):
         for _ in range(4):
             desk.restart(name)
-    assert str(desk.supervisor.error).startswith("every replica is lost")
+    assert str(desk.supervisor.shutdown.error).startswith("every replica is lost")
 
 
 def test_evaluators_are_left_out_together_and_the_job_goes_on(desk: Desk) -> None:
@@ -134,7 +134,7 @@ def test_evaluators_are_left_out_together_and_the_job_goes_on(desk: Desk) -> Non
         desk.restart("evaluator.1")
     states = {r.name: r.state for r in desk.view.roles}
     assert states["evaluator"] == states["evaluator.1"] == "lost, left out"
-    assert desk.supervisor.error is None
+    assert desk.supervisor.shutdown.error is None
 
 
 def test_the_end_waits_for_every_machine_and_restarts_none(desk: Desk) -> None:

@@ -504,7 +504,7 @@ def test_text_of_others_is_no_command_to_a_terminal(desk: Desk) -> None:
     error = "line 1\n\tline 2 \x1b]0;mine\x07 \x1b[31m"
     desk.hear("replica-1", wire.Failed(error=error, culprit_is_job=True))
     view = desk.view
-    shown = [*desk.told, str(desk.supervisor.error), *(r.state for r in view.roles)]
+    shown = [*desk.told, str(desk.supervisor.shutdown.error), *(r.state for r in view.roles)]
     assert any("line 1\n\tline 2 ?]0;mine? ?[31m" in text for text in shown)
     assert "?[2Jbusy?" in shown
     assert not any(set("\x1b\x07\x9b") & set(text) for text in shown)
@@ -550,7 +550,7 @@ def test_a_shard_that_cannot_be_kept_alive_ends_the_job(desk: Desk) -> None:
     for _ in range(6):
         desk.restart("shard-0", "ended with status 1")
     assert desk.view.phase == "stopping"
-    assert desk.supervisor.error == (
+    assert desk.supervisor.shutdown.error == (
         "shard 0 cannot be kept alive after 5 restarts, none of which lasted 30 s: it "
         "ended with status 1"
     )
@@ -608,14 +608,16 @@ def test_a_job_whose_end_is_not_saved_has_failed(desk: Desk, *, answers: bool) -
     desk.saved("shard-0")
     if answers:
         desk.saved("shard-1", error="no space left")
-        assert desk.supervisor.error is None  # asked again: a full disk may heal
+        assert desk.supervisor.shutdown.error is None  # asked again: a full disk may heal
         desk.pass_time(11.0, beats=EVERYBODY)
         desk.saved("shard-1", error="no space left")
         why = "no space left"
     else:
         desk.pass_time(1801.0, beats=EVERYBODY)
         why = "it did not answer in time"
-    assert desk.supervisor.error == (f"the last checkpoint of shard 1 could not be saved: {why}")
+    assert desk.supervisor.shutdown.error == (
+        f"the last checkpoint of shard 1 could not be saved: {why}"
+    )
 
 
 def test_a_job_without_shards_begins_at_once_and_saves_nothing() -> None:
@@ -704,7 +706,7 @@ def test_told_to_stop_a_server_saves_in_its_own_time(server: Desk) -> None:
     actions = server.hear(rl.USER, wire.Stop(reason="closed"))
     assert sent(actions, wire.SaveCheckpoint) == ["shard-0", "shard-1"]
     assert all(save.last for _, save in letters(actions, wire.SaveCheckpoint))
-    assert not server.supervisor.interrupted
+    assert not server.supervisor.shutdown.interrupted
     actions = server.saved("shard-0", "shard-1")
     assert server.finish("shard-0", "shard-1")[-1] == rl.Exit(error=None)
 

@@ -483,11 +483,13 @@ def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
 
 def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> None:
     before = threading.active_count()
-    node, role = build(on_start())
+    node, role = build(on_start(end=lambda event: event != NEWS))
     assert node.post(NEWS)
+    node.stop("Ctrl+C")
     assert threading.active_count() == before  # a runner that never runs needs no thread
     node.run()
-    assert role.events == [rl.Started(incarnation=4), NEWS]
+    stop = rl.Received(sender=rl.USER, incarnation=0, message=Stop(reason="Ctrl+C"))
+    assert role.events == [rl.Started(incarnation=4), NEWS, stop]
 
 
 def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:

@@ -210,13 +210,6 @@ def test_memory_files_lie_in_memory_or_where_temporary_files_do(
     memory.remove_all()
 
 
-def test_without_posix_fallocate_a_region_is_made_all_the_same(
-    memory: FileMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("os.posix_fallocate", raising=False)  # macOS
-    assert memory.create("a", n_bytes=100).shape == (100,)
-
-
 @pytest.mark.usefixtures("memory")
 def test_a_sweep_removes_no_run_that_lives_and_nothing_foreign(tmp_path: Path) -> None:
     (tmp_path / "distbelief-no-directory").write_text("a file")
