@@ -171,11 +171,6 @@ class Trace:
         self._n_kept = n_kept
         self._pending: list[_Record] = []  # not in the digest yet
         self._newest = deque[_Record](maxlen=N_REMEMBERED)  # those in the digest
-        self._n_flushed = 0
-
-    @property
-    def n_lines(self) -> int:
-        return self._n_flushed + len(self._pending)
 
     @property
     def digest(self) -> str:
@@ -206,10 +201,9 @@ class Trace:
 
     def _flush(self) -> None:
         # Without the header of the list: the digest must not depend on when it is asked for.
-        n = len(self._pending)
-        self._hash.update(_encode(self._pending)[1 if n <= _N_SHORT else 3 :])
+        n_header = 1 if len(self._pending) <= _N_SHORT else 3
+        self._hash.update(_encode(self._pending)[n_header:])
         self._newest.extend(self._pending)
-        self._n_flushed += n
         self._pending.clear()
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:

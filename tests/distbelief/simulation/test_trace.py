@@ -77,7 +77,6 @@ def test_only_the_last_lines_of_a_role_are_kept() -> None:
     (lines,) = cluster.trace.last().values()
     assert len(lines) == 3
     assert "sequence=9" in lines[-1]
-    assert cluster.trace.n_lines == 11
 
 
 def test_a_failure_shows_the_seed_and_the_last_events_of_every_role() -> None:
