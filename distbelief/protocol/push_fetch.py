@@ -12,6 +12,10 @@ A client fetches and pushes: a replica, the evaluator, or `DownpourSGD`.
       | <------------- PushBlockAck |   fills the push buffer that it was lent
       | Push -------------------->  |   the buffer of this sequence is complete: apply it
       | <-------------- PushApplied |   applied; staleness measured; the buffer is free
+      | <-------------------- Floor |   where workers wait for each other: one may go on
+
+A tick of a worker is one exchange, from a fetch to a push. Where shards count ticks, a client
+enters before its first one and leaves when it has nothing to do: others wait for those that are in.
 """
 
 from typing import Literal
@@ -22,11 +26,15 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name, Text
 
 
-Payload = Literal["dense"] | msgspec.UnsetType
-"""How a push encodes what it carries. "dense": one number per element that the client holds.
+Payload = Literal["dense", "bfloat16"] | msgspec.UnsetType
+"""What values are. "dense": a number of the layout's type for each element that the client holds.
+"bfloat16": words of 16 bits, one for each parameter, and two for each buffer, which stays float32.
 
-Unset means dense, and takes no bytes.
+Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """
+
+Ticks = Count | msgspec.UnsetType
+"""A number that is sent only where shards count ticks; Unset takes no bytes."""
 
 
 class OpenSession(AnyMessage, frozen=True):
@@ -42,6 +50,8 @@ class OpenSession(AnyMessage, frozen=True):
     host: Name  # whose shared memory the client can map; "" if none
     next_sequence: Count  # of the first push of this incarnation that is not known to be applied
     holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
+    entries: Ticks = msgspec.UNSET  # how often this incarnation has entered or left; odd: it is in
+    tick: Ticks = msgspec.UNSET  # ticks ended by acknowledged pushes; Unset: begin at the floor
 
 
 class SessionOpened(AnyMessage, frozen=True):
@@ -54,6 +64,10 @@ class SessionOpened(AnyMessage, frozen=True):
     applied: Count  # how many pushes of this incarnation the values contain
     parameters_region: Name  # shared memory to copy from, "" if none
     push_buffers_region: Name  # shared memory to push into, "" if none
+    entries: Ticks = msgspec.UNSET  # of the latest OpenSession with that number
+    tick: Ticks = msgspec.UNSET  # ticks that the client has ended; Unset: it is not in
+    floor: Ticks = msgspec.UNSET  # as in `Floor`; Unset: this shard counts no ticks
+    behind: Name | msgspec.UnsetType = msgspec.UNSET
 
 
 class SessionRefused(AnyMessage, frozen=True):
@@ -69,6 +83,7 @@ class Fetch(AnyMessage, frozen=True):
     request: Count  # rises with each fetch of this client, over its incarnations too
     shard_incarnation: Count
     credit: Count  # blocks that may be under way
+    payload: Payload = msgspec.UNSET  # that the blocks should have
 
 
 class ParameterBlock(AnyMessage, frozen=True):
@@ -79,6 +94,7 @@ class ParameterBlock(AnyMessage, frozen=True):
     block_index: Count
     clock: Count  # of that version
     values: Vector  # (block_size,)
+    payload: Payload = msgspec.UNSET  # what `values` are
 
 
 class FetchAck(AnyMessage, frozen=True):
@@ -132,6 +148,8 @@ class Push(AnyMessage, frozen=True):
     # gradient; None: all that the client holds.
     touches: Vector | None = None
     payload: Payload = msgspec.UNSET  # what lies in the push buffer
+    tick: Ticks = msgspec.UNSET  # ticks that the client has ended, this one included
+    n_samples: Ticks = msgspec.UNSET  # of this push
 
 
 class PushApplied(AnyMessage, frozen=True):
@@ -144,3 +162,16 @@ class PushApplied(AnyMessage, frozen=True):
     shard_incarnation: Count
     clock: Count
     staleness: Count
+    floor: Ticks = msgspec.UNSET
+    behind: Name | msgspec.UnsetType = msgspec.UNSET
+
+
+class Floor(AnyMessage, frozen=True):
+    """Shard -> client: every client that is in has ended `floor` ticks.
+
+    It never falls within one incarnation of the shard.
+    """
+
+    shard_incarnation: Count
+    floor: Count
+    behind: Name  # the first of the clients that have ended no more; "": none is in

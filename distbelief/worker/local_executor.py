@@ -16,11 +16,9 @@ from torch import nn
 from distbelief.data import Batch, Dataset, n_samples_of, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
-from distbelief.task.initializers import initials_of
 from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import BatchIndices, BatchSlice, step_seed
 from distbelief.worker.objective import STEP, Close, StepOutcome
@@ -46,6 +44,8 @@ class FlatModel:
         module: The user's model; this object owns its tensors from now on.
         values: Flat views of all tensors, in the order of `specs()`.
         averages: Items that a step changes in place: running averages.
+        trained: Items with a gradient.
+        shapes: Of all tensors.
         n_parameters: Number of trained elements.
     """
 
@@ -73,6 +73,8 @@ class FlatModel:
             for index, tensor in enumerate(self._tensors)
             if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
         ]
+        self.trained = frozenset(self._trained)
+        self.shapes = [tensor.shape for tensor in self._tensors]
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
     def specs(self) -> list[TensorSpec]:
@@ -86,14 +88,6 @@ class FlatModel:
             )
             for index, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True))
         ]
-
-    def initials(self) -> Mapping[str, Initial]:
-        """Return how each tensor is drawn, by the type of its layer.
-
-        Raises:
-            JobError: a tensor is neither constant nor of a layer whose rule is known.
-        """
-        return initials_of(self.module, self._names)
 
     def aliases(self) -> Mapping[str, str]:
         """Return the other names of shared tensors: name -> the name used here."""

@@ -10,12 +10,12 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles import role as rl
 from distbelief.task.task import BuildContext, build_model
-from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
 from sandblaster.worker import STAGED_TIMER, ChunkObjective
+from tests.distbelief.examples import initials_of
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 
@@ -30,7 +30,7 @@ def context() -> BuildContext:
         n_shards=1,
         seed=0,
         memory=PrivateMemory(host=""),
-        initials=FlatModel(build_model(TASK.model)).initials(),
+        initials=initials_of(build_model(TASK.model)),
         await_begin=False,
     )
 

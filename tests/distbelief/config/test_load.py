@@ -2,17 +2,22 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from typer.testing import CliRunner
 
+from distbelief.cli.main import app
 from distbelief.config import algorithms, toml
 from distbelief.config.job import ClusterTable, EvaluationTable, Job, StopTable
 from distbelief.config.load import job_from_json, load_job, parse_job
+from distbelief.config.presets import PRESETS
 from distbelief.errors import JobError, JobFileError
-from distbelief.parameter_server.optimizers import Adagrad, Adam, UpdateRule
+from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, UpdateRule
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.worker.config import DownpourSettings
 from tests.distbelief.jobs import SPEECH, speech
@@ -94,6 +99,82 @@ def test_an_override_replaces_a_value_needs_no_quotes_and_the_last_one_wins() ->
     assert job.model.arguments == {"hidden": [512, 512], "depth": 3, "day": "2012-12-03"}
 
 
+LOCAL = SPEECH.replace('rule = { name = "adagrad", learning_rate = 0.02 }', 'preset = "local"')
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_becomes_keys_that_are_stored_with_the_run(name: str) -> None:
+    job = parse_job(LOCAL.replace('"local"', f'"{name}"'), path="speech.toml")
+    assert parse_job(job.to_toml(), path="job.toml").algorithm == job.algorithm
+    assert job_from_json(job.to_json()) == job
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert job.algorithm.pace.sends_delta == (job.algorithm.inner is not None)
+
+
+def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() -> None:
+    overrides = ["exchange.every=16", "inner.lr=0.5", "inner.fused=true", "rule.weight_decay=0.1"]
+    given = parse_job(
+        LOCAL, path="speech.toml", overrides=[f"algorithm.{each}" for each in overrides]
+    ).algorithm
+    assert isinstance(given, DownpourSettings)
+    usual = ExchangePolicy(send="delta", every=16, weight="mean", numbers="bfloat16")
+    assert given.exchange == usual
+    assert given.inner == {"name": "AdamW", "lr": 0.5, "fused": True}
+    assert given.rule == SGD(learning_rate=1.0, weight_decay=0.1)
+    other = parse_job(LOCAL, path="speech.toml", overrides=["algorithm.inner={name='SGD'}"])
+    assert isinstance(other.algorithm, DownpourSettings)
+    assert other.algorithm.inner == {"name": "SGD"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("preset=locl", "preset = \"locl\" is not known. Did you mean 'local'? Known: downpour, "),
+        ("inner.lrr=3", "inner AdamW: got an unexpected keyword argument 'lrr'"),
+        ("inner.name=adamw", "name = 'adamw', which torch has not. Did you mean 'AdamW'?"),
+        ("inner.name=LBFGS", "inner has name = 'LBFGS', which torch has not. It knows ASGD, "),
+        ("inner.lr=-1", "inner AdamW: Invalid learning rate: -1"),
+        ("inner.schedule=3", "inner.schedule is 3; use a table, such as { name = "),
+        ('inner.schedule={name="StepLR"}', "inner.schedule StepLR: missing 1 required "),
+        ("inner=3", "[algorithm] inner = 3: wants a table: { ... }"),
+        ("exchange.evry=3", "[algorithm.exchange] has no key 'evry'. Did you mean 'every'?"),
+        ("exchange.round={quorm=1}", "[algorithm.exchange.round] has no key 'quorm'. Did you mean"),
+        (
+            "exchange.every=often",
+            '[algorithm.exchange] every = "often": wants a whole number or "au',
+        ),
+        ("exchange.weight=sam", 'weight = "sam": wants "mean" or "samples" or "sum"'),
+        ("n_push=5", "n_push is 5 and exchange.every 64: both say when to exchange"),
+        (
+            "overwrite_local_steps=true",
+            'overwrite_local_steps is given and exchange.send is "delta"',
+        ),
+        ("exchange.send=gradient", 'send is "gradient" and inner is given'),
+        ('rule={name="adam", learning_rate=1}', "deltas of 2 workers are applied one by one"),
+    ],
+)
+def test_a_mistake_in_an_exchange_names_its_key(override: str, message: str) -> None:
+    said = mistake(f"algorithm.{override}", text=LOCAL)
+    assert message in said
+    assert said.startswith((f"--set algorithm.{override}: ", "speech.toml: [algorithm] rule is"))
+
+
+def test_the_command_lists_presets_and_prints_one_as_it_would_be_written() -> None:
+    listed = CliRunner().invoke(app, ["presets"])
+    assert all(f"\n{name} " in f"\n{listed.output}" for name in PRESETS)
+    printed = CliRunner().invoke(app, ["presets", "diloco"])
+    table = tomllib.loads(printed.output)["algorithm"]
+    assert table == {"name": "downpour", **PRESETS["diloco"]}
+    wrong = CliRunner().invoke(app, ["presets", "dloco"])
+    assert wrong.exit_code == 2
+    assert "Did you mean 'diloco'?" in wrong.output
+
+
+def test_optimizers_of_whole_tensors_are_refused_where_replicas_are_split() -> None:
+    said = mistake("algorithm.inner={name='Adafactor'}", "cluster.partitions=2", text=LOCAL)
+    assert "inner.name is 'Adafactor', whose steps depend on whole tensors, and [cluster]" in said
+
+
 @pytest.mark.parametrize("override", ["algorithm.n_push", "=5", "a..b=1"])
 def test_an_override_that_is_none_says_how_to_write_one(override: str) -> None:
     said = mistake(override)
@@ -161,6 +242,14 @@ def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
         ("stop.accuracy=60", "[stop] accuracy = 60: wants a number, at most 1"),
         ("stop.epochs=0", "[stop] epochs = 0: wants a number, above 0"),
         ("algorithm.batch_size=0", "[algorithm] batch_size is 0; use "),
+        (f"cluster.replicas={10**22}", "0000: wants a whole number, at most 4096"),
+        ("cluster.shards=10000000", "wants a whole number, at most 4096"),
+        ("cluster.threads=1000000", "wants a whole number, at most 1024"),
+        (f"model.seed={10**22}", "seed = 10000000000000000000000: wants a whole number"),
+        ("stop.epochs=inf", "wants a number, at most"),
+        ("stop.epochs=1e300", "wants a number, at most"),
+        ("stop.loss=nan", "wants a finite number"),
+        ("stop.loss=inf", "wants a finite number"),
         # quantities
         ("output.report_every=2", 'report_every = 2 has no unit: write "2 s"'),
         ("output.snapshot_every=2 sec", "has the unknown unit 'sec'"),
@@ -237,17 +326,27 @@ def test_bad_toml_names_the_line_and_shows_it() -> None:
 
 def test_what_is_no_job_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speech.toml").write_text(SPEECH)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "long").write_bytes(b"#" * (1 << 20) + b"#")
     for name, said in [
         ("spech.toml", r"no such file. Did you mean '.*speech.to"),
         ("none/zzz.toml", r"no such file\.$"),
         ("", r"is a directory: .*--resume"),
-        ("binary", "is not UTF-8 text"),
-        ("long", "more than 1048576 bytes"),
     ]:
         with pytest.raises(JobFileError, match=said):
             load_job(tmp_path / name)
+    for content, said in [
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (bytes(range(256)), "is not UTF-8 text"),
+        (b"#" * (1 << 20) + b"#", "more than 1048576 bytes"),
+        (b"", "there is no table"),
+        (b"a = " + b"[" * 5000, "brackets too deep"),
+        (b"\0\0", "not valid TOML"),
+        (b"[model", "not valid TOML"),
+    ]:
+        (tmp_path / "odd.toml").write_bytes(content)
+        with pytest.raises(JobFileError, match=said):
+            load_job(tmp_path / "odd.toml")
+    (tmp_path / "odd.toml").write_bytes(b"\xef\xbb\xbf" + SPEECH.encode())  # as some editors do
+    assert load_job(tmp_path / "odd.toml").batch_size == 256
 
 
 @given(st.text(max_size=200))

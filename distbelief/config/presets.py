@@ -1,0 +1,120 @@
+"""Presets of table [algorithm]: the papers as choices of one exchange.
+
+A preset fills the keys that a job does not give. `distbelief presets` lists them.
+"""
+
+from collections.abc import Mapping
+from typing import Final, cast
+
+from distbelief.config import toml
+from distbelief.core.formatting import nearest
+from distbelief.errors import JobFileError
+
+
+Table = Mapping[str, object]
+
+_ADD: Final = {"name": "sgd", "learning_rate": 1.0}  # a delta, as it is
+_OUTER: Final = {"name": "momentum", "learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+_ADAMW: Final = {"name": "AdamW", "lr": 1e-3}
+_SGD: Final = {"name": "SGD", "lr": 0.1}
+
+PRESETS: Final[Mapping[str, Table]] = {
+    "downpour": {"rule": {"name": "adagrad", "learning_rate": 0.02}},
+    "hogwild": {"rule": {"name": "sgd", "learning_rate": 0.1}},
+    "ssp": {"rule": _ADD, "inner": _SGD, "exchange": {"send": "delta", "staleness": 3}},
+    "local": {
+        "rule": _ADD,
+        "inner": _ADAMW,
+        "exchange": {"send": "delta", "every": 64, "weight": "mean", "numbers": "bfloat16"},
+    },
+    "dpplee3-asgd": {"rule": _ADD, "inner": _SGD, "exchange": {"send": "delta", "every": 10}},
+    "diloco": {
+        "rule": _OUTER,
+        "inner": _ADAMW,
+        "exchange": {"send": "delta", "every": 64, "staleness": 0, "round": {}, "weight": "mean"},
+    },
+    "decoupled-diloco": {
+        "rule": _OUTER,
+        "inner": _ADAMW,
+        "exchange": {
+            "send": "delta",
+            "every": 64,
+            "round": {"quorum": 0.75, "grace_seconds": 2.0},
+            "weight": "samples",
+            "numbers": "bfloat16",
+        },
+    },
+    "dl4j-averaging": {
+        "rule": _ADD,
+        "inner": _SGD,
+        "exchange": {"send": "delta", "every": 5, "staleness": 0, "round": {}, "weight": "mean"},
+    },
+    "horovod": {
+        "rule": {"name": "sgd", "learning_rate": 0.1},
+        "exchange": {"staleness": 0, "round": {}, "weight": "mean"},
+    },
+}
+ABOUT: Final[Mapping[str, str]] = {
+    "downpour": "Asynchronous gradients, Adagrad at the shards (Dean et al. 2012).",
+    "hogwild": "Asynchronous gradients, SGD at the shards (Niu et al. 2011).",
+    "ssp": "Asynchronous, but never more than 3 steps ahead of the slowest (Ho et al. 2013).",
+    "local": "For slow links: many local steps, half the bytes, no waiting.",
+    "dpplee3-asgd": "Local steps are added as they come (Dpplee3's asynchronous mode).",
+    "diloco": "Rounds of local steps, whose mean is an outer gradient (Douillard et al. 2023).",
+    "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",
+    "dl4j-averaging": "Parameters are averaged every 5 steps (DL4J on Spark).",
+    "horovod": "One mean gradient of all replicas per step (Sergeev & Del Balso 2018).",
+}
+
+
+def table() -> str:
+    """Return the presets as lines of text: what each is, and what it chooses."""
+    rows = [["preset", "every", "send", "ahead", "round", "weight", "numbers", "rule", "inner"]]
+    for name, preset in PRESETS.items():
+        exchange = cast("Table", preset.get("exchange", {}))
+        folded = cast("Table | None", exchange.get("round"))
+        rule, inner = (cast("Table", preset.get(key, {})) for key in ("rule", "inner"))
+        usual = {"every": 1, "send": "gradient", "staleness": "any", "weight": "sum"}
+        chosen = {**usual, "numbers": "float32", **exchange}
+        chosen["round"] = "-" if folded is None else f"{folded.get('quorum', 1.0):.0%}"
+        keys = ("every", "send", "staleness", "round", "weight", "numbers")
+        cells = [name, *(chosen[key] for key in keys), rule["name"], inner.get("name", "-")]
+        rows.append([str(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines += ["", *(f"{name.ljust(widths[0])}  {about}" for name, about in ABOUT.items())]
+    return "\n".join(lines)
+
+
+def expand(table: Table) -> dict[str, object]:
+    """Return a table [algorithm] whose key `preset` is replaced by what it stands for.
+
+    Raises:
+        JobFileError: there is no such preset.
+    """
+    given = {key: value for key, value in table.items() if key != "preset"}
+    name = table.get("preset")
+    if name is None:
+        return given
+    if not isinstance(name, str) or name not in PRESETS:
+        hint = nearest(str(name), PRESETS, only_close=True)
+        raise JobFileError(
+            f"preset = {toml.excerpt(name)} is not known. {hint} Known: {', '.join(PRESETS)}"
+        )
+    return _merged(PRESETS[name], given)
+
+
+def _merged(preset: Table, given: Table) -> dict[str, object]:
+    merged = dict(preset)
+    for key, value in given.items():
+        merged[key] = value
+        usual = preset.get(key)
+        if isinstance(usual, Mapping) and isinstance(value, Mapping):
+            one, other = cast("Table", usual), cast("Table", value)
+            # A rule or an optimizer of another name has other keys.
+            if other.get("name", one.get("name")) == one.get("name"):
+                merged[key] = _merged(one, other)
+    return merged

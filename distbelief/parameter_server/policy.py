@@ -1,0 +1,184 @@
+"""How workers exchange what they learn: when, what, and how the shards fold it in.
+
+    step 1 ... every                                        a local step each, with send = "delta"
+    push                gradient: their sum; delta: a - x   a: the values of the last exchange
+    shard               w := rule(w, weight * damping * push)        each push by itself, or
+                        w := rule(w, weighted mean of pushes)        one round of many
+    fetch               x := w + (x - a); a := w            local steps since the push are kept
+    gate                tick t begins if all workers have ended tick t - 1 - staleness
+
+A tick of a worker is one exchange. Downpour (Dean et al. 2012) never waits and sends gradients; SSP
+(Ho et al. 2013) bounds the staleness; parameter averaging and DiLoCo (Douillard et al. 2023) send
+deltas in rounds.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, final
+
+import msgspec
+
+from distbelief.parameter_server.optimizers import UpdateRule
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shards fold one push of each worker, in the order of their names, and apply the result once.
+
+    A round ends when every present worker's push is here, or `grace_seconds` after those of the
+    share `quorum` are. A later push belongs to the next round.
+    """
+
+    quorum: float = 1.0  # share of the workers that are present
+    grace_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.quorum <= 1.0:
+            raise ValueError(f"quorum is {self.quorum}; use a share above 0, and at most 1")
+        if not 0.0 <= self.grace_seconds < math.inf:
+            raise ValueError(f"grace_seconds is {self.grace_seconds}; use 0 or more")
+
+
+class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table [algorithm.exchange] of a job; the keywords of `Exchange` and `ParameterServer`."""
+
+    every: int | Literal["auto"] = 1  # steps between two exchanges; "auto": fitted to the link
+    send: Literal["gradient", "delta"] = "gradient"  # the sum of gradients, or of local steps
+    staleness: int | None = None  # ticks that a worker may be ahead of the slowest; None: any
+    round: Round | None = None  # None: shards apply each push by itself
+    # Of a push: as it is; divided by the number of workers present; or by its share of their
+    # samples.
+    weight: Literal["sum", "mean", "samples"] = "sum"
+    # Divides a push by 1 + its staleness, or by 1 + what of it is beyond one per other worker.
+    damping: Literal["none", "inverse", "excess"] = "none"
+    numbers: Literal["float32", "bfloat16"] = "float32"  # as sent, both ways; never in memory
+
+    def __post_init__(self) -> None:
+        if self.every != "auto" and self.every < 1:
+            raise ValueError(f'every is {self.every}; use 1 or more, or "auto"')
+        if self.staleness is not None and self.staleness < 0:
+            raise ValueError(f"staleness is {self.staleness}; use 0 or more, or leave it out")
+        if self.round is not None:
+            if self.staleness is None and self.round.quorum == 1.0:
+                raise ValueError(
+                    "round has quorum 1.0 and staleness is not given: a round that waits for all "
+                    "workers ends only if they wait for it: use staleness = 0, or a lower quorum"
+                )
+            if self.damping != "none":
+                raise ValueError(
+                    f"damping is {self.damping!r} and there is a round, whose pushes are folded "
+                    "into one: leave damping or round out"
+                )
+            if self.weight == "sum" and self.send == "delta":
+                raise ValueError(
+                    'weight is "sum" and a round of deltas is averaged: use weight = "mean" or '
+                    '"samples"'
+                )
+        if self.every == "auto" and self.send == "gradient":
+            raise ValueError(
+                'every is "auto" and send is "gradient": between exchanges only local steps make '
+                'progress: use send = "delta", or a number'
+            )
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """The choices that are not the usual ones, as in a table."""
+        usual = msgspec.to_builtins(DOWNPOUR)
+        own = msgspec.to_builtins(self)
+        return {key: value for key, value in own.items() if value != usual[key]}
+
+    @property
+    def counts_ticks(self) -> bool:
+        """Whether shards must know which workers are there, and how far they are."""
+        return (
+            self.staleness is not None
+            or self.round is not None
+            or self.weight != "sum"
+            or self.damping == "excess"
+        )
+
+    def refuse(self, rule: UpdateRule, *, inner: bool, workers: int) -> None:
+        """Raise ValueError if the rule of the shards, or an inner optimizer, does not fit.
+
+        Args:
+            rule: Of the shards.
+            inner: Whether workers have an inner optimizer.
+            workers: How many there are.
+        """
+        if self.send == "gradient" and inner:
+            raise ValueError(
+                'send is "gradient" and inner is given: the rule of the shards is the optimizer of '
+                'gradients: use send = "delta", or leave inner out'
+            )
+        if self.send == "delta" and not inner:
+            raise ValueError(
+                'send is "delta" and inner is not given: local steps need an optimizer: give '
+                'inner = { name = "SGD", lr = 0.1 }, or use send = "gradient"'
+            )
+        has_velocity = rule.name in {"momentum", "adam"}
+        if self.send == "delta" and self.round is None and has_velocity and workers > 1:
+            raise ValueError(
+                f"rule is {rule.name!r} and deltas of {workers} workers are applied one by one: "
+                "the velocity would meet deltas from other anchors, and diverge: use rule = "
+                '{ name = "sgd", learning_rate = 1.0 }, or a round'
+            )
+
+
+DOWNPOUR = ExchangePolicy()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When a worker fetches and pushes.
+
+    step                 0        1        2        3        ...    n_fetch = n_push = 2
+    fetch                x                 x                        DB-6
+    push                 x                 x                        DB-6
+    gradients pushed     g0                g1 + g2                  DB-7: raw, summed
+    local step                             (x)      x               DB-9
+
+    fetch                x                 (x)      (x)             deltas: once the push is applied
+    push                          x                 x
+    """
+
+    n_fetch: int = 1  # steps between fetches of gradients
+    n_push: int = 1  # steps between pushes
+    blocking: bool = False  # fetch only once every push is applied; no step before that fetch
+    overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
+    sends_delta: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_fetch", "n_push"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
+        return self.n_fetch > 1 or self.n_push > 1 or self.sends_delta
+
+    @property
+    def keeps_local_steps(self) -> bool:
+        # With n_fetch = n_push = 1 there is no local step to keep.
+        return self.sums_gradients and not self.overwrite_local_steps
+
+    def fetches_before(self, step: int) -> bool:
+        """Return whether a worker that sends gradients fetches."""
+        return step % self.n_fetch == 0
+
+    def pushes_after(self, step: int, *, n_unsent: int = 1) -> bool:
+        """Return whether to push now, with so many gradients or local steps to send."""
+        if self.sends_delta:
+            return n_unsent >= self.n_push
+        return n_unsent > 0 and step % self.n_push == 0
+
+    def may_fetch(self, *, unacknowledged: int, during: int | None = None) -> bool:
+        """Return whether a fetch may begin, during the computation of a step or between two."""
+        # With a push in flight it is unknown whether the fetched parameters contain it, and so
+        # whether its local steps must be repeated (DB-11).
+        if unacknowledged and (self.blocking or self.keeps_local_steps):
+            return False
+        # A push of local steps waits for a fetch that has begun.
+        if during is None or self.sends_delta:
+            return True
+        return not (self.blocking or (self.keeps_local_steps and self.pushes_after(during)))
