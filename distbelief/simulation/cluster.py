@@ -160,9 +160,7 @@ class SimulatedCluster:
     @property
     def halted(self) -> Mapping[Address, str | None]:
         """Roles that have ended by themselves, with their error or None."""
-        return {
-            name: process.error for name, process in self._driver.newest.items() if process.halted
-        }
+        return self._driver.halted
 
     @property
     def reports(self) -> Sequence[tuple[Address, Report]]:

@@ -100,8 +100,6 @@ class SimulatedProcess:
     last_actions: int | None = None  # it dies after this many actions of the next event
     tears: bool = False  # a checkpoint that its death interrupts stays, damaged
     restart_after: Seconds | None = None  # after its death
-    halted: bool = False  # it ended by itself
-    error: str | None = None  # why it halted
     threads: list[SimulatedThread] = field(default_factory=list)
     # Pass on an event now, or after earlier events. Results of executors wake a sleeping process.
     deliver: Callable[[rl.Event], None] = field(init=False)
@@ -140,6 +138,7 @@ class Driver:
         # Messages to names without a builder: the test plays these roles itself.
         self.outside: dict[Address, deque[Received]] = {}
         self.newest: dict[Address, SimulatedProcess] = {}  # newest incarnation, running or ended
+        self.halted: dict[Address, str | None] = {}  # newest ones that ended by themselves: error
         self.known: dict[tuple[Address, int], SimulatedProcess] = {}  # by role and incarnation
         self.network = Network(self.event_queue, self.streams, arrive=self._arrive, lose=self._lose)
         self._ports = Ports(options.fabric or SwitchedNetwork(cards={}))
@@ -229,37 +228,33 @@ class Driver:
         if (network.cuts or packet.departs > path.broken_at) and network.stops(packet):
             return
         # Arrays that the sender lends are read as late as allowed: on arrival.
-        event = self._sizing.received(packet.payload)
+        event = packet.payload
+        if type(event) is not Received:
+            event = self._sizing.received(event)
         process = self.known.get(path.ends_at)
         if process is not None and process.alive:
             self.counts.delivered += 1
-            if process.handles_slowly:
-                self._deliver_in_sequence(process, event, packet.n_bytes)
-            else:
+            if not process.handles_slowly:
                 process.deliver(event)
+                return
+            # Without an event loop it handles messages in sequence: the cost of a message delays
+            # those behind it. Its own delay is already part of the link's latency.
+            machine, now, begins = process.machine, self.event_queue.now, process.handles_until
+            takes = machine.handling_seconds
+            takes += packet.n_bytes / machine.handling_bytes_per_second
+            process.handles_until = max(begins, now) + takes
+            if begins <= now:
+                self._handle(process, event)
+                return
+            process.inbox.append((begins, event))
+            if len(process.inbox) == 1:
+                self.event_queue.at(begins, self._handle_next, process)
         elif path.receiver not in self.builders:
             self._keep_for_test(path.receiver, event)
         elif self._is_misrouted():
             self.deliver_to_next(path.receiver, path.incarnation, event)
         else:
             self._lose(packet, "no such process")
-
-    def _deliver_in_sequence(
-        self, process: SimulatedProcess, event: Received, n_bytes: float
-    ) -> None:
-        # A process without an event loop handles messages in sequence: the cost of a message
-        # delays those behind it. Its own delay is already part of the link's latency.
-        machine, inbox, now = process.machine, process.inbox, self.event_queue.now
-        takes = machine.handling_seconds + n_bytes / machine.handling_bytes_per_second
-        begins = process.handles_until
-        if begins <= now:
-            process.handles_until = now + takes
-            self._handle(process, event)
-            return
-        process.handles_until = begins + takes
-        inbox.append((begins, event))
-        if len(inbox) == 1:
-            self.event_queue.at(begins, self._handle_next, process)
 
     def _handle_next(self, process: SimulatedProcess) -> None:
         inbox = process.inbox
@@ -320,8 +315,7 @@ class Driver:
             case rl.Terminate():
                 self.terminate(action.name, f"terminated by {process.name}")
             case rl.Exit():
-                process.halted, process.error = True, action.error
-                self.end(process, f"halted: {action.error or 'as planned'}")
+                self.end(process, f"halted: {action.error or 'as planned'}", by=action)
             case _:
                 assert_never(action)
 
@@ -475,6 +469,7 @@ class Driver:
             process.threads.append(loop.thread)
             process.deliver, process.deliver_result = loop.add, loop.deliver_result
         self.newest[name] = self.known[name, number] = process
+        self.halted.pop(name, None)
         if options.introduce and number > 1:
             self._redirect_to_newest(name, number)
         restored = self.disk.newest(name)
@@ -539,7 +534,7 @@ class Driver:
 
     # --- end ---
 
-    def end(self, process: SimulatedProcess, reason: str) -> None:
+    def end(self, process: SimulatedProcess, reason: str, *, by: rl.Exit | None = None) -> None:
         """End a process: by its own `Exit` (sent messages still leave), or by a kill."""
         if not process.alive:
             return
@@ -547,18 +542,19 @@ class Driver:
         process.alive = False
         process.timers.close()
         running = [work for thread in process.threads if (work := thread.close()) is not None]
-        if not process.halted:
+        process.waiting.clear()
+        if by is None:
             for work in running:
                 work.cut_short()
-        process.waiting.clear()
-        if not process.halted:
             for path in process.paths.values():
                 path.broken_at = self.event_queue.now
         if self.newest[process.name] is not process:
             process.memory.release_all()
+        elif by is not None:
+            self.halted[process.name] = by.error
         if process.launcher is not None:
             self._report_loss(process.launcher, process.name, process.incarnation, reason)
-        if process.restart_after is not None and not process.halted:
+        if process.restart_after is not None and by is None:
             again_at = self.event_queue.now + process.restart_after
             self.event_queue.at(again_at, self._restart, process)
 

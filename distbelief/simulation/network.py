@@ -479,8 +479,6 @@ class PassedOn:
         return Received(sender=sender, incarnation=incarnation, message=message)
 
     def received(self, payload: object) -> Received:
-        if type(payload) is Received:
-            return payload
         assert isinstance(payload, _Lent)
         return Received(
             sender=payload.sender,

@@ -5,38 +5,21 @@ an address or depends on the order of a set, and arrays are recorded as their CR
 run prints the last records of each role in the order of events.
 """
 
-import dataclasses
 import hashlib
 import zlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Final, assert_never, final
+from typing import Final, final
 
 import msgspec
 import numpy as np
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError
-from distbelief.roles.role import (
-    Address,
-    Computed,
-    Event,
-    PeerJoined,
-    PeerLost,
-    Persisted,
-    Received,
-    Seconds,
-    Started,
-    TimerFired,
-)
+from distbelief.roles.role import Address, Computed, Event, Received, Seconds, TimerFired
 
 
-TEXT_MAX = 240  # characters of one event's content
-ITEMS_MAX = 8
-DEPTH_MAX = 3
-
-# Types of most values; their subclasses, such as numpy's float64, take the slow path.
-_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
+TEXT_MAX: Final = 240  # characters of one event
 
 _dtypes: Final[dict[object, str]] = {}  # name of each dtype: numpy builds it at each str()
 
@@ -46,93 +29,39 @@ def crc(array: Vector) -> int:
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
-def stable_repr(value: object, *, depth: int = 0) -> str:
-    """Return a short text of `value` that depends only on its content."""
-    if type(value) in _PLAIN:
-        return _cut(repr(value))
+# An event is recorded as msgpack with the CRC-32 of its arrays: that takes less time than its
+# `repr`, and a record that is kept holds no array.
+def _stand_in(value: object) -> object:
     match value:
-        case np.generic():  # first: numpy's float64 is also a float
-            text = repr(value.item())
-        case bool() | int() | float() | str() | bytes():
-            text = repr(value)
         case np.ndarray():
-            text = _array_text(value)
+            dtype = value.dtype
+            name = _dtypes.get(dtype)
+            if name is None:
+                name = _dtypes[dtype] = str(dtype)
+            return f"{name}{list(value.shape)}:{crc(value):08x}"
+        case np.generic():
+            return value.item()
         case BaseException():
-            text = f"{type(value).__name__}({str(value)!r})"
-        case _ if depth >= DEPTH_MAX:
-            text = type(value).__name__
+            return f"{type(value).__name__}({str(value)!r})"
         case _:
-            text = _composite_repr(value, depth + 1)
-    return _cut(text)
+            return type(value).__name__  # its repr may contain an address
 
 
-def _array_text(array: Vector) -> str:
-    dtype = array.dtype
-    name = _dtypes.get(dtype)
-    if name is None:
-        name = _dtypes[dtype] = str(dtype)
-    return f"{name}{list(array.shape)}:{crc(array):08x}"
+_encode: Final = msgspec.msgpack.Encoder(enc_hook=_stand_in, order="deterministic").encode
 
 
-def _composite_repr(value: object, depth: int) -> str:
-    kind = type(value).__name__
-    if isinstance(value, Mapping):
-        items = [f"{key}: {stable_repr(item, depth=depth)}" for key, item in value.items()]
-        return f"{{{', '.join(items[:ITEMS_MAX])}}}"
-    if isinstance(value, (tuple, list)):
-        texts = [stable_repr(item, depth=depth) for item in value[:ITEMS_MAX]]
-        return f"{len(value)}[{', '.join(texts)}]"
-    if isinstance(value, msgspec.Struct):
-        names: Sequence[str] = value.__struct_fields__
-    elif dataclasses.is_dataclass(value):
-        names = tuple(value.__dataclass_fields__)
-    else:
-        return kind  # its repr may contain an address
-    fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]
-    return f"{kind}({', '.join(fields)})"
+def _short(event: Event) -> str:
+    named = f" {event.name}" if isinstance(event, (TimerFired, Computed)) else ""
+    return f"{type(event).__name__}{named}"
 
 
-def _cut(text: str) -> str:
+def _text(encoded: bytes) -> str:
+    decoded = msgspec.msgpack.decode(encoded)  # a message has its type among its fields
+    kind, fields = (decoded.pop("type"), decoded) if isinstance(decoded, dict) else decoded
+    text = f"{kind}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
     if len(text) <= TEXT_MAX:
         return text
     return f"{text[: TEXT_MAX - 12]}…{zlib.crc32(text.encode()):08x}"
-
-
-# A message is recorded as msgpack with the CRC-32 of its array: that takes less time than its
-# `repr`, and a record that is kept holds no array.
-def _stand_in(value: object) -> str:
-    return _array_text(value) if type(value) is np.ndarray else stable_repr(value)
-
-
-_encode: Final = msgspec.msgpack.Encoder(enc_hook=_stand_in).encode
-
-
-def _event_text(event: Event) -> str:
-    match event:
-        case Received(message=message):
-            text = type(message).__name__
-        case TimerFired():
-            text = event.name
-        case Computed():
-            outcome = event.result if event.error is None else event.error
-            text = f"{event.name} {stable_repr(outcome)}"
-        case Persisted():
-            text = f"{event.label} {event.error or ''}"
-        case Started():
-            text = stable_repr(event.restored)
-        case PeerJoined():
-            text = f"{event.peer}#{event.incarnation}"
-        case PeerLost():
-            text = f"{event.peer}#{event.incarnation} {event.reason}"
-        case _:
-            assert_never(event)
-    return f"{type(event).__name__} {text}".rstrip()
-
-
-def _message_text(encoded: bytes) -> str:
-    fields = msgspec.msgpack.decode(encoded)
-    kind = fields.pop("type")
-    return _cut(f"{kind}({', '.join(f'{name}={value!r}' for name, value in fields.items())})")
 
 
 N_TOGETHER: Final = 256  # records that enter the digest together
@@ -171,11 +100,6 @@ class Trace:
         self._n_kept = n_kept
         self._pending: list[_Record] = []  # not in the digest yet
         self._newest = deque[_Record](maxlen=N_REMEMBERED)  # those in the digest
-        self._n_flushed = 0
-
-    @property
-    def n_lines(self) -> int:
-        return self._n_flushed + len(self._pending)
 
     @property
     def digest(self) -> str:
@@ -190,11 +114,9 @@ class Trace:
             message = event.message
             what = type(message).__name__ if self._order_only else _encode(message)
             pending.append((now, name, incarnation, what, event.sender, event.incarnation))
-        elif not self._order_only:
-            pending.append((now, name, incarnation, _event_text(event)))
         else:
-            named = f" {event.name}" if isinstance(event, (TimerFired, Computed)) else ""
-            pending.append((now, name, incarnation, f"{type(event).__name__}{named}"))
+            what = _short(event) if self._order_only else _encode((type(event).__name__, event))
+            pending.append((now, name, incarnation, what))
         if len(pending) >= N_TOGETHER:
             self._flush()
 
@@ -206,10 +128,9 @@ class Trace:
 
     def _flush(self) -> None:
         # Without the header of the list: the digest must not depend on when it is asked for.
-        n = len(self._pending)
-        self._hash.update(_encode(self._pending)[1 if n <= _N_SHORT else 3 :])
+        n_header = 1 if len(self._pending) <= _N_SHORT else 3
+        self._hash.update(_encode(self._pending)[n_header:])
         self._newest.extend(self._pending)
-        self._n_flushed += n
         self._pending.clear()
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:
@@ -244,7 +165,7 @@ class Trace:
 
 def _cells(record: _Record) -> tuple[Seconds, str, str]:
     now, name, incarnation, what, *sender = record
-    text = _message_text(what) if isinstance(what, bytes) else what
+    text = _text(what) if isinstance(what, bytes) else what
     if sender:
         text += f" from {sender[0]}#{sender[1]}"
     return now, f"{name}#{incarnation}", text

@@ -128,9 +128,6 @@ class PendingChunks:
         self.n_assignable -= len(run)
         return run
 
-    def _is_gone(self, owner: Address | None) -> bool:
-        return owner is None or self._pool.get(owner) is None
-
 
 def _first_run(indices: Iterable[int]) -> list[int]:
     run: list[int] = []

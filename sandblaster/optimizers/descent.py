@@ -66,34 +66,6 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     slope: float = 0.0  # its dot product with "direction"
     step: float = 0.0  # to try first; 0 at the end of a run
 
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
-
-    def counting(self, n_evaluations: int) -> "Present":
-        return replace(self, n_evaluations=self.n_evaluations + n_evaluations)
-
-    def bound_reached(self, method: Method) -> Reason | None:
-        if self.iteration >= method.n_iterations_max:
-            return Reason.MAX_ITERATIONS
-        return Reason.MAX_EVALUATIONS if self.n_evaluations >= method.n_evaluations_max else None
-
-    def noise(self, method: Method) -> float:
-        return method.noise(self.loss, loss_at_start=self.loss_at_start)
-
-    def done(
-        self, *, step_length: float, state: str, vectors: tuple[vc.VectorName, ...]
-    ) -> base.IterationDone:
-        return base.IterationDone(
-            iteration=self.iteration,
-            n_evaluations=self.n_evaluations,
-            loss=self.loss,
-            gradient_norm=self.gradient_norm,
-            step_length=step_length,
-            state=state,
-            vectors=vectors,
-        )
-
 
 @final
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +96,8 @@ class DescentRun:
                 gradient_norm=norm,
                 gradient_square=square,
             )
-            reason = self._stop_reason(present) if present.is_finite else Reason.NOT_FINITE
+            is_finite = math.isfinite(loss) and math.isfinite(norm)
+            reason = self._stop_reason(present) if is_finite else Reason.NOT_FINITE
             if reason is not None:
                 return self._result(present, reason)
             present = yield from self._choose_direction(present)
@@ -147,11 +120,12 @@ class DescentRun:
                 searched = yield from self.line.search(
                     ls.Sample(0.0, present.loss, present.slope),
                     step=present.step,
-                    noise=present.noise(self.method),
+                    noise=self._noise(present),
                     n_trials_max=self.method.n_evaluations_max - present.n_evaluations,
                     measure=self.descent.measure,
                 )
-            present = present.counting(searched.n_evaluations)
+            n_evaluations = present.n_evaluations + searched.n_evaluations
+            present = replace(present, n_evaluations=n_evaluations)
             if searched.trial is None:
                 expected = min(expected, _expected(present, searched))
                 reason = self._stop_reason_on_failure(present, searched, expected)
@@ -212,22 +186,35 @@ class DescentRun:
             return Reason.CONVERGED_GRADIENT
         if present.n_small >= self.method.value_iterations:
             return Reason.CONVERGED_VALUE
-        return present.bound_reached(self.method)
+        return self._bound_reached(present)
+
+    def _bound_reached(self, present: Present) -> Reason | None:
+        if present.iteration >= self.method.n_iterations_max:
+            return Reason.MAX_ITERATIONS
+        is_last = present.n_evaluations >= self.method.n_evaluations_max
+        return Reason.MAX_EVALUATIONS if is_last else None
+
+    def _noise(self, present: Present) -> float:
+        return self.method.noise(present.loss, loss_at_start=present.loss_at_start)
 
     def _stop_reason_on_failure(
         self, present: Present, searched: ls.Searched, expected: float
     ) -> Reason | None:
-        bound = present.bound_reached(self.method)
+        bound = self._bound_reached(present)
         if bound is not None or self.descent.remembers:
             return bound
         if not searched.any_finite:
             return Reason.NO_FINITE_TRIAL
-        is_lost = expected <= 4.0 * present.noise(self.method)
+        is_lost = expected <= 4.0 * self._noise(present)
         return Reason.CONVERGED_ROUNDING if is_lost else Reason.LINE_SEARCH_FAILED
 
     def _iteration_done(self, present: Present, *, step_length: float) -> base.IterationDone:
         state = State(present=present, memory=self.descent.memory)
-        return present.done(
+        return base.IterationDone(
+            iteration=present.iteration,
+            n_evaluations=present.n_evaluations,
+            loss=present.loss,
+            gradient_norm=present.gradient_norm,
             step_length=step_length,
             state=msgspec.json.encode(state).decode(),
             vectors=(*self.line.vectors, *self.descent.vectors),

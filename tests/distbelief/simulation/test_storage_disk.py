@@ -86,7 +86,7 @@ def test_a_full_disk_is_reported_to_the_role_and_the_older_snapshot_stays() -> N
     cluster = counting(9, *faults)
     cluster.run()
     assert labels(cluster) == [("00003", True), ("00009", True)]
-    assert "Persisted 00006 no space left on device" in cluster.trace.table()
+    assert "Persisted(label='00006', error='no space left on device')" in cluster.trace.table()
 
 
 def test_neither_the_role_nor_the_disk_sees_later_changes_of_the_others_array() -> None:
