@@ -16,9 +16,7 @@ from distbelief.errors import StorageError
 from tests.distbelief.limits import largest_file
 
 
-def test_lines_are_added_and_what_finds_no_room_is_dropped_and_reported_once(
-    tmp_path: Path,
-) -> None:
+def test_lines_are_appended_and_one_without_room_is_dropped_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("one\n")
     said: list[str] = []
@@ -81,9 +79,7 @@ files.write_by(Path(sys.argv[1]), fill)
 """
 
 
-def test_drafts_of_the_killed_go_with_the_next_file_and_those_of_the_living_stay(
-    tmp_path: Path,
-) -> None:
+def test_drafts_of_killed_processes_go_with_the_next_file_others_stay(tmp_path: Path) -> None:
     """A shard that was killed while it saved left a whole snapshot for good."""
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path / "a")],
@@ -181,9 +177,7 @@ def test_folders_of_the_living_stay_and_those_of_the_killed_go(place: Path) -> N
         assert list(place.iterdir()) == [ours]
 
 
-def test_where_there_is_no_room_for_one_the_error_says_so(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_made_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(place / "nowhere"))
     with pytest.raises(StorageError, match=r"cannot make .*nowhere.*No such file"), scratch():
         pass

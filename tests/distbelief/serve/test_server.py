@@ -98,9 +98,7 @@ def test_a_directory_with_snapshots_is_refused_before_anything_starts(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
 
 
-def test_a_directory_without_snapshots_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_logs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Started(Exception):  # noqa: N818 -- it is none
         pass
 

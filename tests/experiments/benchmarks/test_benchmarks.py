@@ -207,9 +207,7 @@ def test_without_vowpal_wabbit_its_row_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert "vowpalwabbit" in (outcome.error or "")
 
 
-def test_an_asynchronous_peer_that_is_missing_has_a_row_that_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_asynchronous_peer_that_is_missing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     missing = Entry(name="nobody", module="nobody", distribution="nobody-0", install="nobody==1")
     options = async_peers._options(["--small"])
     rows = async_peers._rows([missing], options)

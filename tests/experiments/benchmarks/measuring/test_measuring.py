@@ -55,9 +55,7 @@ def test_memory_and_processor_time_of_this_process_are_seen() -> None:
 BEGUN = "cpu  {user} 0 100 5000 10 0 0 0 900 0\ncpu0 1 1\n"
 
 
-def test_what_others_compute_is_measured_in_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_use_by_others_is_in_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A "quiet" machine on which others took half a core: its figures meant nothing."""
     now, stat = [10.0], tmp_path / "stat"
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
