@@ -6,22 +6,14 @@ fetches from and pushes to the shards of a parameter server without waiting for 
 
 from typing import Final, final
 
-from distbelief.errors import LocalProtocolError
+from distbelief.config.job import ClusterTable
+from distbelief.errors import JobError, LocalProtocolError
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, RosterEntry
-from distbelief.worker.build import (
-    Split,
-    build_evaluator,
-    build_rank,
-    build_replica,
-    build_shard,
-    evaluator_entries,
-    replica_entries,
-    shard_entries,
-    shard_names,
-)
+from distbelief.worker import build as roles
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
+from distbelief.worker.local_steps import OF_WHOLE_TENSORS
 
 
 @final
@@ -32,6 +24,19 @@ class DownpourAlgorithm:
     config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
     # Metrics that it reports besides samples, loss and metric.
     fields: Final = ("staleness_mean", "staleness_p95", "staleness_max", "pushes_lost")
+
+    def check_cluster(self, cluster: ClusterTable, config: DownpourSettings) -> None:
+        """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""
+        inner = config.inner
+        try:
+            config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.replicas)
+        except ValueError as error:
+            raise JobError(f"[algorithm] {error}") from None
+        if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
+            raise JobError(
+                f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
+                "tensors, and [cluster] partitions or plan splits them: use another optimizer"
+            )
 
     def roster(
         self,
@@ -46,9 +51,9 @@ class DownpourAlgorithm:
         """Return the roles of a job: shards first, since all others need them."""
         del config  # the paper's roles do not depend on it
         return [
-            *shard_entries(n_shards, shard_copies),
-            *replica_entries(n_replicas, n_machines),
-            *(evaluator_entries(n_machines) if evaluates else []),
+            *roles.shard_entries(n_shards, shard_copies),
+            *roles.replica_entries(n_replicas, n_machines),
+            *(roles.evaluator_entries(n_machines) if evaluates else []),
         ]
 
     def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
@@ -59,15 +64,17 @@ class DownpourAlgorithm:
         """
         kind, _, index = name.partition("-")
         if context.plan is not None and group_rank_of(name) is not None:
-            split = Split.of(context)
-            return build_rank(name, config=config, context=context, split=split)
+            split = roles.Split.of(context)
+            return roles.build_rank(name, config=config, context=context, split=split)
         match kind:
-            case "shard" if name in shard_names(context):
-                return build_shard(name, rule=config.rule, context=context)
+            case "shard" if name in roles.shard_names(context):
+                return roles.build_shard(
+                    name, rule=config.rule, policy=config.exchange, context=context
+                )
             case "replica" if _within(index, context.n_replicas):
-                return build_replica(int(index), config=config, context=context)
+                return roles.build_replica(int(index), config=config, context=context)
             case "evaluator" if not index:
-                return build_evaluator(context)
+                return roles.build_evaluator(context)
             case _:
                 raise LocalProtocolError(
                     f"no role {name!r} in a job of {context.n_shards} shards and "

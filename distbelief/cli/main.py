@@ -350,6 +350,24 @@ def partition(  # noqa: PLR0913 -- options
         return 0 if fits else FAILED
 
 
+@app.command()
+@o.reported
+def presets(
+    name: str | None = o.argument("NAME", "Print this preset as a table of a job file.", None),
+) -> None:
+    """List the presets: ways in which replicas exchange what they learn.
+
+    A job file names one in its table algorithm, as in preset = "local", and may
+    replace any key of it.
+    """
+    from distbelief.config import presets as known, toml  # noqa: PLC0415
+
+    if name is not None:
+        typer.echo(toml.write({"algorithm": known.expand({"name": "downpour", "preset": name})}))
+        return
+    typer.echo(known.table())
+
+
 app.command()(simulate)
 app.command()(chaos)
 app.command()(serve)

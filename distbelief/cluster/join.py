@@ -138,10 +138,8 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
     keys = reach.keys
     place = address.place(address.key if keys is None else keys.server_key)
     name = HOST + secrets.token_hex(4)
-    try:
+    with files.explaining(options.directory, doing="make"):
         options.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as why:
-        raise files.explained(why, options.directory, doing="make") from why
     log = RunLog(options.directory / "host.log", name, tell=tell)
     last_error = ""
 

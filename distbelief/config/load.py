@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from distbelief.config import algorithms, job as jobs, tables, toml
+from distbelief.config import algorithms, job as jobs, presets, tables, toml
 from distbelief.config.job import Job
 from distbelief.config.tables import TableError
 from distbelief.errors import JobError, JobFileError
@@ -74,6 +74,11 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
             f"{', '.join(stop.__struct_fields__)}",
         )
     settings = {key: value for key, value in given["algorithm"].items() if key != "name"}
+    if "exchange" in algorithm.config.__struct_fields__:
+        try:
+            settings = presets.expand(settings)
+        except JobFileError as error:
+            raise TableError(("algorithm", "preset"), f"[algorithm] {error}") from error
     job = Job(
         model=_model(given["model"], base=base),
         data=_data(given["data"], base=base),

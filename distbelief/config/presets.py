@@ -19,27 +19,20 @@ _ADAMW: Final = {"name": "AdamW", "lr": 1e-3}
 _SGD: Final = {"name": "SGD", "lr": 0.1}
 
 PRESETS: Final[Mapping[str, Table]] = {
-    # Dean et al. 2012, section 4.1: asynchronous gradients, Adagrad at the shards.
     "downpour": {"rule": {"name": "adagrad", "learning_rate": 0.02}},
-    # Niu et al. 2011, with shards that apply one push after the other.
     "hogwild": {"rule": {"name": "sgd", "learning_rate": 0.1}},
-    # Ho et al. 2013: asynchronous, but never more than 3 steps ahead of the slowest.
     "ssp": {"rule": _ADD, "inner": _SGD, "exchange": {"send": "delta", "staleness": 3}},
-    # The advice for slow links: many local steps, half the bytes, no waiting.
     "local": {
         "rule": _ADD,
         "inner": _ADAMW,
         "exchange": {"send": "delta", "every": 64, "weight": "mean", "numbers": "bfloat16"},
     },
-    # Dpplee3's asynchronous mode (PyTorch on Spark): deltas are added as they come.
     "dpplee3-asgd": {"rule": _ADD, "inner": _SGD, "exchange": {"send": "delta", "every": 10}},
-    # Douillard et al. 2023.
     "diloco": {
         "rule": _OUTER,
         "inner": _ADAMW,
         "exchange": {"send": "delta", "every": 64, "staleness": 0, "round": {}, "weight": "mean"},
     },
-    # Rounds without waiting: three of four workers are enough, the others get 2 s.
     "decoupled-diloco": {
         "rule": _OUTER,
         "inner": _ADAMW,
@@ -51,18 +44,49 @@ PRESETS: Final[Mapping[str, Table]] = {
             "numbers": "bfloat16",
         },
     },
-    # DL4J on Spark: parameters are averaged every 5 steps.
     "dl4j-averaging": {
         "rule": _ADD,
         "inner": _SGD,
         "exchange": {"send": "delta", "every": 5, "staleness": 0, "round": {}, "weight": "mean"},
     },
-    # Sergeev & Del Balso 2018: one mean gradient of all workers per step, by way of the shards.
     "horovod": {
         "rule": {"name": "sgd", "learning_rate": 0.1},
         "exchange": {"staleness": 0, "round": {}, "weight": "mean"},
     },
 }
+ABOUT: Final[Mapping[str, str]] = {
+    "downpour": "Asynchronous gradients, Adagrad at the shards (Dean et al. 2012).",
+    "hogwild": "Asynchronous gradients, SGD at the shards (Niu et al. 2011).",
+    "ssp": "Asynchronous, but never more than 3 steps ahead of the slowest (Ho et al. 2013).",
+    "local": "For slow links: many local steps, half the bytes, no waiting.",
+    "dpplee3-asgd": "Local steps are added as they come (Dpplee3's asynchronous mode).",
+    "diloco": "Rounds of local steps, whose mean is an outer gradient (Douillard et al. 2023).",
+    "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",
+    "dl4j-averaging": "Parameters are averaged every 5 steps (DL4J on Spark).",
+    "horovod": "One mean gradient of all replicas per step (Sergeev & Del Balso 2018).",
+}
+
+
+def table() -> str:
+    """Return the presets as lines of text: what each is, and what it chooses."""
+    rows = [["preset", "every", "send", "ahead", "round", "weight", "numbers", "rule", "inner"]]
+    for name, preset in PRESETS.items():
+        exchange = cast("Table", preset.get("exchange", {}))
+        folded = cast("Table | None", exchange.get("round"))
+        rule, inner = (cast("Table", preset.get(key, {})) for key in ("rule", "inner"))
+        usual = {"every": 1, "send": "gradient", "staleness": "any", "weight": "sum"}
+        chosen = {**usual, "numbers": "float32", **exchange}
+        chosen["round"] = "-" if folded is None else f"{folded.get('quorum', 1.0):.0%}"
+        keys = ("every", "send", "staleness", "round", "weight", "numbers")
+        cells = [name, *(chosen[key] for key in keys), rule["name"], inner.get("name", "-")]
+        rows.append([str(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines += ["", *(f"{name.ljust(widths[0])}  {about}" for name, about in ABOUT.items())]
+    return "\n".join(lines)
 
 
 def expand(table: Table) -> dict[str, object]:

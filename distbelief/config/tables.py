@@ -156,10 +156,22 @@ def _wanted(kind: inspect.Type) -> str:
 
 def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
     # Before msgspec, which does not know the nearest key. Values of another type are its business.
+    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if isinstance(value, str):
+        literals = (option for option in options if isinstance(option, inspect.LiteralType))
+        words = [str(word) for literal in literals for word in literal.values]
+        if words and value not in words:
+            takes_number = any(isinstance(option, inspect.IntType) for option in options)
+            wanted = ("a whole number or " if takes_number else "") + _either(words)
+            place = f"{header(path[:-1])} {path[-1]}"
+            raise TableError(path, f"{place} = {toml.excerpt(value)}: wants {wanted}")
     if not isinstance(value, dict):
         return
-    if isinstance(kind, inspect.UnionType) and _tags(kind):
-        kind = _chosen(value, _tags(kind), path)
+    if isinstance(kind, inspect.UnionType):
+        structs: list[inspect.Type] = [
+            option for option in options if isinstance(option, inspect.StructType)
+        ]
+        kind = _chosen(value, _tags(kind), path) if _tags(kind) else (structs or [kind])[0]
     if not isinstance(kind, inspect.StructType):
         return
     fields = {field.encode_name: field for field in kind.fields}

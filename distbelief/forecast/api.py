@@ -70,6 +70,17 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     best: Variant | None = None  # the suggested one, if a suggestion was asked for
     timeline: Timeline | None = None  # of the first run, if a trace was asked for
 
+    def plain(self) -> dict[str, object]:
+        """Return what `distbelief simulate --json` prints."""
+        names = ("settings", "n_machines", "spreads", "outcomes", "left_out")
+        return {
+            "job": self.job.name,
+            "cluster": self.cluster,
+            "constants": [{"name": name, "value": value} for name, value in self.constants],
+            "variants": [{name: getattr(v, name) for name in names} for v in self.variants],
+            "suggested": None if self.best is None else self.best.settings,
+        }
+
 
 def simulate(  # noqa: PLR0913 -- public API: all but the first are options
     job: Job | str | os.PathLike[str],

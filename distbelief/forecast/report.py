@@ -18,7 +18,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distbelief.config.job import Job
 from distbelief.core import files, formatting
 from distbelief.errors import JobError, StorageError
 from distbelief.forecast.run import Span, Timeline
@@ -163,35 +162,6 @@ def constants_table(constants: Sequence[tuple[str, str]]) -> Table:
     for row in constants:
         table.add_row(*row, style="dim")
     return table
-
-
-def as_json(
-    job: Job,
-    variants: Sequence[Variant],
-    *,
-    cluster: str,
-    constants: Sequence[tuple[str, str]],
-    best: Variant | None = None,
-) -> str:
-    """Return the forecast as JSON."""
-    content = {
-        "job": job.name,
-        "cluster": cluster,
-        "constants": [{"name": name, "value": value} for name, value in constants],
-        "variants": [_plain(variant) for variant in variants],
-        "suggested": None if best is None else dict(best.settings),
-    }
-    return msgspec.json.encode(content).decode()
-
-
-def _plain(variant: Variant) -> dict[str, object]:
-    return {
-        "settings": dict(variant.settings),
-        "n_machines": variant.n_machines,
-        "spreads": variant.spreads,
-        "outcomes": variant.outcomes,
-        "left_out": variant.left_out,
-    }
 
 
 TraceEvent = dict[str, str | int | float | dict[str, str]]

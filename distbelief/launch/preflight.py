@@ -25,18 +25,11 @@ from distbelief.launch.role_process import RoleSpec, check_allowed, import_from,
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.run.summary import DataFacts, TaskFacts
+from distbelief.task import task as tasks
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place
 from distbelief.task.initializers import reader, recorded_initials
 from distbelief.task.losses import higher_is_better
-from distbelief.task.task import (
-    build_model,
-    capture_for,
-    datasets_of,
-    metric_name,
-    prepare_data,
-    sample_of,
-)
 from distbelief.task.validation import check, check_data, check_evaluation
 from distbelief.worker.local_executor import FlatModel
 
@@ -93,7 +86,7 @@ def check_main(name: str, incarnation: int, path: str) -> int:
     import_from(job)
     torch.set_num_threads(job.cluster.threads)
     try:
-        prepare_data(job.task)
+        tasks.prepare_data(job.task)
         prepared_mark(Path(path)).touch()
         answer = answer_to(job, initial_file=request.initial_file, plan=request.plan)
     except DistBeliefError as error:
@@ -129,25 +122,25 @@ def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
     """Try model and data in this process; the files are those of a `PreflightRequest`."""
     task, cluster = job.task, job.cluster
     if not cluster.is_split:
-        datasets = datasets_of(task)
+        datasets = tasks.datasets_of(task)
         check(task, job.batch_size, datasets)
-        return _found(job, initial_file, FlatModel(build_model(task.model)), datasets)
+        return _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
 
     check_device(cluster.device, "leave device out, or use device = 'cpu'")
-    datasets = datasets_of(task)
+    datasets = tasks.datasets_of(task)
     n_readers = cluster.partitions if cluster.plan is None else 2  # at least
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
-    captured = capture_for(task, sample)
+    captured = tasks.capture_for(task, sample)
     check_evaluation(task, sample)
     if task.model.initial == "module":
         check(task, job.batch_size, datasets)  # its values are needed, so the module is built
-        model = FlatModel(build_model(task.model))
+        model = FlatModel(tasks.build_model(task.model))
     else:
         with torch.device("meta"):
-            model = FlatModel(build_model(task.model))
+            model = FlatModel(tasks.build_model(task.model))
     answer = _found(job, initial_file, model, datasets)
     made = plan_for_job(job, captured.graph, kept=Path(plan))
     draw(made, captured.graph, Path(plan).with_suffix(".png"))
@@ -177,7 +170,7 @@ def _found(
     initial_file: str | None = None
     match task.model.initial:
         case "seed":
-            initials = dict(recorded_initials(lambda: build_model(task.model), list(tensors)))
+            initials = dict(recorded_initials(lambda: tasks.build_model(task.model), list(tensors)))
         case "module":
             initial_file = written
             save_file({name: tensor.detach() for name, tensor in tensors.items()}, initial_file)
@@ -185,8 +178,8 @@ def _found(
             initial_file = path
             _check_weights(path, specs)
     held_out = datasets.get("data.test")
-    sample = None if held_out is None else sample_of(held_out, table="data.test")
-    metric = metric_name(task, sample)
+    sample = None if held_out is None else tasks.sample_of(held_out, table="data.test")
+    metric = tasks.metric_name(task, sample)
     is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
     return PreflightResult(
         tensors=specs,
@@ -231,7 +224,7 @@ def prepare_main(name: str, incarnation: int, path: str) -> int:
         import_from(job)
         check_allowed(job, spec.allowed or ())
         check_device(job.cluster.device, "join from a host with one")
-        prepare_data(job.task)
+        tasks.prepare_data(job.task)
     except DistBeliefError as error:
         wrong = str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code

@@ -190,7 +190,7 @@ _DELETE: Final = "; delete it to use the one before"
 
 def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
     """Return a snapshot that shares the arrays of `state`."""
-    clients = {one.name: msgspec.structs.asdict(one) for one in state.clients}
+    clients = {one.name: msgspec.to_builtins(one) for one in state.clients}
     for client in clients.values():
         del client["name"]
     arrays = {"values": state.values}

@@ -5,6 +5,7 @@ from typing import Final, final
 
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.roles.role import Seconds
 
 
@@ -26,8 +27,11 @@ class ShardConfig:
     index: int
     layout: Layout
     rule: UpdateRule
+    policy: ExchangePolicy = DOWNPOUR
     pin_seconds_max: Seconds = 10.0  # without progress of the reader
     absence_seconds_max: Seconds = ABSENCE_SECONDS_MAX  # of a client
+    # After a restart or a takeover, for clients to come back: until then the floor does not rise.
+    return_seconds: Seconds = 2.0
     n_copies: int = 2  # pinned versions, for fetches by blocks
     n_clients_max: int = 4096
     n_vectors_max: int = 64  # named vectors of a coordinator
@@ -42,7 +46,7 @@ class ShardConfig:
                 f"index is {self.index}; the layout has {self.layout.n_shards} shards, "
                 "counted from 0"
             )
-        times = "pin_seconds_max", "absence_seconds_max"
+        times = "pin_seconds_max", "absence_seconds_max", "return_seconds"
         for name in (*times, "n_copies", "n_clients_max", "n_vectors_max"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")

@@ -10,11 +10,20 @@ A push is applied when its buffer is complete and its sequence is watermark + 1.
 a client are applied in order, each at most once; a duplicate is only acknowledged again. Complete
 pushes wait in one queue, first come, first served, with at most one entry per client. With a
 backup, a push is acknowledged when both copies have applied it.
+
+    tick      of a client that is in: exchanges that it has ended, as acknowledged here
+    floor     the least tick of all that are in and connected; it never falls
+    gate      a client begins tick t once the floor is t - staleness (Ho et al. 2013)
+
+A client that enters, or was gone, begins at the floor. After a restart the floor stays until all
+clients had time to come back, each with its tick. Only the beginning of a tick is gated, never a
+push, and the client with the least tick is not gated: so the floor rises as long as one works.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 import msgspec
@@ -25,6 +34,7 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.rounds import WHOLE, Share
 from distbelief.parameter_server.slices import (
     N_PUSH_BUFFERS,
     NOTHING,
@@ -35,7 +45,7 @@ from distbelief.parameter_server.slices import (
 )
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf
-from distbelief.roles.role import Action, Address, Received, Send
+from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
 
 # --- staleness ---
@@ -137,6 +147,10 @@ class Session:
     queued: bool = False  # whether it is in the queue of complete pushes
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
+    n_samples: int = 0  # of its last push
+    told: int = 0  # the floor that it was told last
+    entries: int = 0  # how often this incarnation has entered or left
+    tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
 
     @classmethod
     def of(cls, record: SessionRecord) -> "Session":
@@ -144,7 +158,14 @@ class Session:
 
     @property
     def record(self) -> SessionRecord:
-        return msgspec.convert(self, SessionRecord, from_attributes=True)
+        return SessionRecord(
+            **{name: getattr(self, name) for name in SessionRecord.__struct_fields__}
+        )
+
+    @property
+    def is_in(self) -> bool:
+        """Whether other clients wait for it."""
+        return self.opened and self.connected and self.tick is not msgspec.UNSET
 
     @property
     def confirmed(self) -> int:
@@ -171,12 +192,18 @@ class Session:
         """Note that `push` is in the values; `held` if the backup does not have it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
+        self.n_samples = push.n_samples or 0
         self.samples = push.samples
         self.staleness = staleness
         if held:
             self.n_unconfirmed += 1
         else:
-            self.confirmed_staleness = staleness
+            self.count_confirmed(push, staleness=staleness)
+
+    def count_confirmed(self, push: pf.Push, *, staleness: int) -> None:
+        self.confirmed_staleness = staleness
+        if self.tick is not msgspec.UNSET and push.tick is not msgspec.UNSET:
+            self.tick = max(self.tick, push.tick)
 
     def push_buffer_of(self, sequence: int) -> PushBuffer:
         if not self.push_buffers:
@@ -193,6 +220,23 @@ class Session:
 # --- all clients ---
 
 
+def _n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[int, int]) -> int:
+    """Return how many of these slices hold one and the same element of a slice, at most.
+
+    Only elements in this part of the vector count. The ranks of a partitioned replica hold each
+    element once, so they count as one client.
+    """
+    if all(other.key == shard_slice.key for other in others):
+        return max(1, len(others))
+    inner = shard_slice.within(*part)
+    if not inner.n_elements:
+        return max(1, len(others))
+    all_ranges = [inner, *(other.within(*part) for other in others)]
+    bounds = IndexRanges.ends(all_ranges)
+    counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
+    return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PushInProgress:
@@ -202,11 +246,14 @@ class PushInProgress:
     push_buffer: PushBuffer
     push: pf.Push
     staleness: int
+    share: Share = WHOLE
 
     def record(self) -> SessionRecord:
         """Return the session record as it will be after this push."""
+        is_in = self.client.tick is not msgspec.UNSET
         return msgspec.structs.replace(
             self.client.record,
+            tick=self.push.tick if is_in else msgspec.UNSET,
             watermark=self.push.sequence,
             applied=self.client.applied + 1,
             samples=self.push.samples,
@@ -232,11 +279,17 @@ class Sessions:
         self._n_regions = 0
         self.queue: deque[Address] = deque()  # clients whose next push is complete
         self.applying: PushInProgress | None = None
+        self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
+        self._folded: list[PushInProgress] = []  # added to it
+        self._quorum_at: Seconds | None = None  # since when the next round has its quorum
         self._staleness = Staleness()
         self._partial_staleness = PartialStaleness()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
+        self._floor = 0
+        self._behind = ""  # who keeps it down
+        self.awaits_clients = False  # after a restart: the floor stays
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
         self._clients = {client.name: client for client in map(Session.of, clients)}
@@ -256,8 +309,9 @@ class Sessions:
             "pushes_refused": float(self._n_refused),
             "duplicates": float(self._n_duplicates),
             "bytes_in": float(self._bytes_in),
-            "queue": float(len(self.queue) + (self.applying is not None)),
+            "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
+            **self._tick_counters(),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -332,6 +386,8 @@ class Sessions:
         client.parameters_region = self._values.region if self._shares(request) else ""
         # A late OpenSession must not lower the watermark.
         client.watermark = max(client.watermark, request.next_sequence - 1)
+        if self._config.policy.counts_ticks:
+            self._enter(client, request)
         return client, warning
 
     def take_back(self, client: Session) -> None:
@@ -394,30 +450,20 @@ class Sessions:
         client.push_buffers, client.region = (), ""
 
     def is_applying(self, name: Address) -> bool:
-        return self.applying is not None and self.applying.client.name == name
+        busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
+        return any(one.client.name == name for one in busy)
 
     def n_averaged(self, shard_slice: ShardSlice) -> int:
-        """Return over how many clients the buffers of this slice are averaged.
-
-        It is the largest number of pushing clients that hold one and the same buffer element. The
-        ranks of a partitioned replica hold each element once, so they count as one client.
-        """
+        """Return over how many clients the buffers of this slice are averaged."""
+        index, layout = self._config.index, self._config.layout
         pushing = [
             client.shard_slice
             for client in self._clients.values()
             if client.opened and client.connected and client.push_buffers
         ]
-        if all(other.key == shard_slice.key for other in pushing):
-            return max(1, len(pushing))
-        index, layout = self._config.index, self._config.layout
-        buffers = layout.n_gradient(index), layout.shard_size(index)
-        inner = shard_slice.within(*buffers)
-        if not inner.n_elements:
-            return max(1, len(pushing))
-        all_ranges = [inner, *(other.within(*buffers) for other in pushing)]
-        bounds = IndexRanges.ends(all_ranges)
-        counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
-        return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
+        return _n_holding(
+            shard_slice, pushing, (layout.n_gradient(index), layout.shard_size(index))
+        )
 
     def count_refused(self, name: Address, push: pf.Push) -> None:
         """Count a push of a former incarnation of this client, once."""
@@ -469,8 +515,20 @@ class Sessions:
             return []  # the client gets PushApplied later
         return [self._block_ack(client, sequence, received)]
 
-    def begin_push(self) -> PushInProgress | None:
-        while self.queue:
+    def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
+        """Return the next push to apply, or to add to a round; `is_last`: no more come."""
+        if not self._round and self._may_take(now, is_last=is_last):
+            self._take_queued()
+        if not self._round:
+            return None
+        self.applying = self._round.popleft()
+        return self.applying
+
+    def _take_queued(self) -> None:
+        """Take the oldest complete push, or those of a round in the order of their names."""
+        in_round = self._config.policy.round is not None
+        taken: list[PushInProgress] = []
+        while self.queue and (in_round or not taken):
             client = self._clients[self.queue.popleft()]
             client.queued = False
             push_buffer = client.next_complete()
@@ -479,33 +537,48 @@ class Sessions:
                 staleness = self._partial_staleness.since(
                     client.shard_slice, fetched_clock=push.fetched_clock, clock=self._values.clock
                 )
-                self.applying = PushInProgress(client, push_buffer, push, staleness)
-                return self.applying
-        return None
+                share = WHOLE if push.commit_token else self._share_of(client, push, staleness)
+                taken.append(PushInProgress(client, push_buffer, push, staleness, share))
+        if in_round:
+            taken.sort(key=lambda one: one.client.name)
+            taken = [
+                replace(one, share=replace(one.share, n_to_follow=len(taken) - n))
+                for n, one in enumerate(taken, 1)
+            ]
+            self._quorum_at = None
+        self._round += taken
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
         """Finish the push in progress: acknowledge it, unless it is `held` for the backup.
 
-        A `staged` push is a chunk gradient, which does not raise the clock.
+        A push of a round is finished with the last one. A `staged` push is a chunk gradient, which
+        does not raise the clock.
         """
         assert self.applying is not None
-        applied, self.applying = self.applying, None
-        client = applied.client
-        client.count_applied(applied.push, staleness=applied.staleness, held=held)
-        self._staleness.add(applied.staleness)
-        if not staged:
-            self._partial_staleness.add(client.shard_slice, clock=self._values.clock - 1)
-        self._n_applied += 1
-        if client.region:
-            self._bytes_in += applied.push_buffer.values.nbytes
-        self._enqueue(client)
-        return [] if held else [self._push_applied(client)]
+        self._folded.append(self.applying)
+        self.applying = None
+        if self._round:
+            return []
+        finished, self._folded = self._folded, []
+        first_clock = self._values.clock - len(finished)
+        for index, applied in enumerate(finished):
+            client = applied.client
+            client.count_applied(applied.push, staleness=applied.staleness, held=held)
+            self._staleness.add(applied.staleness)
+            if not staged:
+                self._partial_staleness.add(client.shard_slice, clock=first_clock + index)
+            self._n_applied += 1
+            if client.region:
+                self._bytes_in += applied.push_buffer.values.nbytes
+            self._enqueue(client)
+        return [] if held else [self._push_applied(applied.client) for applied in finished]
 
-    def confirm(self, client: Session, *, staleness: int) -> Action:
+    def confirm(self, push: PushInProgress) -> Action:
         """Acknowledge the oldest push that waited for the backup."""
+        client = push.client
         assert client.n_unconfirmed > 0, client
         client.n_unconfirmed -= 1
-        client.confirmed_staleness = staleness
+        client.count_confirmed(push.push, staleness=push.staleness)
         return self._push_applied(client)
 
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:
@@ -520,7 +593,131 @@ class Sessions:
             client.queued = True
             self.queue.append(client.name)
 
+    # --------------------------------------------------------------------- rounds
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether some pushes of a round are added, and others are not."""
+        return bool(self._folded)
+
+    @property
+    def grace_until(self) -> Seconds | None:
+        """When the next round ends, without those that are late; None: not by time."""
+        policy = self._config.policy.round
+        if policy is None or self._quorum_at is None:
+            return None
+        return self._quorum_at + policy.grace_seconds
+
+    def _may_take(self, now: Seconds, *, is_last: bool) -> bool:
+        """Return whether the complete pushes make a round, if there are rounds."""
+        policy = self._config.policy.round
+        if policy is None or is_last:
+            return True
+        if self.awaits_clients or not self.queue:
+            return False
+        inside = [client for client in self._clients.values() if client.is_in]
+        # A client that is too far ahead begins no tick: it may wait for a push of this very round.
+        if all(client.queued or self._is_gated(client) for client in inside):
+            return True
+        if sum(client.queued for client in inside) < math.ceil(policy.quorum * len(inside) - 1e-9):
+            self._quorum_at = None
+            return False
+        if self._quorum_at is None:
+            self._quorum_at = now
+        return now >= self._quorum_at + policy.grace_seconds
+
+    def _is_gated(self, client: Session) -> bool:
+        staleness = self._config.policy.staleness
+        return staleness is not None and (client.tick or 0) - staleness > self._floor
+
+    def _share_of(self, client: Session, push: pf.Push, staleness: int) -> Share:
+        policy = self._config.policy
+        n_samples = push.n_samples or 1
+        if policy.round is not None:
+            return Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
+        if policy.weight == "sum" and policy.damping == "none":
+            return WHOLE
+        others = [one for one in self._clients.values() if one.is_in and one is not client]
+        slices = [client.shard_slice, *(one.shard_slice for one in others)]
+        n_gradient = self._config.layout.n_gradient(self._config.index)
+        n_clients = _n_holding(client.shard_slice, slices, (0, n_gradient))
+        scale = 1.0
+        if policy.weight == "mean":
+            scale /= n_clients
+        elif policy.weight == "samples":
+            # A client that has pushed nothing yet is taken for one like this.
+            known = [n_samples, *(one.n_samples or n_samples for one in others)]
+            scale *= n_samples * len(known) / (sum(known) * n_clients)
+        if policy.damping == "inverse":
+            scale /= 1 + staleness
+        elif policy.damping == "excess":
+            scale /= 1 + max(staleness - (n_clients - 1), 0)
+        return Share(scale=scale)
+
+    # ---------------------------------------------------------------------- ticks
+
+    def _enter(self, client: Session, request: pf.OpenSession) -> None:
+        entries = request.entries or 0
+        if entries < client.entries:
+            return  # a late message
+        client.entries = entries
+        is_known = not (client.tick is msgspec.UNSET and request.tick is msgspec.UNSET)
+        if entries % 2 == 0:
+            client.tick = msgspec.UNSET
+        elif is_known or not self.awaits_clients:  # a new one waits until there is a floor
+            client.tick = max(client.tick or 0, request.tick or 0, self._floor)
+
+    def tell_floor(self) -> list[Action]:
+        """Tell a new floor to the clients that could not begin a tick at the old one."""
+        self._raise_floor()
+        staleness = self._config.policy.staleness
+        actions: list[Action] = []
+        for client in self._clients.values():
+            if not client.is_in or staleness is None or client.told >= self._floor:
+                continue
+            assert client.tick is not msgspec.UNSET
+            if client.tick - staleness > client.told:
+                client.told = self._floor
+                floor = pf.Floor(
+                    shard_incarnation=self.incarnation, floor=self._floor, behind=self._behind
+                )
+                actions.append(Send(receiver=client.name, message=floor))
+        return actions
+
+    def _raise_floor(self) -> None:
+        if self.awaits_clients or not self._config.policy.counts_ticks:
+            return
+        inside = [client for client in self._clients.values() if client.is_in]
+        for client in inside:  # others went on without a client that was gone
+            client.tick = max(client.tick or 0, self._floor)
+        # Of equal ticks, a client whose next push is not here yet.
+        slowest = min(inside, key=lambda one: (one.tick, one.queued, one.name), default=None)
+        self._behind = "" if slowest is None else slowest.name
+        if slowest is not None:
+            self._floor = slowest.tick or 0
+
+    def _tick_counters(self) -> dict[str, float]:
+        if not self._config.policy.counts_ticks:
+            return {}
+        ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
+        gap = max(ticks, default=0) - min(ticks, default=0)
+        return {
+            "workers_in": float(len(ticks)),
+            "floor": float(self._floor),
+            "clock_gap": float(gap),
+        }
+
+    def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
+        if not self._config.policy.counts_ticks:
+            return msgspec.UNSET, msgspec.UNSET
+        self._raise_floor()
+        client.told = self._floor
+        return self._floor, "" if self._behind == client.name else self._behind
+
+    # ------------------------------------------------------------------- messages
+
     def session_opened(self, client: Session) -> Send:
+        floor, behind = self._told_floor(client)
         opened = pf.SessionOpened(
             shard_incarnation=self.incarnation,
             clock=self._values.clock,
@@ -529,6 +726,10 @@ class Sessions:
             applied=client.applied - client.n_unconfirmed,
             parameters_region=client.parameters_region,
             push_buffers_region=client.region,
+            entries=client.entries or msgspec.UNSET,
+            tick=client.tick,
+            floor=floor,
+            behind=behind,
         )
         return Send(receiver=client.name, message=opened)
 
@@ -543,11 +744,14 @@ class Sessions:
         return Send(receiver=receiver, message=pf.SessionRefused(reason=text, for_good=for_good))
 
     def _push_applied(self, client: Session) -> Send:
+        floor, behind = self._told_floor(client)
         applied = pf.PushApplied(
             sequence=client.confirmed,
             shard_incarnation=self.incarnation,
             clock=self._values.clock,
             staleness=client.confirmed_staleness,
+            floor=floor,
+            behind=behind,
         )
         return Send(receiver=client.name, message=applied)
 

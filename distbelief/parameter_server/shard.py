@@ -34,6 +34,7 @@ from distbelief.parameter_server.replication import (
     FromPrimary,
     Primary,
 )
+from distbelief.parameter_server.rounds import Share
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
@@ -58,6 +59,8 @@ ShardMessage = (
 )
 
 _ABSENT: Final = "absent:"
+_RETURNED: Final = "returned"  # clients had time to come back
+_GRACE: Final = "grace"  # a round ends without late pushes
 
 
 class _Work(Enum):
@@ -120,6 +123,7 @@ class Shard:
         self._work: _Work | None = None
         self._ready = False
         self._copied_last = False
+        self._grace_until: rl.Seconds | None = None  # for which there is a timer
         self._is_sealed = False  # whether the last checkpoint was requested
         self._stopped_by: rl.Address | None = None
         self._abandoned: str | None = None  # why the supervisor counts as lost
@@ -142,6 +146,8 @@ class Shard:
                 actions = []
             case _:
                 assert_never(event)
+        if self._config.policy.counts_ticks:
+            actions += self._sessions.tell_floor()
         actions += self._next(now)
         if self._ready and self._work is None and self._stopped_by is not None:
             actions += self._end(self._stopped_by)
@@ -205,13 +211,13 @@ class Shard:
             actions.append(rl.Report(text=text, level="warning"))
         return actions
 
-    def _initialised(self, state: ShardState) -> list[rl.Action]:
+    def _initialised(self, state: ShardState, now: rl.Seconds) -> list[rl.Action]:
         self._values.initialised(state)
         self._saves.begin_at(state.clock)
         self._commands.ready()
         self._ready = True
         if self._backup is None:
-            return self._serve(state.clients)
+            return self._serve(state.clients, now)
         self._restored_term = state.incarnation
         return self._backup.restored(state.clients)
 
@@ -269,15 +275,22 @@ class Shard:
             return self._primary.timer(now)
         if name == PINS_TIMER:
             return self._versions.timer(now)
+        if name in {_RETURNED, _GRACE}:
+            self._sessions.awaits_clients &= name != _RETURNED
+            return []  # `_next` looks
         return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
 
     # ------------------------------------------------------------------- sessions
 
-    def _serve(self, clients: Sequence[rp.SessionRecord]) -> list[rl.Action]:
+    def _serve(self, clients: Sequence[rp.SessionRecord], now: rl.Seconds) -> list[rl.Action]:
         """Serve from now on, deferred OpenSession messages first."""
         self._sessions.restore(clients)
         self._serves = True
-        return self._answer_deferred()
+        actions: list[rl.Action] = []
+        if self._config.policy.counts_ticks and self._sessions.incarnation > 1:
+            self._sessions.awaits_clients = True
+            actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
+        return [*actions, *self._answer_deferred()]
 
     def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
         sender, sessions = event.sender, self._sessions
@@ -470,7 +483,7 @@ class Shard:
         text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
             rl.Report(text=text),
-            *self._serve(clients),
+            *self._serve(clients, now),
             *map(self._sessions.primary_changed, unheard),
             *self._primary.promote(promote, now),
         ]
@@ -503,6 +516,7 @@ class Shard:
                     n_clients=max(1, message.n_pushing),
                     shard_slice=replicated.shard_slice,
                     touches=message.holds if message.touches else None,
+                    share=replicated.share,
                 )
             if self._promotion is None or not backup.is_drained:
                 return []
@@ -513,6 +527,10 @@ class Shard:
         commands, saves = self._commands, self._saves
         if self._versions.copying is not None and not is_stopping:
             return self._begin_copy()  # the next piece, before anything changes the values
+        if self._sessions.is_in_round:  # nothing comes between its pushes
+            push = self._sessions.begin_push(now)
+            assert push is not None
+            return self._begin_push(push, now)
         if not is_stopping and (commands.waiting or commands.running):
             self._work = _Work.COMMAND
             return [commands.begin_next(self._snapshot)]
@@ -532,11 +550,15 @@ class Shard:
         if self._primary.backup is not None:
             actions += self._primary.transfer(now)
             may_apply = may_apply and self._primary.may_apply
-        push = self._sessions.begin_push() if may_apply else None
+        push = self._sessions.begin_push(now, is_last=is_stopping) if may_apply else None
         if push is not None:
             actions += self._begin_push(push, now)
         elif may_copy:
             actions += self._begin_copy()
+        until = self._sessions.grace_until
+        if until is not None and until != self._grace_until:
+            self._grace_until = until
+            actions.append(rl.SetTimer(name=_GRACE, at=until))
         return actions
 
     def _begin_push(self, push: PushInProgress, now: rl.Seconds) -> list[rl.Action]:
@@ -555,17 +577,24 @@ class Shard:
             n_clients=n_clients,
             shard_slice=client.shard_slice,
             touches=push.push.touches,
+            share=push.share,
         )
         return [*replications, *apply]
 
     def _apply(
-        self, pushed: Vector, *, n_clients: int, shard_slice: ShardSlice, touches: Vector | None
+        self,
+        pushed: Vector,
+        *,
+        n_clients: int,
+        shard_slice: ShardSlice,
+        touches: Vector | None,
+        share: Share,
     ) -> list[rl.Action]:
         self._work = _Work.APPLY
         self._copied_last = False
         touched = None if touches is None else self._values.slice_table.get(touches)
         work, cost = self._values.begin_push(
-            pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched
+            pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched, share=share
         )
         return [rl.Compute(name="apply", work=work, cost=cost)]
 
@@ -583,7 +612,7 @@ class Shard:
         match work:
             case _Work.INITIALISE:
                 assert isinstance(event.result, ShardState), event.result
-                return self._initialised(event.result)
+                return self._initialised(event.result, now)
             case _Work.APPLY:
                 if self._backup is not None:
                     return self._backup.end_push()

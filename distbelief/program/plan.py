@@ -194,11 +194,8 @@ def load(path: Path | str) -> Plan:
     the file cannot be read.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as opened:
-            content = opened.read(N_BYTES_MAX + 1)
-    except OSError as error:
-        raise files.explained(error, path, doing="read the plan in") from error
+    with files.explaining(path, doing="read the plan in"), path.open("rb") as opened:
+        content = opened.read(N_BYTES_MAX + 1)
     try:
         return decode(content)
     except GraphError as error:

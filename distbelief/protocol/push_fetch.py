@@ -12,6 +12,10 @@ A client fetches and pushes: a replica, the evaluator, or `DownpourSGD`.
       | <------------- PushBlockAck |   fills the push buffer that it was lent
       | Push -------------------->  |   the buffer of this sequence is complete: apply it
       | <-------------- PushApplied |   applied; staleness measured; the buffer is free
+      | <-------------------- Floor |   where workers wait for each other: one may go on
+
+A tick of a worker is one exchange, from a fetch to a push. Where shards count ticks, a client
+enters before its first one and leaves when it has nothing to do: others wait for those that are in.
 """
 
 from typing import Literal
@@ -28,6 +32,9 @@ Payload = Literal["dense"] | msgspec.UnsetType
 Unset means dense, and takes no bytes.
 """
 
+Ticks = Count | msgspec.UnsetType
+"""A number that is sent only where shards count ticks; Unset takes no bytes."""
+
 
 class OpenSession(AnyMessage, frozen=True):
     """Client -> shard: open a session, or open it again.
@@ -42,6 +49,8 @@ class OpenSession(AnyMessage, frozen=True):
     host: Name  # whose shared memory the client can map; "" if none
     next_sequence: Count  # of the first push of this incarnation that is not known to be applied
     holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
+    entries: Ticks = msgspec.UNSET  # how often this incarnation has entered or left; odd: it is in
+    tick: Ticks = msgspec.UNSET  # ticks ended by acknowledged pushes; Unset: begin at the floor
 
 
 class SessionOpened(AnyMessage, frozen=True):
@@ -54,6 +63,10 @@ class SessionOpened(AnyMessage, frozen=True):
     applied: Count  # how many pushes of this incarnation the values contain
     parameters_region: Name  # shared memory to copy from, "" if none
     push_buffers_region: Name  # shared memory to push into, "" if none
+    entries: Ticks = msgspec.UNSET  # of the latest OpenSession with that number
+    tick: Ticks = msgspec.UNSET  # ticks that the client has ended; Unset: it is not in
+    floor: Ticks = msgspec.UNSET  # as in `Floor`; Unset: this shard counts no ticks
+    behind: Name | msgspec.UnsetType = msgspec.UNSET
 
 
 class SessionRefused(AnyMessage, frozen=True):
@@ -132,6 +145,8 @@ class Push(AnyMessage, frozen=True):
     # gradient; None: all that the client holds.
     touches: Vector | None = None
     payload: Payload = msgspec.UNSET  # what lies in the push buffer
+    tick: Ticks = msgspec.UNSET  # ticks that the client has ended, this one included
+    n_samples: Ticks = msgspec.UNSET  # of this push
 
 
 class PushApplied(AnyMessage, frozen=True):
@@ -144,3 +159,16 @@ class PushApplied(AnyMessage, frozen=True):
     shard_incarnation: Count
     clock: Count
     staleness: Count
+    floor: Ticks = msgspec.UNSET
+    behind: Name | msgspec.UnsetType = msgspec.UNSET
+
+
+class Floor(AnyMessage, frozen=True):
+    """Shard -> client: every client that is in has ended `floor` ticks.
+
+    It never falls within one incarnation of the shard.
+    """
+
+    shard_incarnation: Count
+    floor: Count
+    behind: Name  # the first of the clients that have ended no more; "": none is in

@@ -15,10 +15,16 @@ of one copy; it rises with every `Promote` of the shard.
                        client <------ PrimaryChanged |   open your session here
 """
 
+from typing import Annotated
+
 import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name
+from distbelief.protocol.push_fetch import Ticks
+
+
+Factor = Annotated[float, msgspec.Meta(ge=0.0)] | msgspec.UnsetType
 
 
 class Promote(AnyMessage, frozen=True):
@@ -54,6 +60,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     applied: Count = 0
     samples: Count = 0
     staleness: Count = 0
+    tick: Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
 
 
 class StartSync(AnyMessage, frozen=True):
@@ -106,6 +113,10 @@ class ReplicatePush(AnyMessage, frozen=True):
     # The client holds everything, and `holds` is what its push `touches`: a message has one
     # array at most.
     touches: bool = False
+    scale: Factor = msgspec.UNSET  # multiplies the gradient; Unset: 1
+    # Of a push in a round: how many more follow in it, and its weight there.
+    n_to_follow: Ticks = msgspec.UNSET
+    weight: Factor = msgspec.UNSET
 
 
 class PrimaryChanged(AnyMessage, frozen=True):

@@ -60,10 +60,8 @@ class CheckpointStore:
             except SafetensorError as error:
                 raise files.safetensors_error(error) from error
 
-        try:
+        with files.explaining(path.parent, doing="make"):
             files.make_directory(path.parent)
-        except OSError as error:
-            raise files.explained(error, path.parent, doing="make") from error
         files.write_by(path, fill)
         # Checksums are not read again: that would take as long as saving.
         kept = [path for label in self.labels(role) if _opens(path := self.path(role, label))]
@@ -235,10 +233,8 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
     for name, labels in lacking.items():
         for label in labels:
             path = store.path(name, label)
-            try:
+            with files.explaining(path, doing="rename"):
                 path.rename(path.with_name(f"{path.name}{SET_ASIDE}"))
-            except OSError as error:
-                raise files.explained(error, path, doing="rename") from error
     found = (
         "it was the first, so the run starts from scratch"
         if agreed is None

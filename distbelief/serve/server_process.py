@@ -285,7 +285,7 @@ def run_server(
 
 
 def _open_directory(directory: Path) -> RunDirectory:
-    try:
+    with files.explaining(directory, doing="make"):
         directory.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in directory.iterdir()}
         if "request.json" not in names and names - {"lock", "initial.safetensors"}:
@@ -294,8 +294,6 @@ def _open_directory(directory: Path) -> RunDirectory:
                 "(--directory), or one that `distbelief serve` made"
             )
         directory.chmod(0o700)
-    except OSError as error:
-        raise files.explained(error, directory, doing="make") from error
     return RunDirectory.take(directory)
 
 

@@ -5,7 +5,7 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -25,6 +25,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
@@ -45,6 +46,7 @@ from distbelief.worker.local_executor import (
     WholeSteps,
     loss_and_metric,
 )
+from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
@@ -84,7 +86,9 @@ def shard_names(context: BuildContext) -> set[Address]:
     return {*shards, *backups}
 
 
-def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
+def build_shard(
+    name: str, *, rule: UpdateRule, context: BuildContext, policy: ExchangePolicy = DOWNPOUR
+) -> Role:
     layout, path = layout_of(context), context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
 
@@ -94,7 +98,12 @@ def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
         return shard_values(layout, index, context.initials, seed=context.task.model.seed)
 
     config = ShardConfig(
-        index=index, layout=layout, rule=rule, name=name, is_replicated=context.shard_copies > 1
+        index=index,
+        layout=layout,
+        rule=rule,
+        policy=policy,
+        name=name,
+        is_replicated=context.shard_copies > 1,
     )
     return Shard(config, memory=context.memory, initialise=initialise)
 
@@ -162,25 +171,44 @@ def whole_replica(
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     # The executor clips, by torch's own function.
     trainer = Trainer(
-        Items(values=model.values, averages=model.averages),
-        config.policy,
+        Items(values=model.values, trained=model.trained, averages=model.averages),
+        config.pace,
         clip_norm=None,
         n_ranks=1,
         is_whole=True,
+        local_steps=local_steps(config, model.values, model.trained, shapes=model.shapes),
     )
     objective = TrainingObjective(
-        config, client=client, trainer=trainer, progress_seconds=progress_seconds
+        config,
+        client=client,
+        trainer=trainer,
+        n_steps=batch_plan.n_steps,
+        progress_seconds=progress_seconds,
     )
     return Replica(
         RankConfig(group="replica"),
         client=client,
-        executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=True),
+        executor=WholeSteps(
+            executor, n_bytes=objective.step_bytes, follows_install=not config.pace.sends_delta
+        ),
         slices=batches.SlicePrefetch(executor, batch_plan),
         objective=objective,
         leader=training_leader(
             config, batch_plan, await_begin=await_begin, samples_max=samples_max
         ),
     )
+
+
+def local_steps(
+    config: DownpourSettings,
+    values: Sequence[torch.Tensor],
+    trained: Set[int],
+    *,
+    shapes: Sequence[Sequence[int]],  # of the values
+) -> LocalSteps | None:
+    if config.inner is None:
+        return None
+    return LocalSteps(config.inner, {item: values[item] for item in sorted(trained)}, shapes=shapes)
 
 
 def training_leader(
@@ -511,15 +539,22 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     n_ranks = split.plan.cluster.n_machines
+    values = zeros_of(flow, parts.dtype)
+    shapes = [region.shape for _, region in flow.items]
     trainer = Trainer(
-        Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
-        config.policy,
+        Items(values=values, trained=flow.trained, counts=flow.counts),
+        config.pace,
         clip_norm=config.clip_norm,
         n_ranks=n_ranks,
         is_whole=False,
+        local_steps=local_steps(config, values, flow.trained, shapes=shapes),
     )
     objective = TrainingObjective(
-        config, client=parts.client, trainer=trainer, progress_seconds=progress_seconds(context)
+        config,
+        client=parts.client,
+        trainer=trainer,
+        n_steps=batch_plan.n_steps,
+        progress_seconds=progress_seconds(context),
     )
     leader = training_leader(
         config, batch_plan, await_begin=context.await_begin, n_ranks=n_ranks, plan=split.fingerprint

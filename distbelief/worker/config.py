@@ -1,61 +1,16 @@
-"""Table [algorithm] of a Downpour job, and the consistency policy of its replicas."""
+"""Table [algorithm] of a Downpour job: how replicas train, and exchange what they learn."""
 
 import math
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Mapping
 
 import msgspec
 
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Pace
+from distbelief.worker.local_steps import check_inner
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Async:
-    """Downpour SGD: no replica waits for another.
-
-    step                 0        1        2        3        ...    n_fetch = n_push = 2
-    fetch                x                 x                        DB-6
-    push                 x                 x                        DB-6
-    gradients pushed     g0                g1 + g2                  DB-7: raw, summed
-    local step                             (x)      x               DB-9
-    """
-
-    n_fetch: int = 1  # steps between fetches
-    n_push: int = 1  # steps between pushes
-    blocking: bool = False  # fetch only once every push is applied
-    overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
-
-    def __post_init__(self) -> None:
-        for name in ("n_fetch", "n_push"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
-        return self.n_fetch > 1 or self.n_push > 1
-
-    @property
-    def keeps_local_steps(self) -> bool:
-        # With n_fetch = n_push = 1 there is no local step to keep.
-        return self.sums_gradients and not self.overwrite_local_steps
-
-    def fetches_before(self, step: int) -> bool:
-        return step % self.n_fetch == 0
-
-    def pushes_after(self, step: int) -> bool:
-        return step % self.n_push == 0
-
-    def may_fetch(self, *, unacknowledged: int, during: int | None = None) -> bool:
-        """Return whether a fetch may begin, during the computation of a step or between two."""
-        # With a push in flight it is unknown whether the fetched parameters contain it, and so
-        # whether its local steps must be repeated (DB-11).
-        if unacknowledged and (self.blocking or self.keeps_local_steps):
-            return False
-        if during is None:
-            return True
-        return not (self.blocking or (self.keeps_local_steps and self.pushes_after(during)))
+AUTO_FIRST = 4  # steps between the first exchanges of every = "auto"
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +27,11 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # A fetch overwrites the local steps whose gradients are not pushed yet, as in the paper. By
     # default they are repeated from the fetched parameters.
     overwrite_local_steps: bool = False
+    # How replicas exchange what they learn; `every` stands for both n_fetch and n_push.
+    exchange: ExchangePolicy = DOWNPOUR
+    # The optimizer of local steps: a class of torch.optim as "name", and its keywords; its key
+    # "schedule" is such a table for a class of torch.optim.lr_scheduler.
+    inner: Mapping[str, object] | None = None
     warm_start_steps: int = 0  # steps of replica 0 alone, before the others start
     # Of a replica's own steps between fetches and pushes, before the rule's schedule; by default
     # the rule's. With an adaptive rule it is required if n_fetch > 1; if only n_push > 1, a replica
@@ -85,7 +45,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        _ = self.policy  # checks n_fetch and n_push
+        _ = self.pace  # checks n_fetch and n_push
         for name in ("batch_size", "non_finite_limit", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -97,21 +57,47 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number above 0, or leave it out")
-        if self.rule.adaptive and self.n_fetch > 1 and self.local_learning_rate is None:
+        if self.inner is not None:
+            check_inner(self.inner)
+        self.exchange.refuse(self.rule, inner=self.inner is not None, workers=1)
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        is_delta = self.exchange.send == "delta"
+        gradients_only = {
+            "overwrite_local_steps": "a fetch keeps local steps: leave it out",
+            "local_learning_rate": "the inner optimizer has its own rate: give inner that rate",
+        }
+        for name, fix in gradients_only.items():
+            if is_delta and getattr(self, name):
+                raise ValueError(f'{name} is given and exchange.send is "delta", where {fix}')
+        for name in ("n_fetch", "n_push"):
+            if getattr(self, name) > 1 and (is_delta or self.exchange.every != 1):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} and exchange.every {self.exchange.every}: "
+                    "both say when to exchange: leave one of them out"
+                )
+        n_fetch = self.pace.n_fetch
+        if self.rule.adaptive and n_fetch > 1 and self.local_learning_rate is None and not is_delta:
+            key = "n_fetch" if self.n_fetch > 1 else "exchange.every"
             raise ValueError(
-                f"n_fetch is {self.n_fetch} and rule {self.rule.name!r} adapts its "
+                f"{key} is {n_fetch} and rule {self.rule.name!r} adapts its "
                 "rate on the shards; between fetches a replica takes plain SGD steps, "
                 "at a rate that only you can choose: give local_learning_rate, or use "
-                "n_fetch = 1"
+                f"{key} = 1"
             )
 
     @property
-    def policy(self) -> Async:
-        return Async(
-            n_fetch=self.n_fetch,
-            n_push=self.n_push,
-            blocking=self.blocking,
+    def pace(self) -> Pace:
+        exchange = self.exchange
+        every = AUTO_FIRST if exchange.every == "auto" else exchange.every
+        return Pace(
+            n_fetch=self.n_fetch if every == 1 else every,
+            n_push=self.n_push if every == 1 else every,
+            # A worker that waits for others waits for its own push, too, and reads what it wrote.
+            blocking=self.blocking or exchange.staleness is not None,
             overwrite_local_steps=self.overwrite_local_steps,
+            sends_delta=exchange.send == "delta",
         )
 
     def rate(self, clock: int) -> float:

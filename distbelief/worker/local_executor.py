@@ -44,6 +44,8 @@ class FlatModel:
         module: The user's model; this object owns its tensors from now on.
         values: Flat views of all tensors, in the order of `specs()`.
         averages: Items that a step changes in place: running averages.
+        trained: Items with a gradient.
+        shapes: Of all tensors.
         n_parameters: Number of trained elements.
     """
 
@@ -71,6 +73,8 @@ class FlatModel:
             for index, tensor in enumerate(self._tensors)
             if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
         ]
+        self.trained = frozenset(self._trained)
+        self.shapes = [tensor.shape for tensor in self._tensors]
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
     def specs(self) -> list[TensorSpec]:

@@ -142,6 +142,21 @@ class Objective:
         del step
         return False
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a step may begin before a fetch that is due has come."""
+        return False
+
+    def enter(self, now: Seconds) -> list[Action]:
+        """A step is wanted: others may have to wait for this worker from now on, or it for them."""
+        del now
+        return []
+
+    def leave(self, now: Seconds) -> list[Action]:
+        """There is no step to take for now: nobody needs to wait for this worker."""
+        del now
+        return []
+
     def may_fetch(self, *, ahead: bool) -> bool:
         """Return whether a fetch may begin; `ahead`: while a step is running."""
         return not ahead

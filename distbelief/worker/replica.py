@@ -42,6 +42,7 @@ REMIND: Final = "replica:remind"
 TORN_RETRY_SECONDS: Final = 1e-3  # before a fetch is repeated that met a half-applied update
 OTHER_RETRY_SECONDS: Final = 0.05  # before one that gave another version than the wanted one
 REMIND_SECONDS: Final = 0.25
+IDLE_SECONDS: Final = 5.0  # a rank that waits for its group so long does not stop other replicas
 END_SECONDS: Final = 30.0  # a rank that has ended exits after so long without its leader
 
 
@@ -156,6 +157,7 @@ class Replica:
         self._local_sample: int | None = None  # the last bad sample found here, if any
         self._has_stepped = False  # since the last report
         self._ended_at: rl.Seconds = 0.0
+        self._idle_since: rl.Seconds | None = None
         self._stopped_at: rl.Seconds | None = None
         self._is_orphan = False  # the leader is lost for good
         self._is_gone = False
@@ -445,6 +447,10 @@ class Replica:
         if self._is_left(now):
             return [*actions, *self._exit()]
         here = self._epoch
+        is_idle = not (self._lane or self._executor.is_open or self._may_step)
+        self._idle_since = (self._idle_since or now) if is_idle else None
+        if self._idle_since is not None and now - self._idle_since >= IDLE_SECONDS:
+            actions += self.objective.leave(now)
         match here.phase:
             # A rank that starts late introduces itself to the leader.
             case Phase.ALONE if self._leader is None:
@@ -523,17 +529,22 @@ class Replica:
         if work or self.objective.is_due:
             return work
         if over:
-            return self._end(now)
+            return [*self.objective.leave(now), *self._end(now)]
+        is_held = self._leader is not None and self._leader.is_held
+        left = self.objective.leave(now) if is_held else []
         if self._is_single and not (self._may_step and self._client.ready):
-            return []
-        actions = self._slices.read_ahead(step, stop=self._read_stop(step))
+            return left
+        actions = [*left, *self._slices.read_ahead(step, stop=self._read_stop(step))]
+        if self._may_step:
+            actions += self.objective.enter(now)
         actions += self._fetch(step, now, ahead=False)
         if self._may_step and self._client.ready:
             actions += self._begin_step(step, now)
         return actions
 
     def _begin_step(self, step: int, now: rl.Seconds) -> list[rl.Action]:
-        if not self._lacks(step):
+        has_fetched = self._epoch.fetching and self._client.fetch_complete
+        if not self._lacks(step) or (self.objective.may_go_on and not has_fetched):
             return self._start_step(step, now)
         # Values are copied just before their step, so that they are as new as possible.
         if self._executor.follows_install:

@@ -1,6 +1,7 @@
 """The training objective: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
 
-Paper to code: alpha is `local_learning_rate`, accrued gradients are `GradientSum.sums`. Three
+Paper to code: alpha is `local_learning_rate`, accrued gradients are `GradientSum.sums`; instead of
+gradients, replicas may push local steps of an optimizer of their own (`worker.local_steps`). Three
 activities overlap (DB-10): the compute executor takes steps, the data executor reads the next
 batch, and messages carry fetches and pushes. `Trainer` does the work of the steps: where
 gradients come during the backward pass and a push follows every step, they go into the push
@@ -10,7 +11,7 @@ that training has diverged.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
@@ -22,11 +23,13 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.policy import Pace
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import Async, DownpourSettings
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
+from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Install, LocalNorm, Objective
 
 
@@ -150,6 +153,7 @@ class Step:
     """The current step."""
 
     number: int
+    scheduled: int  # its number among all steps of the replica, those of earlier lives included
     counts: bool  # whether its gradient is needed: the shards do not have it yet
     draft: PushDraft | None  # the push that takes the gradients at once, if there is one
     local_rate: float | None  # of the local step; None: no local step
@@ -169,7 +173,7 @@ class Items:
     """The tensors that a replica, or one rank of it, keeps."""
 
     values: Sequence[torch.Tensor]  # flat
-    trained: frozenset[int] = frozenset()  # with a gradient; the others are pushed as they are
+    trained: frozenset[int]  # with a gradient; the others are pushed as they are
     counts: Mapping[int, int] = field(default_factory=dict)  # running average -> its step counter
     averages: Sequence[int] = ()  # changed in place by a step
     n_bytes: float = field(init=False)  # asked for several times a step
@@ -187,13 +191,21 @@ class Trainer:
     """
 
     def __init__(
-        self, items: Items, policy: Async, *, clip_norm: float | None, n_ranks: int, is_whole: bool
+        self,
+        items: Items,
+        pace: Pace,
+        *,
+        clip_norm: float | None,
+        n_ranks: int,
+        is_whole: bool,
+        local_steps: LocalSteps | None = None,  # if deltas are sent
     ) -> None:
         self.items = items
+        self.local_steps = local_steps
         self.total = GradientSum(len(items.values), shares_memory=not is_whole)
-        self.drafts = not (is_whole or policy.sums_gradients or clip_norm is not None)
+        self.drafts = not (is_whole or pace.sums_gradients or clip_norm is not None)
         self._values = items.values
-        self._policy = policy
+        self._pace = pace
         self._clip_norm = clip_norm
         self._reduces_norm = n_ranks > 1
         self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
@@ -203,6 +215,28 @@ class Trainer:
         self.total.drop()
         self._sent.clear()
         self._gains = None
+        if self.local_steps is not None:
+            self.local_steps.restart()
+
+    def stage(self, client: ParameterClient) -> Callable[[], PushResult]:
+        """Return the work that stages what is not pushed yet."""
+        # The parameters of the oldest gradient give the staleness.
+        clocks = self.total.fetched_clocks(client.clocks)
+        local_steps = self.local_steps
+        if local_steps is None:
+            return client.stage(self.total.sums, self._values, fetched_clocks=clocks)
+        draft = client.draft(fetched_clocks=clocks)
+
+        def stage() -> PushResult:
+            local_steps.put_into(draft.put)
+            for item, value in enumerate(self._values):
+                if item not in self.items.trained:
+                    draft.put(item, value)
+            result = draft.finish()
+            local_steps.pushed(finite=result.finite)
+            return result
+
+        return stage
 
     def staged(self, staged: PushResult) -> None:
         # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
@@ -220,6 +254,8 @@ class Trainer:
         def install() -> FetchResult:
             if self._gains is None:  # after a torn install the values are a mixture
                 self._gains = {item: self._values[item] - sent for item, sent in self._sent.items()}
+            if self.local_steps is not None:
+                self.local_steps.hold()
             installed = work()
             if not installed.torn:
                 self._repeat(rate)
@@ -235,6 +271,8 @@ class Trainer:
             # A change that is not finite comes from a skipped sample.
             if bool(gain.isfinite().all()):
                 self._values[item].add_(gain)
+        if self.local_steps is not None:
+            self.local_steps.merge()
         self._step({i: total for i, total in enumerate(self.total.sums) if total is not None}, rate)
 
     def _step(self, gradients: Mapping[int, torch.Tensor], rate: float) -> None:
@@ -268,7 +306,7 @@ class Trainer:
         # Without clipping only finiteness matters, and that only if someone uses it.
         if self._clip_norm is not None:
             return sum_of_squares(step.gradients)
-        looks = self._reduces_norm or self._policy.sums_gradients
+        looks = self._reduces_norm or self._pace.sums_gradients
         return 0.0 if not looks or is_finite(step.gradients) else math.nan
 
     def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
@@ -277,14 +315,17 @@ class Trainer:
         # A running average that is not finite comes from a bad sample and is dropped.
         if is_finite(step.after):
             for item, value in step.after.items():
-                if item not in self._sent and self._policy.keeps_local_steps:
+                if item not in self._sent and self._pace.keeps_local_steps:
                     self._sent[item] = self._values[item].clone()
                 self._values[item].copy_(value)
         if step.staged is None and step.counts:
             if self._clip_norm is not None:
                 clip(step.gradients, square, norm_max=self._clip_norm)
-            self._step(step.gradients, step.local_rate or 0.0)
-            self.total.add(step.gradients)
+            if self.local_steps is not None:
+                self.local_steps.step(step.gradients, step.scheduled)
+            else:
+                self._step(step.gradients, step.local_rate or 0.0)
+                self.total.add(step.gradients)
             step.gradients.clear()
         return Closed(is_finite=True, staged=step.staged)
 
@@ -307,6 +348,7 @@ class Counters:
     gradients_pushed: int = 0
     non_finite: int = 0  # gradients skipped
     torn: int = 0  # attempts dropped because a fetch met a half-applied update
+    inner_lost: int = 0  # times that the inner optimizer's state was lost
 
 
 @final
@@ -330,12 +372,14 @@ class TrainingObjective(Objective):
         *,
         client: ParameterClient,  # of the shards that hold what is trained here
         trainer: Trainer,
+        n_steps: Callable[[int, int], int],  # from one data position to another
         progress_seconds: Seconds = 0.5,  # least time between reports to the supervisor
     ) -> None:
         self.values = trainer.items.values
         self.counters = Counters()
         self._config = config
-        self._policy = config.policy
+        self._pace = config.pace
+        self._n_steps = n_steps
         self._progress_seconds = progress_seconds
         self._client = client
         self._trainer = trainer
@@ -347,6 +391,8 @@ class TrainingObjective(Objective):
         self._seconds: Seconds = 0.0  # installing parameters and computing steps
         self._begun_at: Seconds = 0.0
         self._step: Step | None = None
+        self._fetch_due = True  # before deltas can be pushed again
+        self._has_values = False  # of this generation
         self._push_due = False
         self._staging = False
         self._loss = 0.0  # of the last step
@@ -371,6 +417,8 @@ class TrainingObjective(Objective):
         if not self._position:
             self._begun_at = now
         self._position = position
+        if self._pace.sends_delta and position:
+            self.counters.inner_lost += 1
 
     @override
     def drop(self) -> None:
@@ -379,34 +427,58 @@ class TrainingObjective(Objective):
         if step is not None and step.draft is not None:
             self._client.abandon()
         self._trainer.drop()
-        self._push_due = False
+        self._fetch_due, self._has_values, self._push_due = True, False, False
 
     @override
     def fetches_at(self, step: int) -> bool:
-        return self._policy.fetches_before(step)
+        return self._fetch_due if self._pace.sends_delta else self._pace.fetches_before(step)
+
+    @property
+    @override
+    def may_go_on(self) -> bool:
+        pace, local_steps = self._pace, self._trainer.local_steps
+        if pace.blocking or local_steps is None:
+            return False
+        # Where the link is slower than `every` steps, the replica waits for it in the end.
+        is_late = self._total.n_gradients >= 2 * pace.n_push
+        return self._has_values and not (is_late or local_steps.is_held)
+
+    @override
+    def enter(self, now: Seconds) -> list[Action]:
+        return self._client.enter(now, staleness=self._config.exchange.staleness)
+
+    @override
+    def leave(self, now: Seconds) -> list[Action]:
+        return self._client.leave(now)
 
     @override
     def may_fetch(self, *, ahead: bool) -> bool:
+        waits = self._config.exchange.staleness is not None
+        if waits and (ahead or not self._client.may_begin):
+            return False  # a tick begins with a fetch
         during = self._step.number if ahead and self._step is not None else None
-        return self._policy.may_fetch(unacknowledged=self._client.unacknowledged, during=during)
+        return self._pace.may_fetch(unacknowledged=self._client.unacknowledged, during=during)
 
     @override
     def installing(self, work: Install) -> Install:
-        if not self._policy.keeps_local_steps:
+        if not self._pace.keeps_local_steps:
             return work
         return self._trainer.installing(work, rate=self._config.rate(self._clock))
 
     @property
     @override
     def install_copies(self) -> int:
+        if self._pace.sends_delta:  # also the anchor, before and after
+            return 8 if self._total.n_gradients else 4
         # To repeat local steps also read gradients and values, and write values.
-        repeats = self._policy.keeps_local_steps and self._config.rate(self._clock)
+        repeats = self._pace.keeps_local_steps and self._config.rate(self._clock)
         return 5 if repeats and self._total.n_gradients else 2
 
     @override
     def fetched(self, seconds: Seconds) -> bool:
         self._seconds += seconds
         self.counters.fetches += 1
+        self._fetch_due, self._has_values = False, True
         self._clock = max(self._client.clocks, default=0)
         return True
 
@@ -421,6 +493,7 @@ class TrainingObjective(Objective):
         draft = self._client.draft() if at_once and self._client.can_push else None
         self._step = Step(
             number=step,
+            scheduled=self._n_steps(0, batch.position),
             counts=counts,
             draft=draft,
             local_rate=self._local_rate(step),
@@ -429,14 +502,17 @@ class TrainingObjective(Objective):
         return self._step.put
 
     def _local_rate(self, step: int) -> float | None:
+        if self._pace.sends_delta:
+            return 0.0  # the inner optimizer has its own
         # A fetch that follows overwrites the local step, or repeats it with the others.
-        return None if self._policy.fetches_before(step + 1) else self._config.rate(self._clock)
+        return None if self._pace.fetches_before(step + 1) else self._config.rate(self._clock)
 
     def step_bytes(self) -> float:
         """Moved by the current step beside its computation."""
         assert self._step is not None
-        # Read w; a local step reads g and w, and writes w.
-        return self._trainer.items.n_bytes * (1 if self._step.local_rate is None else 4)
+        # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
+        n_copies = 8 if self._pace.sends_delta else 1 if self._step.local_rate is None else 4
+        return self._trainer.items.n_bytes * n_copies
 
     @override
     def computing(self, seconds: Seconds) -> None:
@@ -480,11 +556,11 @@ class TrainingObjective(Objective):
                 return self._staged(result.staged, n_gradients=1, stop=batch.stop, now=now)
             self._total.count(batch.stop, clocks=self._client.clocks)
             counters.local_steps += step.local_rate is not None
-            if self._policy.sums_gradients:
+            if self._pace.sums_gradients:
                 self._n_bad_in_row = 0
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
         self._total.stop = batch.stop
-        self._push_due = self._policy.pushes_after(step.number) and self._total.n_gradients > 0
+        self._push_due = self._pace.pushes_after(step.number, n_unsent=self._total.n_gradients)
         return actions
 
     def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
@@ -513,29 +589,34 @@ class TrainingObjective(Objective):
         if blame:
             raise JobError(f"{found}): {blame}")
         clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
+        rate, key = f"learning_rate {config.rule.learning_rate:g}", "learning_rate"
+        if config.inner is not None:
+            rate, key = f"inner.lr {config.inner.get('lr', 'as torch has it')}", "inner.lr"
         raise JobError(
-            f"{found}, loss {self._loss:g}, learning_rate {config.rule.learning_rate:g}): training "
-            f"has diverged. Use a lower learning_rate, or a clip_norm{clip}"
+            f"{found}, loss {self._loss:g}, {rate}): training has diverged. Use a lower {key}, "
+            f"or a clip_norm{clip}"
         )
 
     @property
     @override
     def is_due(self) -> bool:
-        return self._push_due
+        return self._push_due and not (
+            (self._fetch_due and self._pace.sends_delta) or self.may_go_on
+        )
 
     @override
     def work(self, *, final: bool) -> Sequence[Action]:
         """Stage the accrued gradients once every shard has a free slot (two are in flight)."""
         # After the last step, one more push carries what has accrued.
         self._push_due |= final and self._total.n_gradients > 0
-        if not (self._push_due and self._client.ready and self._client.can_push):
+        # The values fetched after a push of local steps contain it, and so none after it.
+        is_early = self._pace.sends_delta and self._fetch_due and not final
+        if is_early or not (self._push_due and self._client.ready and self._client.can_push):
             return []
         self._push_due, self._staging = False, True
-        oldest = self._total.fetched_clocks(self._client.clocks)
-        stage = self._client.stage(self._total.sums, self.values, fetched_clocks=oldest)
-        return [
-            Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._trainer.items.n_bytes))
-        ]
+        n_copies = 6.0 if self._pace.sends_delta else 2.0
+        cost = Cost(n_bytes=n_copies * self._trainer.items.n_bytes)
+        return [Compute(name=PUSH, work=self._trainer.stage(self._client), cost=cost)]
 
     @override
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
@@ -555,6 +636,7 @@ class TrainingObjective(Objective):
         actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
         if not staged.finite:  # the client's report names the tensors
             return self._bad(n_gradients, actions)
+        self._fetch_due = True
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients

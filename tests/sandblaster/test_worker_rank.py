@@ -92,14 +92,7 @@ def test_a_worker_does_not_ask_for_work() -> None:
 )
 def test_messages_for_other_roles_are_rejected(sender: rl.Address, message: str) -> None:
     assignment = wire.Assignment(
-        epoch=1,
-        replica_incarnation=1,
-        version=1,
-        evaluation=1,
-        versions=(),
-        first=0,
-        n_examples=4,
-        tasks=(),
+        epoch=1, replica_incarnation=1, version=1, evaluation=1, versions=(), n_examples=4, tasks=()
     )
     due_report = {
         "assignment": assignment,

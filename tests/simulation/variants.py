@@ -24,7 +24,7 @@ from distbelief.parameter_server.client.client import ShardLink, ShardReply
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
-from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
+from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
 from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
@@ -253,9 +253,8 @@ def acknowledged_before_the_backup_has_it(patch: Patch) -> None:
         whole(self, clock=clock)
         return False
 
-    def confirm(self: Sessions, client: Session, *, staleness: int) -> Action:
-        del staleness
-        return self._push_applied(client)
+    def confirm(self: Sessions, push: PushInProgress) -> Action:
+        return self._push_applied(push.client)
 
     patch.setattr(Primary, "applied", applied)
     patch.setattr(Sessions, "confirm", confirm)

@@ -172,6 +172,7 @@ class ShardPush:
         # each incarnation of the client.
         self.lost: Lost = ()
         self.clock = 0  # the newest known clock of the current primary
+        self.tick: int | None = None  # ticks ended by settled pushes; None: none known
         self.bytes_out = 0  # of sent blocks and filled buffers
 
     def start(self, first_sequence: int) -> None:
@@ -245,13 +246,20 @@ class ShardPush:
         n_gradients: int,
         samples: int,
         commit_token: int,
+        tick: int | None,
+        n_samples: int | None,
         is_open: bool,
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
         push = msgspec.structs.replace(
-            staged.push, n_gradients=n_gradients, samples=samples, commit_token=commit_token
+            staged.push,
+            n_gradients=n_gradients,
+            samples=samples,
+            commit_token=commit_token,
+            tick=msgspec.UNSET if tick is None else tick,
+            n_samples=msgspec.UNSET if n_samples is None else n_samples,
         )
         in_flight = OutgoingPush(push, staged.values, Window(len(self._slice.bounds)))
         self._in_flight.append(in_flight)
@@ -291,7 +299,9 @@ class ShardPush:
     def _settle(self, sequence: int) -> None:
         self.settled = max(self.settled, sequence)
         while self._in_flight and self._in_flight[0].message.sequence <= self.settled:
-            self._in_flight.popleft()
+            tick = self._in_flight.popleft().message.tick
+            if self.tick is not None and tick is not msgspec.UNSET:
+                self.tick = max(self.tick, tick)
 
     def _move(self, in_flight: OutgoingPush[pf.Push]) -> None:
         assert self._push_buffers is not None

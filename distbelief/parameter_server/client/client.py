@@ -3,10 +3,14 @@
     fetch    begin_fetch ... fetch_complete   install ~~> installed     (torn: install again)
     push     can_push                         stage   ~~> staged ... unacknowledged = 0
              can_push                         draft   ~~> staged        tensor by tensor
+    tick     enter ... may_begin              fetch, local steps, push ...              leave
 
 `~~>` is work that the role runs in its executor, at most one install and one stage at a time;
 meanwhile the tensors belong to it. The role passes on every event that the client `owns` and
 performs the returned actions. Nothing here blocks.
+
+Where shards count ticks, workers wait for each other: `enter` before every tick, begin it once
+`may_begin`; `leave` when there is nothing to do, or the others wait. A push ends a tick.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, assert_never, cast, final
 
+import msgspec
 import torch
 
 from distbelief.core.memory import Memory
@@ -58,6 +63,7 @@ ShardReply = (
     | pf.ParameterBlock
     | pf.PushBlockAck
     | pf.PushApplied
+    | pf.Floor
 )
 _SHARD_REPLIES: Final = rl.message_types(ShardReply)
 
@@ -143,10 +149,28 @@ class ShardLink:
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self._sent_at: rl.Seconds = 0.0
         self._awaited = False
+        # Ticks, where the shard counts them.
+        self.floor: int | None = None  # that the shard has told; None: it counts none
+        self.behind: rl.Address | None = None  # who keeps it down
+        self.needed = 0  # the floor that the client waits for
+        self.tick: int | None = None  # this client's, as the shard knows it; None: it is not in
+        self._entries = 0  # how often the client has entered or left; odd: it is in
+        self._known_entries = 0  # to the shard
 
     @property
     def clock(self) -> int:
         return max(self.fetching.clock, self.pushing.clock)
+
+    @property
+    def waits_for_floor(self) -> bool:
+        return not self.is_open or self.floor is None or self.floor < self.needed
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the shard knows that the client is in or not, and its tick."""
+        told = self.pushing.tick
+        is_known = self.tick is not None and (told is None or self.tick >= told)
+        return self._entries == self._known_entries and (self._entries % 2 == 0 or is_known)
 
     # ------------------------------------------------------------ from the client
 
@@ -154,6 +178,27 @@ class ShardLink:
         self.is_open = False
         self._sent_at = now
         return self._open_session(self.copies)
+
+    def enter(self, tick: int | None, *, needed: int) -> list[rl.Action]:
+        """Tell the shard that the client has ended this many ticks; None: it begins at the floor.
+
+        Repeated until the shard knows it, and until the floor is `needed`.
+        """
+        before = self._entries, self.pushing.tick
+        self._entries += 1 - self._entries % 2
+        self.needed = needed
+        if tick is not None:
+            self.pushing.tick = max(tick, self.pushing.tick or 0)
+        is_news = before != (self._entries, self.pushing.tick)
+        return self._open_session([self.primary]) if is_news and self.is_open else []
+
+    def leave(self) -> list[rl.Action]:
+        """Tell the shard that nobody needs to wait for this client."""
+        if self._entries % 2 == 0:
+            return []
+        self._entries += 1
+        self.needed, self.tick, self.pushing.tick = 0, None, None
+        return self._open_session([self.primary]) if self.is_open else []
 
     # ------------------------------------------------------------- from the shard
 
@@ -213,10 +258,12 @@ class ShardLink:
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
                 progress = bool(replies)
+                if self.floor is not None:
+                    self._silence.progress_at = now  # it may wait for pushes of other workers
             case pf.PushApplied():
-                progress = self.pushing.acknowledged(message)
-                if progress:
-                    self._note_staleness(message.staleness)
+                progress = self._acknowledged(message)
+            case pf.Floor():
+                self._note_floor(message)
             case PrimaryChanged():
                 pass  # `receive` has sent OpenSession if this is news
             case pf.SessionRefused():
@@ -229,11 +276,23 @@ class ShardLink:
             self._progressed(now)
         return self.send(replies, now)
 
+    def _acknowledged(self, message: pf.PushApplied) -> bool:
+        self._note_floor(message)
+        if not self.pushing.acknowledged(message):
+            return False
+        self._note_staleness(message.staleness)
+        if self.tick is not None:
+            self.tick = max(self.tick, self.pushing.tick or 0)
+        return True
+
     def _session_opened(
         self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds
     ) -> list[rl.Action]:
-        if self.is_open:
-            return []  # a repetition, which only shows that the shard is alive
+        if self.is_open:  # a repetition, which only shows that the shard is alive
+            self._note_ticks(message)
+            if self.fetching.complete and not self.pushing.waits and self.floor is not None:
+                self._silence.progress_at = now  # it is other workers that the client waits for
+            return []
         # A SessionOpened behind our own watermark answers an older OpenSession.
         if not self.pushing.agrees(message):
             return self._open_session(self.copies)
@@ -242,12 +301,28 @@ class ShardLink:
         self.is_open = True
         self.primary = sender
         self.samples = message.samples
+        self.floor = self.tick = None  # it may be another incarnation of the shard
+        self._known_entries = 0
         self._progressed(now)
         self.pushing.session_opened(message, self._push_buffers)
+        self._note_ticks(message)
         fetches = self.fetching.session_opened(
             self._published, shard_incarnation=message.shard_incarnation, clock=message.clock
         )
         return self.send([*fetches, *self.pushing.again()], now)
+
+    def _note_ticks(self, message: pf.SessionOpened) -> None:
+        self._note_floor(message)
+        if self.floor is None or message.entries != self._entries:
+            return  # it answers an older OpenSession
+        self._known_entries = self._entries
+        if message.tick is not msgspec.UNSET:
+            self.tick = message.tick
+            self.pushing.tick = max(message.tick, self.pushing.tick or 0)
+
+    def _note_floor(self, message: pf.SessionOpened | pf.PushApplied | pf.Floor) -> None:
+        if message.floor is not msgspec.UNSET and message.floor >= (self.floor or 0):
+            self.floor, self.behind = message.floor, rl.Address(message.behind or "") or None
 
     def _refused(
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
@@ -310,7 +385,8 @@ class ShardLink:
 
     @property
     def _is_waiting(self) -> bool:
-        return not self.is_open or not self.fetching.complete or self.pushing.waits
+        waits = not self.is_open or not self.fetching.complete or self.pushing.waits
+        return waits or (self.floor is not None and (self.waits_for_floor or not self.agrees))
 
     def wait(self, now: rl.Seconds) -> list[rl.Action]:
         """Run the timer if something is awaited; call after every change."""
@@ -338,7 +414,9 @@ class ShardLink:
         if self.is_open:
             # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged
             # lost.
-            others = [copy for copy in self.copies if copy != self.primary]
+            # Where it counts ticks, the primary's answer tells the floor.
+            asks = self.floor is not None
+            others = [copy for copy in self.copies if asks or copy != self.primary]
             messages = [*self.fetching.again(), *self.pushing.again()]
             actions = [*self.send(messages, now), *self._open_session(others)]
         else:
@@ -381,6 +459,8 @@ class ShardLink:
             host=self._memory.host if may_attach else "",
             next_sequence=self.pushing.settled + 1,
             holds=self._slice.stripes,
+            entries=self._entries or msgspec.UNSET,
+            tick=msgspec.UNSET if self.pushing.tick is None else self.pushing.tick,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
@@ -456,6 +536,12 @@ class ParameterClient:
         self._n_torn = 0  # torn reads, each of one shard
         self._n_pushed = 0
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
+        # Ticks, where the shards count them.
+        self._tick: int | None = None  # ended, of those in; None: not in, or not placed yet
+        self._samples_before: int | None = None  # those of the last push
+        # The worker that is waited for, and since when.
+        self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
+        self._waits: dict[rl.Address, rl.Seconds] = {}  # by who was waited for
         # Whether the last event may have removed what the role waits for: a session has opened or
         # is lost, a fetch is complete, a push is acknowledged by the last shard.
         self.has_news = False
@@ -491,7 +577,7 @@ class ParameterClient:
         if link is None:
             return []
         was_open, term, settled = link.is_open, link.term, link.pushing.settled
-        was_complete = link.fetching.complete
+        was_complete, ticks = link.fetching.complete, (link.floor, link.tick, link.agrees)
         if isinstance(event, rl.Received):
             if type(event.message) not in _SHARD_REPLIES:
                 raise RemoteProtocolError(
@@ -512,6 +598,7 @@ class ParameterClient:
             or link.term != term
             or (link.fetching.complete is not was_complete and self.fetch_complete)
             or (link.pushing.settled > settled and self._all_settled(settled + 1))
+            or ticks != (link.floor, link.tick, link.agrees)
         )
         return actions
 
@@ -696,12 +783,15 @@ class ParameterClient:
         actions: list[rl.Action] = []
         if outcome.finite:
             self._n_pushed += 1
+            tick, n_samples = self._end_tick(samples) if not commit_token else (None, None)
             for link, target in zip(self._links.values(), targets, strict=True):
                 messages = link.pushing.issue(
                     target,
                     n_gradients=n_gradients,
                     samples=samples,
                     commit_token=commit_token,
+                    tick=tick,
+                    n_samples=n_samples,
                     is_open=link.is_open,
                 )
                 actions += [*link.send(messages, now), *self._wait(link, now)]
@@ -728,10 +818,92 @@ class ParameterClient:
         ]
         return self._staging
 
+    # ---------------------------------------------------------------------- ticks
+
+    @property
+    def _counting(self) -> list[ShardLink]:
+        return [link for link in self._links.values() if link.floor is not None]
+
+    @property
+    def floor(self) -> int:
+        """The ticks that all workers have ended, at the shard where they are the fewest."""
+        return min((link.floor or 0 for link in self._counting), default=0)
+
+    @property
+    def behind(self) -> rl.Address | None:
+        """Who keeps the floor down."""
+        slowest = min(self._counting, key=lambda link: link.floor or 0, default=None)
+        return None if slowest is None else slowest.behind
+
+    @property
+    def tick(self) -> int:
+        """The ticks that this worker has ended; one that enters has those of the slowest."""
+        return self._tick or 0
+
+    def enter(self, now: rl.Seconds, *, staleness: int | None = None) -> list[rl.Action]:
+        """Want to begin a tick at most `staleness` ahead of the slowest worker; None: at once.
+
+        Call again after each event until `may_begin`. Does nothing where shards count no ticks.
+        """
+        counting = self._counting
+        if not counting or not self.ready:
+            return []
+        if staleness is not None:
+            self._count_wait(now)
+        if self.unacknowledged:
+            return []  # these pushes tell the tick
+        if self._tick is None and all(link.tick is not None for link in counting):
+            self._tick = 0
+        if self._tick is not None:
+            # Workers that were taken for gone are ahead by now: nobody waits for the past.
+            known = [max(link.tick or 0, link.floor or 0) for link in counting]
+            self._tick = max(self._tick, *known)
+        needed = 0 if staleness is None or self._tick is None else self._tick - staleness
+        actions: list[rl.Action] = []
+        for link in counting:
+            actions += [*link.enter(self._tick, needed=needed), *self._wait(link, now)]
+        if self.may_begin:
+            self._waits_since = None
+        return actions
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the next tick may begin: all pushes are applied, and the floor is high enough."""
+        counting = self._counting
+        is_placed = self._tick is not None and not self.unacknowledged
+        return not counting or (
+            is_placed and all(link.agrees and not link.waits_for_floor for link in counting)
+        )
+
+    def _count_wait(self, now: rl.Seconds) -> None:
+        if self._waits_since is not None:
+            culprit, since = self._waits_since
+            self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
+        self._waits_since = self.behind or rl.Address(""), now
+
+    def _end_tick(self, samples: int) -> tuple[int | None, int | None]:
+        """Return the ticks ended with this push, and the samples in it, if shards count ticks."""
+        before, self._samples_before = self._samples_before, samples
+        if not self._counting:
+            return None, None
+        if self._tick is not None:
+            self._tick += 1
+        return self._tick, max(samples - (self.samples if before is None else before), 0)
+
+    def leave(self, now: rl.Seconds) -> list[rl.Action]:
+        """End no further tick until `enter`: nobody waits for this worker."""
+        self._tick = self._waits_since = None
+        actions: list[rl.Action] = []
+        for link in self._links.values():
+            actions += [*link.leave(), *self._wait(link, now)]
+        return actions
+
     # -------------------------------------------------------------------- status
 
     @property
     def waiting_for(self) -> rl.Address | None:
+        if self._waits_since is not None and self._waits_since[0]:
+            return self._waits_since[0]  # another worker
         for link in self._links.values():
             if not (link.is_open and link.fetching.complete and link.pushing.has_room):
                 return link.copies[0]
@@ -742,9 +914,13 @@ class ParameterClient:
 
         A push to several shards counts once. `pushes_acknowledged` counts those that every shard
         has acknowledged, `pushes_lost` those that were acknowledged and then lost by a shard.
-        Bytes count blocks and copies to and from shared memory.
+        Bytes count blocks and copies to and from shared memory. Where workers wait for each other,
+        `clock_gap` is how many ticks this one is ahead of the slowest, `waits_NAME` how many
+        seconds it waited for that worker.
         """
         links = self._links.values()
+        waits = {f"waits_{name}": seconds for name, seconds in self._waits.items() if name}
+        gap = {"clock_gap": float(self.tick - self.floor)} if self._tick is not None else {}
         return {
             "pushes_sent": float(self._n_pushed),
             "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
@@ -754,6 +930,8 @@ class ParameterClient:
             "torn_reads": float(self._n_torn),
             "non_finite": float(self._n_non_finite),
             **self._staleness.counters(),
+            **gap,
+            **waits,
         }
 
     def _release(self) -> None:

@@ -2,17 +2,22 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from typer.testing import CliRunner
 
+from distbelief.cli.main import app
 from distbelief.config import algorithms, toml
 from distbelief.config.job import ClusterTable, EvaluationTable, Job, StopTable
 from distbelief.config.load import job_from_json, load_job, parse_job
+from distbelief.config.presets import PRESETS
 from distbelief.errors import JobError, JobFileError
-from distbelief.parameter_server.optimizers import Adagrad, Adam, UpdateRule
+from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, UpdateRule
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.worker.config import DownpourSettings
 from tests.distbelief.jobs import SPEECH, speech
@@ -92,6 +97,82 @@ def test_an_override_replaces_a_value_needs_no_quotes_and_the_last_one_wins() ->
     assert isinstance(job.algorithm, DownpourSettings)
     assert (job.algorithm.n_push, job.algorithm.rule.learning_rate) == (5, 0.1)
     assert job.model.arguments == {"hidden": [512, 512], "depth": 3, "day": "2012-12-03"}
+
+
+LOCAL = SPEECH.replace('rule = { name = "adagrad", learning_rate = 0.02 }', 'preset = "local"')
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_becomes_keys_that_are_stored_with_the_run(name: str) -> None:
+    job = parse_job(LOCAL.replace('"local"', f'"{name}"'), path="speech.toml")
+    assert parse_job(job.to_toml(), path="job.toml").algorithm == job.algorithm
+    assert job_from_json(job.to_json()) == job
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert job.algorithm.pace.sends_delta == (job.algorithm.inner is not None)
+
+
+def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() -> None:
+    overrides = ["exchange.every=16", "inner.lr=0.5", "inner.fused=true", "rule.weight_decay=0.1"]
+    given = parse_job(
+        LOCAL, path="speech.toml", overrides=[f"algorithm.{each}" for each in overrides]
+    ).algorithm
+    assert isinstance(given, DownpourSettings)
+    usual = ExchangePolicy(send="delta", every=16, weight="mean", numbers="bfloat16")
+    assert given.exchange == usual
+    assert given.inner == {"name": "AdamW", "lr": 0.5, "fused": True}
+    assert given.rule == SGD(learning_rate=1.0, weight_decay=0.1)
+    other = parse_job(LOCAL, path="speech.toml", overrides=["algorithm.inner={name='SGD'}"])
+    assert isinstance(other.algorithm, DownpourSettings)
+    assert other.algorithm.inner == {"name": "SGD"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("preset=locl", "preset = \"locl\" is not known. Did you mean 'local'? Known: downpour, "),
+        ("inner.lrr=3", "inner AdamW: got an unexpected keyword argument 'lrr'"),
+        ("inner.name=adamw", "name = 'adamw', which torch has not. Did you mean 'AdamW'?"),
+        ("inner.name=LBFGS", "inner has name = 'LBFGS', which torch has not. It knows ASGD, "),
+        ("inner.lr=-1", "inner AdamW: Invalid learning rate: -1"),
+        ("inner.schedule=3", "inner.schedule is 3; use a table, such as { name = "),
+        ('inner.schedule={name="StepLR"}', "inner.schedule StepLR: missing 1 required "),
+        ("inner=3", "[algorithm] inner = 3: wants a table: { ... }"),
+        ("exchange.evry=3", "[algorithm.exchange] has no key 'evry'. Did you mean 'every'?"),
+        ("exchange.round={quorm=1}", "[algorithm.exchange.round] has no key 'quorm'. Did you mean"),
+        (
+            "exchange.every=often",
+            '[algorithm.exchange] every = "often": wants a whole number or "au',
+        ),
+        ("exchange.weight=sam", 'weight = "sam": wants "mean" or "samples" or "sum"'),
+        ("n_push=5", "n_push is 5 and exchange.every 64: both say when to exchange"),
+        (
+            "overwrite_local_steps=true",
+            'overwrite_local_steps is given and exchange.send is "delta"',
+        ),
+        ("exchange.send=gradient", 'send is "gradient" and inner is given'),
+        ('rule={name="adam", learning_rate=1}', "deltas of 2 workers are applied one by one"),
+    ],
+)
+def test_a_mistake_in_an_exchange_names_its_key(override: str, message: str) -> None:
+    said = mistake(f"algorithm.{override}", text=LOCAL)
+    assert message in said
+    assert said.startswith((f"--set algorithm.{override}: ", "speech.toml: [algorithm] rule is"))
+
+
+def test_the_command_lists_presets_and_prints_one_as_it_would_be_written() -> None:
+    listed = CliRunner().invoke(app, ["presets"])
+    assert all(f"\n{name} " in f"\n{listed.output}" for name in PRESETS)
+    printed = CliRunner().invoke(app, ["presets", "diloco"])
+    table = tomllib.loads(printed.output)["algorithm"]
+    assert table == {"name": "downpour", **PRESETS["diloco"]}
+    wrong = CliRunner().invoke(app, ["presets", "dloco"])
+    assert wrong.exit_code == 2
+    assert "Did you mean 'diloco'?" in wrong.output
+
+
+def test_optimizers_of_whole_tensors_are_refused_where_replicas_are_split() -> None:
+    said = mistake("algorithm.inner={name='Adafactor'}", "cluster.partitions=2", text=LOCAL)
+    assert "inner.name is 'Adafactor', whose steps depend on whole tensors, and [cluster]" in said
 
 
 @pytest.mark.parametrize("override", ["algorithm.n_push", "=5", "a..b=1"])

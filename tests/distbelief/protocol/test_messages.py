@@ -31,7 +31,7 @@ def test_each_kind_of_message(kind: type[Message]) -> None:
 def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None:
     about_one_life = {
         "Fetch", "ParameterBlock", "FetchAck", "PushBlock", "PushBlockAck", "Push",
-        "PushApplied", "SessionOpened", "PrimaryChanged",
+        "PushApplied", "Floor", "SessionOpened", "PrimaryChanged",
     }  # fmt: skip
     about_one_pairing = {
         "Promote", "BackupUnresponsive", "BackupInSync", "StartSync", "StateBlock", "StateAck",

@@ -5,12 +5,13 @@ import math
 import pytest
 
 from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
-from distbelief.worker.config import Async, DownpourSettings
+from distbelief.parameter_server.policy import Pace
+from distbelief.worker.config import DownpourSettings
 
 
 def test_fetches_and_pushes_begin_at_step_0() -> None:
     """DB-6."""
-    policy = Async(n_fetch=3, n_push=2)
+    policy = Pace(n_fetch=3, n_push=2)
     assert [s for s in range(8) if policy.fetches_before(s)] == [0, 3, 6]
     assert [s for s in range(8) if policy.pushes_after(s)] == [0, 2, 4, 6]
 
@@ -18,15 +19,15 @@ def test_fetches_and_pushes_begin_at_step_0() -> None:
 @pytest.mark.parametrize(
     ("policy", "waits", "during_push", "during_other"),
     [
-        (Async(), False, True, True),
-        (Async(blocking=True), True, False, False),
-        (Async(n_push=2), True, False, True),
-        (Async(n_fetch=2), True, False, False),
-        (Async(n_push=2, overwrite_local_steps=True), False, True, True),
+        (Pace(), False, True, True),
+        (Pace(blocking=True), True, False, False),
+        (Pace(n_push=2), True, False, True),
+        (Pace(n_fetch=2), True, False, False),
+        (Pace(n_push=2, overwrite_local_steps=True), False, True, True),
     ],
 )
 def test_a_fetch_waits_for_pushes_if_it_could_lose_or_repeat_a_step(
-    policy: Async, *, waits: bool, during_push: bool, during_other: bool
+    policy: Pace, *, waits: bool, during_push: bool, during_other: bool
 ) -> None:
     """DB-11."""
     assert policy.may_fetch(unacknowledged=0)

@@ -16,9 +16,10 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.policy import Pace
 from distbelief.roles.role import Executor, Started
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import Async, DownpourSettings
+from distbelief.worker.config import DownpourSettings
 from distbelief.worker.training import Items, Trainer, TrainingObjective
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
@@ -151,8 +152,8 @@ def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
 
 def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
     values = [torch.ones(3), torch.zeros(2)]
-    items = Items(values=values, averages=(1,))
-    trainer = Trainer(items, Async(n_push=2), clip_norm=None, n_ranks=1, is_whole=True)
+    items = Items(values=values, trained=frozenset({0}), averages=(1,))
+    trainer = Trainer(items, Pace(n_push=2), clip_norm=None, n_ranks=1, is_whole=True)
     trainer.total.add({0: torch.full((3,), 4.0)})
 
     def fetch(value: float, *, torn: bool) -> None:
@@ -419,9 +420,11 @@ def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
     """The group begins where the rank that has pushed least left off."""
     config = DownpourSettings(loss="", batch_size=4, rule=SGD(learning_rate=0.1))
     items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
-    trainer = Trainer(items, config.policy, clip_norm=None, n_ranks=1, is_whole=False)
+    trainer = Trainer(items, config.pace, clip_norm=None, n_ranks=1, is_whole=False)
     client = cast("ParameterClient", Client())
-    objective = TrainingObjective(config, client=client, trainer=trainer)
+    objective = TrainingObjective(
+        config, client=client, trainer=trainer, n_steps=lambda start, stop: (stop - start) // 4
+    )
     objective.begin(0, 0.0)
     counted = []
     for step in range(4):

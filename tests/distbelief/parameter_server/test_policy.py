@@ -1,0 +1,52 @@
+"""Choices of an exchange: each combination is valid, or refused by one sentence with two keys."""
+
+import itertools
+import re
+
+import msgspec
+
+from distbelief.worker.config import DownpourSettings
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "every": (1, 4, "auto"),
+    "send": ("gradient", "delta"),
+    "staleness": (None, 0, 3),
+    "round": (None, {}, {"quorum": 0.75, "grace_seconds": 2.0}),
+    "weight": ("sum", "mean", "samples"),
+    "damping": ("none", "inverse", "excess"),
+    "numbers": ("float32", "bfloat16"),
+}
+RULES = [
+    {"name": "sgd", "learning_rate": 1.0},
+    {"name": "momentum", "learning_rate": 0.7},
+    {"name": "adagrad", "learning_rate": 0.1},
+    {"name": "adam", "learning_rate": 0.1},
+]
+INNER = [None, {"name": "SGD", "lr": 0.1}]
+KEYS = {*CHOICES, "rule", "inner"}
+
+
+def test_every_combination_is_valid_or_refused_by_one_sentence_that_names_both_keys() -> None:
+    reasons: dict[str, int] = {}
+    n_valid = 0
+    usual = {"loss": "mse", "batch_size": 4}
+    for values in itertools.product(*CHOICES.values()):
+        exchange = dict(zip(CHOICES, values, strict=True))
+        for rule, inner, workers in itertools.product(RULES, INNER, (1, 4)):
+            given = {**usual, "exchange": exchange, "rule": rule, "inner": inner}
+            try:
+                settings = msgspec.convert(given, DownpourSettings)
+                settings.exchange.refuse(settings.rule, inner=inner is not None, workers=workers)
+            except ValueError as error:
+                said = str(error).partition(" - at ")[0]
+                reasons[re.sub(r"\d+|'\w+'", "#", said)] = 1
+                assert len(KEYS & set(re.findall(r"\w+", said))) >= 2, said
+                assert "\n" not in said
+                continue
+            n_valid += 1
+            assert settings.pace.n_push == (4 if exchange["every"] != 1 else 1)
+            assert settings.pace.blocking == (exchange["staleness"] is not None)
+            assert settings.pace.sends_delta == (inner is not None)
+    assert n_valid > 500
+    assert len(reasons) == 8, "\n".join(reasons)

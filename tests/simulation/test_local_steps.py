@@ -1,0 +1,249 @@
+"""Jobs whose replicas push local steps: nothing is lost, and one replica is plain training."""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from distbelief.parameter_server.optimizers import SGD, UpdateRule
+from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.roles.role import Address
+from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
+from distbelief.task.losses import loss_function
+from distbelief.task.task import TaskSpec, build_dataset, build_model
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.group import member_names
+from tests.simulation import test_downpour as td
+from tests.simulation.groups import Group
+from tests.simulation.test_machines import faults_of
+
+
+ADD = SGD(learning_rate=1.0)
+ADAMW: Mapping[str, object] = {
+    "name": "AdamW",
+    "lr": 0.01,
+    "betas": [0.8, 0.9],
+    "schedule": {"name": "CosineAnnealingLR", "T_max": 40},
+}
+
+
+def job(
+    every: int,
+    *,
+    inner: Mapping[str, object] = ADAMW,
+    rule: UpdateRule = ADD,
+    loss: str = td.LEARNING.loss,
+    blocking: bool = False,
+    max_steps: int | None = 10,
+) -> DownpourSettings:
+    return DownpourSettings(
+        loss=loss,
+        batch_size=4,
+        rule=rule,
+        inner=inner,
+        exchange=ExchangePolicy(every=every, send="delta"),
+        blocking=blocking,
+        max_steps=max_steps,
+    )
+
+
+def counting(every: int, *, max_steps: int, blocking: bool = False) -> DownpourSettings:
+    """Return a job whose local steps are integers, each the gradient of its samples."""
+    inner = {"name": "SGD", "lr": 1.0}
+    return job(every, inner=inner, loss=td.COUNTING.loss, max_steps=max_steps, blocking=blocking)
+
+
+def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tensor]:
+    """Return the parameters of one process: local steps, then w := w - (a - x); x := w."""
+    assert settings.inner is not None
+    module = build_model(task.model)
+    local: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
+    drawn = td.drawn(task)
+    shard = {name: drawn[name].view_as(value).clone() for name, value in local.items()}
+    for name, value in local.items():
+        value.data.copy_(shard[name])
+    keywords = dict(settings.inner)
+    schedule = dict(cast("Mapping[str, object]", keywords.pop("schedule", {})))
+    kind = getattr(torch.optim, str(keywords.pop("name")))
+    optimizer = kind(local.values(), **keywords)
+    scheduler = None
+    if schedule:
+        kind = getattr(torch.optim.lr_scheduler, str(schedule.pop("name")))
+        scheduler = kind(optimizer, **schedule)
+    dataset, loss = build_dataset(task.train), loss_function(task.loss)
+    n_unsent, every = 0, cast("int", settings.exchange.every)
+    for step, indices in enumerate(td._batches(settings, n_samples=len(dataset))):
+        inputs, targets = torch.utils.data.default_collate([dataset[i] for i in indices])
+        optimizer.zero_grad()
+        loss(module(inputs), targets).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        n_unsent += 1
+        if n_unsent == every or step + 1 == settings.max_steps:
+            n_unsent = 0
+            for name, value in local.items():
+                delta = shard[name] - value.data
+                shard[name] = shard[name] - delta
+                value.data.copy_(shard[name])
+    return {name: value.reshape(-1) for name, value in shard.items()}
+
+
+@td.both_data_paths
+@pytest.mark.parametrize(("every", "n_shards"), [(1, 1), (4, 1), (4, 2), (4, 5), (64, 3)])
+def test_one_blocking_replica_is_plain_training_to_the_bit(
+    every: int, n_shards: int, host: str
+) -> None:
+    """With momentum and a schedule that go on over exchanges, for any number of shards."""
+    settings = job(every, blocking=True, max_steps=33)
+    cluster = td.Cluster(td.LEARNING, settings, host=host, n_shards=n_shards)
+    cluster.run()
+    assert td.same(cluster.values(), plain(settings, task=td.LEARNING))
+    counters = cluster.counters(0)
+    assert counters.pushes == counters.fetches == -(-33 // every)
+    assert counters.local_steps == counters.gradients_pushed == 33
+    assert counters.inner_lost == 0
+
+
+def test_every_step_with_plain_sgd_is_sequential_sgd() -> None:
+    """E7; the anchor is subtracted and added, so up to one rounding a step."""
+    settings = job(1, inner={"name": "SGD", "lr": 0.1}, blocking=True, max_steps=45)
+    cluster = td.Cluster(td.LEARNING, settings)
+    cluster.run()
+    sequential = td.plain(td.downpour(blocking=True, max_steps=45), task=td.LEARNING)
+    for name, value in cluster.values().items():
+        torch.testing.assert_close(value, sequential[name], rtol=1e-5, atol=1e-6)
+
+
+@td.both_data_paths
+@pytest.mark.parametrize("every", [1, 2, 5, 64])
+def test_without_waiting_a_lone_replica_is_plain_training_up_to_rounding(
+    every: int, host: str
+) -> None:
+    """A fetch in the middle of local steps neither drops nor repeats one."""
+    settings = job(every, inner={"name": "SGD", "lr": 0.1, "momentum": 0.9}, max_steps=40)
+    cluster = td.Cluster(td.LEARNING, settings, host=host, n_shards=2)
+    cluster.run()
+    expected = plain(settings, task=td.LEARNING)
+    for name, value in cluster.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
+
+
+@td.both_data_paths
+@pytest.mark.parametrize("n_shards", [1, 3])
+@pytest.mark.parametrize("every", [1, 3, 8])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_pushes_are_the_sum_of_all_local_steps(
+    every: int, n_shards: int, host: str, *, blocking: bool
+) -> None:
+    """E2: three replicas that do not wait for each other."""
+    settings = counting(every, max_steps=17, blocking=blocking)
+    cluster = td.Cluster(td.COUNTING, settings, n_replicas=3, n_shards=n_shards, host=host)
+    cluster.run()
+    assert torch.equal(cluster.values()["weight"], -td.gradient_sum(cluster))
+
+
+@td.both_data_paths
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    every=st.integers(1, 4),
+    at=st.floats(0.0, 0.02),
+    after_actions=st.none() | st.integers(0, 4),
+    drop=st.floats(0.0, 0.2),
+    duplicate=st.floats(0.0, 0.2),
+    pause=st.floats(0.0, 0.02),
+)
+@settings(max_examples=25)
+def test_each_local_step_counts_once_despite_kills_and_lost_messages(
+    host: str,
+    seed: int,
+    every: int,
+    at: float,
+    after_actions: int | None,
+    drop: float,
+    duplicate: float,
+    pause: float,
+) -> None:
+    faults: Sequence[Fault] = (
+        Kill(at=at, role=Address("replica-0"), restart_after=0.01, after_actions=after_actions),
+        Pause(at=pause, role=Address("shard-0"), seconds=0.005),
+        Drop(probability=drop),
+        Duplicate(probability=duplicate, seconds_max=2.0),
+        Delay(probability=0.1, seconds_max=0.5, overtaken=True),
+    )
+    cluster = td.Cluster(
+        td.COUNTING, counting(every, max_steps=9), n_replicas=2, host=host, seed=seed, faults=faults
+    )
+    cluster.run()
+    assert torch.equal(cluster.values()["weight"], -td.gradient_sum(cluster))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_of_a_split_replica_push_each_local_step_once(seed: int) -> None:
+    n_machines = 2 + seed % 3
+    names = member_names("replica-0", n_machines)
+    group = Group(
+        td.COUNTING,
+        counting(1 + seed % 4, max_steps=30),
+        inputs=(500,),
+        n_machines=n_machines,
+        plan_seed=seed,
+        host="host-0" if seed % 2 else "",
+        seed=seed,
+        faults=faults_of(seed, names) if seed > 3 else (),
+    )
+    start = group.first_values()["weight"]
+    group.run()
+    objectives = [group.replica(name).objective for name in group.machines]
+    (position,) = {one.pushed for one in objectives if one.pushed is not None}
+    assert position is not None
+    assert 120 <= position <= 240
+    expected = torch.zeros(500)
+    dataset = build_dataset(td.COUNTING.train)
+    settings = msgspec.structs.replace(group.settings, max_steps=position)
+    n_left = position
+    for indices in td._batches(settings, n_samples=len(dataset)):
+        if n_left <= 0:
+            break
+        n_left -= len(indices)
+        expected += torch.stack([dataset[i][0] for i in indices]).sum(0)  # type: ignore[index]
+    torch.testing.assert_close(group.values()["weight"], start - expected, rtol=0, atol=0)
+
+
+def test_a_split_replica_trains_like_a_whole_one() -> None:
+    settings = job(4, blocking=True, max_steps=21)
+    group = Group(td.LEARNING, settings, inputs=(40,), n_machines=3, n_shards=2)
+    group.run()
+    expected = plain(settings, task=td.LEARNING)
+    for name, value in group.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_computing_goes_on_while_a_push_and_a_fetch_travel() -> None:
+    seconds = {}
+    for blocking in (True, False):
+        cluster = td.Cluster(td.LEARNING, job(4, max_steps=80, blocking=blocking), host="")
+        cluster.run()
+        seconds[blocking] = cluster.ended_at
+        assert cluster.counters(0).fetches > 8
+    assert seconds[False] < 0.8 * seconds[True]
+
+
+def test_a_restarted_replica_counts_the_lost_state_and_keeps_its_place_in_the_schedule() -> None:
+    """The rate follows the position in the data; without momentum a kill then changes no bit."""
+    inner = {"name": "SGD", "lr": 0.1, "schedule": ADAMW["schedule"]}
+    settings = job(4, inner=inner, blocking=True, max_steps=20)
+    undisturbed = td.Cluster(td.LEARNING, settings)
+    undisturbed.run()
+    assert undisturbed.counters(0).inner_lost == 0
+    kill = Kill(at=0.6 * undisturbed.ended_at, role=Address("replica-0"), restart_after=0.01)
+    cluster = td.Cluster(td.LEARNING, settings, faults=[kill])
+    cluster.run()
+    assert cluster.counters(0).inner_lost == 1
+    n_steps = int(cluster.status("replica-0")["samples"]) // 4
+    assert n_steps > 20  # each incarnation takes 20
+    expected = plain(msgspec.structs.replace(settings, max_steps=n_steps), task=td.LEARNING)
+    assert td.same(cluster.values(), expected)
