@@ -64,10 +64,7 @@ def test_an_address_is_read() -> None:
     ],
 )
 def test_an_address_that_makes_no_sense_is_named(
-    bind: str,
-    keys: Path | None,
-    insecure: bool,  # noqa: FBT001 -- a parameter of the test
-    said: str,
+    bind: str, keys: Path | None, *, insecure: bool, said: str
 ) -> None:
     with pytest.raises(JobError, match=said):
         listen_config(bind, keys=keys, insecure=insecure)

@@ -368,10 +368,8 @@ def test_the_loss_of_the_model_is_its_field_or_comes_first() -> None:
         ("model", True, "loss"),
     ],
 )
-def test_the_usual_metric_goes_with_the_loss_and_the_targets(
-    loss: str,
-    labels: bool | None,  # noqa: FBT001
-    name: str,
+def test_the_usual_metric_goes_with_loss_and_targets(
+    loss: str, *, labels: bool | None, name: str
 ) -> None:
     sample = None
     if labels is not None:
