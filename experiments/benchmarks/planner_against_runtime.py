@@ -364,9 +364,13 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
             (folder / "turns.json").write_bytes(msgspec.json.encode(every))
         turns = counting(every)
         found = verdict(turns, plans, profile, order_of)
-        final: dict[str, list[float]] = {name: [] for name in found.finalists}
-        for name in measurement.turns(found.finalists, n_rounds=N_FINAL_ROUNDS):
-            final[name].append(machines.steps(name, n_steps=options.steps).seconds)
+
+        def seconds(name: str) -> float:
+            return machines.steps(name, n_steps=options.steps).seconds
+
+        final = measurement.interleaved(
+            {name: partial(seconds, name) for name in found.finalists}, n_rounds=N_FINAL_ROUNDS
+        )
     rows = {
         name: _row(name, found, turns, final)
         for name in sorted(found.brought, key=found.brought.__getitem__)
