@@ -66,11 +66,7 @@ FIGURES: dict[str, set[str]] = {
         *("worst_over_even", "worst_over_whole_layer"),
     },
     "planner_against_runtime": {
-        f"{figure}_speech"
-        for figure in (
-            *("error", "rank", "regret", "plans", "void", "slower", "drift"),
-            *("raw_error", "raw_rank"),
-        )
+        f"{figure}_speech" for figure in ("error", "rank", "regret", "plans", "void")
     },
     "ray_hosts": {*("start_over_local", "throughput_over_local", "ended_well", "away_seconds")},
     "sandblaster": {
