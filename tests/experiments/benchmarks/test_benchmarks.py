@@ -138,10 +138,17 @@ def test_a_benchmark_that_fails_stops_no_other_and_is_named(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_planner_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_is_measured_and_without_metis_its_row_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It looked for '1 machines' among sentences, and there was '1 machine' only."""
+    monkeypatch.setattr(planner, "IS_INSTALLED", False)
     planner.main(["--small"])
-    assert FIGURES["planner"] <= figures_in(capsys.readouterr().out, "planner").keys()
+    told = capsys.readouterr().out
+    assert "METIS is left out: pip install pymetis" in told
+    figures = figures_in(told, "planner").keys()
+    assert FIGURES["planner"] <= figures
+    assert "worst_over_metis" not in figures
 
 
 @pytest.mark.slow
@@ -179,17 +186,6 @@ def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
 
 
 # ------------------------------------------------------- peers that are not installed
-
-
-@pytest.mark.slow
-def test_without_metis_its_row_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(planner, "IS_INSTALLED", False)
-    planner.main(["--small", "--machines", "1"])
-    told = capsys.readouterr().out
-    assert "METIS is left out: pip install pymetis" in told
-    assert "worst_over_metis" not in figures_in(told, "planner")
 
 
 def test_without_vowpal_wabbit_its_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
