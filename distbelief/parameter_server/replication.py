@@ -27,7 +27,7 @@ from distbelief.parameter_server.client.buffers import OutgoingPush
 from distbelief.parameter_server.optimizers import StepCounts
 from distbelief.parameter_server.rounds import Share
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
-from distbelief.parameter_server.slices import N_PUSH_BUFFERS, ShardSlice, push_buffer_views
+from distbelief.parameter_server.slices import N_PUSH_BUFFERS, WORD, ShardSlice, push_buffer_views
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
@@ -75,7 +75,7 @@ FromBackup = rp.StateAck | pf.PushBlockAck | pf.PushApplied
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
     message: rp.ReplicatePush
-    values: Vector  # (n_elements,) of what its client holds
+    values: Vector  # (n_elements,) of what its client holds, or their words
     shard_slice: ShardSlice
 
     @property
@@ -252,12 +252,14 @@ class Backup:
         push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
         start, stop = bounds[message.block_index]
         # The last block is shorter if the client holds a part of the shard.
-        if values.dtype != push_buffer.values.dtype or values.size > stop - start:
+        dtype = push_buffer.memory.dtype
+        expected = WORD if message.payload == "bfloat16" and dtype == np.float32 else dtype
+        if values.dtype != expected or values.nbytes > (stop - start) * dtype.itemsize:
             raise RemoteProtocolError(
                 f"{sender} sent {values.size} elements of {values.dtype} as block "
                 f"{message.block_index} of a push, which has {stop - start}: use one layout"
             )
-        push_buffer.take(message, start)
+        push_buffer.take(message)
         return [self._block_ack(sequence, push_buffer.received)]
 
     # ------------------------------------------------------------------------- work
@@ -305,12 +307,13 @@ class Backup:
             return None, 0
         if push_buffer.received < len(shard_slice.bounds):
             return None, push_buffer.received
-        if push_buffer.n_elements != shard_slice.n_elements:
+        values = push_buffer.values(shard_slice)
+        if push_buffer.size != values.size:
             raise RemoteProtocolError(
-                f"the blocks of push {sequence} have {push_buffer.n_elements} elements, and "
-                f"its client holds {shard_slice.n_elements}"
+                f"the blocks of push {sequence} have {push_buffer.size} elements, and "
+                f"its client holds {values.size}"
             )
-        return push_buffer.values[: shard_slice.n_elements], push_buffer.received
+        return values, push_buffer.received
 
     def _attach(self, message: rp.ReplicatePush, shard_slice: ShardSlice) -> Vector | None:
         name, region = message.client.name, message.push_buffers_region
@@ -453,7 +456,7 @@ class Primary:
         if not self._is_waiting:
             self._silence.start(now)
         blocks = Window(len(shard_slice.bounds))
-        out = OutgoingPush(message, push.push_buffer.values, blocks)
+        out = OutgoingPush(message, push.values, blocks)
         self._outstanding.append(_OutstandingPush(out, push))
         return [*self._send_due(), *self._arm(now)]
 
@@ -609,7 +612,7 @@ class Primary:
             if index >= N_PUSH_BUFFERS:
                 break
             messages = out.due(
-                client.shard_slice.bounds,
+                client.shard_slice,
                 sequence=out.message.clock + 1,
                 shard_incarnation=self.term,
                 credit=WINDOW_BLOCKS,

@@ -38,6 +38,7 @@ from distbelief.parameter_server.rounds import WHOLE, Share
 from distbelief.parameter_server.slices import (
     N_PUSH_BUFFERS,
     NOTHING,
+    WORD,
     IndexRanges,
     ShardSlice,
     push_buffer_bytes,
@@ -103,25 +104,35 @@ class PartialStaleness:
 @final
 @dataclass(slots=True, eq=False)
 class PushBuffer:
-    values: Vector  # (n_elements,) of what the client holds: gradient, then buffers
+    memory: Vector  # (n_elements,) of what the client holds: gradient, then buffers
     sequence: int = 0  # of the push in it; 0 for none
+    words: bool = False  # whether that is in words: bfloat16
     received: int = 0  # blocks [0, received) are in it
-    n_elements: int = 0  # of those blocks
+    size: int = 0  # numbers, or words, of those blocks
     push: pf.Push | None = None  # set when it has come
 
-    def lend(self, sequence: int) -> None:
+    def lend(self, sequence: int, payload: pf.Payload) -> None:
         """Reuse the buffer for push `sequence`, unless it already holds that push."""
+        words = payload == "bfloat16"
         if self.sequence != sequence:
             self.sequence, self.received, self.push = sequence, 0, None
-            self.n_elements = 0
+            self.words, self.size = words, 0
+        elif self.words is not words:
+            raise RemoteProtocolError(f"push {sequence} is of two payloads: use one")
 
-    def take(self, block: pf.PushBlock, start: int) -> None:
-        """Store a block at `start` if it is the next one: the sender repeats the others."""
-        self.lend(block.sequence)
+    def take(self, block: pf.PushBlock) -> None:
+        """Store a block if it is the next one: the sender repeats the others."""
+        self.lend(block.sequence, block.payload)
         if block.block_index == self.received:
-            self.values[start : start + block.values.size] = block.values
+            room = self.memory.view(WORD) if self.words else self.memory
+            stop = self.size + block.values.size
+            room[self.size : stop] = block.values
+            self.size = stop
             self.received += 1
-            self.n_elements += block.values.size
+
+    def values(self, shard_slice: ShardSlice) -> Vector:
+        """Return all numbers, or words, of a push of this slice."""
+        return shard_slice.room(self.memory, words=self.words)
 
 
 @final
@@ -173,7 +184,7 @@ class Session:
 
     @property
     def push_buffer_nbytes(self) -> int:
-        return sum(push_buffer.values.nbytes for push_buffer in self.push_buffers)
+        return sum(push_buffer.memory.nbytes for push_buffer in self.push_buffers)
 
     @property
     def n_blocks(self) -> int:
@@ -247,6 +258,10 @@ class PushInProgress:
     push: pf.Push
     staleness: int
     share: Share = WHOLE
+
+    @property
+    def values(self) -> Vector:
+        return self.push_buffer.values(self.client.shard_slice)
 
     def record(self) -> SessionRecord:
         """Return the session record as it will be after this push."""
@@ -481,8 +496,9 @@ class Sessions:
                 f"{client.name} sent a block of push {sequence}, but its push buffers "
                 f"are in shared memory ({client.region!r})"
             )
-        start, _ = client.shard_slice.check_block(index, message.values, sender=client.name)
-        push_buffer.take(message, start)
+        words = message.payload == "bfloat16"
+        client.shard_slice.check_block(index, message.values, words=words, sender=client.name)
+        push_buffer.take(message)
         self._bytes_in += message.values.nbytes
         if index >= push_buffer.received:
             return []  # an earlier one is missing
@@ -504,7 +520,12 @@ class Sessions:
         if reason is not None:
             return [self.refuse(client.name, reason, for_good=True)]
         push_buffer = client.push_buffer_of(sequence)
-        push_buffer.lend(sequence)
+        if client.region and message.payload == "bfloat16":
+            raise RemoteProtocolError(
+                f"{client.name} sent push {sequence} as bfloat16, but its push buffers "
+                f"are in shared memory ({client.region!r})"
+            )
+        push_buffer.lend(sequence, message.payload)
         if push_buffer.push is None:
             push_buffer.push = message
         self._enqueue(client)
@@ -569,7 +590,7 @@ class Sessions:
                 self._partial_staleness.add(client.shard_slice, clock=first_clock + index)
             self._n_applied += 1
             if client.region:
-                self._bytes_in += applied.push_buffer.values.nbytes
+                self._bytes_in += applied.push_buffer.memory.nbytes
             self._enqueue(client)
         return [] if held else [self._push_applied(applied.client) for applied in finished]
 

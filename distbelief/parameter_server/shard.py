@@ -573,7 +573,7 @@ class Shard:
         if self._primary.backup is not None:
             replications = self._primary.replicate(push, n_clients=n_clients, now=now)
         apply = self._apply(
-            push.push_buffer.values,
+            push.values,
             n_clients=n_clients,
             shard_slice=client.shard_slice,
             touches=push.push.touches,

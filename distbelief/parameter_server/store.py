@@ -30,7 +30,10 @@ from distbelief.parameter_server.slices import (
     SeqlockVector,
     ShardSlice,
     SliceTable,
+    as_tensor,
+    decode,
     padded,
+    parts,
 )
 from distbelief.roles.role import Cost, Snapshot
 
@@ -69,21 +72,33 @@ class SliceUpdate:
         self._n_copied_max = max(copied, default=0)
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
-        room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), pushed.dtype)
+        """Apply numbers, or the words of numbers."""
+        dtype = vectors[0].dtype
+        is_words = pushed.dtype != dtype
+        decoded = np.zeros(_PIECE if is_words else 0, dtype)
+        room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), dtype)
         wholes = [torch.from_numpy(one) for one in vectors] if self._n_copied_max else []
+        pushed_tensor = as_tensor(pushed)
         for n, target, source in self._pieces:
             if isinstance(target, int):
                 assert isinstance(source, int)
-                parts = [vector[target : target + n] for vector in vectors]
-                update(parts, pushed[source : source + n])
+                step = _PIECE if is_words else max(n, 1)
+                for start in range(0, n, step):
+                    m = min(step, n - start)
+                    gradient = pushed[source + start : source + start + m]
+                    if is_words:
+                        decode(gradient, torch.from_numpy(decoded[:m]))
+                        gradient = decoded[:m]
+                    here = slice(target + start, target + start + m)
+                    update([vector[here] for vector in vectors], gradient)
                 continue
             copies = room[:, : padded(n)]
             copies[:, n:] = 0.0
             *targets, gradient = copies
             if isinstance(source, int):
-                gradient[:n] = pushed[source : source + n]
+                torch.from_numpy(gradient[:n]).copy_(pushed_tensor[source : source + n])
             else:
-                source.gather(torch.from_numpy(pushed), torch.from_numpy(gradient[:n]))
+                source.gather(pushed_tensor, torch.from_numpy(gradient[:n]))
             copied = [torch.from_numpy(part[:n]) for part in targets]
             for whole, part in zip(wholes, copied, strict=True):
                 target.gather(whole, part)
@@ -140,7 +155,10 @@ class ShardStore:
         self._replicated: list[Vector] = []  # the values, then the state by name
         self._n_held: int | None = None  # state blocks, while it syncs as a backup
         self.state: State = {}
-        self.slice_table = SliceTable(self._n_elements, dtype=self._dtype)  # what clients hold
+        # What clients hold.
+        self.slice_table = SliceTable(
+            self._n_elements, dtype=self._dtype, n_gradient=self._n_gradient
+        )
         self._pushed_slice: ShardSlice | None = self.slice_table.whole  # None: not applied yet
         self._round: RoundSum | None = None  # in progress
         self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
@@ -280,7 +298,7 @@ class ShardStore:
 
     def begin_push(
         self,
-        pushed: Vector,  # (n_elements,) of the client's part: gradient, then buffers
+        pushed: Vector,  # of the client's part: gradient, then buffers; or their words
         *,
         n_clients: int,  # over which buffers are averaged
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
@@ -337,16 +355,17 @@ class ShardStore:
         self._pushed_slice = touched if rule.needs_clock else shard_slice
         n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
+        gradients, buffer_values = parts(pushed, shard_slice.n_parameters)
         parameters = self._slice_update(touched, shard_slice, 0, n)
         buffers = self._slice_update(touched, shard_slice, n, n_here)
         updates = [(self.clock, parameters)]
         if rule.needs_clock:
-            parts = self.steps.at(parameters.target, shard_slice=touched)
-            updates = [(clock, parameters) for clock, _ in parts]
-            if len(parts) > 1:
+            clocks = self.steps.at(parameters.target, shard_slice=touched)
+            updates = [(clock, parameters) for clock, _ in clocks]
+            if len(clocks) > 1:
                 updates = [
                     (clock, SliceUpdate(inner, shard_slice.positions_of(inner)))
-                    for clock, inner in parts
+                    for clock, inner in clocks
                 ]
         names = tuple(self.state)
 
@@ -359,8 +378,8 @@ class ShardStore:
         def work() -> None:
             vectors = (values, *self.state.values())
             for clock, slice_update in updates:
-                slice_update.apply(partial(update, clock), vectors, pushed)
-            buffers.apply(partial(_average, n_clients=n_clients), [values], pushed)
+                slice_update.apply(partial(update, clock), vectors, gradients)
+            buffers.apply(partial(_average, n_clients=n_clients), [values], buffer_values)
 
         n_parameters, n_buffers = parameters.target.n_elements, buffers.target.n_elements
         # Read and write each vector, read the gradient.
@@ -376,7 +395,10 @@ class ShardStore:
             if len(self._slice_updates) >= _N_SLICE_UPDATES_MAX:
                 self._slice_updates.clear()
             inner = touched.within(start, stop)
-            self._slice_updates[key] = SliceUpdate(inner, shard_slice.positions_of(inner))
+            source = shard_slice.positions_of(inner)
+            if start >= self._n_gradient:  # buffers, which are a vector of their own
+                source = source.shifted(-shard_slice.n_parameters)
+            self._slice_updates[key] = SliceUpdate(inner, source)
         return self._slice_updates[key]
 
     def end_push(self) -> None:

@@ -32,6 +32,7 @@ from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import copy_names
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.checkpoints import CheckpointStore
@@ -60,6 +61,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     tensors: tuple[TensorSpec, ...]
     rule: UpdateRule
+    exchange: ExchangePolicy = DOWNPOUR
     n_shards: int
     shard_copies: int
     shared_memory: bool = True  # with workers on this host
@@ -92,6 +94,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
             n_shards=self.n_shards,
             shard_copies=self.shard_copies,
             memory=memory,
+            exchange=self.exchange,
         )
 
 
@@ -189,7 +192,13 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
         model=ModelSpec(factory=nothing),
         data=jobs.DataTables(train=DataSpec(factory=nothing)),
         algorithm_name="downpour",
-        algorithm=DownpourSettings(loss="mse", batch_size=1, rule=request.rule),
+        algorithm=DownpourSettings(
+            loss="mse",
+            batch_size=1,
+            rule=request.rule,
+            # What workers send does not matter to shards.
+            exchange=msgspec.structs.replace(request.exchange, send="gradient", every=1),
+        ),
         cluster=jobs.ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
         evaluation=jobs.EvaluationTable(),
         stop=jobs.StopTable(samples=1),
@@ -349,6 +358,7 @@ def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -
     for what, old, new in (
         ("model", old_shapes, new_shapes),
         ("rule", before.rule, now.rule),
+        ("exchange", before.exchange.chosen, now.exchange.chosen),
         ("number of shards", before.n_shards, now.n_shards),
     ):
         if old != new:

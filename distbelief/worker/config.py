@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -10,7 +11,11 @@ from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Pace
 from distbelief.worker.local_steps import check_inner
 
 
-AUTO_FIRST = 4  # steps between the first exchanges of every = "auto"
+# Of every = "auto": steps between exchanges, in powers of two, so that a push and a fetch take at
+# most this share of the time that the steps take.
+EVERY_MIN: Final = 4
+EVERY_MAX: Final = 1024
+LINK_SHARE: Final = 0.8
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +95,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def pace(self) -> Pace:
         exchange = self.exchange
-        every = AUTO_FIRST if exchange.every == "auto" else exchange.every
+        every = EVERY_MIN if exchange.every == "auto" else exchange.every
         return Pace(
             n_fetch=self.n_fetch if every == 1 else every,
             n_push=self.n_push if every == 1 else every,

@@ -12,13 +12,14 @@ that training has diverged.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, final
 
 import torch
 from typing_extensions import override
 
+from distbelief.core.formatting import duration
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
@@ -27,7 +28,7 @@ from distbelief.parameter_server.policy import Pace
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.config import EVERY_MAX, EVERY_MIN, LINK_SHARE, DownpourSettings
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Install, LocalNorm, Objective
@@ -393,6 +394,8 @@ class TrainingObjective(Objective):
         self._step: Step | None = None
         self._fetch_due = True  # before deltas can be pushed again
         self._has_values = False  # of this generation
+        self._exchange_began: Seconds | None = None  # the last one, until it is measured
+        self._exchange_seconds: Seconds | None = None
         self._push_due = False
         self._staging = False
         self._loss = 0.0  # of the last step
@@ -428,6 +431,7 @@ class TrainingObjective(Objective):
             self._client.abandon()
         self._trainer.drop()
         self._fetch_due, self._has_values, self._push_due = True, False, False
+        self._exchange_began = None
 
     @override
     def fetches_at(self, step: int) -> bool:
@@ -558,10 +562,33 @@ class TrainingObjective(Objective):
             counters.local_steps += step.local_rate is not None
             if self._pace.sums_gradients:
                 self._n_bad_in_row = 0
+        actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
         self._total.stop = batch.stop
         self._push_due = self._pace.pushes_after(step.number, n_unsent=self._total.n_gradients)
         return actions
+
+    def _fit_to_link(self, now: Seconds) -> Sequence[Action]:
+        """Choose the steps between exchanges if that is due; see `worker.config`."""
+        is_auto = self._config.exchange.every == "auto"
+        if not is_auto or self._fetch_due or self._exchange_began is None:
+            return []
+        seconds, self._exchange_began = now - self._exchange_began, None
+        # A mean over the last few: links and neighbours change.
+        last = seconds if self._exchange_seconds is None else self._exchange_seconds
+        self._exchange_seconds = (last + seconds) / 2.0
+        step_seconds = self._seconds / self.counters.steps
+        every = EVERY_MIN
+        while every < EVERY_MAX and self._exchange_seconds > LINK_SHARE * every * step_seconds:
+            every *= 2
+        if every == self._pace.n_push:
+            return []
+        self._pace = replace(self._pace, n_push=every)
+        text = (
+            f"exchanges every {every} steps: a push and a fetch take "
+            f"{duration(self._exchange_seconds)}, a step {duration(step_seconds)}"
+        )
+        return [Report(text=text)]
 
     def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
         if result.staged is not None:
@@ -636,7 +663,7 @@ class TrainingObjective(Objective):
         actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
         if not staged.finite:  # the client's report names the tensors
             return self._bad(n_gradients, actions)
-        self._fetch_due = True
+        self._fetch_due, self._exchange_began = True, now
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients

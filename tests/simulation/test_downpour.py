@@ -117,6 +117,7 @@ class Cluster(Direct):
         seed: int = 0,
         faults: Sequence[Fault] = (),
         await_begin: bool = False,
+        flops_per_second: float = 1e10,
     ) -> None:
         model = FlatModel(build_model(task.model))
         self.settings = settings
@@ -141,7 +142,9 @@ class Cluster(Direct):
             {Address(entry.name): self._builder(entry.name) for entry in roster},
             seed=seed,
             options=ClusterOptions(
-                introduce=True, machine=Machine(host=host), faults=tuple(faults)
+                introduce=True,
+                machine=Machine(host=host, flops_per_second=flops_per_second),
+                faults=tuple(faults),
             ),
         )
 

@@ -1,7 +1,7 @@
 """Jobs whose replicas push local steps: nothing is lost, and one replica is plain training."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 import pytest
@@ -31,7 +31,7 @@ ADAMW: Mapping[str, object] = {
 
 
 def job(
-    every: int,
+    every: int | Literal["auto"],
     *,
     inner: Mapping[str, object] = ADAMW,
     rule: UpdateRule = ADD,
@@ -230,6 +230,17 @@ def test_computing_goes_on_while_a_push_and_a_fetch_travel() -> None:
         seconds[blocking] = cluster.ended_at
         assert cluster.counters(0).fetches > 8
     assert seconds[False] < 0.8 * seconds[True]
+
+
+@pytest.mark.parametrize(("flops_per_second", "every"), [(1e7, 4), (1e10, 8)])
+def test_the_steps_between_exchanges_are_fitted_to_the_link(
+    flops_per_second: float, every: int
+) -> None:
+    settings = job("auto", max_steps=1000)
+    cluster = td.Cluster(td.LEARNING, settings, host="", flops_per_second=flops_per_second)
+    cluster.run()
+    counters = cluster.counters(0)
+    assert 0.9 * every <= counters.gradients_pushed / counters.pushes <= 1.1 * every
 
 
 def test_a_restarted_replica_counts_the_lost_state_and_keeps_its_place_in_the_schedule() -> None:
