@@ -1,11 +1,15 @@
-"""The same question, put to a fresh process whose sets have another order."""
+"""What other processes do: they say whether sets have another order there, end, or wait."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
+ROOT = str(Path(__file__).parents[1])
 SECONDS_MAX = 140
 
 
@@ -27,14 +31,36 @@ def answers(module: str, question: str) -> list[str]:
     }
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={
-            **unmeasured,
-            "PYTHONHASHSEED": seed,
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-            "OMP_NUM_THREADS": "1",
-        },
+        env={**unmeasured, "PYTHONHASHSEED": seed, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         timeout=SECONDS_MAX,
         check=True,
     ).stdout.split()
+
+
+def ended(program: str, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":  # noqa: ANN401
+    """Run a program of this checkout to its end; `options` are those of `subprocess.run`."""
+    environment = os.environ | {"PYTHONPATH": ROOT}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, env=environment, text=True, check=False, **options)
+
+
+@contextmanager
+def waiting(
+    program: str, *words: str | Path, pass_fds: tuple[int, ...] = ()
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Start a program that prints a line and waits for the end of its input; yield both."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=pass_fds,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()

@@ -15,9 +15,6 @@ played through, and run, in turns of a few steps, all plans once a round.
     plans_NET    how many
     void_NET     turns that do not count: others had the processors, or the machine
                  became slower or faster meanwhile
-    slower_NET   layers during turns / layers in the profile, the median
-    drift_NET    the largest of that over the smallest, - 1
-    raw_error_NET, raw_rank_NET    the same with predictions by the profile as it is
 
 A host that is shared changes its speed by a third within minutes, and a prediction is no better
 than its profile is new. So whole layers are measured again just before and after each turn, in one
@@ -87,15 +84,6 @@ def mean_pace(paces: Sequence[Pace]) -> Pace:
         key: (fmean(pace[key][0] for pace in paces), fmean(pace[key][1] for pace in paces))
         for key in set(paces[0]).intersection(*paces[1:])
     }
-
-
-def slower(profile: Profile, pace: Pace) -> float:
-    keys = pace.keys() & profile.layers.keys()
-    then = sum(
-        profile.layers[key][WHOLE].forward[-1] + profile.layers[key][WHOLE].backward[-1]
-        for key in keys
-    )
-    return sum(sum(pace[key]) for key in keys) / then
 
 
 def at_pace(profile: Profile, pace: Pace) -> Profile:
@@ -240,9 +228,7 @@ class Verdict:
     """Seconds of a step of each plan."""
 
     predicted: dict[str, float]  # by the profile
-    measured: dict[str, float]  # as taken, in the middle
-    brought: dict[str, float]  # as they would have been at the profile's pace, in the middle
-    slower: list[float]  # layers during each turn / in the profile
+    brought: dict[str, float]  # measured, as they would have been at the profile's pace
 
     @property
     def preferred(self) -> str:
@@ -276,18 +262,13 @@ def verdict(
     predicted = {name: way.seconds[1] for name, way in found.items()}
     shared = {name: overlap(way.cost) for name, way in found.items()}
     brought: dict[str, list[float]] = {name: [] for name in plans}
-    paces = [turn.pace(shared[turn.plan]) for turn in turns]
-    for turn, pace in zip(turns, paces, strict=True):
-        order, name = order_by(at_pace(profile, pace)), turn.plan
+    for turn in turns:
+        name = turn.plan
+        order = order_by(at_pace(profile, turn.pace(shared[name])))
         then = simulated(order, {name: plans[name]})[name].seconds[1]
         brought[name].append(turn.seconds * predicted[name] / then)
     return Verdict(
-        predicted=predicted,
-        measured={
-            name: median(turn.seconds for turn in turns if turn.plan == name) for name in plans
-        },
-        brought={name: median(seconds) for name, seconds in brought.items()},
-        slower=[slower(profile, pace) for pace in paces],
+        predicted=predicted, brought={name: median(seconds) for name, seconds in brought.items()}
     )
 
 
@@ -364,9 +345,13 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
             (folder / "turns.json").write_bytes(msgspec.json.encode(every))
         turns = counting(every)
         found = verdict(turns, plans, profile, order_of)
-        final: dict[str, list[float]] = {name: [] for name in found.finalists}
-        for name in measurement.turns(found.finalists, n_rounds=N_FINAL_ROUNDS):
-            final[name].append(machines.steps(name, n_steps=options.steps).seconds)
+
+        def seconds(name: str) -> float:
+            return machines.steps(name, n_steps=options.steps).seconds
+
+        final = measurement.interleaved(
+            {name: partial(seconds, name) for name in found.finalists}, n_rounds=N_FINAL_ROUNDS
+        )
     rows = {
         name: _row(name, found, turns, final)
         for name in sorted(found.brought, key=found.brought.__getitem__)
@@ -377,9 +362,6 @@ def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[st
         "regret": regret(found.preferred, final),
         "plans": len(plans),
         "void": len(every) - len(turns),
-        "slower": median(found.slower),
-        "drift": max(found.slower) / min(found.slower) - 1.0,
-        **{f"raw_{key}": value for key, value in compared(found.predicted, found.measured).items()},
     }
     return {f"{key}_{net}": value for key, value in found_figures.items()}
 

@@ -47,7 +47,6 @@ class Course:
     rate: float  # samples a second from then on
     exit_code: int  # of the command
     away_seconds: float | None  # from a node's end to the replica's restart; None: none ended
-    output: str  # of the command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,24 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from ray.cluster_utils import Cluster  # noqa: PLC0415 -- an extra
     except ImportError as error:
         raise SystemExit(f"{error}: pip install 'distbelief[ray]'") from None
-    found: dict[str, list[Course]] = {"local": [], "ray": []}
     head = {"num_cpus": 0, "include_dashboard": False}
     cluster = cast("Any", Cluster)(initialize_head=True, head_node_args=head)
     try:
         nodes = [cluster.add_node(num_cpus=1)]
         cluster.wait_for_nodes()
-        for name in measurement.turns(tuple(found), n_rounds=options.rounds):
-            words = ON_RAY if name == "ray" else ()
-            found[name].append(_run(options, words, cluster.address))
-            _print(name, found[name][-1])
+        found = measurement.interleaved(
+            {
+                "local": lambda: _run("local", options, (), cluster.address),
+                "ray": lambda: _run("ray", options, ON_RAY, cluster.address),
+            },
+            n_rounds=options.rounds,
+        )
 
         def remove() -> None:
             # At once, as if its power were gone: nothing is shut down in order.
             cluster.remove_node(nodes.pop(), allow_graceful=False)
             cluster.add_node(num_cpus=1)
 
-        lost = _run(options, ON_RAY, cluster.address, attack=remove)
-        _print("a node removed", lost)
+        lost = _run("a node removed", options, ON_RAY, cluster.address, attack=remove)
     finally:
         cluster.shutdown()
     report(found, lost)
@@ -107,14 +107,15 @@ def report(found: dict[str, list[Course]], lost: Course) -> None:
 
 
 def _run(
+    name: str,
     options: argparse.Namespace,
     words: Sequence[str],
     address: str,
     *,
     attack: Callable[[], None] | None = None,
 ) -> Course:
-    with TemporaryDirectory(prefix="distbelief-ray-") as name:
-        folder = Path(name)
+    with TemporaryDirectory(prefix="distbelief-ray-") as place:
+        folder = Path(place)
         job, run = folder / "job.toml", folder / "run"
         job.write_text(JOB if options.job is None else options.job.read_text())
         command = [sys.executable, "-c", "from distbelief.cli.entry import main; main()"]
@@ -142,13 +143,20 @@ def _run(
     if len(views) < 2 or exit_code is None:
         raise SystemExit(f"the job ended with {exit_code}: {output}")
     (first_at, first), (last_at, last) = views[0], views[-1]
-    return Course(
+    course = Course(
         start_seconds=first_at - begun,
         rate=(last - first) / (last_at - first_at),
         exit_code=exit_code,
         away_seconds=None if attacked is None or back is None else back - attacked,
-        output=output,
     )
+    print(
+        f"{name}: start {course.start_seconds:.1f} s, {course.rate:,.0f} samples/s, "
+        f"exit code {exit_code}, away {course.away_seconds}",
+        flush=True,
+    )
+    if course.away_seconds is not None:
+        print(output, flush=True)
+    return course
 
 
 def _look(run: Path) -> tuple[int, int, bool]:
@@ -162,16 +170,6 @@ def _look(run: Path) -> tuple[int, int, bool]:
             pid, rate = role["pid"] or 0, role["rate"] or 0.0
             return int(view["samples"]), pid, bool(pid and rate > 0.0)
     return int(view["samples"]), 0, False
-
-
-def _print(name: str, course: Course) -> None:
-    print(
-        f"{name}: start {course.start_seconds:.1f} s, {course.rate:,.0f} samples/s, "
-        f"exit code {course.exit_code}, away {course.away_seconds}",
-        flush=True,
-    )
-    if course.away_seconds is not None:
-        print(course.output, flush=True)
 
 
 if __name__ == "__main__":

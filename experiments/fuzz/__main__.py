@@ -94,7 +94,7 @@ class Trial:
     def warm_up(self) -> None:
         # What is imported and compiled for legal bytes is so once, before anybody watches.
         for data in self.decoder.seeds:
-            assert self.execute(data), f"{self.decoder.what}: {data!r} is no seed"
+            assert self.execute(data), f"{data!r} is no seed"
         self.n = self.n_accepted = 0
 
     def mutate(self, *, n: int, seconds: float, seed: int) -> None:

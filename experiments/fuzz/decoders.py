@@ -16,7 +16,7 @@ Files and texts that this user, or this program, wrote on this machine:
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,6 @@ Decode = Callable[[bytes], object]
 class Decoder:
     """What reads bytes."""
 
-    what: str  # in words
     seeds: tuple[bytes, ...]  # legal bytes
     decode: Decode  # reads bytes, or refuses them by one of `refusals`
     refusals: tuple[type[Exception], ...] = (DistBeliefError,)  # exceptions that say so on purpose
@@ -78,14 +77,6 @@ class Decoder:
 
 # A decoder may need a file, or the like, for as long as it is tried
 Open = Callable[[], AbstractContextManager[Decoder]]
-
-
-def plain(make: Callable[[], Decoder]) -> Open:
-    @contextmanager
-    def opened() -> Iterator[Decoder]:
-        yield make()
-
-    return opened
 
 
 _FOLDER: Final = Path(__file__).parents[1]
@@ -109,7 +100,7 @@ def _wire() -> Decoder:
         again = wire.encode(found.message, sender=found.sender, incarnation=found.incarnation)
         wire.decode(again)
 
-    return Decoder(what="messages", seeds=tuple(map(_joined, _messages(wire))), decode=read)
+    return Decoder(seeds=tuple(map(_joined, _messages(wire))), decode=read)
 
 
 def _messages(wire: Codec) -> Iterator[Sequence[Frame]]:
@@ -146,7 +137,6 @@ def _chunk() -> Decoder:
     steps = [(0, 6, b"abc"), (3, 6, b"de"), (3, 6, b"def"), (5, 6, b"f")]
     words = [_STEP.pack(o, n, len(c)) + c for o, n, c in steps]
     return Decoder(
-        what="pieces of documents",
         seeds=(words[0] + words[2], b"".join([words[0], words[1], words[3]])),
         decode=read,
         refusals=(RemoteProtocolError,),
@@ -175,12 +165,12 @@ def _spec() -> Decoder:
         brief = read_job_spec(data)
         localized(brief.spec.job, Path("/home/eva"))
 
-    return Decoder(what="a run's brief", seeds=(content,), decode=read)
+    return Decoder(seeds=(content,), decode=read)
 
 
 def _job() -> Decoder:
     contents = [bytes(_job_spec(text).job) for text in (JOB, SANDBLASTER)]
-    return Decoder(what="the job in it", seeds=tuple(contents), decode=job_from_json)
+    return Decoder(seeds=tuple(contents), decode=job_from_json)
 
 
 def _plan() -> Decoder:
@@ -209,7 +199,7 @@ def _plan() -> Decoder:
         digest = hashlib.sha256(data).hexdigest().encode()  # or none would be read
         decode(b'{"sha256": "%s", "plan": %s}' % (digest, data))
 
-    return Decoder(what="the plan in it", seeds=(body,), decode=read)
+    return Decoder(seeds=(body,), decode=read)
 
 
 def _place() -> Decoder:
@@ -219,7 +209,7 @@ def _place() -> Decoder:
         place = Endpoint.parse(data.decode("utf-8", "surrogateescape"))
         assert Endpoint.parse(str(place)) == place
 
-    return Decoder(what="endpoints", seeds=tuple(map(str.encode, words)), decode=read)
+    return Decoder(seeds=tuple(map(str.encode, words)), decode=read)
 
 
 @contextmanager
@@ -241,18 +231,18 @@ def _zap() -> Iterator[Decoder]:
         frames = [b"1.0", b"1", b"", b"10.0.0.1", b"", b"CURVE"]
         known = b"\x1e".join([*frames, bytes.fromhex(pair.public)])
         unknown = b"\x1e".join([*frames, bytes(32)])
-        yield Decoder(what="requests at the door", seeds=(known, unknown), decode=read)
+        yield Decoder(seeds=(known, unknown), decode=read)
 
 
 _PATH: Final = Path("file")
 _KEY: Final = "5f" * 32
 
 
-def _text(what: str, read: Callable[[str], object], *words: str) -> Decoder:
+def _text(read: Callable[[str], object], *words: str) -> Decoder:
     def decode(data: bytes) -> None:
         read(data.decode("utf-8", "surrogateescape"))
 
-    return Decoder(what=what, seeds=tuple(map(str.encode, words)), decode=decode)
+    return Decoder(seeds=tuple(map(str.encode, words)), decode=decode)
 
 
 def _address() -> Decoder:
@@ -262,12 +252,11 @@ def _address() -> Decoder:
 
     secret = f"tcp://10.0.0.1:7700?secret={_KEY}"
     with_key = f"tcp://lab-3.example:7700?key={_KEY}"
-    return _text("a job's address", read, with_key, secret)
+    return _text(read, with_key, secret)
 
 
 def _server() -> Decoder:
     return _text(
-        "a server's address",
         ServerAddress.parse,
         f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
         f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
@@ -306,7 +295,7 @@ def _facts() -> Decoder:
         return b"\x1e".join(lines)
 
     seeds = (written(words), written(words | {"clients": clients}))
-    return Decoder(what="words of a snapshot", seeds=seeds, decode=read)
+    return Decoder(seeds=seeds, decode=read)
 
 
 def _json(*values: object) -> tuple[bytes, ...]:
@@ -315,31 +304,26 @@ def _json(*values: object) -> tuple[bytes, ...]:
 
 def _allowed() -> Decoder:
     entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
-    return Decoder(
-        what="an allow-list", seeds=(entry, entry * 3), decode=partial(entries_in, path=_PATH)
-    )
+    return Decoder(seeds=(entry, entry * 3), decode=partial(entries_in, path=_PATH))
 
 
 def _secret() -> Decoder:
     seed = f"{_KEY}\n".encode()
-    return Decoder(what="a key file", seeds=(seed,), decode=partial(pair_in, path=_PATH))
+    return Decoder(seeds=(seed,), decode=partial(pair_in, path=_PATH))
 
 
 def _metrics() -> Decoder:
     lines = tuple(line + b"\n" for line in _json(*_samples_of(Measurement)))
-    return Decoder(what="lines of metrics.jsonl", seeds=lines, decode=measurements_in)
+    return Decoder(seeds=lines, decode=measurements_in)
 
 
 def _status() -> Decoder:
-    return Decoder(
-        what="status.json", seeds=_json(*_samples_of(Status)), decode=partial(status_in, file=_PATH)
-    )
+    return Decoder(seeds=_json(*_samples_of(Status)), decode=partial(status_in, file=_PATH))
 
 
 def _cut() -> Decoder:
     run = RunDirectory(Path("run"), lock=None)
     return Decoder(
-        what="cut.json",
         seeds=_json(*_samples_of(CheckpointSet)),
         decode=partial(checkpoint_set_in, file=_PATH, run=run),
     )
@@ -359,7 +343,7 @@ def _samples_of(kind: type) -> list[object]:
 
 DECODERS: Final[Mapping[str, Open]] = {
     **{
-        name: plain(make)
+        name: lambda make=make: nullcontext(make())  # type: ignore[misc]
         for name, make in {
             "wire": _wire,
             "chunk": _chunk,

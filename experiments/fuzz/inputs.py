@@ -157,9 +157,10 @@ class Sampler:
                 low = kind.ge if kind.ge is not None else 0
                 high = kind.le if kind.le is not None else 1 << 30
                 return min(max(self._one_of(_NUMBERS), low), high)
-            case inspect.FloatType() if kind.ge is not None and kind.le is not None:
-                within = [real for real in _REALS if kind.ge <= real <= kind.le]
-                return self._one_of([float(kind.ge), float(kind.le), *within])
+            case inspect.FloatType() if kind.ge is not None:
+                most = np.inf if kind.le is None else float(kind.le)
+                within = [real for real in _REALS if kind.ge <= real <= most]
+                return self._one_of([float(kind.ge), most, *within])
             case inspect.StrType():
                 named = kind.pattern is not None  # of a vector
                 return "s0" if named else self._one_of(_WORDS)[: kind.max_length]

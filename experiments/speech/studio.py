@@ -8,18 +8,16 @@ Results come in the order of their index, whichever session ends first. Every wa
 session that dies or hangs ends the work with an error that names it.
 """
 
-import io
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
-
-import numpy as np
 
 from experiments.speech.casting import Casting
 from experiments.speech.errors import SessionError
@@ -103,19 +101,18 @@ class Studio:
         return found
 
     def _finish(self, booth: _Booth) -> Recording:
-        try:
-            answer = booth.pipe.recv_bytes()
-        except EOFError:
-            answer = b""
+        answer: object = ""
+        with suppress(EOFError):  # it was killed
+            answer = booth.pipe.recv()
         booth.process.join()
         booth.pipe.close()
         self._booths.remove(booth)
         status = booth.process.exitcode or 0
         if status < 0:
             raise SessionError(f"{self._name(booth)} was ended by {signal.Signals(-status).name}")
-        if status:
-            raise SessionError(f"{self._name(booth)} failed: {answer.decode('utf-8', 'replace')}")
-        return _unpack(answer)
+        if not isinstance(answer, Recording):
+            raise SessionError(f"{self._name(booth)} failed: {answer}")
+        return answer
 
     def _name(self, booth: _Booth) -> str:
         return f"recording session {booth.index} of the {self._casting.part} part"
@@ -130,34 +127,12 @@ class Studio:
             signal.signal(number, signal.SIG_DFL)
         for reader in readers:
             reader.close()
-        status = 1
+        answer: object
         try:
             try:
-                answer = _pack(hold_session(self._espeak, casting=self._casting, index=index))
-                status = 0
+                answer = hold_session(self._espeak, casting=self._casting, index=index)
             except Exception as error:  # noqa: BLE001 - crosses to the parent as text
-                answer = f"{type(error).__name__}: {error}".encode()
-            pipe.send_bytes(answer)
-        except BaseException:  # noqa: BLE001 - the parent has ended
-            status = 1
+                answer = f"{type(error).__name__}: {error}"
+            pipe.send(answer)
         finally:
-            os._exit(status)  # never back into the parent's code
-
-
-def _pack(recording: Recording) -> bytes:
-    buffer = io.BytesIO()
-    arrays = {entry.name: np.asarray(getattr(recording, entry.name)) for entry in fields(Recording)}
-    np.savez(buffer, allow_pickle=False, **arrays)
-    return buffer.getvalue()
-
-
-def _unpack(answer: bytes) -> Recording:
-    with np.load(io.BytesIO(answer), allow_pickle=False) as arrays:
-        return Recording(
-            voice=str(arrays["voice"]),
-            energies=arrays["energies"],
-            contexts=arrays["contexts"],
-            phones=tuple(arrays["phones"].tolist()),
-            lengths=arrays["lengths"],
-            sentences=arrays["sentences"],
-        )
+            os._exit(0)  # never back into the parent's code

@@ -65,9 +65,7 @@ def refuses(
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
-def test_outputs_are_those_of_the_plain_module(
-    suffix: str, run: RunDirectory, tmp_path: Path
-) -> None:
+def test_outputs_are_the_plain_modules(suffix: str, run: RunDirectory, tmp_path: Path) -> None:
     source = tmp_path / f"in{suffix}"
     inputs = inputs_at(source)
     done = predict(run.path, source)
@@ -98,9 +96,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_several_inputs_and_outputs_are_named(
-    suffix: str, run: RunDirectory, tmp_path: Path
-) -> None:
+def test_several_inputs_outputs_are_named(suffix: str, run: RunDirectory, tmp_path: Path) -> None:
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:Several"))
     module = Several()
     save_file(module.state_dict(), run.model_file)

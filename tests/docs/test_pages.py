@@ -33,9 +33,7 @@ README_BYTES_MAX = 10_000
         for page in PAGES
     ],
 )
-def test_every_code_block_of_the_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     run(blocks(page), tmp_path)
 

@@ -56,8 +56,7 @@ def served(model: nn.Module, *, shards: int = 1, shared_memory: bool = True) -> 
 @pytest.mark.untraced
 @pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
-    model: nn.Module,
-    shared_memory: bool,  # noqa: FBT001 -- a parameter of the test
+    model: nn.Module, *, shared_memory: bool
 ) -> None:
     plain = copy.deepcopy(model)
     take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE, fused=True), 20)

@@ -91,19 +91,12 @@ def test_what_float32_does_not_decide_is_run_in_float64(
     assert found.passed
 
 
-JOB = small(
-    "tests.processes.test_verify:net",
-    "none:none",
-    algorithm={"loss": "mse", "batch_size": 1, "rule": {"name": "sgd", "learning_rate": 1.0}},
-)
-
-
 def run(
     folder: Path, tell: Callable[[str], None], show: Callable[[str], None] = lambda _: None
 ) -> None:
     weights = str(folder / "no-weights")
     computation = Computation(folder=str(folder), weights=weights, n_samples=1, n_steps=1)
-    job = parse_job(JOB, path=folder / "job.toml")
+    job = parse_job(small(f"{__name__}:net", "none:none"), path=folder / "job.toml")
     plan = distbelief.plan(net(), torch.zeros(1, 4), machines=(2,), exactly=True).plan
     with closing(LocalLauncher()) as launcher:
         inputs = Batch(torch.zeros(1, 4), None)

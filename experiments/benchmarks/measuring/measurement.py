@@ -22,6 +22,7 @@ from rich.table import Table
 
 
 Name = TypeVar("Name")
+Found = TypeVar("Found")
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
@@ -49,6 +50,16 @@ def turns(contestants: Sequence[Name], *, n_rounds: int) -> Iterator[Name]:
     """Yield each contestant once a round, in every other round the other way around."""
     for index in range(n_rounds):
         yield from contestants if index % 2 == 0 else reversed(contestants)
+
+
+def interleaved(
+    contestants: Mapping[Name, Callable[[], Found]], *, n_rounds: int
+) -> dict[Name, list[Found]]:
+    """Run each contestant once a round, in turns; return what each has found."""
+    found: dict[Name, list[Found]] = {name: [] for name in contestants}
+    for name in turns(list(contestants), n_rounds=n_rounds):
+        found[name].append(contestants[name]())
+    return found
 
 
 @dataclass(frozen=True, slots=True)

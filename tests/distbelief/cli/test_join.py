@@ -40,9 +40,7 @@ def mistaken(*words: str) -> str:
         (["train", "speech.toml", "--hosts", "2"], "--listen tcp://0.0.0.0:7700"),
     ],
 )
-def test_mistakes_of_who_joins_or_lets_join_are_named(
-    words: list[str], said: str, folder: Path
-) -> None:
+def test_mistakes_in_options_of_join_are_named(words: list[str], said: str, folder: Path) -> None:
     KeyFiles(folder / "keys").make()
     assert said in mistaken(*words)
 

@@ -2,14 +2,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import pytest
@@ -27,6 +24,7 @@ from distbelief.cli.options import (
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.supervisor.view import JobView, RoleView
+from tests import elsewhere
 from tests.distbelief.jobs import SPEECH
 
 
@@ -144,14 +142,7 @@ def loaded_by(*arguments: str) -> tuple[int, list[str]]:
         "heavy = [m for m in ('torch', 'matplotlib', 'zmq') if m in sys.modules]\n"
         "print('LOADED', code, *heavy)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    last = done.stdout.splitlines()[-1].split()
+    last = elsewhere.ended(code, *arguments).stdout.splitlines()[-1].split()
     assert last[0] == "LOADED"
     return int(last[1]), last[2:]
 
@@ -181,13 +172,7 @@ main()
 
 def test_who_interrupts_the_start_reads_no_traceback() -> None:
     """Ctrl+C within a quarter of a second of the command was a page of text."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_AT_THE_START, "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = elsewhere.ended(INTERRUPTED_AT_THE_START, "--version")
     assert done.returncode == -signal.SIGINT
     assert (done.stdout, done.stderr) == ("", "")
 
@@ -289,15 +274,7 @@ def test_status_as_json_is_only_json() -> None:
     assert content["status"]["view"]["samples"] == 640
 
 
-def status_into(output: IO[bytes], *options: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", "from distbelief.cli.entry import main; main()", "status", *options],
-        stdout=output,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+STATUS = "from distbelief.cli.entry import main; main()"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -307,9 +284,9 @@ def test_output_that_is_not_taken_is_one_message_or_none(options: list[str]) -> 
     reader, writer = os.pipe()
     os.close(reader)  # it had enough
     with os.fdopen(writer, "wb") as pipe:
-        done = status_into(pipe, *options)
+        done = elsewhere.ended(STATUS, "status", *options, stdout=pipe)
     assert (done.stderr, done.returncode) == ("", FAILED)
     with Path("/dev/full").open("wb") as full:
-        done = status_into(full, *options)
+        done = elsewhere.ended(STATUS, "status", *options, stdout=full)
     said = "cannot write to standard output: No space left on device\n"
     assert (done.stderr, done.returncode) == (said, FAILED)

@@ -176,9 +176,7 @@ PAIR = KeyPair.parse(SECRET)
         ),
     ],
 )
-def test_printed_addresses_can_be_read_and_keys_show_no_secret(
-    text: str, address: JobAddress
-) -> None:
+def test_printed_addresses_are_read_and_keys_show_no_secret(text: str, address: JobAddress) -> None:
     assert str(address) == text
     assert JobAddress.parse(text) == address
     half = JobAddress(host=address.host, port=address.port)

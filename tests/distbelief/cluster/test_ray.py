@@ -111,9 +111,7 @@ def test_a_wrong_address_of_a_cluster_is_a_mistake(
 
 @pytest.mark.usefixtures("ray")
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://localhost:{}"])
-def test_an_absent_cluster_is_not_tried_for_long(
-    monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_an_absent_cluster_is_not_tried_long(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """Ray did: four times 40 s, and more, with warnings of its own only."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = form.format(server.getsockname()[1])

@@ -333,9 +333,7 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
         ("[failures]", '[trace]\nfile = "a.csv"\n[failures]', "in the same directory"),
     ],
 )
-def test_a_mistake_in_switches_and_outages_names_the_key_and_the_fix(
-    old: str, new: str, message: str
-) -> None:
+def test_a_mistake_in_switches_names_key_and_fix(old: str, new: str, message: str) -> None:
     text = SIMULATED.replace(old, new, 1)
     if old == "[[switches]]":  # both, or it is not TOML
         text = SIMULATED.split(old, maxsplit=1)[0] + '[switches]\nmachines = "0-1"\n'

@@ -1,7 +1,4 @@
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,6 +18,7 @@ from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.worker.config import DownpourSettings
 from tests.distbelief.jobs import SPEECH, speech
+from tests.elsewhere import ended
 
 
 def mistake(*overrides: str, text: str = SPEECH) -> str:
@@ -426,14 +424,7 @@ def test_a_mistake_in_the_jobs_own_tables_is_told_without_torch(tmp_path: Path) 
         "except Exception as error:\n    print(error)\n"
         "print('torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = ended(code, cwd=tmp_path)
     said = "speech.toml: [stop] has no key 'epoch'. Did you mean 'epochs'?"
     assert done.stdout.splitlines() == [said, "False"]
 

@@ -1,9 +1,6 @@
 import errno
 import fcntl
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +11,10 @@ from distbelief.core import files
 from distbelief.core.files import LineFile, Scratch, scratch, sweep
 from distbelief.errors import StorageError
 from tests.distbelief.limits import largest_file
+from tests.elsewhere import waiting
 
 
-def test_lines_are_added_and_what_finds_no_room_is_dropped_and_reported_once(
-    tmp_path: Path,
-) -> None:
+def test_lines_are_appended_and_one_without_room_is_dropped_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("one\n")
     said: list[str] = []
@@ -81,22 +77,13 @@ files.write_by(Path(sys.argv[1]), fill)
 """
 
 
-def test_drafts_of_the_killed_go_with_the_next_file_and_those_of_the_living_stay(
-    tmp_path: Path,
-) -> None:
+def test_drafts_of_killed_processes_go_with_the_next_file_others_stay(tmp_path: Path) -> None:
     """A shard that was killed while it saved left a whole snapshot for good."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path / "a")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as writer:
-        assert writer.stdout is not None
-        writer.stdout.readline()
+    with waiting(WRITER, tmp_path / "a"):
         (draft,) = tmp_path.iterdir()
         (tmp_path / "mine.tmp").touch()
         files.write(tmp_path / "b", b"")
         assert {path.name for path in tmp_path.iterdir()} == {draft.name, "mine.tmp", "b"}
-        writer.kill()
     files.write(tmp_path / "c", b"")
     assert {path.name for path in tmp_path.iterdir()} == {"mine.tmp", "b", "c"}
 
@@ -162,28 +149,18 @@ def test_a_folder_is_private_and_gone_at_the_end(place: Path) -> None:
 
 def test_folders_of_the_living_stay_and_those_of_the_killed_go(place: Path) -> None:
     """`partition --verify` that was killed left weights and gradients for good."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(place)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        theirs = Path(holder.stdout.readline().strip())
+    with waiting(HOLDER, place) as (_, said):
+        theirs = Path(said)
         (place / "distbelief-scratch-of-no-directory").touch()
         with scratch() as ours:
             assert sorted(path for path in place.iterdir()) == sorted([theirs, ours])
             assert (theirs / "weights").stat().st_size == 1000
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
     assert list(place.iterdir()) == [theirs]
     with scratch() as ours:
         assert list(place.iterdir()) == [ours]
 
 
-def test_where_there_is_no_room_for_one_the_error_says_so(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_made_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(place / "nowhere"))
     with pytest.raises(StorageError, match=r"cannot make .*nowhere.*No such file"), scratch():
         pass
@@ -192,11 +169,8 @@ def test_where_there_is_no_room_for_one_the_error_says_so(
 def test_a_child_that_inherits_the_lock_holds_the_folder_too(place: Path) -> None:
     """The owner of a `ParameterServer` is killed while its shards still save there."""
     made = Scratch.make()
-    with subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"],
-        stdin=subprocess.PIPE,
-        pass_fds=[made.held],
-    ) as child:
+    program = "import sys; print(flush=True); sys.stdin.read()"
+    with waiting(program, pass_fds=(made.held,)) as (child, _):
         os.close(made.held)  # as if this process had been killed
         assert sweep("distbelief-*", root=place) == []
         child.communicate()

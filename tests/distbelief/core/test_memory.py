@@ -17,7 +17,7 @@ def test_a_released_region_reads_as_nan_if_poisoned() -> None:
 
 
 @pytest.mark.parametrize("poison", [True, False])
-def test_values_retired_are_nan_if_poisoned(poison: bool) -> None:  # noqa: FBT001
+def test_values_retired_are_nan_if_poisoned(*, poison: bool) -> None:
     values = np.zeros(4, np.float32)
     PrivateMemory(poison=poison).retire(values)
     assert np.isnan(values).all() == poison

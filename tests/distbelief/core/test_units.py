@@ -40,9 +40,7 @@ def test_what_is_shown_reads_back_exactly(dimension: Dimension, value: float) ->
 
 
 @given(st.sampled_from(DIMENSIONS), st.data(), st.integers(0, 10**6))
-def test_the_space_before_a_unit_may_be_left_out(
-    dimension: Dimension, data: st.DataObject, number: int
-) -> None:
+def test_a_unit_needs_no_space(dimension: Dimension, data: st.DataObject, number: int) -> None:
     unit = data.draw(st.sampled_from(sorted(UNITS[dimension])))
     assert parse(f"{number}{unit}", dimension) == parse(f" {number}  {unit} ", dimension)
 
@@ -76,9 +74,7 @@ def test_whatever_is_no_quantity_is_refused_in_words(dimension: Dimension, value
         ("fast", "compute", 'for example "20 GFLOP/s"'),
     ],
 )
-def test_a_mistake_shows_the_value_and_the_mend(
-    value: object, dimension: Dimension, message: str
-) -> None:
+def test_a_mistake_shows_value_and_fix(value: object, dimension: Dimension, message: str) -> None:
     with pytest.raises(JobFileError, match=re.escape(message)):
         parse(value, dimension)
 
@@ -95,7 +91,5 @@ def test_a_mistake_shows_the_value_and_the_mend(
         (7.0, "compute", "7 FLOP/s"),
     ],
 )
-def test_round_values_are_shown_in_a_unit_that_suits_them(
-    value: float, dimension: Dimension, text: str
-) -> None:
+def test_values_are_shown_in_a_fitting_unit(value: float, dimension: Dimension, text: str) -> None:
     assert show(value, dimension) == text

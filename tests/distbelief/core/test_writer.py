@@ -83,9 +83,7 @@ def test_of_what_is_renewed_only_the_newest_is_written(writer: Writer, paper: Pa
     assert paper.lines == ["first", "new", "line"]
 
 
-def test_what_is_too_much_is_dropped_and_counted(
-    writer: Writer, paper: Paper, told: list[str]
-) -> None:
+def test_lines_beyond_the_limit_are_counted(writer: Writer, paper: Paper, told: list[str]) -> None:
     paper.hang(writer)
     for _ in range(5):
         writer.write(lambda: paper.write("more"))
@@ -94,9 +92,7 @@ def test_what_is_too_much_is_dropped_and_counted(
     assert told == ["lines dropped, as writing takes too long: 2"]
 
 
-def test_a_job_that_fails_is_reported_and_ends_no_other(
-    writer: Writer, paper: Paper, told: list[str]
-) -> None:
+def test_a_failed_write_is_reported_alone(writer: Writer, paper: Paper, told: list[str]) -> None:
     with writer:
         writer.write(fail)
         writer.write(lambda: paper.write("line"))

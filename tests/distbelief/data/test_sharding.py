@@ -29,9 +29,7 @@ def test_subsets_are_disjoint_and_cover_the_data(cut: tuple[int, int]) -> None:
 
 
 @given(cuts, st.integers(0, 3), st.integers(0, 5))
-def test_every_pass_visits_the_same_samples_in_another_order(
-    cut: tuple[int, int], seed: int, epoch: int
-) -> None:
+def test_every_pass_has_its_own_order(cut: tuple[int, int], seed: int, epoch: int) -> None:
     for part in shards_of(*cut, seed=seed):
         order = part.order(epoch)
         assert sorted(order.tolist()) == sorted(part.order(0).tolist())
@@ -140,9 +138,7 @@ def test_fresh_positions_add_up_and_are_the_same_share_of_every_part(
 
 
 @given(cuts, st.integers(0, 1000))
-def test_between_two_passes_every_replica_begins_a_whole_pass(
-    cut: tuple[int, int], n_passes: int
-) -> None:
+def test_between_passes_every_replica_begins_anew(cut: tuple[int, int], n_passes: int) -> None:
     n_samples, n_replicas = cut
     positions = start_positions(n_passes * n_samples, n_samples=n_samples, n_replicas=n_replicas)
     assert list(positions) == [n_passes * len(part) for part in shards_of(*cut)]

@@ -1,7 +1,5 @@
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.supervisor.view import JobView, Message, Point, RoleView
 from tests.distbelief.limits import largest_file
+from tests.elsewhere import ended
 
 
 VIEW = JobView(
@@ -123,10 +122,7 @@ def locked_by_another(path: Path) -> str:
         "except Exception as error:\n    print(error)\n"
         "else:\n    print('open')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+    return ended(code, str(path)).stdout.strip()
 
 
 def test_two_processes_cannot_go_on_with_one_run(tmp_path: Path) -> None:

@@ -64,18 +64,13 @@ def test_an_address_is_read() -> None:
     ],
 )
 def test_an_address_that_makes_no_sense_is_named(
-    bind: str,
-    keys: Path | None,
-    insecure: bool,  # noqa: FBT001 -- a parameter of the test
-    said: str,
+    bind: str, keys: Path | None, *, insecure: bool, said: str
 ) -> None:
     with pytest.raises(JobError, match=said):
         listen_config(bind, keys=keys, insecure=insecure)
 
 
-def test_a_name_that_only_this_machine_knows_itself_by_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_that_only_this_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian has its machine's name at 127.0.1.1: others waited there in vain."""
     monkeypatch.setattr(options, "number_of", lambda _: "127.0.1.1")
     with pytest.raises(JobError, match=r"head is 127\.0\.1\.1 here, which no"):

@@ -98,9 +98,7 @@ def test_a_directory_with_snapshots_is_refused_before_anything_starts(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
 
 
-def test_a_directory_without_snapshots_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_logs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Started(Exception):  # noqa: N818 -- it is none
         pass
 
@@ -117,9 +115,8 @@ def test_a_directory_without_snapshots_is_taken(
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_what_a_server_that_was_killed_left_in_memory_is_swept(
-    is_killed: bool,  # noqa: FBT001 -- a parameter of the test
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_a_killed_server_left_in_memory_is_swept(
+    monkeypatch: pytest.MonkeyPatch, *, is_killed: bool
 ) -> None:
     swept: list[str] = []
     monkeypatch.setattr(FileMemory, "sweep", lambda: swept.append("all"))

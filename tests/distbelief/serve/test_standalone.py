@@ -117,9 +117,7 @@ def test_nobody_else_may_read_the_secret_whatever_becomes_of_the_directory(
     assert len(served) == 2
 
 
-def test_from_scratch_it_begins_anew_and_keeps_what_was(
-    tmp_path: Path, served: list[ServerRequest]
-) -> None:
+def test_from_scratch_keeps_what_was_aside(tmp_path: Path, served: list[ServerRequest]) -> None:
     directory = tmp_path / "server"
     serve(directory)
     saved = directory / "snapshots" / "shard-0" / "00007.safetensors"

@@ -103,9 +103,7 @@ def test_initial_values_chosen_by_the_user_are_kept() -> None:
         (lambda m: setattr(m, "weight", nn.Parameter(torch.empty(3, 3))), "never given any values"),
     ],
 )
-def test_tensors_that_shards_cannot_draw_are_named(
-    change: Callable[[nn.Linear], object], why: str
-) -> None:
+def test_what_shards_cannot_draw_is_named(change: Callable[[nn.Linear], object], why: str) -> None:
     def make() -> nn.Module:
         module = nn.Linear(3, 3)
         with torch.no_grad():

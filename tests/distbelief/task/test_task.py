@@ -87,9 +87,7 @@ def test_the_tables_of_a_job_file_are_strict() -> None:
 # ------------------------------------------------------------------ factories
 
 
-def test_a_missing_module_is_named_with_where_it_was_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_module_is_named_with_paths_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend("/somewhere/else")
     with pytest.raises(JobError) as caught:
         build_model(ModelSpec(factory="nowhere.models:net"))
@@ -325,9 +323,7 @@ class Pair(nn.Module):
         (["x", "mask", "more"], "got an unexpected keyword argument 'more'"),
     ],
 )
-def test_arguments_that_forward_lacks_or_does_not_know_are_named(
-    names: list[str], claim: str
-) -> None:
+def test_arguments_that_forward_lacks_or_rejects_are_named(names: list[str], claim: str) -> None:
     inputs = {name: torch.ones(2, 4) for name in names}
     names_of = dry_run.Names(model="m", loss="cross_entropy", data="data.train", indices=range(2))
     batch = Batch(inputs, torch.zeros(2, dtype=torch.int64))
@@ -372,10 +368,8 @@ def test_the_loss_of_the_model_is_its_field_or_comes_first() -> None:
         ("model", True, "loss"),
     ],
 )
-def test_the_usual_metric_goes_with_the_loss_and_the_targets(
-    loss: str,
-    labels: bool | None,  # noqa: FBT001
-    name: str,
+def test_the_usual_metric_goes_with_loss_and_targets(
+    loss: str, *, labels: bool | None, name: str
 ) -> None:
     sample = None
     if labels is not None:
@@ -397,9 +391,7 @@ def test_metrics_are_means_over_the_samples() -> None:
     assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
 
 
-def test_a_metric_function_may_say_whether_higher_is_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_metric_function_may_say_if_higher_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     own = f"{HERE}:mean_output"
     assert higher_is_better("accuracy")
     assert not higher_is_better("mse")

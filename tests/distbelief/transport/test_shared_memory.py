@@ -3,7 +3,6 @@
 import os
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import pytest
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.transport.shared_memory import FileMemory
+from tests.elsewhere import waiting
 
 
 @pytest.fixture
@@ -30,18 +30,9 @@ def process(program: str, *arguments: Path) -> Iterator["subprocess.Popen[str]"]
     """A second process that has reported that it is ready and now waits."""
     program = f"import sys\nfrom pathlib import Path\n{program}\n"
     program += "print('ready', flush=True)\nsys.stdin.read()\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        try:
-            yield child
-        finally:
-            child.kill()
+    with waiting(program, *arguments) as (child, said):
+        assert said == "ready"
+        yield child
 
 
 CREATE = """

@@ -99,9 +99,7 @@ def test_impossible_recipes_are_refused(changed: dict[str, Any], text: str, tmp_
         glyphs(**{"part": "train", **SMALL, **changed}, cache=tmp_path)
 
 
-def test_a_full_disk_is_told_before_anything_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 100
 

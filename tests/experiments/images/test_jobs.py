@@ -53,9 +53,7 @@ def test_one_vs_all_is_the_sum_of_logistic_losses() -> None:
     torch.testing.assert_close(deep, expected)
 
 
-def test_the_plain_loop_learns_a_few_images(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plain_loop_learns_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(FOLDER / "demo.toml"), "--reports", "1", "--learning-rate", "0.02"]
     stages = "[{ maps = 4, filter = 3, pool = 3, step = 2 }]"
     small = {"categories": 3, "copies": 20, "size": 12, "script": '"latin"'}

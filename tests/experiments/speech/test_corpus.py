@@ -21,9 +21,7 @@ def copy_volume(volume: Volume, folder: Path) -> Path:
     return shutil.copytree(volume.folder, folder / volume.folder.name)
 
 
-def test_two_builders_at_once_make_what_one_made_in_two_steps(
-    tmp_path: Path, train_volume: Volume
-) -> None:
+def test_two_builders_make_what_one_made_in_steps(tmp_path: Path, train_volume: Volume) -> None:
     partial = tmp_path / f"{TRAIN.name}.partial"
     partial.mkdir()
     (partial / "features.npy").write_text("left by a builder that was interrupted")
@@ -44,9 +42,7 @@ def test_a_shorter_volume_is_the_beginning_of_a_longer(cache: Path, train_volume
     np.testing.assert_array_equal(beginning.features, train_volume.features[:n_frames])
 
 
-def test_the_parts_share_no_voice_and_no_sentence(
-    train_volume: Volume, test_volume: Volume
-) -> None:
+def test_the_parts_share_no_voice_or_sentence(train_volume: Volume, test_volume: Volume) -> None:
     train, test = (set(choose_variants(part)) for part in ("train", "test"))
     assert not train & test
     assert (len(train), len(test)) == (86, 18)
@@ -91,9 +87,7 @@ def test_labels_explain_the_audio_best_when_not_shifted(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*(f"{array}.npy" for array in ARRAYS), "corpus.json"])
-def test_a_file_cut_short_is_named_with_its_mend(
-    name: str, tmp_path: Path, test_volume: Volume
-) -> None:
+def test_a_file_cut_short_is_named_with_fix(name: str, tmp_path: Path, test_volume: Volume) -> None:
     folder = copy_volume(test_volume, tmp_path)
     path = folder / name
     path.write_bytes(path.read_bytes()[:-30])
@@ -152,9 +146,7 @@ def test_recipes_have_names_of_their_own() -> None:
     assert round(Recipe(part="train", hours=10.0).n_bytes / 1e6) == 348
 
 
-def test_the_cache_is_where_the_user_keeps_caches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_cache_is_in_the_users_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert find_cache("speech", None) == tmp_path / "distbelief" / "speech"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -177,9 +169,7 @@ def test_rows_written_bit_by_bit_load_as_one_array(tmp_path: Path) -> None:
     assert np.load(tmp_path / "empty.npy").shape == (0,)
 
 
-def test_without_a_terminal_the_last_frames_are_a_plain_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_terminal_progress_is_a_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress("synthesising", n_frames=10) as advance:
         advance(4)
         advance(6)

@@ -27,9 +27,7 @@ def find_edges(volume: Volume) -> list[int]:
     return sorted({int(edge) for edge in edges.ravel() if edge >= 0})
 
 
-def test_context_is_clipped_inside_the_utterance(
-    test_part: PhoneFrames, train_volume: Volume
-) -> None:
+def test_context_is_clipped_in_the_utterance(test_part: PhoneFrames, train_volume: Volume) -> None:
     volume = test_part.volume
     mean = np.array(train_volume.facts["mean"])
     deviation = np.array(train_volume.facts["deviation"])

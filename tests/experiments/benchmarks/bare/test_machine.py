@@ -127,9 +127,7 @@ def test_every_way_to_split_a_net_leaves_the_gradients_of_torch(net: NetName) ->
         assert covered == {n: g.numel() for n, g in single.items()}, name
 
 
-def test_machines_that_know_several_plans_take_steps_by_the_one_that_is_chosen(
-    tmp_path: Path,
-) -> None:
+def test_machines_with_several_plans_take_steps_by_the_chosen_one(tmp_path: Path) -> None:
     workload = Workload(net="speech", batch_size=BATCH, small=True)
     inputs, labels = workload.samples()
     loss = workload.mean_loss(workload.module()(inputs), labels).item()

@@ -1,6 +1,7 @@
 """Processes that take turns, and what they use."""
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -21,6 +22,9 @@ def test_turns_go_back_the_way_they_came_and_figures_are_one_json_object(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "".join(measurement.turns("ABC", n_rounds=3)) == "ABCCBAABC"
+    take = itertools.count().__next__
+    found = measurement.interleaved({"A": take, "B": take}, n_rounds=3)
+    assert found == {"A": [0, 3, 4], "B": [1, 2, 5]}
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(median=2.0, low=1.0, high=3.0)
     measurement.conclude("x", {"a": 1.23456})
     assert json.loads(capsys.readouterr().out) == {"benchmark": "x", "figures": {"a": 1.235}}
@@ -55,9 +59,7 @@ def test_memory_and_processor_time_of_this_process_are_seen() -> None:
 BEGUN = "cpu  {user} 0 100 5000 10 0 0 0 900 0\ncpu0 1 1\n"
 
 
-def test_what_others_compute_is_measured_in_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_use_by_others_is_in_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A "quiet" machine on which others took half a core: its figures meant nothing."""
     now, stat = [10.0], tmp_path / "stat"
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -68,9 +68,7 @@ def test_steps_of_replicas_go_on_side_by_side_and_errors_are_shares_of_what_is_r
     assert both.error_of("staleness_mean") is None
 
 
-def test_a_pause_costs_its_time_and_no_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_costs_time_and_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blows begin when the supervisor hears of the first samples."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     job = small("cluster.replicas=1", "algorithm.max_steps=60", "stop.samples=1000000")
