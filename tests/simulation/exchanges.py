@@ -73,7 +73,15 @@ class Waiting(Invariant):
             ):
                 role = scene.cluster.role(other)
                 assert isinstance(role, Worker)
-                yield role
+                if role.client._tick is not None and self._has_heard(role):
+                    yield role
+
+    def _has_heard(self, worker: Worker) -> bool:
+        """Return whether it knows what the shards know; of a takeover it may hear late."""
+        return all(
+            link.is_open and link.term == self.scene.leads_as[index][-1]
+            for index, link in worker.client._links.items()
+        )
 
     def _is_in(self, name: Address, leader: Address) -> bool:
         cluster = self.scene.cluster
@@ -122,6 +130,8 @@ class ReadsOld(Waiting):
         if staleness is None or not is_current:
             return
         for other in self.others(happening.name):
+            if other.client.tick > max(other.ticks.values(), default=0):
+                continue  # others went on without it, and its last push may still be under way
             floor = worker.client.tick - staleness
             old = [mark for mark, tick in other.ticks.items() if 0 < tick <= floor]
             _check_read(worker, old, f"another's, at tick {worker.client.tick}")
