@@ -47,14 +47,52 @@ def is_plain(policy: ExchangePolicy) -> bool:
 # ------------------------------------------------------------------------- invariants
 
 
-class Waiting(Invariant):
-    """What the others look at."""
+class Gated(Invariant):
+    """Nobody begins a tick more than `staleness` ahead of another that is in.
+
+    What a worker reads then contains every push that ended a tick `staleness` or more ago.
+    """
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
         self._begun: dict[tuple[Address, int], int] = {}
+        # Lives without which others went on: their pushes may be late, at any tick.
+        self._left_out: set[tuple[Address, int]] = set()
 
-    def begins(self, worker: Worker, happening: HandledEvent) -> bool:
+    @override
+    def shard(self, shard: Shard, happening: HandledEvent) -> None:
+        index, cluster = self.scene.shards[happening.name], self.scene.cluster
+        for session in shard._sessions._clients.values():
+            worker = cluster.role(session.name)
+            if not session.is_in or cluster.incarnation(session.name) != session.incarnation:
+                continue
+            assert isinstance(worker, Worker)
+            pushing = worker.client._links[index].pushing
+            is_known = pushing.tick is not None and session.confirmed <= pushing.settled
+            if is_known and (session.tick or 0) > (pushing.tick or 0):
+                self._left_out.add((session.name, session.incarnation))
+
+    @override
+    def worker(self, worker: Worker, happening: HandledEvent) -> None:
+        if not self._begins(worker, happening):
+            return
+        staleness = worker._policy.staleness or 0
+        for other in self._others(happening.name):
+            behind = worker.client.tick - other.client.tick
+            assert behind <= staleness, f"{happening.name} begins, {behind} ahead of another"
+
+    @override
+    def installed(self, worker: Worker, happening: HandledEvent) -> None:
+        staleness = worker._policy.staleness
+        is_current = happening.incarnation == self.scene.cluster.incarnation(happening.name)
+        if staleness is None or not is_current:
+            return
+        for other in self._others(happening.name):
+            floor = worker.client.tick - staleness
+            old = [mark for mark, tick in other.ticks.items() if 0 < tick <= floor]
+            _check_read(worker, old, f"another's, at tick {worker.client.tick}")
+
+    def _begins(self, worker: Worker, happening: HandledEvent) -> bool:
         """Return whether it has just begun a tick that others can hold up."""
         life = happening.name, happening.incarnation
         before = self._begun.setdefault(life, 0)
@@ -62,7 +100,7 @@ class Waiting(Invariant):
         is_current = happening.incarnation == self.scene.cluster.incarnation(happening.name)
         return worker.begun > before and worker._policy.staleness is not None and is_current
 
-    def others(self, name: Address) -> Iterator[Worker]:
+    def _others(self, name: Address) -> Iterator[Worker]:
         """Yield the other workers that all serving shards know to be in, from no earlier life."""
         scene = self.scene
         if scene.forgetful or len(scene.serves) < len(scene.versions):
@@ -73,7 +111,9 @@ class Waiting(Invariant):
             ):
                 role = scene.cluster.role(other)
                 assert isinstance(role, Worker)
-                if role.client._tick is not None and self._has_heard(role):
+                life = other, scene.cluster.incarnation(other)
+                is_placed = role.client._tick is not None and life not in self._left_out
+                if is_placed and self._has_heard(role):
                     yield role
 
     def _has_heard(self, worker: Worker) -> bool:
@@ -95,19 +135,6 @@ class Waiting(Invariant):
         )
 
 
-class Gated(Waiting):
-    """Nobody begins a tick more than `staleness` ahead of another that is in."""
-
-    @override
-    def worker(self, worker: Worker, happening: HandledEvent) -> None:
-        if not self.begins(worker, happening):
-            return
-        staleness = worker._policy.staleness or 0
-        for other in self.others(happening.name):
-            behind = worker.client.tick - other.client.tick
-            assert behind <= staleness, f"{happening.name} begins, {behind} ahead of another"
-
-
 class ReadsOwn(Invariant):
     """An installed fetch of a gated worker contains all its own pushes."""
 
@@ -118,23 +145,6 @@ class ReadsOwn(Invariant):
         if happening.incarnation < self.scene.cluster.incarnation(happening.name):
             return
         _check_read(worker, [mark for _, mark in worker.marks], f"{happening.name}'s own")
-
-
-class ReadsOld(Waiting):
-    """An installed fetch contains every push that ended a tick `staleness` or more ago."""
-
-    @override
-    def installed(self, worker: Worker, happening: HandledEvent) -> None:
-        staleness = worker._policy.staleness
-        is_current = happening.incarnation == self.scene.cluster.incarnation(happening.name)
-        if staleness is None or not is_current:
-            return
-        for other in self.others(happening.name):
-            if other.client.tick > max(other.ticks.values(), default=0):
-                continue  # others went on without it, and its last push may still be under way
-            floor = worker.client.tick - staleness
-            old = [mark for mark, tick in other.ticks.items() if 0 < tick <= floor]
-            _check_read(worker, old, f"another's, at tick {worker.client.tick}")
 
 
 def _check_read(worker: Worker, marks: list[int], whose: str) -> None:
@@ -173,7 +183,7 @@ class OneEach(Invariant):
         assert names == sorted(set(names)), f"{happening.name} folds {names}"
 
 
-WAITING: Final = (Gated, ReadsOwn, ReadsOld, FloorRises, OneEach)
+WAITING: Final = (Gated, ReadsOwn, FloorRises, OneEach)
 
 _BY_MARKS: Final = {iv.ExactlyOnce, iv.AcknowledgedIsKept, iv.MissingIsCounted}
 """They count marks, each of which must be a whole push."""
