@@ -14,12 +14,18 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
+from distbelief.parameter_server.client.client import ParameterClient, ShardLink
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.replication import Backup, Primary
+from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard import Shard
-from distbelief.roles.role import Address
+from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import push_fetch as pf
+from distbelief.roles.role import Action, Address
 from distbelief.simulation.driver import HandledEvent
 from tests.simulation import invariants as iv
 from tests.simulation.invariants import Invariant, Scene
+from tests.simulation.variants import Patch, Variant
 from tests.simulation.workers import N_MARKS, PLACES, Worker
 
 
@@ -191,3 +197,162 @@ _BY_MARKS: Final = {iv.ExactlyOnce, iv.AcknowledgedIsKept, iv.MissingIsCounted}
 
 def kinds_for(policy: ExchangePolicy) -> list[type[Invariant]]:
     return [kind for kind in (*iv.ALL, *WAITING) if is_plain(policy) or kind not in _BY_MARKS]
+
+
+# ------------------------------------------------------------------- broken variants
+
+
+def the_gone_hold_the_floor(patch: Patch) -> None:
+    """A worker that is gone counts like one that is there."""
+    patch.setattr(Session, "is_in", property(lambda self: self.tick is not msgspec.UNSET))
+
+
+def idle_workers_hold_the_floor(patch: Patch) -> None:
+    """A worker that has nothing to do does not say so."""
+    patch.setattr(ParameterClient, "leave", lambda *_: [])
+
+
+def own_pushes_are_not_awaited(patch: Patch) -> None:
+    """A tick begins before the worker's own last push is applied."""
+    links = property(
+        lambda self: all(link.agrees and not link.waits_for_floor for link in self._counting)
+    )
+    patch.setattr(ParameterClient, "may_begin", links)
+
+
+def no_gate(patch: Patch) -> None:
+    """A worker begins whatever the floor is."""
+    patch.setattr(ShardLink, "waits_for_floor", False)
+
+
+def ticks_count_on_arrival(patch: Patch) -> None:
+    """A tick counts as ended before its push is applied."""
+    whole = Sessions.take_push
+
+    def take_push(self: Sessions, client: Session, message: pf.Push) -> list[Action]:
+        if client.tick is not msgspec.UNSET:
+            client.tick = max(client.tick, message.tick or 0)
+        return whole(self, client, message)
+
+    patch.setattr(Sessions, "take_push", take_push)
+
+
+def reopened_sessions_tell_no_tick(patch: Patch) -> None:
+    """A shard that has restarted takes a worker's tick from its snapshot."""
+    whole = Sessions._enter
+
+    def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
+        whole(self, client, msgspec.structs.replace(request, tick=client.tick))
+
+    patch.setattr(Sessions, "_enter", enter)
+
+
+def floor_rises_before_clients_are_back(patch: Patch) -> None:
+    """After a takeover the floor is that of the clients that came first."""
+    never = property(lambda _: False, lambda *_: None)
+    patch.setattr(Sessions, "awaits_clients", never, raising=False)
+
+
+def late_open_session_enters_again(patch: Patch) -> None:
+    """A client that has left is in again when an old message arrives."""
+    whole = Sessions._enter
+
+    def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
+        client.entries = 0
+        whole(self, client, request)
+
+    patch.setattr(Sessions, "_enter", enter)
+
+
+def floor_is_told_once(patch: Patch) -> None:
+    """A client does not ask again for a floor that it was never told."""
+    waits = property(
+        lambda self: not self.is_open or not self.fetching.complete or self.pushing.waits
+    )
+    patch.setattr(ShardLink, "_is_waiting", waits)
+
+
+def round_waits_for_gated_clients(patch: Patch) -> None:
+    """A round waits for clients that wait for a push in it."""
+    patch.setattr(Sessions, "_is_gated", lambda *_: False)
+
+
+def push_counts_twice_in_a_round(patch: Patch) -> None:
+    """The first push of a round is in it twice."""
+    whole = Sessions._take_queued
+
+    def take(self: Sessions) -> None:
+        whole(self)
+        if len(self._round) > 1:
+            self._round.insert(1, self._round[0])
+
+    patch.setattr(Sessions, "_take_queued", take)
+
+
+def round_is_acknowledged_push_by_push(patch: Patch) -> None:
+    """A push is acknowledged when it is added to its round, which is not applied yet."""
+
+    def confirm(self: Primary, *, here: bool = False) -> list[Action]:
+        actions: list[Action] = []
+        while self._outstanding:
+            first = self._outstanding[0]
+            if not (first.applied and (here or first.acknowledged)):
+                break
+            self._outstanding.popleft()
+            client = first.push.client
+            client.n_unconfirmed += not first.is_last  # it is not counted yet
+            actions.append(self._sessions.confirm(first.push))
+        return actions
+
+    patch.setattr(Primary, "_confirm_finished", confirm)
+
+
+def half_a_round_is_taken_over(patch: Patch) -> None:
+    """A new primary goes on with the round that the former one had begun."""
+    patch.setattr(ShardStore, "drop_round", lambda _: None)
+
+
+def backup_counts_half_a_round(patch: Patch) -> None:
+    """The backup notes each push of a round as applied when it is added."""
+    whole = Backup.end_push
+
+    def end_push(self: Backup) -> list[Action]:
+        assert self._applying is not None
+        record = self._applying.message.client
+        self.clients[record.name] = record
+        return whole(self)
+
+    patch.setattr(Backup, "end_push", end_push)
+
+
+def other_work_comes_between_the_pushes_of_a_round(patch: Patch) -> None:
+    """A round is not finished before a snapshot or a state block is taken."""
+    patch.setattr(Sessions, "is_in_round", False)
+
+
+def backup_joins_in_mid_round(patch: Patch) -> None:
+    """The backup gets the rest of a round whose first push it has missed."""
+    always = property(lambda _: True, lambda *_: None)
+    patch.setattr(Primary, "_replicates_round", always, raising=False)
+
+
+_ALL: Final[tuple[Variant, ...]] = (
+    the_gone_hold_the_floor,
+    idle_workers_hold_the_floor,
+    own_pushes_are_not_awaited,
+    no_gate,
+    ticks_count_on_arrival,
+    reopened_sessions_tell_no_tick,
+    floor_rises_before_clients_are_back,
+    late_open_session_enters_again,
+    floor_is_told_once,
+    round_waits_for_gated_clients,
+    push_counts_twice_in_a_round,
+    round_is_acknowledged_push_by_push,
+    half_a_round_is_taken_over,
+    backup_counts_half_a_round,
+    other_work_comes_between_the_pushes_of_a_round,
+    backup_joins_in_mid_round,
+)
+
+VARIANTS: Final = {variant.__name__.replace("_", " "): variant for variant in _ALL}
