@@ -12,14 +12,18 @@ exchange.finish()
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import cast, final
+from typing import Literal, cast, final
 
 import torch
 from typing_extensions import override
 
-from distbelief.errors import JobError, PeerLostError
+from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
+from distbelief.parameter_server.client.client import Numbers
+from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.serve.address import ServerAddress, exchange_policy
 from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
+from distbelief.worker.config import EVERY_MIN
 
 
 @final
@@ -46,7 +50,12 @@ class Exchange(ServerLoop):
         inner: Takes the local steps. Its parameters are those that the server was given, in the
             same order.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
-        every: Steps between two exchanges.
+        preset: How to exchange, by the name of a paper (see `distbelief presets`); by default as
+            the server was told. The next two replace choices of it.
+        every: Steps between two exchanges, by default 64; "auto" fits them to the link, so that it
+            is busy for at most 80 % of the time.
+        numbers: As they are sent to another host and back; "bfloat16" halves the bytes. The server
+            keeps float32, and the values that `finish` fetches are exact.
         timeout_seconds: How long a step may wait for the server.
         keys: Directory of this host's keys, for a server whose address has a key; by
             default the one that `distbelief keys` uses.
@@ -61,7 +70,9 @@ class Exchange(ServerLoop):
         inner: torch.optim.Optimizer,
         *,
         server: str,
-        every: int = 64,
+        preset: str | None = None,
+        every: int | Literal["auto"] | None = None,
+        numbers: Numbers | None = None,
         timeout_seconds: float = 60.0,
         keys: str | Path | None = None,
     ) -> None:
@@ -72,17 +83,23 @@ class Exchange(ServerLoop):
             )
         if isinstance(inner, DownpourSGD):
             raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
-        if not isinstance(cast("object", every), int) or every < 1:
-            raise JobError(f"Exchange: every is {every!r}; use a whole number, 1 or more")
+        if every not in (None, "auto") and (not isinstance(every, int) or every < 1):
+            raise JobError(
+                f'Exchange: every is {every!r}; use a whole number, 1 or more, or "auto"'
+            )
+        if numbers not in (None, "float32", "bfloat16"):
+            raise JobError(f'Exchange: numbers is {numbers!r}; use "float32" or "bfloat16"')
+        address = ServerAddress.parse(server)
+        policy = _policy(address.exchange, preset, every=every, numbers=numbers)
         self.inner = inner
-        self._every = every
+        self._every = EVERY_MIN if policy.every == "auto" else policy.every
         parameters = self._parameters()
         self._n_parameters = len(parameters)
         self._n_steps = self._n_unsent = self._samples = 0
         self._sends = "change"
         self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
         self._is_fetching = False
-        self._open(parameters, server, timeout_seconds=timeout_seconds, keys=keys)
+        self._open(parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys)
         self._anchor = [values.clone() for values in self._session.values]
         self._fetched = [torch.empty_like(values) for values in self._anchor]
 
@@ -102,8 +119,7 @@ class Exchange(ServerLoop):
                 "Exchange: a group of parameters was added to the inner optimizer; the server "
                 f"knows the {self._n_parameters} that it began with: pass all of them at once"
             )
-        if self._session.closed:  # a local step would reach nobody
-            raise PeerLostError("Exchange is closed: make a new one to continue")
+        self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
         follow(self._parameters(), self._session.values, user="Exchange")
         loss: float | None = self.inner.step(closure)
@@ -111,9 +127,10 @@ class Exchange(ServerLoop):
         self._n_steps += 1
         self._n_unsent += 1
         self._samples += samples
-        with torch.no_grad():
+        with torch.no_grad(), self._session.background:
+            self._enter()
             self._receive()
-            if self._n_steps % self._every == 0:
+            if self._n_unsent >= self._every:
                 self._exchange()
         return loss
 
@@ -125,13 +142,14 @@ class Exchange(ServerLoop):
     def finish(self) -> None:
         if self._session.closed:
             return
-        with torch.no_grad():
+        with torch.no_grad(), self._session.background:
             follow(self._parameters(), self._session.values, user="Exchange")
             if self._n_unsent:
                 self._exchange()
             self._end_exchange()
+            self._step_out()
             # Once more: other workers may have pushed since.
-            self._fetch(self._fetched)
+            self._fetch(self._fetched, exact=True)
             self._merge()
         self._is_finished = True
 
@@ -156,7 +174,11 @@ class Exchange(ServerLoop):
         torch._foreach_copy_(anchor, values)
         self._n_unsent = 0
         self._is_pushed = True
-        self._receive()
+        if self._policy.staleness is None:
+            self._receive()
+        else:  # nor is there a local step before the next tick, which begins with a fetch
+            self._await_turn()
+            self._end_exchange()
 
     def _receive(self) -> None:
         """Continue the exchange as far as messages have come; do not wait for any."""
@@ -186,3 +208,21 @@ class Exchange(ServerLoop):
         torch._foreach_sub_(values, self._anchor)
         torch._foreach_add_(values, self._fetched)
         self._anchor, self._fetched = self._fetched, self._anchor
+
+
+def _policy(server: ExchangePolicy, preset: str | None, **given: object) -> ExchangePolicy:
+    usual = {"every": 64, "send": "delta", **server.chosen}
+    policy = exchange_policy("Exchange", usual, preset, **given)
+    if policy.send == "gradient":
+        raise JobError(
+            f"Exchange: preset {preset!r} sends gradients, and there is an inner optimizer: use "
+            "distbelief.DownpourSGD, or another preset"
+        )
+    for name in ("staleness", "round", "weight", "damping"):
+        own, others = getattr(policy, name), getattr(server, name)
+        if own != others:
+            raise JobError(
+                f"Exchange: {name} is {own!r} with preset {preset!r}, and {others!r} at the "
+                "server: give ParameterServer the same preset"
+            )
+    return policy

@@ -24,7 +24,9 @@ import torch
 from typing_extensions import override
 
 from distbelief.errors import JobError
+from distbelief.serve.address import ServerAddress
 from distbelief.server_loop import ServerLoop, follow, number_of_samples
+from distbelief.worker.loop_worker import StagedPush
 
 
 _P = ParamSpec("_P")
@@ -95,7 +97,19 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._sends = "gradient"
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
-        self._open(self._parameters, server, timeout_seconds=timeout_seconds, keys=keys)
+        address = ServerAddress.parse(server)
+        policy = address.exchange
+        if policy.send == "delta":
+            raise JobError(
+                "DownpourSGD: the server's preset is of local steps, which are no gradients: use "
+                "distbelief.Exchange"
+            )
+        # A worker that waits for others waits for its own pushes, too.
+        self._awaits_pushes |= policy.staleness is not None
+        self._open(self._parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys)
+        # Then push t - 1 and the fetch for step t + 1 are under way during step t.
+        self._fetches_ahead = self._session.moves_blocks and not self._awaits_pushes
+        self._is_fetching = False
 
     @override
     def step(  # type: ignore[override]  # torch's are overloads; this is their union
@@ -111,18 +125,21 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             PeerLostError: the server does not answer in time, or has ended.
             JobError: a gradient is NaN or infinite.
         """
+        self._session.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         samples = number_of_samples(samples, "DownpourSGD")
-        with torch.no_grad():
+        with torch.no_grad(), self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")
+            self._enter()
             self._is_finished = False
             self._samples += samples
             self._accrue()
-            if self._n_steps % self._n_push == 0:
-                self._push_accrued()
+            push = self._stage_accrued() if self._n_steps % self._n_push == 0 else None
+            if push is not None and not self._fetches_ahead:
+                self._issue(push)
             if (self._n_steps + 1) % self._n_fetch == 0:
                 self._fetch_and_repeat()
             else:
@@ -130,18 +147,27 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     if parameter.grad is not None:
                         parameter.add_(parameter.grad, alpha=-rate)
             self._n_steps += 1
+            if self._fetches_ahead:
+                # First: behind the blocks of a push, the request would wait for the link.
+                if (self._n_steps + 1) % self._n_fetch == 0:
+                    self._begin_fetch()
+                    self._is_fetching = True
+                if push is not None:
+                    self._issue(push)
         return loss
 
     @override
     def finish(self) -> None:
         if self._session.closed:
             return
-        with torch.no_grad():
+        with torch.no_grad(), self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")
             if self._n_accrued:
-                self._push_accrued()
-        self._await_pushes()
-        self._fetch_and_repeat()
+                self._issue(self._stage_accrued())
+            self._await_pushes()
+            self._step_out()
+            self._fetch(self._session.values)  # what is under way may be older than the last push
+            self._is_fetching = False
         self._is_finished = True
 
     @override
@@ -186,18 +212,24 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     def _rates(self) -> list[float]:
         return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
 
-    def _push_accrued(self) -> None:
+    def _stage_accrued(self) -> StagedPush:
         accrued, n_gradients = self._accrued, self._n_accrued
         self._n_accrued = 0
         self._accrued = [None] * len(self._parameters)
-        self._push(
+        return self._stage(
             accrued, n_gradients=n_gradients, samples=self._samples, clocks=self._accrued_clocks
         )
 
     def _fetch_and_repeat(self) -> None:
-        if self._awaits_pushes:
+        if self._policy.staleness is not None:
+            self._await_turn()
+        elif self._awaits_pushes:
             self._await_pushes()
-        self._fetch(self._session.values)
+        if not self._fetches_ahead:
+            self._fetch(self._session.values)
+        elif self._is_fetching:  # not in the first step
+            self._end_fetch(self._session.values)
+            self._is_fetching = False
         if self._keeps_local_steps:
             # Local steps that are not pushed yet are repeated from the fetched values.
             for accrued, values, rate in zip(

@@ -1,13 +1,20 @@
 """What `DownpourSGD` and `Exchange` share: the session of a user's loop with a parameter server.
 
-There is no thread: the worker role runs only inside these calls (`ClientSession`), and messages
-wait in the socket meanwhile.
+    user's thread          compute | step | compute         | step | ...
+    role "worker-..." in   thread  | here | thread          | here | ...
+
+Between steps a thread runs the role, so that blocks travel while the user computes. It never
+touches the user's tensors: those change only in `step` and `finish`. With shared memory there are
+no blocks and no thread; the few messages wait in the socket.
 """
 
 import atexit
+import math
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -16,16 +23,27 @@ from typing import final
 import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
-from distbelief.errors import JobError, PeerLostError, TransportError
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
+from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
-from distbelief.transport.node import RoleRunner
+from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.loop_worker import FETCH, INSTALLED, LEAVE, PUSHED, LoopWorker, StagedPush
+from distbelief.worker.loop_worker import (
+    ENTER,
+    FETCH,
+    FETCH_EXACTLY,
+    INSTALLED,
+    LEAVE,
+    PUSHED,
+    STEP_OUT,
+    LoopWorker,
+    StagedPush,
+)
 
 
 TORN_WAIT_SECONDS = 1e-3
@@ -38,11 +56,14 @@ EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
 class ClientSession:
     """A connection to a parameter server; call `join` before the first command.
 
+    Once `background` is used, everything but `check` and `close` needs to hold it.
+
     Args:
         parameters: The worker's parameters, in the order in which the server got them.
         address: The server's address.
         user: The class whose session it is, for errors.
         keys: Directory of this host's keys, for an address with a key.
+        numbers: As they are sent to another host and back.
 
     Raises:
         JobError: the address, the keys or the parameters are not valid.
@@ -56,10 +77,12 @@ class ClientSession:
         *,
         user: str,
         keys: str | Path | None = None,
+        numbers: Numbers = "float32",
     ) -> None:
         self.address = address
         self._user = user
-        self.closed = False
+        self._is_closed = False
+        self._pid = os.getpid()
         for parameter in parameters:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
@@ -70,7 +93,7 @@ class ClientSession:
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
         self.client = ParameterClient(
-            ClientConfig(pushes=True),
+            ClientConfig(pushes=True, numbers=numbers),
             layout=Layout.of(parameter_specs(parameters), n_shards=address.n_shards),
             shards=shards,
             memory=memory,
@@ -98,6 +121,16 @@ class ClientSession:
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
         self._worker = LoopWorker(client=self.client, join=join)
         self.node = RoleRunner(self._worker, transport=self._transport, log=self._note)
+        self.moves_blocks = not memory.host  # not through shared memory
+        self._thread: BackgroundRunner | None = None
+        if self.moves_blocks:
+            self._thread = BackgroundRunner(self.node, name=f"{user}-blocks")
+        self.background: AbstractContextManager[None] = self._thread or nullcontext()
+
+    @property
+    def closed(self) -> bool:
+        # A forked child, such as a DataLoader's, has neither the thread nor the sockets.
+        return self._is_closed or os.getpid() != self._pid
 
     def _note(self, level: str, text: str) -> None:
         if level in {"warning", "error"}:
@@ -130,19 +163,22 @@ class ClientSession:
         if self.closed or not self.node.tell(command):
             self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
 
+    def check(self) -> None:
+        """Raise PeerLostError if the session is closed, or its role has ended in the thread."""
+        if self.closed:
+            raise PeerLostError(f"{self._user} is closed: make a new one to continue")
+        if self.node.error is not None:
+            raise PeerLostError(f"{self._user}: server {self.address.endpoint}: {self.node.error}")
+
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
         """Run the role until `until()` is true; `what` names the event in the error.
 
         Raises:
             PeerLostError: it does not happen in time, or the session is closed.
         """
-        if self.closed:
-            raise PeerLostError(f"{self._user} is closed: make a new one to continue")
-        if self.node.pump(until, timeout_seconds=timeout_seconds):
+        if not self.closed and self.node.pump(until, timeout_seconds=timeout_seconds):
             return
-        server = f"{self._user}: server {self.address.endpoint}"
-        if self.node.error is not None:
-            raise PeerLostError(f"{server}: {self.node.error}")
+        self.check()
         hint = (
             "Is it running, and is this the address that it prints now? A server in "
             "another directory has another run=."
@@ -153,24 +189,33 @@ class ClientSession:
                 "address that the server prints now."
             )
         raise PeerLostError(
-            f"{server}: no answer within {timeout_seconds:g} s (waiting for {what}). "
-            + " ".join([hint, *self._log[-1:]])
+            f"{self._user}: server {self.address.endpoint}: no answer within {timeout_seconds:g} s "
+            f"(waiting for {what}). " + " ".join([hint, *self._log[-1:]])
         )
 
     def close(self) -> None:
         """Leave the server; unsent messages are sent, within a second."""
-        if not self.closed:
-            self.closed = True
-            if self._worker.has_joined:
-                self.node.tell(Computed(name=LEAVE))
-            self.node.close()
-            self._transport.close()
+        if self.closed:
+            return
+        self._is_closed = True
+        if self._thread is None:
+            self._leave()
+        else:
+            self._thread.end(self._leave)
+
+    def _leave(self) -> None:
+        if self._worker.has_joined:
+            self.node.tell(Computed(name=LEAVE))
+        self.node.close()
+        self._transport.close()
 
 
 class ServerLoop:
-    """What every loop does with its session: pushes, fetches, and its end."""
+    """What every loop does with its session: pushes, fetches, ticks, and its end."""
 
     _session: ClientSession
+    _policy: ExchangePolicy
+    _is_in = False  # other workers may wait for this one
     _timeout_seconds: float
     _is_finished = True  # the server has everything
     _n_steps: int
@@ -179,16 +224,19 @@ class ServerLoop:
     def _open(
         self,
         parameters: list[torch.nn.Parameter],
-        server: str,
+        address: ServerAddress,
+        policy: ExchangePolicy,
         *,
         timeout_seconds: float,
         keys: str | Path | None,
     ) -> None:
         """Join the server, and fetch its values."""
-        self._timeout_seconds = timeout_seconds
-        address = ServerAddress.parse(server)
         user = type(self).__name__
-        self._session = ClientSession(parameters, address, user=user, keys=keys)
+        self._timeout_seconds = _seconds(timeout_seconds, user)
+        self._policy = policy
+        self._session = ClientSession(
+            parameters, address, user=user, keys=keys, numbers=policy.numbers
+        )
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
@@ -219,7 +267,7 @@ class ServerLoop:
             PeerLostError: the server does not answer in time; the worker leaves anyway.
         """
         if timeout_seconds is not None:
-            self._timeout_seconds = timeout_seconds
+            self._timeout_seconds = _seconds(timeout_seconds, type(self).__name__)
         try:
             if not self._is_finished:
                 self.finish()
@@ -228,13 +276,35 @@ class ServerLoop:
 
     def counters(self) -> dict[str, float]:
         """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
-        return self._session.client.counters()
+        with self._session.background:
+            return self._session.client.counters()
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)
 
     def _await_pushes(self) -> None:
-        self._wait(lambda: self._session.client.unacknowledged == 0, "an acknowledgement")
+        client = self._session.client
+        # A round may wait for other workers, for as long as the server answers.
+        seconds = self._timeout_seconds if self._policy.round is None else math.inf
+        self._session.wait(lambda: client.unacknowledged == 0, "an acknowledgement", seconds)
+
+    def _enter(self) -> None:
+        """Take part in ticks, if the server counts them; others may then wait for this worker."""
+        if self._policy.counts_ticks and not self._is_in:
+            enter = Computed(name=ENTER, result=self._policy.staleness)
+            self._session.command(enter, self._timeout_seconds)
+            self._is_in = True
+            self._await_turn()
+
+    def _await_turn(self) -> None:
+        """Wait until the next tick may begin: no worker is too far behind, no push is under way."""
+        client = self._session.client
+        self._session.wait(lambda: client.may_begin, "another worker", math.inf)
+
+    def _step_out(self) -> None:
+        if self._is_in:
+            self._session.command(Computed(name=STEP_OUT), self._timeout_seconds)
+            self._is_in = False
 
     def _push(
         self,
@@ -245,23 +315,38 @@ class ServerLoop:
         clocks: tuple[int, ...],
     ) -> None:
         """Push these, one for each parameter; None: it does not move, as in torch."""
+        push = self._stage(tensors, n_gradients=n_gradients, samples=samples, clocks=clocks)
+        self._issue(push)
+
+    def _stage(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        *,
+        n_gradients: int,
+        samples: int,
+        clocks: tuple[int, ...],
+    ) -> StagedPush:
+        """Copy a push to where `_issue` sends it from; the tensors may change then."""
         session = self._session
         self._wait(lambda: session.client.can_push, "room for a push")
         outcome = session.client.stage(
             tensors, session.values, fetched_clocks=clocks, skip_missing=True
         )()
-        push = StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
-        session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
-        if not outcome.finite:
-            which = ", ".join(str(int(name)) for name in outcome.culprits)
+        return StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
+
+    def _issue(self, push: StagedPush) -> None:
+        self._session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
+        if not push.outcome.finite:
+            which = ", ".join(str(int(name)) for name in push.outcome.culprits)
             raise JobError(
                 f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
                 f"{self._sends} of parameter {which} (from 0), which is not pushed: use a lower "
                 "learning rate, or clip"
             )
 
-    def _begin_fetch(self) -> None:
-        self._session.command(Computed(name=FETCH), self._timeout_seconds)
+    def _begin_fetch(self, *, exact: bool = False) -> None:
+        name = FETCH_EXACTLY if exact else FETCH
+        self._session.command(Computed(name=name), self._timeout_seconds)
 
     def _install(self, into: list[torch.Tensor]) -> bool:
         """Copy what has come of a fetch; return whether that was the rest of it."""
@@ -273,10 +358,10 @@ class ServerLoop:
             session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
         return not outcome.torn
 
-    def _fetch(self, into: list[torch.Tensor]) -> None:
+    def _fetch(self, into: list[torch.Tensor], *, exact: bool = False) -> None:
         client = self._session.client
         self._wait(lambda: client.ready, "a session")
-        self._begin_fetch()
+        self._begin_fetch(exact=exact)
         self._end_fetch(into)
 
     def _end_fetch(self, into: list[torch.Tensor]) -> None:
@@ -294,7 +379,7 @@ def _finish_at_exit(reference: "weakref.ref[ServerLoop]") -> None:
     if optimizer is not None:
         try:
             optimizer.close(timeout_seconds=EXIT_SECONDS_MAX)
-        except (PeerLostError, JobError) as error:
+        except DistBeliefError as error:
             print(f"{type(optimizer).__name__}: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
 
@@ -318,6 +403,12 @@ def follow(
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
         values[place] = parameter.detach().view(-1)
+
+
+def _seconds(timeout: object, user: str) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise JobError(f"{user}: timeout_seconds is {timeout!r}; use a number above 0")
+    return float(timeout)
 
 
 def number_of_samples(samples: int, user: str) -> int:

@@ -270,7 +270,7 @@ class CommandExecutor:
 
     def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], rl.Cost]:
         """Return the work that stages a pushed chunk gradient, or work that does nothing."""
-        push, values = applying.push, applying.push_buffer.values
+        push, values = applying.push, applying.values
         shard_slice, token = applying.client.shard_slice, push.commit_token
         if not self._sums.wants(values, commit_token=token, shard_slice=shard_slice):
             return lambda: None, rl.Cost()

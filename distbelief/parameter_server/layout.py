@@ -260,22 +260,35 @@ class PartialView:
                 ranges = _united(self._pieces[k], k=k)
             else:
                 continue
-            self.slices[k] = ShardSlice(layout.shard_size(k), dtype=layout.dtype, ranges=ranges)
+            self.slices[k] = ShardSlice(
+                layout.shard_size(k),
+                dtype=layout.dtype,
+                ranges=ranges,
+                n_gradient=layout.n_gradient(k),
+            )
         self.shards = tuple(self.slices)  # those that hold something of the tensors
         self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
 
     def copier(self, k: int, *, compact: bool = False) -> TensorCopier:
         """Return the copier between the tensors and shard k's vectors, or the compact ones."""
-        pieces = self._compact_pieces(k) if compact else self._pieces[k]
-        return TensorCopier(self.sizes, pieces, has_padding=self.is_whole)
+        return TensorCopier(
+            self.sizes,
+            self._compact_pieces(k) if compact else self._pieces[k],
+            has_padding=self.is_whole,
+            n_parameters=self.slices[k].n_parameters if compact else self.layout.n_gradient(k),
+        )
 
     def block_copier(self, k: int, index: int) -> TensorCopier:
         """Return the copier between the tensors and one block of shard k's compact vector."""
         if (k, index) not in self._block_copiers:
             start, stop = self.slices[k].bounds[index]
             pieces = (_clipped(one, start, stop) for one in self._compact_pieces(k))
-            copier = TensorCopier(self.sizes, (one for one in pieces if one), has_padding=False)
-            self._block_copiers[k, index] = copier
+            self._block_copiers[k, index] = TensorCopier(
+                self.sizes,
+                (one for one in pieces if one),
+                has_padding=False,
+                n_parameters=self.slices[k].n_parameters_within(start, stop),
+            )
         return self._block_copiers[k, index]
 
     def _compact_pieces(self, k: int) -> Iterator[Piece]:

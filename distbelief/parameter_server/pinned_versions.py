@@ -23,9 +23,12 @@ import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Window
-from distbelief.core.vectors import Vector
+from distbelief.core.vectors import Element, Vector
+from distbelief.errors import RemoteProtocolError
+from distbelief.parameter_server.client.buffers import payload_of
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.sessions import Session, Sessions
+from distbelief.parameter_server.slices import WORD, convert
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, Cost, Seconds, Send, SetTimer
@@ -43,7 +46,8 @@ TIMER: Final = "pins"
 @final
 @dataclass(slots=True, eq=False)
 class Version:
-    values: Vector  # (shard_size,)
+    memory: Vector  # (shard_size,)
+    values: Vector  # the numbers in it, or their words
     clock: int = 0
     n_readers: int = 0
     n_copied: int = 0  # elements [0, n_copied) are in it
@@ -81,14 +85,15 @@ class PinnedVersions:
 
     def fetch(self, client: Session, message: pf.Fetch, now: Seconds) -> list[Action]:
         """Start a fetch, or handle a repeated request."""
-        name = client.name
+        name, dtype = client.name, self._dtype(message)
         if message.request < client.request:
             return []
         if message.request > client.request:
             client.request = message.request
             self.end(name)
             for version in self._versions:
-                if version.n_readers and version.clock == self._values.clock:
+                is_current = version.n_readers and version.clock == self._values.clock
+                if is_current and version.values.dtype == dtype:
                     return self._pin(client, message, version, now)
             self.waiting[name] = client, message
             return []
@@ -146,15 +151,26 @@ class PinnedVersions:
             version = self._free()
             if version is None:
                 assert len(self._versions) < self._n_copies, self._n_copies
-                version = Version(np.zeros_like(values))
+                memory = np.zeros_like(values)
+                version = Version(memory, memory)
                 self._versions.append(version)
+            # As the first that waits wants it; others with another payload get the next version.
+            first = next(iter(self.waiting.values()))[1]
+            words = first.payload == "bfloat16"
+            version.values = self._values.slice_table.whole.room(version.memory, words=words)
             version.clock, version.n_copied = self._values.clock, 0
             self.copying = version
         # Each piece is as large as all before it: sending keeps pace, and few pieces are begun.
         n = max(version.n_copied, PIECE_BYTES // values.itemsize)
         piece = slice(version.n_copied, version.n_copied + n)
-        source, target = values[piece], version.values[piece]
-        return partial(_copy, source, target), Cost(n_bytes=2.0 * source.nbytes)
+        source = values[piece]
+        whole, stop = self._values.slice_table.whole, piece.start + len(source)
+        target = version.values[
+            slice(*whole.sent_range(piece.start, stop, dtype=version.values.dtype))
+        ]
+        n_parameters = whole.n_parameters_within(piece.start, stop)
+        work = partial(_copy, source, target, n_parameters=n_parameters)
+        return work, Cost(n_bytes=float(source.nbytes + target.nbytes))
 
     def copied(self, n_elements: int, now: Seconds) -> list[Action]:
         """Note a copied piece; pin the version for all waiting readers, and send them blocks."""
@@ -163,14 +179,17 @@ class PinnedVersions:
             return []
         version.n_copied += n_elements
         readers = [pin for pin in self._pins.values() if pin.version is version]
-        if version.n_copied == len(version.values):
+        if version.n_copied == len(version.memory):
             self.copying = None
         sent = [self._blocks(pin) for pin in readers]
-        waiting, self.waiting = self.waiting, {}
-        sent += [self._pin(client, fetch, version, now) for client, fetch in waiting.values()]
+        dtype = version.values.dtype
+        ready = [one for one in self.waiting.values() if self._dtype(one[1]) == dtype]
+        for client, fetch in ready:
+            del self.waiting[client.name]
+            sent.append(self._pin(client, fetch, version, now))
         if not sent:
             self.copying = None
-            self._memory.retire(version.values)
+            self._memory.retire(version.memory)
         return [action for actions in sent for action in actions]
 
     def expire(self, client: Session) -> None:
@@ -193,9 +212,9 @@ class PinnedVersions:
                 self.copying = None
             if version.in_flight:
                 # The expired reader may still copy from the old memory: leave that memory to it.
-                version.values = np.zeros_like(version.values)
+                version.memory = version.values = np.zeros_like(version.memory)
                 version.in_flight = False
-            self._memory.retire(version.values)
+            self._memory.retire(version.memory)
 
     def _pin(
         self, client: Session, message: pf.Fetch, version: Version, now: Seconds
@@ -221,6 +240,7 @@ class PinnedVersions:
                 block_index=index,
                 clock=version.clock,
                 values=values,
+                payload=payload_of(values),
             )
             # The memory of a version is lent to the driver.
             actions.append(Send(receiver=client.name, message=message, lent=True))
@@ -233,6 +253,14 @@ class PinnedVersions:
         reason = f"fetch {client.request} expired without progress: fetch again"
         return [self._sessions.refuse(client.name, reason)]
 
+    def _dtype(self, message: pf.Fetch) -> np.dtype[Element]:
+        dtype = self._values.vector.dtype
+        if message.payload != "bfloat16":
+            return dtype
+        if dtype != np.float32:
+            raise RemoteProtocolError(f"a fetch asks for bfloat16 of values of {dtype}")
+        return WORD
+
     def _free(self) -> Version | None:
         for version in self._versions:
             if version.n_readers == 0 and version is not self.copying:
@@ -240,6 +268,6 @@ class PinnedVersions:
         return None
 
 
-def _copy(source: Vector, target: Vector) -> int:
-    np.copyto(target, source)
+def _copy(source: Vector, target: Vector, *, n_parameters: int) -> int:
+    convert(source, target, n_parameters=n_parameters)
     return len(source)

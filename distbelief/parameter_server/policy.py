@@ -80,6 +80,13 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     @property
+    def chosen(self) -> dict[str, object]:
+        """The choices that are not the usual ones, as in a table."""
+        usual = msgspec.to_builtins(DOWNPOUR)
+        own = msgspec.to_builtins(self)
+        return {key: value for key, value in own.items() if value != usual[key]}
+
+    @property
     def counts_ticks(self) -> bool:
         """Whether shards must know which workers are there, and how far they are."""
         return (

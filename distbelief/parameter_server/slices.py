@@ -1,5 +1,6 @@
 """A shard's vector: index ranges, all copies from and to them, and memory shared with clients.
 
+    encode          rounds numbers to the words of bfloat16
     IndexRanges     sorted, disjoint ranges of indices
     RangeCopier     copies between a vector and the compact vector of some ranges
     ShardSlice      the elements of a shard's vector that one client reads and writes
@@ -10,6 +11,7 @@ Nothing here knows a message, a role or how tensors lie on shards.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, final
 
@@ -30,7 +32,9 @@ def padded(n_elements: int) -> int:
 
 
 def as_tensor(vector: Vector) -> torch.Tensor:
-    """Return the same memory as a tensor, without torch's warning about read-only arrays."""
+    """Return the same memory as a tensor: words as bfloat16, and read-only arrays unmarked."""
+    if vector.dtype == WORD:
+        return as_tensor(vector.view(np.int16)).view(torch.bfloat16)
     if vector.flags.writeable:
         return torch.from_numpy(vector)
     return torch.from_numpy(np.asarray(_Writeable(vector)))
@@ -43,6 +47,75 @@ class _Writeable:
         address, _ = vector.__array_interface__["data"]
         self._vector = vector  # keeps the memory alive
         self.__array_interface__ = vector.__array_interface__ | {"data": (address, False)}
+
+
+# --- numbers as sent ---
+#
+#     payload      parameters           buffers
+#     dense        4 bytes (double: 8)  the same
+#     bfloat16     2 bytes, rounded     4 bytes, from an even word on
+#
+# Buffers stay exact: among them are counters, indices and frozen parameters. Bfloat16 is the upper
+# half of a float32, so it has the same exponents and each conversion back is exact.
+
+WORD: Final = np.dtype(np.uint16)
+"""The element type of a vector in bfloat16."""
+
+_ROUNDED_PIECE: Final = 1 << 15  # elements; torch starts its threads for more
+_INFINITY: Final = 0x7F80  # as a word; NaN is beyond
+_LARGEST: Final = torch.finfo(torch.bfloat16).max
+
+
+def encode(values: torch.Tensor, words: Vector) -> bool:
+    """Round numbers, (n,), to the nearest bfloat16, ties to even; return whether all are finite.
+
+    A finite number that would round to infinity becomes the largest bfloat16, which is within one
+    step of it: what is finite here must be finite at the peer, where it would spoil a whole model.
+    """
+    target, is_finite = as_tensor(words), True
+    for start in range(0, len(words), _ROUNDED_PIECE):
+        piece = slice(start, start + _ROUNDED_PIECE)
+        numbers = values[piece].to("cpu", torch.float32)
+        target[piece].copy_(numbers)
+        if np.max(words[piece].view(np.uint16) & 0x7FFF) >= _INFINITY:
+            here = numbers.isfinite()
+            is_finite = is_finite and bool(here.all())
+            target[piece].copy_(torch.where(here, numbers.clamp(-_LARGEST, _LARGEST), numbers))
+    return is_finite
+
+
+def decode(words: Vector, target: torch.Tensor) -> None:
+    source = as_tensor(words)
+    for start in range(0, len(words), _ROUNDED_PIECE):
+        piece = slice(start, start + _ROUNDED_PIECE)
+        target[piece].copy_(source[piece])
+
+
+def word_count(n_elements: int, n_parameters: int) -> int:
+    """Return how many words these parameters and buffers take, the parameters first."""
+    return n_parameters + n_parameters % 2 + 2 * (n_elements - n_parameters)
+
+
+def parts(vector: Vector, n_parameters: int) -> tuple[Vector, Vector]:
+    """Return the parameters and the buffers of a vector, or of its words."""
+    if vector.dtype != WORD:
+        return vector[:n_parameters], vector[n_parameters:]
+    buffers = vector[n_parameters + n_parameters % 2 :].view(np.float32)
+    # A small message may lie at any address.
+    return vector[:n_parameters], buffers if buffers.flags.aligned else buffers.copy()
+
+
+def convert(source: Vector, target: Vector, *, n_parameters: int) -> None:
+    """Copy a vector, or its words, into another one, or into words."""
+    parameters, buffers = parts(source, n_parameters)
+    to_parameters, to_buffers = parts(target, n_parameters)
+    if source.dtype == target.dtype:
+        np.copyto(to_parameters, parameters)
+    elif target.dtype == WORD:
+        encode(as_tensor(parameters), to_parameters)
+    else:
+        decode(parameters, as_tensor(to_parameters))
+    np.copyto(to_buffers, buffers)
 
 
 # --- ranges ---
@@ -239,6 +312,7 @@ class RangeCopier:
     def __init__(self, ranges: IndexRanges) -> None:
         words = ranges.stripes().reshape(-1, _WORDS)
         sizes = words[:, 1] * words[:, 3]
+        self.n_elements = ranges.n_elements
         offsets = np.cumsum(sizes) - sizes
         long = sizes >= _STRIPE_MIN
         self._stripes = [
@@ -311,17 +385,23 @@ class ShardSlice:
         *,
         dtype: np.dtype[Element],
         ranges: IndexRanges | None = None,
+        n_gradient: int | None = None,  # elements of the vector before its buffers; None: all
     ) -> None:
         # Of the compact vector.
         self.n_elements = n_elements = size if ranges is None else ranges.n_elements
         self.dtype = dtype  # of the shard's vector
         self.ranges = ranges  # of the shard's vector; None for all of it
+        self._size = size
+        self._n_gradient = size if n_gradient is None else n_gradient
+        self.n_parameters = self.within(0, self._n_gradient).n_elements
         self.stripes = None if ranges is None else ranges.stripes()  # the ranges as on the wire
         # (start, stop) of each block of the compact vector.
         self.bounds: Bounds = tuple(block_bounds(n_elements, itemsize=dtype.itemsize))
         # Equal for equal parts; empty for everything.
         self.key = b"" if ranges is None else ranges.key
-        self._copiers: dict[int, RangeCopier] = {}  # by block; -1 for all blocks at once
+        # By block, for parameters and buffers.
+        self._copiers: dict[int, tuple[RangeCopier, RangeCopier]] = {}
+        self._copier: RangeCopier | None = None  # for all blocks at once
 
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:
@@ -336,38 +416,72 @@ class ShardSlice:
         n_elements = self.within(0, stop).n_elements
         return sum(end <= n_elements for _, end in self.bounds)
 
-    def check_block(self, index: int, values: Vector, *, sender: str) -> tuple[int, int]:
-        """Return the bounds of a block; RemoteProtocolError unless these values fit it."""
+    def room(self, memory: Vector, *, words: bool) -> Vector:
+        """Return a compact vector, or its words, in memory of at least `n_elements` numbers."""
+        if words:
+            return memory.view(WORD)[: word_count(self.n_elements, self.n_parameters)]
+        return memory[: self.n_elements]
+
+    def sent_bounds(self, index: int, dtype: np.dtype[Element]) -> tuple[int, int]:
+        """Return the start and stop of a block in a compact vector of this type, or its words."""
+        return self.sent_range(*self.bounds[index], dtype)
+
+    def sent_range(self, start: int, stop: int, dtype: np.dtype[Element]) -> tuple[int, int]:
+        """Return where elements [start, stop) are in a compact vector, or in its words."""
+        if dtype != WORD:
+            return start, stop
+        n = self.n_parameters
+        first, last = (end if end < n else word_count(end, n) for end in (start, stop))
+        return first, last
+
+    def n_parameters_within(self, start: int, stop: int) -> int:
+        """Return how many of these elements of the compact vector are no buffers."""
+        return min(max(self.n_parameters - start, 0), stop - start)
+
+    def check_block(self, index: int, values: Vector, *, words: bool, sender: str) -> None:
+        """Raise RemoteProtocolError unless these values, or words, are a block."""
         if index >= len(self.bounds):
             raise RemoteProtocolError(
                 f"{sender} sent block {index} of a vector of {len(self.bounds)}: use one layout"
             )
-        start, stop = self.bounds[index]
-        if values.dtype != self.dtype or values.size != stop - start:
+        if words and self.dtype != np.float32:
+            raise RemoteProtocolError(f"{sender} sent bfloat16 for a vector of {self.dtype}")
+        dtype = WORD if words else self.dtype
+        start, stop = self.sent_bounds(index, dtype)
+        if values.dtype != dtype or values.size != stop - start:
             raise RemoteProtocolError(
                 f"{sender} sent {values.size} elements of {values.dtype} as block {index}, which "
-                f"has {stop - start} of {self.dtype}: use one layout"
+                f"has {stop - start} of {dtype}: use one layout"
             )
-        return start, stop
 
     def block(self, values: Vector, index: int) -> Vector:
-        """Return block `index` of the compact vector of a shard's `values`; a view if possible."""
-        start, stop = self.bounds[index]
+        """Return block `index` of the compact vector of a shard's `values`, or of their words.
+
+        It is a view if possible.
+        """
+        start, stop = self.sent_bounds(index, values.dtype)
         if self.ranges is None:
             return values[start:stop]
         if index not in self._copiers:
-            self._copiers[index] = RangeCopier(self.ranges.part(start, stop))
-        block = np.empty(stop - start, self.dtype)
-        self._copiers[index].gather(as_tensor(values), as_tensor(block))
+            ranges, n = self.ranges.part(*self.bounds[index]), self._n_gradient
+            buffers = ranges.clipped(n, self._size).shifted(-n)
+            self._copiers[index] = RangeCopier(ranges.clipped(0, n)), RangeCopier(buffers)
+        block = np.zeros(stop - start, values.dtype)
+        for copier, source, target in zip(
+            self._copiers[index],
+            parts(values, self._n_gradient),
+            parts(block, self.n_parameters_within(*self.bounds[index])),
+            strict=True,
+        ):
+            copier.gather(as_tensor(source), as_tensor(target))
         return block
 
     def scatter(self, compact: Vector, values: Vector) -> None:
         if self.ranges is None:
             values[:] = compact
             return
-        if -1 not in self._copiers:
-            self._copiers[-1] = RangeCopier(self.ranges)
-        self._copiers[-1].scatter(as_tensor(compact), as_tensor(values))
+        self._copier = self._copier or RangeCopier(self.ranges)
+        self._copier.scatter(as_tensor(compact), as_tensor(values))
 
 
 NOTHING: Final = ShardSlice(0, dtype=np.dtype(np.float32))
@@ -378,8 +492,12 @@ NOTHING: Final = ShardSlice(0, dtype=np.dtype(np.float32))
 class SliceTable:
     """The slices of all clients of one shard; clients with equal parts share one object."""
 
-    def __init__(self, size: int, *, dtype: np.dtype[Element]) -> None:
-        self.whole = ShardSlice(size, dtype=dtype)  # the slice that is everything
+    def __init__(
+        self, size: int, *, dtype: np.dtype[Element], n_gradient: int | None = None
+    ) -> None:
+        self._n_gradient = n_gradient
+        # The slice that is everything.
+        self.whole = ShardSlice(size, dtype=dtype, n_gradient=n_gradient)
         self._known: dict[bytes, ShardSlice] = {}
 
     def get(self, stripes: Vector | None) -> ShardSlice:
@@ -391,7 +509,7 @@ class SliceTable:
         if known is None:
             size, dtype = self.whole.n_elements, self.whole.dtype
             ranges = IndexRanges.from_wire(stripes, size=size)
-            known = ShardSlice(size, dtype=dtype, ranges=ranges)
+            known = ShardSlice(size, dtype=dtype, ranges=ranges, n_gradient=self._n_gradient)
             if len(self._known) >= _N_KNOWN_MAX:
                 self._known.clear()  # sessions keep their own references
             self._known[words] = known
@@ -448,41 +566,49 @@ class TensorCopier:
         pieces: Iterable[Piece],
         *,
         has_padding: bool,  # a gap of zeros follows a piece that ends at no multiple of 64
+        n_parameters: int,  # of the vectors; buffers follow
     ) -> None:
         self._sizes = sizes
-        self._pieces: dict[int, tuple[int, int, int | RangeCopier]] = {}
-        self._padding: list[tuple[int, int]] = []
+        self._n_parameters = n_parameters
+        # By tensor: start, stop, whether it is a buffer, and where it lies in that part.
+        self._pieces: dict[int, tuple[int, int, bool, int | RangeCopier]] = {}
+        self._padding: list[tuple[int, int, bool]] = []
         for index, start, stop, place in pieces:
             if isinstance(place, IndexRanges):
-                self._pieces[index] = start, stop, RangeCopier(place)
+                first = int(place.starts[0]) if len(place.starts) else 0
+                is_buffer = first >= n_parameters
+                copier = RangeCopier(place.shifted(-n_parameters) if is_buffer else place)
+                self._pieces[index] = start, stop, is_buffer, copier
                 continue
-            self._pieces[index] = start, stop, place
-            end = place + stop - start
+            is_buffer = place >= n_parameters
+            offset = place - n_parameters if is_buffer else place
+            self._pieces[index] = start, stop, is_buffer, offset
+            end = offset + stop - start
             if has_padding and end % ALIGNMENT:
-                self._padding.append((end, padded(end)))
+                self._padding.append((end, padded(end), is_buffer))
 
     def put(self, index: int, tensor: torch.Tensor | None, vector: Vector) -> float:
-        """Copy the elements of one tensor, None for zeros, into a vector; return their sum.
+        """Copy the elements of one tensor, None for zeros, into a vector or its words.
 
-        The sum shows NaN and infinity at a fortieth of the cost of a look at each element. It may
-        also overflow although all elements are finite.
+        Return their sum, or NaN if words cannot hold them. The sum shows NaN and infinity at a
+        fortieth of the cost of a look at each element. It may also overflow although all elements
+        are finite.
         """
         if tensor is not None:
             _check_tensor(self._sizes[index], tensor)
         if index not in self._pieces:
             return 0.0
-        start, stop, place = self._pieces[index]
+        start, stop, is_buffer, place = self._pieces[index]
+        vector = parts(vector, self._n_parameters)[is_buffer]
         with torch.no_grad():
             if isinstance(place, RangeCopier):
-                whole = as_tensor(vector)
-                zeros = torch.zeros(1, dtype=whole.dtype).expand(stop - start)
-                values = zeros if tensor is None else tensor[start:stop]
-                place.scatter(values, whole)
-                return float(values.sum(dtype=whole.dtype))
+                return _put_ranges(place, None if tensor is None else tensor[start:stop], vector)
             here = vector[place : place + stop - start]
             if tensor is None:
                 here[:] = 0
                 return 0.0
+            if here.dtype == WORD:
+                return 0.0 if encode(tensor[start:stop], here) else math.nan
             array, total = _array(tensor, like=vector), 0.0
             for first in range(start, stop, _PIECE):  # summed while it is in the cache
                 piece = slice(first, min(first + _PIECE, stop))
@@ -497,29 +623,47 @@ class TensorCopier:
 
     def zero_padding(self, vector: Vector) -> None:
         """Fill the gaps between pieces with zeros; update rules keep them zero."""
-        for start, stop in self._padding:
-            vector[start:stop] = 0
+        both = parts(vector, self._n_parameters)
+        for start, stop, is_buffer in self._padding:
+            both[is_buffer][start:stop] = 0
 
     def scatter(self, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a vector's elements into `tensors`; other elements stay."""
+        """Copy the elements of a vector, or its words, into `tensors`; other elements stay."""
         if len(tensors) != len(self._sizes):
             raise ValueError(
                 f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: "
                 "give all of them, in its order (whole tensors are sorted by name)"
             )
+        both = parts(vector, self._n_parameters)
         with torch.no_grad():
-            for index, (start, stop, place) in self._pieces.items():
+            for index, (start, stop, is_buffer, place) in self._pieces.items():
                 tensor = tensors[index]
                 _check_tensor(self._sizes[index], tensor)
                 if isinstance(place, RangeCopier):
-                    place.gather(as_tensor(vector), tensor[start:stop])
+                    place.gather(as_tensor(both[is_buffer]), tensor[start:stop])
                     continue
-                values = vector[place : place + stop - start]
-                array = _array(tensor, like=vector)
-                if array is None:
-                    tensor[start:stop].copy_(_rounded(as_tensor(values), tensor))
-                else:
+                values = both[is_buffer][place : place + stop - start]
+                array = _array(tensor, like=values)
+                if array is not None:
                     np.copyto(array[start:stop], values)
+                elif values.dtype == WORD:
+                    decode(values, tensor[start:stop])
+                else:
+                    tensor[start:stop].copy_(_rounded(as_tensor(values), tensor))
+
+
+def _put_ranges(copier: RangeCopier, tensor: torch.Tensor | None, vector: Vector) -> float:
+    whole = as_tensor(vector)
+    if tensor is None:
+        copier.scatter(torch.zeros(1, dtype=whole.dtype).expand(copier.n_elements), whole)
+        return 0.0
+    if vector.dtype != WORD:
+        copier.scatter(tensor, whole)
+        return float(tensor.sum(dtype=whole.dtype))
+    words = np.empty(len(tensor), WORD)
+    is_finite = encode(tensor, words)
+    copier.scatter(as_tensor(words), whole)
+    return 0.0 if is_finite else math.nan
 
 
 # --- memory shared with clients ---

@@ -23,13 +23,17 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageEr
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.optimizers import State, StepCounts
+from distbelief.parameter_server.rounds import WHOLE, RoundSum, Share
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
     SeqlockVector,
     ShardSlice,
     SliceTable,
+    as_tensor,
+    decode,
     padded,
+    parts,
 )
 from distbelief.roles.role import Cost, Snapshot
 
@@ -68,21 +72,33 @@ class SliceUpdate:
         self._n_copied_max = max(copied, default=0)
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
-        room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), pushed.dtype)
+        """Apply numbers, or the words of numbers."""
+        dtype = vectors[0].dtype
+        is_words = pushed.dtype != dtype
+        decoded = np.zeros(_PIECE if is_words else 0, dtype)
+        room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), dtype)
         wholes = [torch.from_numpy(one) for one in vectors] if self._n_copied_max else []
+        pushed_tensor = as_tensor(pushed)
         for n, target, source in self._pieces:
             if isinstance(target, int):
                 assert isinstance(source, int)
-                parts = [vector[target : target + n] for vector in vectors]
-                update(parts, pushed[source : source + n])
+                step = _PIECE if is_words else max(n, 1)
+                for start in range(0, n, step):
+                    m = min(step, n - start)
+                    gradient = pushed[source + start : source + start + m]
+                    if is_words:
+                        decode(gradient, torch.from_numpy(decoded[:m]))
+                        gradient = decoded[:m]
+                    here = slice(target + start, target + start + m)
+                    update([vector[here] for vector in vectors], gradient)
                 continue
             copies = room[:, : padded(n)]
             copies[:, n:] = 0.0
             *targets, gradient = copies
             if isinstance(source, int):
-                gradient[:n] = pushed[source : source + n]
+                torch.from_numpy(gradient[:n]).copy_(pushed_tensor[source : source + n])
             else:
-                source.gather(torch.from_numpy(pushed), torch.from_numpy(gradient[:n]))
+                source.gather(pushed_tensor, torch.from_numpy(gradient[:n]))
             copied = [torch.from_numpy(part[:n]) for part in targets]
             for whole, part in zip(wholes, copied, strict=True):
                 target.gather(whole, part)
@@ -139,8 +155,12 @@ class ShardStore:
         self._replicated: list[Vector] = []  # the values, then the state by name
         self._n_held: int | None = None  # state blocks, while it syncs as a backup
         self.state: State = {}
-        self.slice_table = SliceTable(self._n_elements, dtype=self._dtype)  # what clients hold
-        self._pushed_slice = self.slice_table.whole
+        # What clients hold.
+        self.slice_table = SliceTable(
+            self._n_elements, dtype=self._dtype, n_gradient=self._n_gradient
+        )
+        self._pushed_slice: ShardSlice | None = self.slice_table.whole  # None: not applied yet
+        self._round: RoundSum | None = None  # in progress
         self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
         self.n_restored = 0  # whole pushes (`StepCounts.n_pushes`) that this incarnation began with
@@ -278,43 +298,88 @@ class ShardStore:
 
     def begin_push(
         self,
-        pushed: Vector,  # (n_elements,) of the client's part: gradient, then buffers
+        pushed: Vector,  # of the client's part: gradient, then buffers; or their words
         *,
         n_clients: int,  # over which buffers are averaged
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
         touched: ShardSlice | None = None,  # what the push changes; None: all of the part
+        share: Share = WHOLE,
     ) -> tuple[Callable[[], None], Cost]:
-        """Return the work that applies a push, and its cost."""
-        if self._n_held is None:
-            self._published.begin()
+        """Return the work that applies a push, or adds it to a round, and its cost."""
         shard_slice = shard_slice or self.slice_table.whole
         touched = touched or shard_slice
+        if share.weight is not None:
+            return self._begin_in_round(pushed, shard_slice, touched, share)
+        return self._begin_apply(pushed, shard_slice, touched, n_clients, scale=share.scale)
+
+    def _begin_in_round(
+        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: Share
+    ) -> tuple[Callable[[], None], Cost]:
+        assert share.weight is not None
+        if self._round is None:
+            policy = self._config.policy
+            self._round = RoundSum(
+                self._n_elements, n_gradient=self._n_gradient, dtype=self._dtype, policy=policy
+            )
+        whole, so_far = self.slice_table.whole, self._round
+        add = so_far.add_work(pushed, shard_slice=shard_slice, touched=touched, weight=share.weight)
+        cost = Cost(n_bytes=3.0 * pushed.nbytes)
+        if share.n_to_follow:
+            self._pushed_slice = None
+            return add, cost
+        self._round = None
+        ranges = so_far.touched
+        touched = whole if ranges is None else self.slice_table.get(ranges.stripes())
+        # Every element of the sum is a mean already.
+        apply, then = self._begin_apply(so_far.total, whole, touched, 1, scale=1.0)
+
+        def work() -> None:
+            add()
+            so_far.finish()
+            apply()
+
+        return work, Cost(n_bytes=cost.n_bytes + then.n_bytes, flops=then.flops)
+
+    def _begin_apply(
+        self,
+        pushed: Vector,
+        shard_slice: ShardSlice,
+        touched: ShardSlice,
+        n_clients: int,
+        *,
+        scale: float,
+    ) -> tuple[Callable[[], None], Cost]:
+        if self._n_held is None:
+            self._published.begin()
         rule, values = self._config.rule, self.vector
         self._pushed_slice = touched if rule.needs_clock else shard_slice
         n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
+        gradients, buffer_values = parts(pushed, shard_slice.n_parameters)
         parameters = self._slice_update(touched, shard_slice, 0, n)
         buffers = self._slice_update(touched, shard_slice, n, n_here)
         updates = [(self.clock, parameters)]
         if rule.needs_clock:
-            parts = self.steps.at(parameters.target, shard_slice=touched)
-            updates = [(clock, parameters) for clock, _ in parts]
-            if len(parts) > 1:
+            clocks = self.steps.at(parameters.target, shard_slice=touched)
+            updates = [(clock, parameters) for clock, _ in clocks]
+            if len(clocks) > 1:
                 updates = [
                     (clock, SliceUpdate(inner, shard_slice.positions_of(inner)))
-                    for clock, inner in parts
+                    for clock, inner in clocks
                 ]
         names = tuple(self.state)
 
         def update(clock: int, vectors: Sequence[Vector], gradient: Vector) -> None:
             state = dict(zip(names, vectors[1:], strict=True))
+            if scale != 1.0:
+                gradient = gradient * gradient.dtype.type(scale)
             rule.apply(vectors[0], gradient, state, clock=clock)
 
         def work() -> None:
             vectors = (values, *self.state.values())
             for clock, slice_update in updates:
-                slice_update.apply(partial(update, clock), vectors, pushed)
-            buffers.apply(partial(_average, n_clients=n_clients), [values], pushed)
+                slice_update.apply(partial(update, clock), vectors, gradients)
+            buffers.apply(partial(_average, n_clients=n_clients), [values], buffer_values)
 
         n_parameters, n_buffers = parameters.target.n_elements, buffers.target.n_elements
         # Read and write each vector, read the gradient.
@@ -330,16 +395,25 @@ class ShardStore:
             if len(self._slice_updates) >= _N_SLICE_UPDATES_MAX:
                 self._slice_updates.clear()
             inner = touched.within(start, stop)
-            self._slice_updates[key] = SliceUpdate(inner, shard_slice.positions_of(inner))
+            source = shard_slice.positions_of(inner)
+            if start >= self._n_gradient:  # buffers, which are a vector of their own
+                source = source.shifted(-shard_slice.n_parameters)
+            self._slice_updates[key] = SliceUpdate(inner, source)
         return self._slice_updates[key]
 
     def end_push(self) -> None:
-        """Finish a push: count it, and mark the values as complete."""
+        """Finish a push: count it, and mark the values as complete; or those of its round."""
         self.clock += 1
-        self.steps.add(self._pushed_slice)
-        self._pushed_slice = self.slice_table.whole
+        applied, self._pushed_slice = self._pushed_slice, self.slice_table.whole
+        if applied is None:
+            return
+        self.steps.add(applied)
         if self._n_held is None:
             self._published.end(clock=self.clock)
+
+    def drop_round(self) -> None:
+        """Drop the round in progress: its pushes are acknowledged nowhere."""
+        self._round = None
 
     def begin_replace(self) -> None:
         self._published.begin()

@@ -26,10 +26,11 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name, Text
 
 
-Payload = Literal["dense"] | msgspec.UnsetType
-"""How a push encodes what it carries. "dense": one number per element that the client holds.
+Payload = Literal["dense", "bfloat16"] | msgspec.UnsetType
+"""What values are. "dense": a number of the layout's type for each element that the client holds.
+"bfloat16": words of 16 bits, one for each parameter, and two for each buffer, which stays float32.
 
-Unset means dense, and takes no bytes.
+Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """
 
 Ticks = Count | msgspec.UnsetType
@@ -82,6 +83,7 @@ class Fetch(AnyMessage, frozen=True):
     request: Count  # rises with each fetch of this client, over its incarnations too
     shard_incarnation: Count
     credit: Count  # blocks that may be under way
+    payload: Payload = msgspec.UNSET  # that the blocks should have
 
 
 class ParameterBlock(AnyMessage, frozen=True):
@@ -92,6 +94,7 @@ class ParameterBlock(AnyMessage, frozen=True):
     block_index: Count
     clock: Count  # of that version
     values: Vector  # (block_size,)
+    payload: Payload = msgspec.UNSET  # what `values` are
 
 
 class FetchAck(AnyMessage, frozen=True):

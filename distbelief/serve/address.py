@@ -1,6 +1,6 @@
 """What a training loop needs to join a parameter server: its address, the names of tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Self, cast
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -9,8 +9,10 @@ import msgspec
 import torch
 from typing_extensions import override
 
-from distbelief.errors import JobError
+from distbelief.config.presets import expand
+from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import COPIES_MAX
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
@@ -26,6 +28,9 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     for this user    ipc://DIRECTORY/.supervisor.1?run=…&shards=2&copies=1&memory=…
     with keys        tcp://HOST:PORT?key=…&run=…&shards=2&copies=1
     without keys     tcp://HOST:PORT?secret=…&run=…&shards=2&copies=1
+
+    A server with another policy than Downpour's adds exchange={"staleness":3, ...}: workers follow
+    it.
     """
 
     endpoint: str
@@ -35,6 +40,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     n_shards: int
     shard_copies: int = 1
     memory: str  # directory of shared memory, for workers on this host
+    exchange: ExchangePolicy = DOWNPOUR
 
     @override
     def __str__(self) -> str:
@@ -44,6 +50,8 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         query |= {"run": self.run, "shards": self.n_shards, "copies": self.shard_copies}
         if self.memory:
             query["memory"] = self.memory
+        if self.exchange != DOWNPOUR:
+            query["exchange"] = msgspec.json.encode(self.exchange.chosen).decode()
         return f"{self.endpoint}?{urlencode(query)}"
 
     def place(self) -> Endpoint:
@@ -96,6 +104,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
             n_shards=int(query["shards"]),
             shard_copies=int(query.get("copies", "1")),
             memory=query.get("memory", ""),
+            exchange=msgspec.json.decode(query.get("exchange", "{}"), type=ExchangePolicy),
         )
         if address.secret:
             KeyPair.parse(address.secret)
@@ -107,6 +116,24 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         if not (1 <= address.n_shards <= SHARDS_MAX and 1 <= copies <= COPIES_MAX):
             raise JobError("no such server")
         return address
+
+
+def exchange_policy(
+    user: str, usual: Mapping[str, object], preset: str | None, **given: object
+) -> ExchangePolicy:
+    """Return the usual choices, replaced by a preset's, replaced by those given (not None).
+
+    Raises:
+        JobError: one of them is not valid, or two exclude each other.
+    """
+    table = dict(usual)
+    try:
+        if preset is not None:
+            table |= cast("dict[str, object]", expand({"preset": preset}).get("exchange", {}))
+        table |= {key: value for key, value in given.items() if value is not None}
+        return msgspec.convert(table, type=ExchangePolicy)
+    except (msgspec.ValidationError, JobFileError) as error:
+        raise JobError(f"{user}: {error}") from None
 
 
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpec, ...]:

@@ -3,18 +3,19 @@
 import select
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final, Self, cast, final
+from typing import Final, Literal, Self, final
 
 import msgspec
 import torch
 
+from distbelief.config.presets import expand
 from distbelief.core.files import Scratch
 from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import COPIES_MAX
-from distbelief.serve.address import SHARDS_MAX, parameter_specs
+from distbelief.serve.address import SHARDS_MAX, exchange_policy, parameter_specs
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.transport.shared_memory import FileMemory
 
@@ -28,7 +29,17 @@ class ParameterServer:
 
     Args:
         params: The model's parameters; their current values are the initial ones.
-        rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`.
+        rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`; by default the
+            preset's.
+        preset: How workers exchange, by the name of a paper: `distbelief presets` lists them.
+            Workers follow it. The next four replace choices of it.
+        staleness: Exchanges that a worker may be ahead of the slowest; by default any number.
+        round: Apply one push of each worker at once, as `{"quorum": 0.75, "grace_seconds": 2}`:
+            a round ends so many seconds after the pushes of that share of workers are here. By
+            default each push is applied by itself.
+        weight: Of a push: "sum" as it is, "mean" divided by the number of workers, or "samples" by
+            its share of their samples.
+        damping: Of stale pushes: "none", "inverse" or "excess".
         shards: Number of shards over which the parameters are split.
         shard_copies: Processes per shard, 1 or 2. With 2, a backup takes over when the
             primary fails, and no acknowledged push is lost.
@@ -41,11 +52,16 @@ class ParameterServer:
         JobError: an argument is not valid.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- the options of one algorithm, and of its processes
         self,
         params: Iterable[torch.nn.Parameter],
         *,
-        rule: UpdateRule,
+        rule: UpdateRule | None = None,
+        preset: str | None = None,
+        staleness: int | None = None,
+        round: Mapping[str, float] | None = None,  # noqa: A002 -- as in a job file
+        weight: Literal["sum", "mean", "samples"] | None = None,
+        damping: Literal["none", "inverse", "excess"] | None = None,
         shards: int = 1,
         shard_copies: int = 1,
         shared_memory: bool = True,
@@ -60,7 +76,18 @@ class ParameterServer:
                 f"ParameterServer: shard_copies is {shard_copies}; use 1, or "
                 f"{COPIES_MAX} for a backup of each shard"
             )
-        if not isinstance(cast("object", rule), UpdateRule):
+        exchange = exchange_policy(
+            "ParameterServer",
+            {},
+            preset,
+            staleness=staleness,
+            round=round,
+            weight=weight,
+            damping=damping,
+        )
+        if rule is None and preset is not None:
+            rule = msgspec.convert(expand({"preset": preset})["rule"], type=UpdateRule)
+        if not isinstance(rule, UpdateRule):
             raise JobError(
                 f"ParameterServer: rule is {rule!r}; use an update rule, such as "
                 "distbelief.Adagrad(learning_rate=0.02)"
@@ -71,6 +98,7 @@ class ParameterServer:
         self._request = ServerRequest(
             tensors=parameter_specs(self._parameters),
             rule=rule,
+            exchange=exchange,
             n_shards=shards,
             shard_copies=shard_copies,
             shared_memory=shared_memory,
@@ -87,8 +115,7 @@ class ParameterServer:
     def address(self) -> str:
         """The address for processes of this user on this host.
 
-        Raises:
-            JobError: the server is not running.
+        JobError if the server is not running.
         """
         if not self._address:
             raise JobError(
@@ -99,10 +126,8 @@ class ParameterServer:
     def start(self) -> Self:
         """Start the shards, and wait until they are ready.
 
-        Raises:
-            JobError: the server runs already, or its directory has old checkpoints.
-            StorageError: the disk has no space for the values.
-            PeerLostError: the shards do not start.
+        JobError if the server runs already, or its directory has old checkpoints; StorageError if
+        the disk has no space for the values; PeerLostError if the shards do not start.
         """
         if self._process is not None:
             raise JobError("the parameter server is running already")

@@ -32,6 +32,7 @@ from distbelief.errors import (
     StorageError,
     TransportError,
 )
+from distbelief.protocol import Stop
 from distbelief.roles import role as rl
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 
@@ -280,8 +281,23 @@ class RoleRunner:
             self._n_posted_dropped += 1
             return False
         self._posted.append(event)
-        self._waker.wake()
+        self.wake()
         return True
+
+    def stop(self, reason: str) -> None:
+        """Ask the role to end, as its user: at Ctrl+C, for example."""
+        self.post(rl.Received(sender=rl.USER, incarnation=0, message=Stop(reason=reason)))
+
+    def wake(self) -> None:
+        """End the wait of `run` or `pump`, from any thread."""
+        self._waker.wake()
+
+    def fail(self, error: str, trace: str = "") -> None:
+        """End the role with this error."""
+        self._log("error", f"{self._name} failed: {error}")
+        if trace:
+            self._log("error", trace)
+        self.halted, self.error = True, error
 
     def tell(self, event: rl.Event) -> bool:
         """Let the role handle an event now; return False if the role has ended.
@@ -325,7 +341,7 @@ class RoleRunner:
         except StorageError as error:
             unrestored = str(error)
         except DistBeliefError as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
             return
         started = rl.Started(
             incarnation=self._transport.incarnation, restored=restored, unrestored=unrestored
@@ -373,15 +389,9 @@ class RoleRunner:
                 text = f"rejected a message ({self._n_rejected} so far): {error}"
                 self._log("warning", text)
         except DistBeliefError as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 -- a bug must not look like a hang
-            self._fail(f"{type(error).__name__}: {error}", traceback.format_exc())
-
-    def _fail(self, error: str, trace: str = "") -> None:
-        self._log("error", f"{self._name} failed: {error}")
-        if trace:
-            self._log("error", trace)
-        self.halted, self.error = True, error
+            self.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _tick(self, on_tick: Callable[[], None]) -> Callable[[], None] | None:
         # Returns None after an error: then `on_tick` is not called again.
@@ -443,6 +453,70 @@ class RoleRunner:
         if self._launcher is None:
             raise LocalProtocolError(f"{self._name} has no launcher")
         return self._launcher
+
+
+@final
+class BackgroundRunner:
+    """Runs a role in a thread, except while another thread holds it.
+
+        with background:    the thread waits; this one may `tell` and `pump`
+
+    So one thread at a time handles events. The thread starts after the first hold and ends with the
+    role, whose error is in `RoleRunner.error`. An interrupted hold leaves the thread waiting until
+    the next one has ended.
+    """
+
+    def __init__(self, node: RoleRunner, *, name: str) -> None:
+        self._node = node
+        # A daemon: a loop that ends without `end` must not block the exit.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # `__enter__` clears the one and then reads the other, the thread the reverse: at least one
+        # of them sees the other.
+        self._is_free = threading.Event()  # nobody holds the role
+        self._is_still = threading.Event()  # the thread does not run it
+        self._is_still.set()
+        self._last: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self._is_free.clear()
+        self._node.wake()
+        if self._thread.is_alive():  # not in a forked child
+            self._is_still.wait()
+
+    def __exit__(self, *_error: object) -> None:
+        if self._thread.ident is None and not self._node.halted:
+            self._thread.start()
+        self._is_free.set()
+
+    def end(self, last: Callable[[], None]) -> None:
+        """Do `last`, which closes the role, while the thread waits; then end the thread."""
+        if threading.current_thread() is self._thread:
+            # The garbage collector runs in any thread, here amid an event: do it afterwards.
+            self._last = last
+            self._is_free.set()
+            return
+        try:
+            with self:
+                last()
+        finally:
+            if self._thread.ident is not None:
+                self._thread.join()
+
+    def _run(self) -> None:
+        while not self._node.halted:
+            self._is_free.wait()
+            self._is_still.clear()
+            try:
+                self._node.pump(self._is_held, timeout_seconds=math.inf)
+            except Exception as error:  # noqa: BLE001 -- the next hold finds it
+                self._node.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
+            finally:
+                self._is_still.set()
+            if self._last is not None:
+                self._last()
+
+    def _is_held(self) -> bool:
+        return self._last is not None or not self._is_free.is_set()
 
 
 def _compute(action: rl.Compute) -> rl.Computed:

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Self, final
 
 import zmq
+
+# Not at the first `lent` message: its exit handler, after which nothing can be lent, then runs
+# after those that are registered later, such as that of a loop whose pushes are unfinished.
+import zmq.utils.garbage
 from zmq.utils.monitor import parse_monitor_message
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, TransportError

@@ -20,7 +20,7 @@ from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView
@@ -287,13 +287,17 @@ def progress_seconds(context: BuildContext) -> Seconds:
 
 
 def build_client(
-    context: BuildContext, *, pushes: bool, flow: Dataflow | None = None
+    context: BuildContext,
+    *,
+    pushes: bool,
+    flow: Dataflow | None = None,
+    numbers: Numbers = "float32",
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
     layout = layout_of(context)
     shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
-        ClientConfig(pushes=pushes),
+        ClientConfig(pushes=pushes, numbers=numbers),
         layout=layout,
         shards=shards,
         memory=context.memory,

@@ -18,8 +18,11 @@ from distbelief.worker.member import new_peers
 
 
 FETCH = "worker:fetch"
+FETCH_EXACTLY = "worker:fetch-exactly"
 INSTALLED = "worker:installed"
 PUSHED = "worker:pushed"
+ENTER = "worker:enter"  # with the staleness of `ParameterClient.enter`
+STEP_OUT = "worker:step-out"  # of the ticks; see `ParameterClient.leave`
 LEAVE = "worker:leave"
 JOIN = "worker:join"
 BEAT = "worker:beat"
@@ -55,6 +58,8 @@ class LoopWorker:
         self._incarnation = 0
         self._incarnations: dict[str, int] = {}  # of the peers
         self._server = Silence()
+        self._is_in = False  # the ticks
+        self._staleness: int | None = None
 
     @property
     def has_joined(self) -> bool:
@@ -62,6 +67,12 @@ class LoopWorker:
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         """Return the actions that `event` calls for."""
+        actions = self._handle(event, now)
+        if self._is_in and not self.client.may_begin:
+            return [*actions, *self.client.enter(now, staleness=self._staleness)]
+        return actions
+
+    def _handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         if self.client.owns(event):
             return self.client.handle(event, now)
         match event:
@@ -129,14 +140,20 @@ class LoopWorker:
 
     def _command(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         match event.name, event.result:
-            case "worker:fetch", None:
-                return self.client.begin_fetch(now)
+            case "worker:fetch" | "worker:fetch-exactly" as name, None:
+                return self.client.begin_fetch(now, exact=name == FETCH_EXACTLY)
             case "worker:installed", FetchResult() as outcome:
                 return self.client.installed(outcome, now)
             case "worker:pushed", StagedPush() as push:
                 return self.client.staged(
                     push.outcome, n_gradients=push.n_gradients, samples=push.samples, now=now
                 )
+            case "worker:enter", (int() | None) as staleness:
+                self._is_in, self._staleness = True, staleness
+                return []
+            case "worker:step-out", None:
+                self._is_in = False
+                return self.client.leave(now)
             case "worker:leave", None:
                 return [rl.Send(receiver=rl.SUPERVISOR, message=wire.Finished(counters={}))]
             case _:

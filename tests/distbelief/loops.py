@@ -5,6 +5,7 @@ virtual time pass where the real one waits at a socket.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import cast
 
@@ -15,7 +16,7 @@ from torch import nn
 import distbelief
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
@@ -25,6 +26,7 @@ from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.network import Link
 from distbelief.worker.loop_worker import LoopWorker
 from tests.distbelief.parameter_server.pair import gather, scatter
 
@@ -40,7 +42,10 @@ class Server:
         n_shards: int = 2,
         n_loops: int = 1,
         host: str = "host-0",
+        link: Link | None = None,
+        numbers: Numbers = "float32",
     ) -> None:
+        self.host = host
         specs = parameter_specs(parameters)
         self.layout = Layout.of(specs, n_shards=n_shards)
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
@@ -60,7 +65,10 @@ class Server:
 
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
-                ClientConfig(pushes=True), layout=self.layout, shards=self.shards, memory=memory
+                ClientConfig(pushes=True, numbers=numbers),
+                layout=self.layout,
+                shards=self.shards,
+                memory=memory,
             )
             join = Join(endpoint="", host=memory.host, pid=0)
             return LoopWorker(client=client, join=join)
@@ -69,9 +77,12 @@ class Server:
             **{name: partial(shard, k) for k, name in enumerate(self.shards)},
             **dict.fromkeys(self.workers, worker),
         }
-        self.simulation = SimulatedCluster(
-            roles, seed=0, options=ClusterOptions(introduce=True, machine=Machine(host=host))
-        )
+        options = ClusterOptions(introduce=True, machine=Machine(host=host), link=link or Link())
+        self.simulation = SimulatedCluster(roles, seed=0, options=options)
+
+    def compute(self, seconds: float) -> None:
+        """Let time pass as while a user computes: the roles run on."""
+        self.simulation.run(until=self.simulation.now + seconds)
 
     def values(self) -> list[torch.Tensor]:
         """Return the shards' values as flat tensors, in the order of the parameters."""
@@ -122,6 +133,8 @@ class SimulatedSession:
         self.values = [parameter.detach().view(-1) for parameter in parameters]
         self.closed = False
         self.node = self
+        self.background = nullcontext()
+        self.moves_blocks = not server.host
         self._server = server
         self._name = server.free.pop(0)
         self._simulation = server.simulation
@@ -138,6 +151,10 @@ class SimulatedSession:
         peers = Peers(entries=entries)
         event = Received(sender=SUPERVISOR, incarnation=1, message=peers)
         self._simulation.post(self._name, event)
+
+    def check(self) -> None:
+        if self.closed:
+            raise distbelief.PeerLostError("Exchange is closed")
 
     def command(self, command: Computed, _timeout_seconds: float) -> None:
         self._simulation.post(self._name, command)

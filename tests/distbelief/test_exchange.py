@@ -255,3 +255,29 @@ def test_a_number_of_samples_that_is_none_is_refused_before_the_push(
     with pytest.raises(distbelief.JobError, match=r"samples is .*use a whole number, 0 or more"):
         exchange.step(samples=samples)
     exchange.step(samples=int(torch.tensor(3)))
+
+
+def test_what_is_sent_as_bfloat16_ends_in_the_exact_values_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    server = Server(list(model.parameters()), rule=SUM, host="", numbers="bfloat16")
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    exchange = server.exchange(monkeypatch, inner, every=5)
+    anchor = [values.clone() for values in flat(model)]
+    assert all(torch.equal(one, one.bfloat16().float()) for one in anchor)
+    take_steps(model, exchange, 23)
+    served = server.values()
+    assert not all(torch.equal(one, one.bfloat16().float()) for one in served)
+    exchange.finish()
+    for one, other in zip(flat(model), server.values(), strict=True):
+        assert torch.equal(one, other)
+    n_bytes = 2 * sum(server.layout.shard_size(k) for k in range(2))
+    assert exchange.counters()["bytes_out"] == 5 * n_bytes
+    # The first fetch, one for each exchange, and the last one, in float32.
+    assert exchange.counters()["bytes_in"] == (1 + 5 + 2) * n_bytes
+
+
+def test_numbers_are_of_two_kinds(model: nn.Module) -> None:
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    with pytest.raises(distbelief.JobError, match='use "float32" or "bfloat16"'):
+        distbelief.Exchange(inner, server="nowhere", numbers="float16")  # type: ignore[arg-type]

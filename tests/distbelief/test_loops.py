@@ -10,6 +10,7 @@ from typing_extensions import override
 
 import distbelief
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.simulation.network import Link
 from tests.distbelief.loops import Server
 
 
@@ -38,7 +39,9 @@ def served(
     return server, server.optimizer(monkeypatch, model.parameters(), **options)
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer | distbelief.Exchange, n: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(n):
         inputs = torch.randn(16, 7, generator=generator)
@@ -69,7 +72,10 @@ def test_one_worker_alone_is_plain_sgd_however_seldom_it_fetches_and_pushes(
     options: dict[str, Any] = {"n_fetch": n_fetch, "n_push": n_push, "blocking": blocking}
     server, optimizer = served(monkeypatch, model, host=host, learning_rate=RATE, **options)
     take_steps(model, optimizer, 23)
-    optimizer.finish()
+    for _ in range(2):  # what is left is pushed once
+        optimizer.finish()
+        n_pushes = len(range(0, 23, n_push)) + (22 % n_push > 0)
+        assert optimizer.counters()["pushes_acknowledged"] == n_pushes
     assert_same(list(model.parameters()), plain)
     assert_same(server.values(), plain)
 
@@ -85,6 +91,56 @@ def test_local_steps_are_overwritten_on_demand_as_in_the_paper(
     for one, other in zip(model.parameters(), of_the_first, strict=True):
         assert torch.equal(one.detach().view(-1), other)
     assert optimizer.counters()["pushes_sent"] == 1
+
+
+# ------------------------------------------------------------- while the user computes
+
+
+@pytest.mark.parametrize(("compute", "period"), [(0.2, 1.1), (0.9, 1.1), (2.5, 2.6)])
+def test_bytes_travel_while_the_user_computes(
+    monkeypatch: pytest.MonkeyPatch, compute: float, period: float
+) -> None:
+    """Push t - 1 and fetch t + 1 are under way during step t: the longer of both rules.
+
+    Without overlap a step takes `compute` and the seconds of at least one transfer, here 1.
+    """
+    parameter = nn.Parameter(torch.zeros(4 << 20))
+    link = Link(bytes_per_second=4 * parameter.numel(), jitter=0.0)
+    server = Server([parameter], rule=RULE, n_shards=1, host="", link=link)
+    optimizer = server.optimizer(monkeypatch, [parameter])
+    parameter.grad = torch.ones_like(parameter)
+    ends = []
+    for _ in range(12):
+        server.compute(compute)
+        optimizer.step()
+        ends.append(server.simulation.now)
+    assert (ends[-1] - ends[3]) / 8 <= period
+    optimizer.finish()
+    assert torch.equal(parameter.detach(), server.values()[0])
+    assert server.values()[0].mean().item() == pytest.approx(-12 * RATE)
+
+
+@both_data_paths
+@pytest.mark.parametrize("kind", ["DownpourSGD", "Exchange"])
+def test_values_change_only_within_a_step(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, kind: str, host: str
+) -> None:
+    """Not while the user computes with them, though a fetch is complete meanwhile."""
+    server = Server(list(model.parameters()), rule=RULE, n_loops=2, host=host)
+    optimizer: torch.optim.Optimizer | distbelief.Exchange
+    if kind == "DownpourSGD":
+        optimizer = server.optimizer(monkeypatch, model.parameters())
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = server.exchange(monkeypatch, inner, every=1)
+    twin = copy.deepcopy(model)
+    other = server.optimizer(monkeypatch, twin.parameters(), blocking=True)
+    for _ in range(4):
+        take_steps(model, optimizer, 1)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        take_steps(twin, other, 1)
+        server.compute(1.0)
+        assert torch.equal(nn.utils.parameters_to_vector(model.parameters()).detach(), before)
 
 
 # --------------------------------------------------------------- what has no gradient

@@ -1,6 +1,10 @@
 """`DownpourSGD` in an ordinary loop, against real shards."""
 
 import copy
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -10,6 +14,7 @@ from torch import nn
 
 import distbelief
 from distbelief import ParameterServer
+from tests.processes.commands import poll
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -69,41 +74,6 @@ def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
 
 
 @pytest.mark.soak
-def test_between_fetches_the_worker_steps_locally_and_pushes_sums(model: nn.Module) -> None:
-    # DB-6, DB-7, DB-9: with equal rates, seldom fetching and pushing changes nothing
-    # for a single blocking worker but the order of the sums.
-    plain = copy.deepcopy(model)
-    take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE), 13)
-    with served(model, shards=3) as server:
-        optimizer = distbelief.DownpourSGD(
-            model.parameters(),
-            server=server.address,
-            n_fetch=13,
-            n_push=4,
-            learning_rate=RATE,
-            blocking=True,
-        )
-        take_steps(model, optimizer, 13)  # pushes at steps 0, 4, 8, 12
-        assert optimizer.counters()["pushes_sent"] == 4
-        optimizer.finish()
-        optimizer.close()
-    torch.testing.assert_close(flat(model), flat(plain), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.soak
-def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> None:
-    with served(model) as server:
-        optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address, n_push=5)
-        take_steps(model, optimizer, 4)  # one push at step 0; three gradients are left
-        assert optimizer.counters()["pushes_sent"] == 1
-        optimizer.finish()
-        assert optimizer.counters()["pushes_acknowledged"] == 2
-        optimizer.finish()
-        assert optimizer.counters()["pushes_sent"] == 2
-        optimizer.close()
-
-
-@pytest.mark.soak
 def test_a_loop_that_has_finished_needs_its_server_no_more(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,3 +107,92 @@ def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(model: 
     with pytest.raises(distbelief.PeerLostError):
         optimizer.close()
     optimizer.close()
+
+
+# ------------------------------------------------- the thread that moves blocks, and the end
+
+
+SCRIPT = """
+import gc, os, sys, time
+import torch
+import distbelief
+
+torch.set_num_threads(1)
+how, server = sys.argv[1:]
+parameter = torch.nn.Parameter(torch.zeros(300_000))  # two blocks
+optimizer = distbelief.DownpourSGD([parameter], server=server)
+
+
+def step():
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+for _ in range(3):
+    step()
+if how == "error":
+    raise RuntimeError("of the user")
+if how == "interrupt":
+    print("ready", flush=True)
+    while True:
+        step()
+if how == "fork":
+    child = os.fork()
+    try:
+        step()
+    except distbelief.PeerLostError as error:
+        assert child == 0 and "is closed" in str(error), error
+        optimizer.counters()
+        sys.exit()
+    assert os.waitpid(child, 0) == (child, 0)
+    step()
+if how == "garbage":
+    optimizer.itself = optimizer
+    del optimizer
+    gc.collect()
+"""
+
+
+def test_a_loop_ends_as_the_user_ends_it() -> None:
+    """The thread that moves blocks hangs nothing; a script that ends early loses no push."""
+    values = nn.Parameter(torch.zeros(300_000))
+    rule = distbelief.SGD(learning_rate=1.0)
+    with ParameterServer([values], rule=rule, shared_memory=False) as server:
+
+        def start(how: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", SCRIPT, how, server.address]
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+        def end(loop: subprocess.Popen[str], status: int) -> None:
+            out, err = loop.communicate(timeout=60)
+            assert (loop.returncode, out) == (status, ""), err
+            assert ("Traceback" in err) is (status != 0)
+
+        loops = start("error"), start("fork")
+        end(loops[0], 1)
+        end(loops[1], 0)
+        distbelief.DownpourSGD([values], server=server.address).close()
+        assert values.mean().item() == -3 - 5
+        loops = start("interrupt"), start("garbage")
+        assert loops[0].stdout is not None
+        assert loops[0].stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        loops[0].send_signal(signal.SIGINT)
+        end(loops[0], -signal.SIGINT)
+        end(loops[1], 0)
+
+
+def test_a_server_that_ends_while_the_user_computes_is_named_by_the_next_step(
+    model: nn.Module,
+) -> None:
+    server = served(model, shared_memory=False).start()
+    optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address)
+    take_steps(model, optimizer, 3)
+    before = flat(model).clone()
+    server.close()
+    poll(lambda: optimizer._session.node.halted, seconds=10.0)
+    with pytest.raises(distbelief.PeerLostError, match=r"server ipc://.*the server has ended"):
+        take_steps(model, optimizer, 1)
+    assert torch.equal(flat(model), before)
+    optimizer._session.close()

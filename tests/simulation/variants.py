@@ -117,9 +117,11 @@ def push_buffer_is_reused_too_early(patch: Patch) -> None:
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
     """A block counts for all blocks before it."""
 
-    def take(self: PushBuffer, block: wire.PushBlock, start: int) -> None:
-        self.lend(block.sequence)
-        self.values[start : start + block.values.size] = block.values
+    def take(self: PushBuffer, block: wire.PushBlock) -> None:
+        self.lend(block.sequence, block.payload)
+        start = min(self.size, self.memory.size - block.values.size)
+        self.size = start + block.values.size
+        self.memory[start : self.size] = block.values
         self.received = max(self.received, block.block_index + 1)
 
     patch.setattr(PushBuffer, "take", take)

@@ -33,7 +33,14 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.slices import N_PUSH_BUFFERS, Bounds, SeqlockVector, TensorCopier
+from distbelief.parameter_server.slices import (
+    N_PUSH_BUFFERS,
+    WORD,
+    SeqlockVector,
+    ShardSlice,
+    TensorCopier,
+    convert,
+)
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Seconds
 
@@ -103,10 +110,14 @@ class Staleness:
         }
 
 
-PushBuffers = tuple[Vector, Vector]  # each (n_elements,) of what the client holds
+PushBuffers = tuple[Vector, Vector]  # each of what the client holds: (n_elements,), or words
 
 
 PushMessage = TypeVar("PushMessage", pf.Push, rp.ReplicatePush)
+
+
+def payload_of(values: Vector) -> pf.Payload:
+    return "bfloat16" if values.dtype == WORD else msgspec.UNSET
 
 
 @final
@@ -115,7 +126,7 @@ class OutgoingPush(Generic[PushMessage]):
     """A push on its way in blocks, and the message that follows the last of them."""
 
     message: PushMessage
-    values: Vector  # (n_elements,) of what the client holds
+    values: Vector  # (n_elements,) of what the client holds, or their words
     blocks: Window
     is_sent: bool = False  # the message
 
@@ -124,7 +135,13 @@ class OutgoingPush(Generic[PushMessage]):
         self.is_sent = False
 
     def due(
-        self, bounds: Bounds, *, sequence: int, shard_incarnation: int, credit: int, per_answer: int
+        self,
+        held: ShardSlice,
+        *,
+        sequence: int,
+        shard_incarnation: int,
+        credit: int,
+        per_answer: int,
     ) -> list[pf.PushBlock | PushMessage]:
         """Return what to send now, at most `credit` blocks beyond those that the peer has."""
         messages: list[pf.PushBlock | PushMessage] = [
@@ -133,7 +150,8 @@ class OutgoingPush(Generic[PushMessage]):
                 shard_incarnation=shard_incarnation,
                 block_index=index,
                 answer=(index + 1) % per_answer == 0,
-                values=self.values[slice(*bounds[index])],
+                values=self.values[slice(*held.sent_bounds(index, self.values.dtype))],
+                payload=payload_of(self.values),
             )
             for index in self.blocks.due(credit)
         ]
@@ -147,7 +165,7 @@ class OutgoingPush(Generic[PushMessage]):
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTarget:
     copier: TensorCopier
-    values: Vector  # (n_elements,)
+    values: Vector  # (n_elements,), or words
     push: pf.Push  # without its counts
 
 
@@ -155,9 +173,12 @@ class StageTarget:
 class ShardPush:
     """The pushes of one client to one shard."""
 
-    def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
+    def __init__(
+        self, view: PartialView, index: int, *, credit_blocks: int, rounds: bool = False
+    ) -> None:
         self._view, self._index, self._slice = view, index, view.slices[index]
         self._credit_blocks = credit_blocks
+        self._rounds = rounds  # to bfloat16, what goes in blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
         self._push_buffers: PushBuffers | None = None
@@ -211,7 +232,8 @@ class ShardPush:
         self._by_blocks = push_buffers is None
         if push_buffers is None:
             if self._own_buffers is None:
-                one, other = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
+                memory = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
+                one, other = (self._slice.room(part, words=self._rounds) for part in memory)
                 self._own_buffers = one, other
             push_buffers = self._own_buffers
         self._push_buffers = push_buffers
@@ -226,9 +248,10 @@ class ShardPush:
         """Return where to stage the next push; it changes `touched` tensors, or None for all."""
         assert self.has_room
         assert self._push_buffers is not None
+        values = self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS]
         return StageTarget(
             copier=self._copier,
-            values=self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS],
+            values=values,
             push=pf.Push(
                 sequence=self.issued + 1,
                 shard_incarnation=self._shard_incarnation,
@@ -236,6 +259,7 @@ class ShardPush:
                 n_gradients=0,
                 samples=0,
                 touches=None if touched is None else self._view.stripes_of(self._index, touched),
+                payload=payload_of(values),
             ),
         )
 
@@ -308,8 +332,9 @@ class ShardPush:
         push = in_flight.message
         buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
         if in_flight.values is not buffer:
-            buffer[:] = in_flight.values
+            convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
             in_flight.values = buffer
+            push = in_flight.message = msgspec.structs.replace(push, payload=payload_of(buffer))
         if push.shard_incarnation != self._shard_incarnation:
             # Staleness is counted within one incarnation of the shard.
             in_flight.message = msgspec.structs.replace(
@@ -322,7 +347,7 @@ class ShardPush:
         if not self._by_blocks:
             return [in_flight.message]
         messages = in_flight.due(
-            self._slice.bounds,
+            self._slice,
             sequence=in_flight.message.sequence,
             shard_incarnation=self._shard_incarnation,
             credit=self._credit_blocks,
@@ -367,9 +392,13 @@ class ShardReader:
 class ShardFetch:
     """The fetches of one client from one shard. Invalid blocks raise RemoteProtocolError."""
 
-    def __init__(self, view: PartialView, index: int, *, credit_blocks: int) -> None:
+    def __init__(
+        self, view: PartialView, index: int, *, credit_blocks: int, rounds: bool = False
+    ) -> None:
         self._view, self._index, self._slice = view, index, view.slices[index]
         self._credit_blocks = credit_blocks
+        self._rounds = rounds  # to bfloat16, what comes in blocks
+        self._payload: pf.Payload = msgspec.UNSET  # of this request
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
         self._published: SeqlockVector | None = None
@@ -419,8 +448,9 @@ class ShardFetch:
         if not (self._by_blocks and self.complete):
             self._restart(by_blocks=True)
 
-    def begin(self, *, is_open: bool) -> list[pf.Fetch]:
+    def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
         self.wanted = True
+        self._payload = "bfloat16" if self._rounds and not exact else msgspec.UNSET
         self._torn_since = None
         if is_open:
             return self._begin(by_blocks=self._published is None)
@@ -432,7 +462,8 @@ class ShardFetch:
         if block.request != self._request or self.complete:
             return []
         sender = f"shard {self._index}"
-        self._slice.check_block(block.block_index, block.values, sender=sender)
+        words = self._payload == "bfloat16"
+        self._slice.check_block(block.block_index, block.values, words=words, sender=sender)
         # Blocks are kept in order; the shard resends from the first missing one.
         if block.block_index != self.received:
             return []
@@ -518,7 +549,12 @@ class ShardFetch:
 
     def _fetch(self) -> pf.Fetch:
         incarnation, credit = self._shard_incarnation, self._credit_blocks
-        return pf.Fetch(request=self._request, shard_incarnation=incarnation, credit=credit)
+        return pf.Fetch(
+            request=self._request,
+            shard_incarnation=incarnation,
+            credit=credit,
+            payload=self._payload,
+        )
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
         self._acked = self.received

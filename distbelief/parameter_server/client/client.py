@@ -16,9 +16,10 @@ Where shards count ticks, workers wait for each other: `enter` before every tick
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, assert_never, cast, final
+from typing import Final, Literal, assert_never, cast, final
 
 import msgspec
+import numpy as np
 import torch
 
 from distbelief.core.memory import Memory
@@ -65,6 +66,7 @@ ShardReply = (
     | pf.PushApplied
     | pf.Floor
 )
+Numbers = Literal["float32", "bfloat16"]
 _SHARD_REPLIES: Final = rl.message_types(ShardReply)
 
 
@@ -80,6 +82,8 @@ class ClientConfig:
     stall_seconds_max: rl.Seconds = 600.0  # with messages but without progress
     torn_seconds_max: rl.Seconds = 1.0  # then a fetch from shared memory goes by blocks
     credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction
+    # As sent, both ways; never in shared memory. Half the bytes, and 8 significant bits.
+    numbers: Numbers = "float32"
 
     def __post_init__(self) -> None:
         for name in (
@@ -132,8 +136,9 @@ class ShardLink:
         self.is_open = False  # whether the current primary has opened the session
         self.samples = 0  # this client's samples in the shard's values when the session opened
         credit = config.credit_blocks
-        self.fetching = ShardFetch(view, index, credit_blocks=credit)
-        self.pushing = ShardPush(view, index, credit_blocks=credit)
+        rounds = config.numbers == "bfloat16"
+        self.fetching = ShardFetch(view, index, credit_blocks=credit, rounds=rounds)
+        self.pushing = ShardPush(view, index, credit_blocks=credit, rounds=rounds)
         # The copy that opened the last session; before that, the first copy.
         self.primary = self.copies[0]
         self.term = 0  # the highest known term; 0 before the first
@@ -506,6 +511,11 @@ class ParameterClient:
                 f"{len(backups)} backups are given for {len(shards)} shards: give none, "
                 "or one for each"
             )
+        if config.numbers == "bfloat16" and layout.dtype != np.float32:
+            raise ValueError(
+                f'numbers is "bfloat16" and the layout is of {layout.dtype}: use "float32", or '
+                "a layout of float32"
+            )
         view = PartialView(layout) if selection is None else selection
         if view.layout.fingerprint != layout.fingerprint:
             raise ValueError(
@@ -642,13 +652,17 @@ class ParameterClient:
     def versions(self) -> tuple[tuple[int, int], ...]:
         return tuple(link.fetching.version for link in self._links.values())
 
-    def begin_fetch(self, now: rl.Seconds) -> list[rl.Action]:
-        """Fetch from every shard; LocalProtocolError while the last fetch is installed."""
+    def begin_fetch(self, now: rl.Seconds, *, exact: bool = False) -> list[rl.Action]:
+        """Fetch from every shard, without rounding if `exact`.
+
+        Raises:
+            LocalProtocolError: The last fetch is being installed.
+        """
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
         actions: list[rl.Action] = []
         for link in self._links.values():
-            fetches = link.fetching.begin(is_open=link.is_open)
+            fetches = link.fetching.begin(is_open=link.is_open, exact=exact)
             actions += [*link.send(fetches, now), *self._wait(link, now)]
         return actions
 

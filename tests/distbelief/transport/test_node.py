@@ -23,7 +23,7 @@ from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth
-from distbelief.transport.node import POSTED_MAX, RoleRunner, Timers
+from distbelief.transport.node import POSTED_MAX, BackgroundRunner, RoleRunner, Timers
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.supervisor.hosts import offer_of
 from tests.links import link
@@ -549,6 +549,146 @@ def test_pump_gives_up_in_time_and_when_the_role_has_ended(build: Build) -> None
     node.post(NEWS)
     assert not node.pump(lambda: False, timeout_seconds=PATIENCE_SECONDS)
     assert node.error == "no shard"
+
+
+# --------------------------------------------------------------------- in the background
+
+
+def tick(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+    """Count time in steps of a millisecond."""
+    if isinstance(event, rl.Started | rl.TimerFired):
+        return [rl.SetTimer(name="tick", at=now + 0.001)]
+    return []
+
+
+@pytest.fixture
+def begin(build: Build) -> Iterator[Callable[..., tuple[BackgroundRunner, RoleRunner, Scripted]]]:
+    """Start a role in a background thread."""
+    runners: list[tuple[BackgroundRunner, RoleRunner]] = []
+
+    def begin(react: React = tick) -> tuple[BackgroundRunner, RoleRunner, Scripted]:
+        node, role = build(react)
+        background = BackgroundRunner(node, name="blocks")
+        runners.append((background, node))
+        with background:
+            assert not role.events  # no thread before the first hold has ended
+        return background, node, role
+
+    yield begin
+    for background, node in runners:
+        background.end(node.close)
+
+
+Begin = Callable[..., tuple[BackgroundRunner, RoleRunner, Scripted]]
+
+
+def await_event(role: Scripted, n: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(role.events) < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_role_runs_except_while_it_is_held(begin: Begin) -> None:
+    background, node, role = begin()
+    for _ in range(20):
+        await_event(role, len(role.events) + 2)
+        with background:
+            n = len(role.events)
+            time.sleep(0.005)
+            assert len(role.events) == n
+            assert node.tell(NEWS)  # the holder may run it
+            assert role.events[-1] == NEWS
+
+
+def test_one_thread_at_a_time_handles_events(begin: Begin) -> None:
+    inside: list[int] = []
+    found = set[int]()
+
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        inside.append(threading.get_ident())
+        time.sleep(0)  # lets the other thread run
+        found.update(inside)
+        assert len(inside) == 1
+        inside.pop()
+        return tick(event, now)
+
+    background, node, _ = begin(react)
+    for _ in range(300):
+        with background:
+            node.tell(NEWS)
+    assert node.error is None
+    assert threading.get_ident() in found
+
+
+@pytest.mark.parametrize("error", [PeerLostError("shard-1 is silent"), RuntimeError("a bug")])
+def test_an_error_in_the_thread_ends_it_and_is_found_at_the_next_hold(
+    begin: Begin, error: Exception
+) -> None:
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        return fail(error)() if event == NEWS else tick(event, now)
+
+    background, node, _ = begin(react)
+    node.post(NEWS)
+    background._thread.join(PATIENCE_SECONDS)
+    for _ in range(2):
+        with background:
+            assert node.error == f"{type(error).__name__}: {error}"
+            assert not node.tell(NEWS)
+
+
+def test_an_error_of_the_transport_in_the_thread_is_no_silence(
+    begin: Begin, transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    background, node, role = begin()
+    await_event(role, 2)
+    monkeypatch.setattr(transport, "poll", fail(OSError("the socket is gone")))
+    background._thread.join(PATIENCE_SECONDS)
+    with background:
+        assert node.error == "OSError: the socket is gone"
+
+
+def test_a_hold_that_was_interrupted_blocks_nothing(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl+C may come anywhere, also between the two halves of taking the role."""
+    background, node, role = begin()
+    for interrupted in ("wake", "wait"):
+        with monkeypatch.context() as patch:
+            if interrupted == "wake":
+                patch.setattr(node, "wake", fail(KeyboardInterrupt()))
+            else:
+                patch.setattr(background._is_still, "wait", fail(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt), background:
+                pass
+        with background:
+            n = len(role.events)
+        await_event(role, n + 2)
+
+
+def test_the_garbage_collector_may_end_it_in_its_own_thread(begin: Begin) -> None:
+    """A finalizer runs in any thread: there it must neither wait for itself nor run the role."""
+    ended: list[tuple[int, bool]] = []
+    amid = False
+
+    def react(event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        nonlocal amid
+        amid = True
+        if event == NEWS:
+            background.end(last)
+        amid = False
+        return tick(event, now)
+
+    def last() -> None:
+        ended.append((threading.get_ident(), amid))
+        node.close()
+
+    background, node, _ = begin(react)
+    thread = background._thread
+    node.post(NEWS)
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert ended == [(thread.ident, False)]
 
 
 def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) -> None:
