@@ -17,7 +17,14 @@ import numpy as np
 
 from distbelief.core.vectors import Element, Vector
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.slices import IndexRanges, RangeCopier, ShardSlice, as_tensor
+from distbelief.parameter_server.slices import (
+    WORD,
+    IndexRanges,
+    RangeCopier,
+    ShardSlice,
+    as_tensor,
+    convert,
+)
 
 
 @final
@@ -59,7 +66,10 @@ class RoundSum:
     def add_work(
         self, pushed: Vector, *, shard_slice: ShardSlice, touched: ShardSlice, weight: float
     ) -> Callable[[], None]:
-        """Return the work that adds one push: of `touched`, out of what its client holds."""
+        """Return the work that adds one push: of `touched`, out of what its client holds.
+
+        `pushed` are numbers, or the words of numbers.
+        """
         if self._parts is not None and touched.ranges is not None:
             self._parts.append(touched.ranges)
         else:
@@ -67,16 +77,20 @@ class RoundSum:
 
         def work() -> None:
             if touched.ranges is None:
-                self._add(pushed, weight)
+                self._add(pushed, weight, touched)
                 self._weight += weight
                 return
-            compact = pushed
+            held = pushed
+            if pushed.dtype == WORD:
+                held = np.empty(shard_slice.n_elements, self.total.dtype)
+                convert(pushed, held, n_parameters=shard_slice.n_parameters)
+            compact = held
             if shard_slice.ranges is None:  # of a client that holds everything
-                compact = np.empty(touched.n_elements, pushed.dtype)
-                RangeCopier(touched.ranges).gather(as_tensor(pushed), as_tensor(compact))
-            spread = np.zeros(self._n_elements, pushed.dtype)
+                compact = np.empty(touched.n_elements, held.dtype)
+                RangeCopier(touched.ranges).gather(as_tensor(held), as_tensor(compact))
+            spread = np.zeros(self._n_elements, held.dtype)
             touched.scatter(compact, spread)
-            self._add(spread, weight)
+            self._add(spread, weight, touched)
             if self._weights is None:
                 self._weights = np.zeros_like(spread)
             touched.scatter(np.ones_like(compact), spread)
@@ -84,13 +98,19 @@ class RoundSum:
 
         return work
 
-    def _add(self, values: Vector, weight: float) -> None:
+    def _add(self, values: Vector, weight: float, whole: ShardSlice) -> None:
         is_first, self._is_empty = self._is_empty, False
-        factor = values.dtype.type(weight)
+        factor = self.total.dtype.type(weight)
         # Multiply, then add, each rounded by itself: no kernel fuses them for some elements only.
-        for start in range(0, len(values), _PIECE):
-            piece = slice(start, start + _PIECE)
-            part = values[piece] if weight == 1.0 else values[piece] * factor
+        for start in range(0, self._n_elements, _PIECE):
+            stop = min(start + _PIECE, self._n_elements)
+            piece = slice(start, stop)
+            part = values[slice(*whole.sent_range(start, stop, values.dtype))]
+            if part.dtype == WORD:
+                words, part = part, np.empty(stop - start, self.total.dtype)
+                convert(words, part, n_parameters=whole.n_parameters_within(start, stop))
+            if weight != 1.0:
+                part = part * factor
             self.total[piece] = part if is_first else self.total[piece] + part
 
     def finish(self) -> None:

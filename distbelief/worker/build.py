@@ -240,7 +240,7 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     module.train()
     return whole_replica(
         config,
-        client=build_client(context, pushes=True),
+        client=build_client(context, pushes=True, numbers=config.exchange.numbers),
         executor=local_executor(
             FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
@@ -295,6 +295,11 @@ def build_client(
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
     layout = layout_of(context)
+    if numbers == "bfloat16" and layout.dtype.itemsize == 8:
+        raise JobError(
+            '[algorithm.exchange] numbers is "bfloat16" and the model of float64: use "float32", '
+            "or convert the model"
+        )
     shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes, numbers=numbers),
@@ -505,7 +510,12 @@ def score_of(graph: LayerGraph, task: tk.TaskSpec, metric: Metric) -> Score:
 
 
 def replica_parts(
-    rank: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
+    rank: GroupRank,
+    *,
+    context: BuildContext,
+    split: Split,
+    batch: tuple[str, int],
+    numbers: Numbers = "float32",
 ) -> RankBuild:
     """Return the parts of a rank.
 
@@ -526,7 +536,7 @@ def replica_parts(
     return RankBuild(
         flow=flow,
         dtype=dtype,
-        client=build_client(context, pushes=True, flow=flow),
+        client=build_client(context, pushes=True, flow=flow, numbers=numbers),
         reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
@@ -538,7 +548,8 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         return evaluating_rank(rank, context=context, split=split)
     context = with_data(context)
     batch = "batch_size", config.batch_size
-    parts = replica_parts(rank, context=context, split=split, batch=batch)
+    numbers = config.exchange.numbers
+    parts = replica_parts(rank, context=context, split=split, batch=batch, numbers=numbers)
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)

@@ -258,3 +258,62 @@ def test_a_restarted_replica_counts_the_lost_state_and_keeps_its_place_in_the_sc
     assert n_steps > 20  # each incarnation takes 20
     expected = plain(msgspec.structs.replace(settings, max_steps=n_steps), task=td.LEARNING)
     assert td.same(cluster.values(), expected)
+
+
+# --- bfloat16 ---
+
+
+def rounding(settings: DownpourSettings) -> DownpourSettings:
+    exchange = msgspec.structs.replace(settings.exchange, numbers="bfloat16")
+    return msgspec.structs.replace(settings, exchange=exchange)
+
+
+def test_bfloat16_gives_the_same_bits_for_any_number_of_shards() -> None:
+    settings = rounding(job(4, blocking=True, max_steps=33))
+    found = []
+    for n_shards in (1, 2, 5):
+        cluster = td.Cluster(td.LEARNING, settings, host="", n_shards=n_shards)
+        cluster.run()
+        found.append(cluster.values())
+    assert td.same(found[0], found[1])
+    assert td.same(found[0], found[2])
+    exact = plain(settings, task=td.LEARNING)
+    assert not td.same(found[0], exact)
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, exact[name], rtol=0.05, atol=0.02)
+
+
+def test_bfloat16_changes_nothing_in_shared_memory() -> None:
+    settings = rounding(job(4, blocking=True, max_steps=33))
+    cluster = td.Cluster(td.LEARNING, settings, n_shards=2)
+    cluster.run()
+    assert td.same(cluster.values(), plain(settings, task=td.LEARNING))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_step_is_lost_in_bfloat16_despite_faults(seed: int) -> None:
+    """Local steps are small integers, which bfloat16 holds exactly."""
+    cluster = td.Cluster(
+        td.COUNTING,
+        rounding(counting(1 + seed, max_steps=9)),
+        n_replicas=2,
+        host="",
+        seed=seed,
+        faults=(
+            Kill(at=0.003 * seed, role=Address("replica-0"), restart_after=0.01),
+            Drop(probability=0.1),
+            Duplicate(probability=0.2, seconds_max=2.0),
+        ),
+    )
+    cluster.run()
+    assert torch.equal(cluster.values()["weight"], -td.gradient_sum(cluster))
+
+
+def test_ranks_of_a_split_replica_send_bfloat16_too() -> None:
+    settings = rounding(counting(3, max_steps=12))
+    n_bytes = []
+    for one in (settings, counting(3, max_steps=12)):
+        group = Group(td.COUNTING, one, inputs=(500,), n_machines=2, plan_seed=0, host="", seed=0)
+        group.run()
+        n_bytes.append([group.replica(name).status()[1]["bytes_out"] for name in group.machines])
+    assert [2 * a for a in n_bytes[0]] == n_bytes[1]

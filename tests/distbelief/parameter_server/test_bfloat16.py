@@ -20,6 +20,7 @@ from distbelief.parameter_server.client.client import ClientConfig, ParameterCli
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adam, UpdateRule
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import (
     WORD,
@@ -720,3 +721,50 @@ def test_a_client_refuses_blocks_of_another_payload_than_it_asked_for() -> None:
     bench.send(SHARD, CLIENT, block)
     bench.pass_messages()
     assert "elements of float32 as block 0" in str(bench.refused[0])
+
+
+# --- rounds ---
+
+ROUNDS = ExchangePolicy(send="delta", staleness=0, round=Round(), weight="mean")
+
+
+@pytest.mark.parametrize("holds", ["everything", "parts", "some tensors"])
+def test_a_round_of_words_is_the_round_of_the_rounded_numbers(holds: str) -> None:
+    found = []
+    for config in (ROUNDING, ClientConfig(pushes=True)):
+        layout = Layout.of(SPECS, n_shards=2)
+        bench = Bench(layout=layout, memory=PrivateMemory(host=""))
+        for k in range(2):
+            shard = Shard(
+                ShardConfig(index=k, layout=layout, rule=ONE, policy=ROUNDS),
+                memory=bench.memory,
+                initialise=partial(first, layout, k),
+            )
+            bench.start(Address(f"shard-{k}"), shard)
+        for name in (CLIENT, OTHER):
+            view = PartialView(layout, ITEMS[name]) if holds == "parts" else None
+            bench.add_client(name, config=config, selection=view)
+        bench.settle()
+        for seed in range(1, 4):
+            for index, name in enumerate((CLIENT, OTHER)):
+                client = bench.client(name)
+                stream = torch.Generator().manual_seed(10 * seed + index)
+                specs = client._specs
+                pushed = [torch.randn(spec.n_elements, generator=stream) for spec in specs]
+                if config is not ROUNDING:
+                    pushed = [
+                        one if spec.kind == "buffer" else rounded_tensor(one)
+                        for spec, one in zip(specs, pushed, strict=True)
+                    ]
+                given_: list[torch.Tensor | None] = list(pushed)
+                if holds == "some tensors":
+                    given_[0] = None
+                skips = holds == "some tensors"
+                outcome = client.stage(given_, pushed, skip_missing=skips)()
+                actions = client.staged(outcome, n_gradients=1, samples=seed, now=bench.now)
+                bench.perform(name, actions)
+            bench.settle()
+            assert bench.client(CLIENT).unacknowledged == 0
+        found.append(served(bench))
+    assert_same(found[0], found[1])
+    assert not torch.equal(found[0][2], noise(0, Layout.of(SPECS, n_shards=2))[2])
