@@ -420,7 +420,7 @@ class ShardLink:
             # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged
             # lost.
             # Where it counts ticks, the primary's answer tells the floor.
-            asks = self.floor is not None
+            asks = self.floor is not None and self.fetching.complete
             others = [copy for copy in self.copies if asks or copy != self.primary]
             messages = [*self.fetching.again(), *self.pushing.again()]
             actions = [*self.send(messages, now), *self._open_session(others)]
