@@ -74,11 +74,15 @@ class Lan:
         return int(counts["rx"]["bytes"]), int(counts["tx"]["bytes"])
 
     def limit(self, host: Host, *, bits_per_second: float) -> None:
-        _limit(host.name, INTERFACE, bits_per_second)
+        """Set what the host's card carries each way."""
+        for namespace, device in ((host.name, INTERFACE), (self._name, self._port(host))):
+            _limit(namespace, device, bits_per_second)
 
     def _set(self, host: Host, state: str) -> None:
-        port = f"port{self.hosts.index(host)}"
-        _do(["ip", "-n", self._name, "link", "set", port, state])
+        _do(["ip", "-n", self._name, "link", "set", self._port(host), state])
+
+    def _port(self, host: Host) -> str:
+        return f"port{self.hosts.index(host)}"
 
 
 @contextmanager

@@ -1,0 +1,292 @@
+"""Share of a lone loop's steps that loops keep over slow links, beside torch's ways.
+
+    python experiments/benchmarks/links.py [--only CASE] [--periods 3] [--torchft PYTHON] [--small]
+
+The paper's speech net (41,777,152 parameters, 167 MB), batches of 64, plain SGD, hosts in network
+namespaces at a switch. Two processors carry all hosts, so a loop *sleeps* 0.2 s in place of forward
+and backward of each step; its optimizer, and all that is sent, are real.
+
+    local_100mbit    2 loops at 100 Mbit/s each, their server at 1 Gbit/s; 64 steps per exchange
+    local_1gbit_4    4 loops and their server at 1 Gbit/s each; 16 steps per exchange
+    own_loop_1gbit   1 loop and its server at 1 Gbit/s; an exchange in each step
+
+    alone              sends nothing
+    exchange           `Exchange`, numbers="bfloat16"
+    exchange_float32   the same with numbers="float32"
+    downpour           `DownpourSGD`: a push and a fetch in each step
+    ddp, ddp_fp16      DistributedDataParallel over gloo; with its hook that sends float16
+    torch_local_sgd    torch's PostLocalSGDOptimizer: an average of the parameters per exchange
+    torchft_diloco     torchft's DiLoCo, in the Python that --torchft names, which has it installed
+
+Loops of `exchange` begin an equal share of an exchange apart (4 that push at the same moment would
+wait for the server's card together). At 100 Mbit/s the last six run at once, each with a switch of
+its own. Bytes are those that the interfaces of the loops' hosts have counted, both ways.
+
+Not in `make bench`: only root may make network namespaces.
+
+    CASE_share_NAME    of the steps per second of `alone`
+    CASE_fewer_NAME    bytes per sample of `downpour`, over those of NAME
+    own_loop_1gbit     seconds of a step, over those in which the link carries the net one way
+"""
+
+import argparse
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Final
+
+import msgspec
+
+from experiments.benchmarks.bare.paced_loop import SERVER, Moment, Setting
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.measurement import Spread
+from experiments.benchmarks.measuring.workers import Processes, Program, Workers, module
+from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
+
+
+N_PARAMETERS: Final = 41_777_152
+BATCH_SIZE: Final = 64
+SERVER_BITS: Final = 1e9
+OURS: Final = ("exchange", "exchange_float32", "downpour")
+LOCAL: Final = ("exchange", "exchange_float32", "torch_local_sgd", "torchft_diloco")
+ASYNCHRONOUS: Final = (*OURS, "alone")  # in the first period less is under way than later
+N_ALONE: Final = 16  # steps of a period of `alone`
+_ROOT: Final = Path(__file__).parents[2]
+_LIGHTHOUSE_PORT: Final = 29_510
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Hosts, and who uses them."""
+
+    n_loops: int
+    bits_per_second: float  # of the card of each loop's host
+    every: int  # steps between two exchanges of those that take local steps
+    heats: Sequence[Sequence[str]]  # contestants that run at the same time
+
+
+_PEERS: Final = ("ddp", "ddp_fp16", "torch_local_sgd", "torchft_diloco")
+
+CASES: Final[Mapping[str, Case]] = {
+    "local_100mbit": Case(
+        n_loops=2,
+        bits_per_second=1e8,
+        every=64,
+        heats=[["alone"], ["exchange"], ["exchange_float32", "downpour", *_PEERS]],
+    ),
+    "local_1gbit_4": Case(
+        n_loops=4,
+        bits_per_second=1e9,
+        every=16,
+        heats=[[name] for name in ("alone", "exchange", "downpour", *_PEERS)],
+    ),
+    "own_loop_1gbit": Case(
+        n_loops=1, bits_per_second=1e9, every=1, heats=[["alone"], ["downpour"]]
+    ),
+}
+SMALL: Final = {  # with a tiny net
+    "step_seconds": 0.005,
+    "only": ["local_100mbit"],
+    "without": ["exchange_float32", "torch_local_sgd", "torchft_diloco", "ddp_fp16"],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One contestant."""
+
+    periods: tuple[float, ...]  # seconds of each, of all loops
+    n_steps: int  # of a period
+    bytes_per_sample: float  # of one loop's interface, both ways
+    processors: float  # that were busy meanwhile, on average
+
+    @property
+    def step(self) -> Spread:
+        return Spread.of(self.periods, scale=1.0 / self.n_steps)
+
+
+def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Result:
+    """Let one contestant train over a network of its own, or raise RuntimeError."""
+    if name == "torchft_diloco" and options.torchft is None:
+        raise RuntimeError("not installed: give --torchft")
+    is_local = name in LOCAL
+    n_steps = case.every if is_local else N_ALONE if name == "alone" else 1
+    n_warm = 1 if name in ASYNCHRONOUS or not is_local else 0
+    setting = Setting(
+        contestant=name,
+        every=case.every,
+        addresses=[],
+        step_seconds=options.step_seconds,
+        stagger_seconds=case.every * options.step_seconds / case.n_loops if is_local else 0.0,
+        small=options.small,
+    )
+    if name not in OURS:
+        setting = msgspec.structs.replace(setting, stagger_seconds=0.0)
+    with switched(case.n_loops + 1, bits_per_second=case.bits_per_second) as lan:
+        lan.limit(lan.hosts[0], bits_per_second=SERVER_BITS)
+        addresses = [host.address for host in lan.hosts]
+        setting = msgspec.structs.replace(setting, addresses=addresses)
+        with _server(name, setting, lan, folder, options) as address:
+            setting = msgspec.structs.replace(setting, server=address)
+            programs = _loops(name, setting, lan, folder, options)
+            with Workers(f"{name}-loops", programs, folder) as loops:
+                with measurement.usage(lambda: 0.0) as used:
+                    moments = loops.ask(n_steps * (n_warm + options.periods))
+                loops.signal(signal.SIGKILL)
+    return _result(moments, n_steps=n_steps, n_warm=n_warm, processors=used.others)
+
+
+def _result(
+    moments: Sequence[Sequence[Moment]], *, n_steps: int, n_warm: int, processors: float
+) -> Result:
+    periods: list[float] = []
+    n_bytes: list[float] = []
+    for of_loop in moments:
+        ends = of_loop[n_warm * n_steps :: n_steps]
+        periods += [after[0] - before[0] for before, after in pairwise(ends)]
+        n_samples = BATCH_SIZE * n_steps * (len(ends) - 1)
+        n_bytes.append((ends[-1][1] - ends[0][1]) / n_samples)
+    return Result(
+        periods=tuple(periods),
+        n_steps=n_steps,
+        bytes_per_sample=fmean(n_bytes),
+        processors=processors,
+    )
+
+
+@contextmanager
+def _server(
+    name: str, setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace
+) -> Iterator[str]:
+    """Start what the loops need at the first host; yield its address."""
+    host = lan.hosts[0]
+    if name in OURS:
+        file = _written(setting, folder / f"{name}-server.json")
+        program = module("bare.paced_loop", file, SERVER, host=host)
+        with Workers(f"{name}-server", [program], folder) as server:
+            (address,) = server.ask(None)
+            yield address
+    elif name == "torchft_diloco":
+        command = [str(Path(options.torchft).with_name("torchft_lighthouse")), "--bind"]
+        at = f"{host.address}:{_LIGHTHOUSE_PORT}"
+        n_loops = f"{len(lan.hosts) - 1}"
+        command += [at, "--min_replicas", n_loops, "--join_timeout_ms", "1000"]
+        lighthouse = Processes(f"{name}-lighthouse", [Program(command=command, host=host)], folder)
+        with lighthouse:
+            yield f"http://{at}"
+            lighthouse.signal(signal.SIGKILL)
+    else:
+        yield ""
+
+
+def _loops(
+    name: str, setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace
+) -> list[Program]:
+    file = _written(setting, folder / f"{name}-loop.json")
+    environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": f"{_ROOT}"}
+    programs = []
+    for rank, host in enumerate(lan.hosts[1:]):
+        program = module("bare.paced_loop", file, rank, host=host, environment=environment)
+        if name == "torchft_diloco":
+            command = [options.torchft, *program.command[1:]]
+            program = replace(program, command=command)
+        programs.append(program)
+    return programs
+
+
+def _written(setting: Setting, file: Path) -> Path:
+    file.write_bytes(msgspec.json.encode(setting))
+    return file
+
+
+def results_of(
+    case: Case, options: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Return the result of each contestant, or why there is none."""
+    results: dict[str, Result] = {}
+    failures: dict[str, str] = {}
+
+    def enter(name: str) -> None:
+        begun = time.monotonic()
+        try:
+            results[name] = run(name, case, options, folder)
+        except (RuntimeError, OSError) as error:
+            failures[name] = str(error).strip().splitlines()[-1]
+        found = failures.get(name) or f"{_cells(name, results)}"
+        print(f"{time.monotonic() - begun:.0f} s  {name}  {found}", flush=True)
+
+    for heat in case.heats:
+        threads = [Thread(target=enter, args=(name,)) for name in heat]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return results, failures
+
+
+def _cells(name: str, results: Mapping[str, Result]) -> dict[str, str]:
+    result, alone, downpour = results[name], results.get("alone"), results.get("downpour")
+    cells = {
+        "seconds": Spread.of(result.periods).show(2),
+        "steps": f"{result.n_steps}",
+        "bytes per sample": f"{result.bytes_per_sample:,.0f}",
+        "busy processors": f"{result.processors:.1f}",
+    }
+    if alone is not None:
+        cells["share"] = f"{alone.step.median / result.step.median:.3f}"
+    if downpour is not None and name != "alone":
+        cells["fewer"] = f"{downpour.bytes_per_sample / result.bytes_per_sample:.1f}"
+    return cells
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", action="append", choices=list(CASES))
+    parser.add_argument("--without", nargs="+", default=[], help="contestants to leave out")
+    parser.add_argument("--periods", type=int, default=3, help="that are measured of each")
+    parser.add_argument("--step-seconds", type=float, default=0.2, help="slept in each step")
+    parser.add_argument("--torchft", help="a Python that has torchft installed")
+    options = measurement.options_of(parser, arguments, small=SMALL)
+    if (why := obstacle()) is not None:
+        raise SystemExit(why)
+    figures: dict[str, float] = {}
+    for key in options.only or CASES:
+        case = CASES[key]
+        heats = [[name for name in heat if name not in options.without] for heat in case.heats]
+        case = replace(case, heats=heats)
+        with TemporaryDirectory(prefix="links-") as folder:
+            results, failures = results_of(case, options, Path(folder))
+        names = [name for heat in heats for name in heat]
+        rows = {
+            name: _cells(name, results) if name in results else {"seconds": failures[name]}
+            for name in names
+        }
+        measurement.show(f"{key}: {case.n_loops} loops, steps that sleep", rows)
+        figures |= _figures(key, case, results)
+    measurement.conclude("links", figures)
+
+
+def _figures(key: str, case: Case, results: Mapping[str, Result]) -> dict[str, float]:
+    alone, downpour = results.get("alone"), results.get("downpour")
+    if key == "own_loop_1gbit":
+        seconds = N_PARAMETERS * 32 / case.bits_per_second
+        return {} if downpour is None else {key: downpour.step.median / seconds}
+    figures = {}
+    for name, result in results.items():
+        if name != "alone" and alone is not None:
+            figures[f"{key}_share_{name}"] = alone.step.median / result.step.median
+        if name != "alone" and downpour is not None:
+            fewer = downpour.bytes_per_sample / result.bytes_per_sample
+            figures[f"{key}_fewer_{name}"] = fewer
+    return figures
+
+
+if __name__ == "__main__":
+    main()
