@@ -23,7 +23,13 @@ class DownpourAlgorithm:
     name: Final = "downpour"  # as in the job file
     config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
     # Metrics that it reports besides samples, loss and metric.
-    fields: Final = ("staleness_mean", "staleness_p95", "staleness_max", "pushes_lost")
+    fields: Final = (
+        "staleness_mean",
+        "staleness_p95",
+        "staleness_max",
+        "pushes_lost",
+        "steps_per_push",
+    )
 
     def check_cluster(self, cluster: ClusterTable, config: DownpourSettings) -> None:
         """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""

@@ -140,6 +140,8 @@ def job_key(job: Job) -> str:
         cluster.shared_memory,
         (cluster.partitions, cluster.plan, cluster.device),
         os.cpu_count(),
+        # A local step costs what its optimizer costs.
+        *filter(None, [getattr(job.algorithm, "inner", None)]),
         [_source(module) for module in sorted({n.partition(":")[0] for n in named if ":" in n})],
     )
     return hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]

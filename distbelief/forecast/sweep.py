@@ -141,6 +141,7 @@ SHORT: Final[Mapping[str, str]] = {
     "shards": "cluster.shards",
     "n_fetch": "algorithm.n_fetch",
     "n_push": "algorithm.n_push",
+    "every": "algorithm.exchange.every",
 }
 
 

@@ -9,9 +9,11 @@ from typing import Final, Self, final
 from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
+from distbelief.parameter_server.policy import Pace
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
+from distbelief.worker.config import DownpourSettings
 
 
 _OPERATIONS: Final = 6.0  # of each parameter, a sample
@@ -37,10 +39,9 @@ class StepTime:
     def of(cls, job: Job) -> "StepTime":
         """Return the cost for a job; each mini-batch of a batch algorithm counts as one fetch."""
         table = job.algorithm
-        n_fetch, n_push = (getattr(table, name, 1) for name in ("n_fetch", "n_push"))
-        return cls(
-            operations=_OPERATIONS * job.batch_size, n_bytes=_BYTES * (1.0 / n_fetch + 1.0 / n_push)
-        )
+        pace = table.pace if isinstance(table, DownpourSettings) else Pace()
+        n_bytes = _BYTES * (1.0 / pace.n_fetch + 1.0 / pace.n_push)
+        return cls(operations=_OPERATIONS * job.batch_size, n_bytes=n_bytes)
 
     def grade(self, *, flops: float, bandwidth: float) -> int | None:
         """Return the grade of a host, lower is faster; None if unknown. Bandwidth 0.0: no limit."""

@@ -46,6 +46,9 @@ def job_view(
     # One push goes to several shards and is refused if any of them refuses it, so the true
     # number is at least that of the shard that refused most.
     refused = max(_totals_by_shard(shards, "pushes_refused"), default=0)
+    n_pushes, n_steps = (_total(members.training, each) for each in ("pushes", "gradients_pushed"))
+    if n_steps > n_pushes > 0:
+        counters = counters | {"steps_per_push": n_steps / n_pushes}
     restarts = {role.name: role.restarts for role in before.roles}
     return replace(
         view,

@@ -18,6 +18,7 @@ from msgspec import inspect
 from distbelief.config.job import ClusterTable, EvaluationTable, OutputTable, SourceTable, StopTable
 from distbelief.config.tables import units_of
 from distbelief.parameter_server.optimizers import Schedule, UpdateRule
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.worker.config import DownpourSettings
 from sandblaster.config import SandblasterSettings, WarmStart
@@ -37,6 +38,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "data.train": DataSpec,
     "data.test": DataSpec,
     "algorithm (downpour)": DownpourSettings,
+    "algorithm.exchange": ExchangePolicy,
+    "algorithm.exchange.round": Round,
     "algorithm (sandblaster)": SandblasterSettings,
     "algorithm.warm_start": WarmStart,
     **{f"rule ({tag_of(rule)})": rule for rule in get_args(UpdateRule)},

@@ -241,9 +241,14 @@ def _optimizer(rule: UpdateRule, server: dict[str, torch.Tensor]) -> torch.optim
     return torch.optim.SGD(server.values(), lr=rule.learning_rate, fused=True)
 
 
-def _batches(settings: DownpourSettings, *, n_samples: int) -> Iterator[list[int]]:
+def _batches(
+    settings: DownpourSettings, *, n_samples: int, replica_index: int = 0, n_replicas: int = 1
+) -> Iterator[list[int]]:
     assert settings.max_steps is not None
-    cursor = BatchCursor(DataShard(n_samples, replica_index=0, n_replicas=1, seed=settings.seed))
+    part = DataShard(
+        n_samples, replica_index=replica_index, n_replicas=n_replicas, seed=settings.seed
+    )
+    cursor = BatchCursor(part)
     position = 0
     for _ in range(settings.max_steps):
         indices = cursor.batch(position, settings.batch_size)

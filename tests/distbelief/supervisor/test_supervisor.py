@@ -431,6 +431,15 @@ def test_what_replicas_and_shards_know_to_be_lost_is_counted_once(desk: Desk) ->
     assert pushes(desk) == (150, 61)
 
 
+def test_steps_per_push_are_shown_where_there_are_several() -> None:
+    desk = a_job(fields=("steps_per_push",))
+    desk.join()
+    desk.beat("replica-0", pushes=4.0, gradients_pushed=4.0)
+    assert desk.view.figures == {}
+    desk.beat("replica-1", pushes=4.0, gradients_pushed=256.0)
+    assert desk.view.figures == {"steps_per_push": 260 / 8}
+
+
 def test_last_counters_of_a_shard_are_counted(desk: Desk) -> None:
     desk.join()
     applied(desk, "shard-0", 7)

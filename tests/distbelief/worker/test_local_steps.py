@@ -1,0 +1,165 @@
+"""Local steps: what is kept, pushed, held and taken back; when a replica waits."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from distbelief.errors import JobError
+from distbelief.worker.local_steps import LocalSteps
+from tests.distbelief.worker.bench import Bench
+
+
+DELTA: dict[str, Any] = {  # any settings
+    "rule": {"name": "sgd", "learning_rate": 1.0},
+    "inner": {"name": "SGD", "lr": 0.5, "momentum": 0.5},
+}
+
+
+def sgd(values: dict[int, torch.Tensor], **keywords: object) -> LocalSteps:
+    return LocalSteps({"name": "SGD", "lr": 1.0, **keywords}, values)
+
+
+def pushed(steps: LocalSteps, *, finite: bool = True) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    steps.put_into(lambda item, delta: found.update({item: delta.tolist()}))
+    steps.pushed(finite=finite)
+    return found
+
+
+def install(steps: LocalSteps, values: dict[int, torch.Tensor], *fetched: float) -> None:
+    """Install each of these values, all but the last one torn."""
+    for one in fetched:
+        steps.hold()
+        for value in values.values():
+            value.fill_(one)
+    steps.merge()
+
+
+def test_a_push_is_the_way_since_the_last_push_and_a_fetch_keeps_what_is_not_pushed() -> None:
+    values = {0: torch.tensor([4.0, 8.0]), 2: torch.tensor([1.0])}
+    steps = sgd(values)
+    steps.step({0: torch.tensor([1.0, 2.0]), 2: torch.tensor([1.0])}, 0)
+    assert pushed(steps) == {0: [1.0, 2.0], 2: [1.0]}
+    steps.step({0: torch.tensor([1.0, 1.0])}, 1)  # item 2 is not used in this batch
+    install(steps, values, 100.0)
+    assert [values[0].tolist(), values[2].tolist()] == [[99.0, 99.0], [100.0]]
+    steps.step({2: torch.tensor([0.5])}, 2)
+    assert pushed(steps) == {0: [1.0, 1.0], 2: [0.5]}
+
+
+def test_a_torn_install_is_repeated_without_losing_or_repeating_a_step() -> None:
+    values = {0: torch.tensor([4.0])}
+    steps = sgd(values)
+    steps.step({0: torch.tensor([1.0])}, 0)
+    install(steps, values, 50.0, 60.0, 70.0)
+    assert values[0].item() == 69.0
+    assert not steps.is_held
+    assert pushed(steps) == {0: [1.0]}
+
+
+def test_what_is_held_during_a_torn_install_can_be_pushed() -> None:
+    values = {0: torch.tensor([4.0])}
+    steps = sgd(values)
+    steps.step({0: torch.tensor([1.0])}, 0)
+    steps.hold()
+    values[0].fill_(math.nan)  # a mixture
+    assert pushed(steps) == {0: [1.0]}
+    install(steps, values, 7.0)
+    assert values[0].item() == 7.0
+
+
+def test_without_steps_a_fetch_is_installed_to_the_bit() -> None:
+    values = {0: torch.tensor([4.0])}
+    steps = sgd(values)
+    install(steps, values, -0.0)
+    assert math.copysign(1.0, values[0].item()) == -1.0
+
+
+def test_a_refused_push_goes_back_to_the_anchor_with_fresh_state() -> None:
+    values = {0: torch.tensor([4.0])}
+    steps = sgd(values, momentum=0.5)
+    steps.step({0: torch.tensor([math.inf])}, 0)
+    pushed(steps, finite=False)
+    assert values[0].item() == 4.0
+    steps.step({0: torch.tensor([1.0])}, 1)
+    assert values[0].item() == 3.0
+
+
+def test_a_restart_drops_steps_and_state() -> None:
+    values = {0: torch.tensor([4.0])}
+    steps = sgd(values, momentum=0.5)
+    steps.step({0: torch.tensor([1.0])}, 0)
+    steps.restart()
+    install(steps, values, 10.0)
+    assert values[0].item() == 10.0
+    steps.step({0: torch.tensor([1.0])}, 0)
+    assert values[0].item() == 9.0  # and not 8.5
+
+
+def test_the_rate_follows_the_number_of_the_step() -> None:
+    schedule = {
+        "name": "SequentialLR",
+        "milestones": [2],
+        "schedulers": [
+            {"name": "ConstantLR", "factor": 0.5, "total_iters": 2},
+            {"name": "ExponentialLR", "gamma": 0.1},
+        ],
+    }
+    values = {0: torch.tensor([0.0])}
+    steps = sgd(values, schedule=schedule)
+    moved = []
+    for number in (0, 1, 3):  # step 2 was skipped
+        before = values[0].item()
+        steps.step({0: torch.tensor([1.0])}, number)
+        moved.append(before - values[0].item())
+    assert moved == pytest.approx([0.5, 0.5, 0.1])
+    later = sgd(values, schedule=schedule)
+    before = values[0].item()
+    later.step({0: torch.tensor([1.0])}, 3)
+    assert before - values[0].item() == pytest.approx(0.1)
+
+
+# --------------------------------------------------------------------------- replicas
+
+
+def test_a_replica_goes_on_while_a_push_is_unacknowledged_but_not_for_ever() -> None:
+    bench = Bench(**DELTA, exchange={"send": "delta", "every": 3}, max_steps=20).start()
+    bench.shard.acknowledges = False
+    bench.run_while_it_can()
+    assert bench.counters.steps == 3 + 2 * 3  # twice `every`, since it cannot push
+    assert [push.n_gradients for push, _ in bench.shard.pushed] == [3]
+    bench.shard.acknowledges = True
+    bench.acknowledge()
+    bench.run_while_it_can()
+    assert bench.has_halted()
+    sizes = [push.n_gradients for push, _ in bench.shard.pushed]
+    assert sizes[:2] == [3, 6]
+    assert sum(sizes) == 20
+
+
+def test_a_blocking_replica_takes_no_step_before_the_fetch_that_contains_its_push() -> None:
+    exchange = {"send": "delta", "every": 3}
+    bench = Bench(**DELTA, exchange=exchange, blocking=True, max_steps=20).start()
+    bench.shard.acknowledges = False
+    bench.run_while_it_can()
+    assert (bench.counters.steps, bench.counters.fetches) == (3, 1)
+
+
+def test_a_push_names_the_clock_of_the_values_that_its_first_step_began_from() -> None:
+    exchange = {"send": "delta", "every": 3}
+    bench = Bench(**DELTA, exchange=exchange, blocking=True, max_steps=9).run_to_the_end()
+    assert [push.fetched_clock for push, _ in bench.shard.pushed] == [0, 1, 2]
+    assert [push.samples for push, _ in bench.shard.pushed] == [12, 24, 36]
+
+
+def test_a_difference_that_is_not_finite_is_refused_as_a_gradient_is() -> None:
+    """A rate that lets finite gradients overflow."""
+    given = DELTA | {"inner": {"name": "SGD", "lr": 1e38}}
+    exchange = {"send": "delta", "every": 2}
+    bench = Bench(**given, exchange=exchange, max_steps=50, non_finite_limit=3).start()
+    with pytest.raises(JobError, match=r"inner.lr 1e\+38\): training has diverged. Use a lower"):
+        bench.run_while_it_can()
+    assert all(torch.isfinite(value).all() for value in bench.sums_pushed()[0])
+    assert bench.counters.non_finite >= 3
