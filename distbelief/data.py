@@ -176,8 +176,7 @@ class _BatchedDataset(Protocol):
 def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.train") -> Batch:
     """Return the samples of these indices, joined in this order; `table` is for messages.
 
-    Raises:
-        JobError: The data set fails, or its samples are no pairs or dictionaries or do not join.
+    JobError if the data set fails, or its samples are no pairs or dictionaries or do not join.
     """
     wanted = [int(index) for index in indices]
     try:

@@ -46,7 +46,7 @@ from distbelief.run.model_file import check_trained
 from distbelief.task.dry_run import check_arguments, shown
 from distbelief.task.forward import Sample, input_specs
 from distbelief.task.task import build_model, forward_graph
-from distbelief.worker.computation import Computation, output_name, outputs_of
+from distbelief.worker.computation import Computation, output_name
 
 
 SUFFIXES: Final = (".npy", ".npz", ".safetensors")
@@ -215,24 +215,10 @@ def _split(
             n_steps=-(-n_samples // plan.batch),
             dtype=dtype,
         )
-        for index, tensor in enumerate(inputs.tensors().values()):
-            np.save(computation.file("input", index), tensor.numpy())
-        plan.save(folder / "plan.json")
-        layers = outputs_of(graph, has_loss=False)
-        computation.make_room([graph[name].shape for name in layers])
-        compute(
-            job,
-            computation,
-            plan=folder / "plan.json",
-            sample=sample,
-            n_ranks=plan.cluster.n_machines,
-            launcher=launcher,
-            tell=tell,
+        outputs, _ = compute(
+            job, computation, plan=plan, inputs=inputs, launcher=launcher, tell=tell
         )
-        return {
-            output_name(path): computation.load("output", layers.index(name)).numpy()
-            for path, name in zip(graph.fields, graph.outputs, strict=True)
-        }
+        return {name: output.numpy() for name, output in outputs.items()}
 
 
 def _read(path: Path) -> Batch:

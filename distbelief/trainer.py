@@ -44,8 +44,7 @@ from distbelief.launch.preflight import (
 from distbelief.launch.role_process import RoleSpec, import_from, import_paths
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
-from distbelief.protocol import Stop
-from distbelief.roles.role import SUPERVISOR, USER, Address, PeerLost, Received, Role
+from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.metrics_file import (
@@ -136,11 +135,8 @@ def run_preflight(
 ) -> PreflightResult:
     """Run the preflight process; return its result.
 
-    Its result goes beside the request; `tell` receives what is being done.
-
-    Raises:
-        JobError: the user has to fix the job.
-        DistBeliefError: it cannot run for another reason.
+    Its result goes beside the request; `tell` receives what is being done. JobError if the user has
+    to fix the job; DistBeliefError if it cannot run for another reason.
     """
     answer, mark = request.with_name(".answer.json"), prepared_mark(request)
     content = PreflightRequest(
@@ -322,11 +318,7 @@ class Trainer:
             role: Role = supervisor if around is None else around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
-            def stop(number: signal.Signals) -> None:
-                message = Stop(reason=REASONS[number])
-                node.post(Received(sender=USER, incarnation=0, message=message))
-
-            caught.tell = stop
+            caught.tell = lambda number: node.stop(REASONS[number])
             if self._console.is_terminal is False:
                 self._log.print(f"{self._job.name}: {self._run.path}")
             error = node.run(on_tick=lambda: self.tick(supervisor, watch))
@@ -401,19 +393,12 @@ class Trainer:
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
-        found = self._preflight
-        spec = RoleSpec(
-            job=msgspec.Raw(self._job.to_json()),
+        spec = msgspec.structs.replace(
+            self._preflight.role_spec(self._job, self._layout),
             run=name,
             supervisor=endpoint,
             memory=str(self._memory.directory) if self._job.cluster.shared_memory else "",
             snapshots=str(self._store.directory.absolute()),
-            layout=self._layout.spec,
-            initials=found.initials,
-            initial_file=found.initial_file,
-            plan=None if found.n_machines is None else str(self._run.plan_file.absolute()),
-            sample=found.sample,
-            n_train=None if found.task.train is None else found.task.train.n_samples,
             reach=reach,
         )
         # It may contain a secret; only the user may enter this directory.

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Final, final
 
 import msgspec
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +42,7 @@ from distbelief.task.forward import Sample
 from distbelief.task.losses import Loss, loss_function
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.worker.batches import step_seed
-from distbelief.worker.computation import SEED, Computation, output_name, outputs_of
+from distbelief.worker.computation import SEED, Computation, output_name
 
 
 _DRAW: Final = torch.ops.aten.bernoulli_.float
@@ -253,11 +252,8 @@ def verify(
 
     The plan for the most machines is run, `n_steps` steps after the warm-up. At kinks, as of ReLU,
     rounding moves gradients as much as a fault may; so a plan that differs, or by much, is run in
-    float64, too.
-    `factory` is the import path of the model; the caller closes the launcher.
-
-    Raises:
-        JobError: there is no loss, or the model draws random numbers other than dropout masks.
+    float64, too. `factory` is the import path of the model; the caller closes the launcher.
+    JobError if there is no loss, or the model draws random numbers other than dropout masks.
     """
     graph, plan, sample = result.request.graph, result.plan, result.request.sample
     if not loss or sample is None:
@@ -269,7 +265,6 @@ def verify(
         module = build_model(spec).train().float()
         tensors = {key: value.clone() for key, value in module.state_dict().items()}
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors")
-        plan.save(folder / "plan.json")
         computation = Computation(
             folder=str(folder),
             weights=str(folder / "w.safetensors"),
@@ -278,8 +273,6 @@ def verify(
             n_steps=n_steps + N_WARM,
             n_warm=N_WARM,
         )
-        for index, tensor in enumerate(batch.tensors().values()):
-            np.save(computation.file("input", index), tensor.numpy())
         job = resolve(
             {
                 "model": {"factory": factory},
@@ -296,20 +289,16 @@ def verify(
         )
 
         def run(computation: Computation, launcher: LocalLauncher) -> tuple[Tensors, Counters]:
-            computation.make_room(
-                [graph[name].shape for name in outputs_of(graph, has_loss=True)],
-                [tuple(tensors[name].shape) for name in sorted(tensors)],
-            )
-            seen = compute(
+            outputs, seen = compute(
                 job,
                 computation,
-                plan=folder / "plan.json",
-                sample=sample,
-                n_ranks=plan.cluster.n_machines,
+                plan=plan,
+                inputs=batch,
+                gradients=[tuple(tensors[name].shape) for name in sorted(tensors)],
                 launcher=launcher,
                 show=show,
             )
-            return _found(computation, graph, tensors, seen), seen
+            return _found(computation, graph, outputs, sorted(tensors), seen), seen
 
         found, seen = run(computation, launcher)
         function = loss_function(loss)
@@ -381,20 +370,20 @@ def _n_words(graph: LayerGraph) -> int:
 
 
 def _found(
-    computation: Computation, graph: LayerGraph, tensors: Tensors, seen: Counters
+    computation: Computation,
+    graph: LayerGraph,
+    outputs: Tensors,
+    names: Sequence[str],
+    seen: Counters,
 ) -> dict[str, torch.Tensor]:
-    layers = outputs_of(graph, has_loss=True)
-    found = {
-        output_name(path): computation.load("output", layers.index(name))
-        for path, name in zip(graph.fields, graph.outputs[:-1], strict=True)
-    }
     # A status holds finite numbers only.
     loss = sum(rank.get("loss", math.nan) for rank in seen) / computation.n_samples
-    found["loss"] = torch.tensor(loss, dtype=torch.float64)
-    for index, name in enumerate(sorted(tensors)):
-        if name in graph.tensors:
-            found[name] = computation.load("gradient", index)
-    return found
+    gradients = {
+        name: computation.load("gradient", index)
+        for index, name in enumerate(names)
+        if name in graph.tensors
+    }
+    return {**outputs, "loss": torch.tensor(loss, dtype=torch.float64), **gradients}
 
 
 def _seconds(module: nn.Module, batch: Batch, loss: Loss, *, n_steps: int) -> float:

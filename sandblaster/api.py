@@ -204,7 +204,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         from_scratch: Start again in `resume`, where the search began; what was saved there
             is moved into aside-1 (aside-2, ...), and kept.
         show: Show the progress on standard output.
-        options: Other keys of [algorithm]: batch_size, history, max_iterations, tolerance,
+        options: Other keys of [algorithm]: history, max_iterations, tolerance,
             l1, l2, portion, warm_start (a dict: Downpour first), ... (`sandblaster.config`).
 
     Returns:

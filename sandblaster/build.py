@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from distbelief.data import Samples
-from distbelief.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
@@ -51,17 +50,7 @@ _FREE: Final = frozenset(
 
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
-    """Return the coordinator.
-
-    Raises:
-        JobError: a batch would be larger than the data.
-    """
     n_examples = len(context.train_data()) if context.n_train is None else context.n_train
-    if config.batch_size is not None and config.batch_size > n_examples:
-        raise JobError(
-            f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
-            f"{n_examples} samples: use at most that, or remove batch_size to use all"
-        )
     shards, _ = all_copy_names(context.n_shards, 1)
     rounding = float(np.finfo(wb.layout_of(context).dtype).eps) / 2.0
     return Coordinator(
@@ -100,7 +89,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
         worker_config(config, context),
         client=client,
         executor=wb.local_executor(model, context, seed=(config.seed, 0), sums=True),
-        samples=Samples(n_examples, seed=config.order_seed),
+        samples=Samples(n_examples),
         await_begin=context.await_begin and config.warm_start is None,
     )
     if config.warm_start is None:
@@ -218,7 +207,7 @@ def build_rank(
         Items(
             values=wb.zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
         ),
-        Samples(len(context.train_data()), seed=config.order_seed),
+        Samples(len(context.train_data())),
         shards=view.shards,
         client=parts.client,
         names=member_names(place.group, n_machines),

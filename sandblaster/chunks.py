@@ -1,8 +1,8 @@
 """Division of a batch into mini-batches, and of mini-batches into chunks.
 
-    batch          positions 10 ... 33 of the order of the data; 24 examples
-    mini-batches   of 4, computed at once  [10 14) [14 18) [18 22) [22 26) [26 30) [30 34)
-    chunks         of 2, pushed at once    [10 ... 18)     [18 ... 26)     [26 ... 34)
+    batch          all examples, positions 0 ... 23
+    mini-batches   of 4, computed at once  [0 4) [4 8) [8 12) [12 16) [16 20) [20 24)
+    chunks         of 2, pushed at once    [0 ... 8)   [8  ...   16)   [16  ...   24)
 
 The division depends on the batch alone, not on the workers: so the sum of a chunk, and that
 of the batch, has the same bits on every worker.
@@ -38,22 +38,12 @@ class ChunkSizes:
     def n_chunks(self, n_examples: int) -> int:
         return -(-n_examples // self.chunk_size)
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRange:
-    """A batch: `n_examples` consecutive positions of the order of the data, from `first`."""
-
-    first: int
-    n_examples: int
-
-    def chunk_bounds(self, chunk_index: int, chunk_sizes: ChunkSizes) -> tuple[int, int]:
-        """Return the positions [start, stop) of a chunk."""
-        start = chunk_index * chunk_sizes.chunk_size
-        if not 0 <= start < self.n_examples:
+    def chunk_bounds(self, chunk_index: int, n_examples: int) -> tuple[int, int]:
+        """Return the positions [start, stop) of a chunk of a batch of `n_examples`."""
+        start = chunk_index * self.chunk_size
+        if not 0 <= start < n_examples:
             raise ValueError(
-                f"chunk {chunk_index} of a batch of {self.n_examples} examples, which has "
-                f"{chunk_sizes.n_chunks(self.n_examples)}"
+                f"chunk {chunk_index} of a batch of {n_examples} examples, which has "
+                f"{self.n_chunks(n_examples)}"
             )
-        stop = min(start + chunk_sizes.chunk_size, self.n_examples)
-        return self.first + start, self.first + stop
+        return start, min(start + self.chunk_size, n_examples)

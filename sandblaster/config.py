@@ -23,7 +23,6 @@ from sandblaster.chunks import ChunkSizes
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
-from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 
 
@@ -31,8 +30,6 @@ MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn
 METHODS: Final = get_args(MethodName)
 
 HISTORY: Final = 10
-BATCH_MIN: Final = 3
-"""Examples: one shared with each neighbor, and one of its own."""
 
 CHUNKS_PER_REPLICA: Final = 16
 """Chunks of a batch per worker, at least: so a worker at half speed costs no time."""
@@ -71,15 +68,12 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     loss: str  # torch's name of it, or an import path (`distbelief.task.losses`)
     method: str = "l-bfgs"  # one of `METHODS`
-    # Samples of one batch; None: all of them. Smaller ones need "l-bfgs", and each batch
-    # shares a part with the one before.
-    batch_size: int | None = None
     history: int = HISTORY  # pairs that L-BFGS and OWL-QN remember
     max_iterations: int = 15_000  # bound on accepted points
     max_evaluations: int | None = None  # None: the method's own
     tolerance: float = 1e-5  # ends when no element of the gradient is larger
     # Ends when the relative improvement of the loss stays below it for a few iterations;
-    # None: the method's own. Not with batch_size.
+    # None: the method's own.
     value_tolerance: float | None = None
     l1: float = 0.0  # penalty l1 |w|_1 of all parameters, biases too (method "owl-qn" only)
     l2: float = 0.0  # penalty l2 / 2 |w|^2 of all parameters
@@ -89,15 +83,12 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     portions_per_set: int | None = None
     backups: bool = True  # give idle replicas backup tasks
     warm_start: WarmStart | None = None  # Downpour for so many samples first
-    # Of the order of the data, where batches are not all of them, and of the model's own
-    # randomness: each mini-batch has its own, equal at every point.
-    seed: int = 0
+    seed: int = 0  # of the model's own randomness: each mini-batch's is equal at every point
 
     def __post_init__(self) -> None:
         counts = ("history", "max_iterations", "max_evaluations", "portion", "portions_per_set")
         for name in counts:
             _at_least(1, name, getattr(self, name))
-        _at_least(BATCH_MIN, "batch_size", self.batch_size)
         for name in ("tolerance", "value_tolerance", "l1", "l2"):
             value: float | None = getattr(self, name)
             if value is not None and not 0.0 <= value < math.inf:
@@ -105,7 +96,6 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
         self._check_method()
-        self._check_effect()
         self.chosen()  # the method checks the rest
 
     def _check_method(self) -> None:
@@ -116,30 +106,16 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"l1 is {self.l1} with method {self.method!r}, which needs a smooth loss: "
                 'use method = "owl-qn", or l2'
             )
-        if self.batch_size is not None and self.method != "l-bfgs":
-            raise ValueError(
-                f"batch_size is {self.batch_size} with method {self.method!r}, which needs full "
-                'batches: use method = "l-bfgs", or remove batch_size'
-            )
         if not self.l1 and self.method == "owl-qn":
             raise ValueError(
                 f"l1 is {self.l1} with method {self.method!r}, which needs that penalty: "
                 'use l1 above 0, or method = "l-bfgs"'
             )
-
-    def _check_effect(self) -> None:
-        # Defaults pass: a job file as it ran names every key.
-        remembers = self.method in {"l-bfgs", "owl-qn"}
-        if self.history != HISTORY and not remembers:
+        # The default passes: a job file as it ran names every key.
+        if self.history != HISTORY and self.method not in {"l-bfgs", "owl-qn"}:
             raise ValueError(
                 f"history is {self.history} with method {self.method!r}, which has none: "
                 'use method = "l-bfgs", or remove history'
-            )
-        if self.value_tolerance and self.batch_size is not None:
-            raise ValueError(
-                f"value_tolerance is {self.value_tolerance} with batch_size "
-                f"{self.batch_size}, whose losses are of different batches: use tolerance, "
-                "or remove value_tolerance or batch_size"
             )
 
     def chosen(self) -> AnyMethod:
@@ -152,9 +128,6 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         }
         given = {name: value for name, value in given.items() if value is not None}
         match self.method:
-            case "l-bfgs" if self.batch_size is not None:
-                given |= {"n_history": self.history, "batch_size": self.batch_size}
-                return msgspec.convert(given, MultiBatchLBFGS)
             case "l-bfgs":
                 return msgspec.convert(given | {"n_history": self.history}, LBFGS)
             case "owl-qn":
@@ -165,19 +138,13 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             case _:
                 return msgspec.convert(given, GradientDescent)
 
-    @property
-    def order_seed(self) -> int | None:
-        """Seed of the order of the data; None: as they come, which is fastest."""
-        return None if self.batch_size is None else self.seed
-
     def chunk_sizes(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
         """Return how a batch is divided; coordinator and workers must agree on it."""
         if self.portions_per_set is not None:
             n_mini_batches = self.portions_per_set
         else:
-            batch = min(self.batch_size or n_examples, n_examples)
-            least = min(CHUNK_EXAMPLES_MIN, batch // (4 * n_replicas))
-            fair = max(batch // (CHUNKS_PER_REPLICA * n_replicas), least)
+            least = min(CHUNK_EXAMPLES_MIN, n_examples // (4 * n_replicas))
+            fair = max(n_examples // (CHUNKS_PER_REPLICA * n_replicas), least)
             n_mini_batches = max(1, min(fair, CHUNK_EXAMPLES_MAX) // self.portion)
         return ChunkSizes(mini_batch_size=self.portion, mini_batches_per_chunk=n_mini_batches)
 

@@ -24,7 +24,7 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
 from distbelief.worker.batches import BatchIndices
 from distbelief.worker.group import GroupLeader, Outgoing
-from sandblaster.chunks import COORDINATOR, BatchRange, ChunkSizes
+from sandblaster.chunks import COORDINATOR, ChunkSizes
 
 
 TIMER: Final = "group:report"
@@ -179,13 +179,12 @@ class ChunkAttempts:
         if (message.epoch, message.version) <= (self.epoch, self._version):
             return False
         is_new = (message.epoch, message.evaluation) != self.key
-        batch = BatchRange(first=message.first, n_examples=message.n_examples)
         attempts: dict[int, ChunkAttempt] = {}
         for task in message.tasks:
             # An attempt that is already here keeps what it has computed.
             known = None if is_new else self._attempts.get(task.attempt)
             if known is None:
-                start, stop = batch.chunk_bounds(task.chunk_index, self._chunk_sizes)
+                start, stop = self._chunk_sizes.chunk_bounds(task.chunk_index, message.n_examples)
                 known = ChunkAttempt(attempt=task.attempt, start=start, stop=stop)
             known.commit_token = task.commit_token
             attempts[task.attempt] = known

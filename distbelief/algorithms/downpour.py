@@ -10,17 +10,7 @@ from distbelief.config.job import ClusterTable
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, RosterEntry
-from distbelief.worker.build import (
-    Split,
-    build_evaluator,
-    build_rank,
-    build_replica,
-    build_shard,
-    evaluator_entries,
-    replica_entries,
-    shard_entries,
-    shard_names,
-)
+from distbelief.worker import build as roles
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_steps import OF_WHOLE_TENSORS
@@ -61,29 +51,30 @@ class DownpourAlgorithm:
         """Return the roles of a job: shards first, since all others need them."""
         del config  # the paper's roles do not depend on it
         return [
-            *shard_entries(n_shards, shard_copies),
-            *replica_entries(n_replicas, n_machines),
-            *(evaluator_entries(n_machines) if evaluates else []),
+            *roles.shard_entries(n_shards, shard_copies),
+            *roles.replica_entries(n_replicas, n_machines),
+            *(roles.evaluator_entries(n_machines) if evaluates else []),
         ]
 
     def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
         """Return the role of this name, in its own process; may take long, starts nothing.
 
-        Raises:
-            JobError: the model or the data cannot be built.
-            LocalProtocolError: the roster has no such role.
+        JobError if the model or the data cannot be built; LocalProtocolError if the roster has no
+        such role.
         """
         kind, _, index = name.partition("-")
         if context.plan is not None and group_rank_of(name) is not None:
-            split = Split.of(context)
-            return build_rank(name, config=config, context=context, split=split)
+            split = roles.Split.of(context)
+            return roles.build_rank(name, config=config, context=context, split=split)
         match kind:
-            case "shard" if name in shard_names(context):
-                return build_shard(name, rule=config.rule, policy=config.exchange, context=context)
+            case "shard" if name in roles.shard_names(context):
+                return roles.build_shard(
+                    name, rule=config.rule, policy=config.exchange, context=context
+                )
             case "replica" if _within(index, context.n_replicas):
-                return build_replica(int(index), config=config, context=context)
+                return roles.build_replica(int(index), config=config, context=context)
             case "evaluator" if not index:
-                return build_evaluator(context)
+                return roles.build_evaluator(context)
             case _:
                 raise LocalProtocolError(
                     f"no role {name!r} in a job of {context.n_shards} shards and "

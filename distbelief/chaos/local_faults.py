@@ -252,8 +252,7 @@ class SupervisorUnderChaos:
 def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
     """Run a job on this host under the fault schedule of a seed; print its run directory.
 
-    Raises:
-        JobError: the job cannot be run.
+    JobError if the job cannot be run.
     """
     horizon = job.stop.seconds or HORIZON_SECONDS
     injector = FaultInjector(lambda roles: schedule(seed, roles), horizon=horizon)

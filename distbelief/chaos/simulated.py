@@ -61,8 +61,7 @@ def run_simulated_chaos(
 ) -> ChaosReport:
     """Simulate a job under the fault schedule of a seed; `progress` is for `N_RUNS` runs.
 
-    Raises:
-        SimulationFailed: a role broke an assertion, or the job does not end.
+    SimulationFailed if a role broke an assertion, or the job does not end.
     """
     progress = progress or WaitProgress(Console(quiet=True), n_runs=N_RUNS)
     roles = [entry.name for entry in prepared.roster]
@@ -81,7 +80,7 @@ def run_simulated_chaos(
     progress.end()
     view, simulation = run.view, run.simulation
     error = simulation.halted[SUPERVISOR]
-    counts_steps = "coordinator" not in prepared.kinds.values() and prepared.plan is None
+    counts_steps = "coordinator" not in prepared.kinds.values() and prepared.preflight.plan is None
     report = ChaosReport(
         job=prepared.job.name,
         seed=seed,

@@ -14,15 +14,9 @@ from distbelief.chaos.simulated import N_RUNS, run_simulated_chaos
 from distbelief.config.load import load_job
 from distbelief.core.signals import ended_by_signals
 from distbelief.display.progress import WaitProgress
+from distbelief.forecast import report as reports
 from distbelief.forecast.api import Forecast, SimulationRequest, run_request
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.report import (
-    as_json as forecast_as_json,
-    constants_table,
-    details_of,
-    remarks_on,
-    table_of,
-)
 
 
 WIDTH: Final = 200  # columns of a table in a pipe or file
@@ -35,18 +29,16 @@ def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
     with ended_by_signals():  # so that temporary files are removed
         forecast = run_request(request, console=aside)
     if as_json:
-        text = forecast_as_json(
-            forecast.job,
-            forecast.variants,
-            cluster=forecast.cluster,
-            constants=forecast.constants,
-            best=forecast.best,
-        )
-        console.out(text, highlight=False)
+        console.out(msgspec.json.encode(forecast.plain()).decode(), highlight=False)
     else:
-        _print(forecast, request, console)
-    if forecast.timeline is not None and forecast.timeline.error is not None:
-        raise forecast.timeline.error
+        _print(forecast, console, n_seeds=len(request.seeds))
+    if forecast.timeline is not None and request.trace is not None:
+        # Last: its error must not cost the results.
+        reports.write_trace(request.trace, forecast.timeline)
+        where = f"timeline of the first run: {request.trace}"
+        if n_lost := forecast.timeline.n_lost:
+            where += f"; it ends early: {n_lost:,} more spans did not fit"
+        aside.print(where, soft_wrap=True, markup=False)
     return all(
         outcome.error is None for variant in forecast.variants for outcome in variant.outcomes
     )
@@ -57,28 +49,21 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def _print(forecast: Forecast, request: SimulationRequest, console: Console) -> None:
+def _print(forecast: Forecast, console: Console, *, n_seeds: int) -> None:
     run = [variant for variant in forecast.variants if variant.outcomes]
-    n_seeds = len(request.seeds)
     seeds = "" if n_seeds == 1 else f", {n_seeds} seeds: median (p10 to p90)"
     title = f"{forecast.job.name} on {forecast.cluster}{seeds}"
     console.print(Text(title, "bold"))
-    console.print(table_of(run, best=forecast.best))
+    console.print(reports.table_of(run, best=forecast.best))
     if len(run) == 1:
-        console.print(details_of(run[0]), soft_wrap=True)
+        console.print(reports.details_of(run[0]), soft_wrap=True)
     if forecast.best is not None:
         chosen = " ".join(f"--set {key}={value}" for key, value in forecast.best.settings.items())
         console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
-    for line in remarks_on(forecast.variants):
+    for line in reports.remarks_on(forecast.variants):
         console.print(line, soft_wrap=True, markup=False)
-    timeline = forecast.timeline
-    if timeline is not None and timeline.error is None:
-        where = f"timeline of the first run: {request.trace}"
-        if n_lost := timeline.n_spans_lost:
-            where += f"; it ends early: {n_lost:,} more spans did not fit"
-        console.print(where, soft_wrap=True, markup=False)
     console.print()
-    console.print(constants_table(forecast.constants))
+    console.print(reports.constants_table(forecast.constants))
 
 
 def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as_json: bool) -> int:

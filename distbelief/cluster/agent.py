@@ -471,7 +471,7 @@ class AgentStorage:
 
 
 def _new_run_directory(directory: Path) -> Path:
-    try:
+    with files.explaining(directory, doing="make a directory in"):
         directory.mkdir(parents=True, exist_ok=True)
         for number in range(1, N_SIBLINGS_MAX):
             candidate = directory / str(number)
@@ -479,6 +479,4 @@ def _new_run_directory(directory: Path) -> Path:
                 candidate.mkdir()
                 (candidate / "logs").mkdir()
                 return candidate
-    except OSError as error:
-        raise files.explained(error, directory, doing="make a directory in") from error
     raise JobError(f"{directory} has {N_SIBLINGS_MAX} runs: remove some")

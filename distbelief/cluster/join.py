@@ -8,7 +8,6 @@ import errno
 import os
 import secrets
 import select
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.errors import JobError
 from distbelief.launch.local import LocalLauncher
 from distbelief.partition.profiling import this_host as profiling
-from distbelief.protocol import Offer, Stop
+from distbelief.protocol import Offer
 from distbelief.protocol.codec import JOINING
-from distbelief.roles.role import HOST, SUPERVISOR, USER, PeerLost, Received
+from distbelief.roles.role import HOST, SUPERVISOR, PeerLost
 from distbelief.run_log import RunLog
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
@@ -139,10 +138,8 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
     keys = reach.keys
     place = address.place(address.key if keys is None else keys.server_key)
     name = HOST + secrets.token_hex(4)
-    try:
+    with files.explaining(options.directory, doing="make"):
         options.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as why:
-        raise files.explained(why, options.directory, doing="make") from why
     log = RunLog(options.directory / "host.log", name, tell=tell)
     last_error = ""
 
@@ -185,12 +182,8 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
             if lost is not None:
                 node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
 
-        def stop(number: signal.Signals) -> None:
-            message = Stop(reason=REASONS[number])
-            node.post(Received(sender=USER, incarnation=0, message=message))
-
         with caught_signals() as caught:
-            caught.tell = stop
+            caught.tell = lambda number: node.stop(REASONS[number])
             error = node.run(look)
         if error is None:
             return EXIT_CODES.get(caught.number, 0) if caught.number else 0

@@ -13,7 +13,7 @@ import msgspec
 from typing_extensions import override
 
 from distbelief.cluster.bootstrap import write_job_spec
-from distbelief.cluster.ray import RayHosts, RayOptions, connect
+from distbelief.cluster.ray import RayHosts, connect
 from distbelief.config.job import Job
 from distbelief.errors import JobError
 from distbelief.launch.role_process import RoleSpec
@@ -126,14 +126,13 @@ class JoinServer:
         if not self.on_ray:
             yield None
             return
-        options = RayOptions.of(
+        hosts = RayHosts.of(
             job,
             n_hosts=max(1, self.n_hosts),
             n_machines=n_machines,
             slots_here=self.slots_here(job),
             keys="" if self.reach.keys is None else self.reach.keys.directory,
         )
-        hosts = RayHosts(options)
         try:
             hosts.start(str(address), directory=directory)
             yield hosts

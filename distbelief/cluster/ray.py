@@ -11,10 +11,9 @@ it kills the supervisor too, like every process that connected to it: `--resume`
 import os
 import re
 import socket
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Self, final
 
 from distbelief.cluster.agent import JoinOptions
 from distbelief.config.job import Job
@@ -31,31 +30,6 @@ NEWS_SECONDS: Final = 2.0  # between two checks of the actors
 RESOURCE_SECONDS: Final = 10.0  # without resources for all actors, until the user is warned
 
 _ADDRESS: Final = re.compile(r"(ray://)?(?P<host>[^:/]+):(?P<port>\d{1,5})")
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RayOptions:
-    """What a job needs from Ray."""
-
-    n_hosts: int  # number of actors
-    cores: int  # of each
-    keys: str  # directory of keys on Ray's nodes; "" without keys
-    allowed: tuple[str, ...]  # modules whose functions the job names
-
-    @classmethod
-    def of(
-        cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str
-    ) -> "RayOptions":
-        """Return what this job needs beyond the supervisor's own host."""
-        n_processes = max(1, job.cluster.replicas * n_machines - slots_here)
-        modules = (path.partition(":")[0] for _, path in import_paths(job))
-        return cls(
-            n_hosts=n_hosts,
-            cores=ceil(n_processes / n_hosts) * job.cluster.threads,
-            keys=keys,
-            allowed=tuple(dict.fromkeys(modules)),
-        )
 
 
 class RayMachine:
@@ -117,10 +91,18 @@ def _check_address(address: str) -> None:
 
 @final
 class RayHosts:
-    """The hosts that Ray provides to one job: `connect`, then `start`, then `close`."""
+    """The hosts that Ray provides to one job: `connect`, then `start`, then `close`.
 
-    def __init__(self, options: RayOptions) -> None:
-        self._options = options
+    Args:
+        n_hosts: Number of actors.
+        cores: Of each actor.
+        keys: Directory of keys on Ray's nodes; "" without keys.
+        allowed: Modules whose functions the job names.
+    """
+
+    def __init__(self, *, n_hosts: int, cores: int, keys: str, allowed: tuple[str, ...]) -> None:
+        self.n_hosts, self.cores, self.allowed = n_hosts, cores, allowed
+        self._keys = keys
         self._actors: list[object] = []
         self._ends: list[object] = []  # result of each actor's `join`
         self._group: object = None
@@ -128,18 +110,25 @@ class RayHosts:
         self._begun_at: Seconds | None = None
         self._look_at: Seconds = 0.0
 
+    @classmethod
+    def of(cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str) -> Self:
+        """Return as many hosts, for what this job needs beyond the supervisor's own host."""
+        n_processes = max(1, job.cluster.replicas * n_machines - slots_here)
+        modules = (path.partition(":")[0] for _, path in import_paths(job))
+        cores = ceil(n_processes / n_hosts) * job.cluster.threads
+        return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=tuple(dict.fromkeys(modules)))
+
     def start(self, address: str, *, directory: Path) -> None:
         """Ask Ray for hosts; they join when it has them."""
         import ray  # noqa: PLC0415 -- an extra
         from ray.util import placement_group  # noqa: PLC0415 -- an extra
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 -- an extra
 
-        options = self._options
-        bundles = [{"CPU": options.cores} for _ in range(options.n_hosts)]
+        bundles = [{"CPU": self.cores} for _ in range(self.n_hosts)]
         self._group = group = placement_group(bundles, strategy="SPREAD")
         self._pending = [group.ready()]
-        make = ray.remote(num_cpus=options.cores, max_restarts=-1, max_task_retries=-1)
-        for index in range(options.n_hosts):
+        make = ray.remote(num_cpus=self.cores, max_restarts=-1, max_task_retries=-1)
+        for index in range(self.n_hosts):
             strategy = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             )
@@ -147,9 +136,9 @@ class RayHosts:
             actor = machine.remote()
             host = JoinOptions(
                 address=address,
-                keys=Path(options.keys) if options.keys else None,
-                cores=options.cores,
-                allowed=options.allowed,
+                keys=Path(self._keys) if self._keys else None,
+                cores=self.cores,
+                allowed=self.allowed,
                 code=Path.cwd(),
                 directory=directory / f"ray-{index}",
             )
@@ -173,9 +162,8 @@ class RayHosts:
             self._pending = []
         elif self._pending and now - self._begun_at >= RESOURCE_SECONDS:
             self._pending = []
-            options = self._options
             texts.append(
-                f"Ray has no resources for {options.n_hosts} x {options.cores} cores (ray status)"
+                f"Ray has no resources for {self.n_hosts} x {self.cores} cores (ray status)"
             )
         if self._ends:
             n = len(self._ends)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final, cast, final, get_args
+from typing import Final, cast, final, get_args
 
 import msgspec
 
@@ -38,8 +38,6 @@ _SUFFIX: Final = ".toml"
 # Two machines, or the first and the last of a group: "0-15".
 _ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
-
 
 @final
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,23 +52,17 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     failures: object = None  # mean_time = "30 d", away = "10 min", group = 4; of each machine
     preemptions: object = None  # the same keys
     trace: object = None  # file = "outages.csv", in the same directory
-    # flops = "measured: a product of matrices"; where `origin` does not fit
-    origins: Mapping[str, str] = {}
 
 
 @final
 class _Group(spec.Machine, frozen=True, kw_only=True):
-    # Equal machines.
-    count: _Count = 1
-    cores: _Count = 1
-    # Up to 2: compute times often 7 times as long, or as short.
-    jitter: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
+    count: spec.AtLeastOne = 1  # equal machines
 
 
 @final
 class _Switch(msgspec.Struct, frozen=True, kw_only=True):
     machines: str  # "0-3"
-    bandwidth: units.Rate
+    bandwidth: spec.PositiveRate
 
 
 @final
@@ -155,8 +147,6 @@ def _cluster(file: _File, name: str, directory: Path | None) -> spec.Cluster:
         for key, table in (("failures", file.failures), ("preemptions", file.preemptions))
     }
     counted = zip(machines, groups, strict=True)
-    figures = (*_File.__struct_fields__, *spec.Machine.__struct_fields__)
-    tables.check_known(file.origins, figures, ("origins",))
     return spec.Cluster(
         name=file.name or name,
         machines=tuple(machine for machine, group in counted for _ in range(group.count)),
@@ -169,7 +159,6 @@ def _cluster(file: _File, name: str, directory: Path | None) -> spec.Cluster:
         failures=outages["failures"],
         preemptions=outages["preemptions"],
         trace=_trace(file.trace, directory, n_machines=n_machines),
-        origins=file.origins,
     )
 
 
@@ -199,13 +188,15 @@ def _links(links: Mapping[str, object], *, n_machines: int) -> dict[str, float]:
             rates[ends] = units.parse(rate, "rate")
         except JobFileError as error:
             raise GraphError(f"[links] {ends} = {error}") from None
+        if not rates[ends]:
+            raise GraphError(f"[links] {ends} = {excerpt(rate)}: use a number above 0")
     return rates
 
 
 def _switch(entry: object, index: int) -> spec.Switch:
     switch = tables.decode(entry, _Switch, path=("switches", str(index)))
     ends = _ENDS.fullmatch(switch.machines)
-    if ends is None:
+    if ends is None or int(ends[1]) > int(ends[2]):
         raise GraphError(
             f"[[switches]] {index} machines = {excerpt(switch.machines)}: write the "
             'first and the last of a group, like "0-15"'

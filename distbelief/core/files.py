@@ -127,6 +127,15 @@ def explained(error: OSError, path: Path, *, doing: str) -> StorageError:
     return StorageError(f"cannot {doing} {path}: {why}")
 
 
+@contextmanager
+def explaining(path: Path, *, doing: str) -> Iterator[None]:
+    """Raise an OSError of the block as `explained`."""
+    try:
+        yield
+    except OSError as error:
+        raise explained(error, path, doing=doing) from error
+
+
 @final
 class LineFile:
     """Appends lines to a file, which the first line creates.
@@ -158,19 +167,14 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
     """Replace the file at `path` atomically by what `fill` writes to the path it gets."""
     # A device or a pipe (/dev/null) is written directly, never replaced by a file.
     if path.exists() and not (path.is_file() or path.is_dir()):
-        try:
+        with explaining(path, doing="write"):
             fill(path)
-        except OSError as error:
-            raise explained(error, path, doing="write") from error
         return
-    try:
-        with _draft_beside(path) as draft:
-            fill(draft)
-            force(draft)
-            draft.replace(path)
-            force(path.parent)
-    except OSError as error:
-        raise explained(error, path, doing="write") from error
+    with explaining(path, doing="write"), _draft_beside(path) as draft:
+        fill(draft)
+        force(draft)
+        draft.replace(path)
+        force(path.parent)
 
 
 @contextmanager

@@ -10,15 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Final, final
 
-from distbelief.execution.operations import (
-    BackwardOp,
-    CombineOp,
-    Dataflow,
-    ForwardOp,
-    InputOp,
-    Operation,
-    OutputOp,
-)
+from distbelief.execution import operations as ops
 from distbelief.execution.slots import Gather, How, gather
 from distbelief.graph.graph import INPUT, Layer
 from distbelief.graph.operator import joined, operator_of
@@ -73,7 +65,7 @@ def dataflow(
     loss: str | None = None,  # the layer whose mean over the samples is the objective
     outputs: frozenset[str] = frozenset(),  # layers whose outputs are wanted at the end
     seeds: frozenset[str] | None = None,  # layers where gradients begin; by default the loss
-) -> Dataflow:
+) -> ops.Dataflow:
     """Return what one rank computes."""
     if seeds is None:
         seeds = frozenset() if loss is None else frozenset({loss})
@@ -141,7 +133,7 @@ class _FlowBuilder:
         }
         self._own = {name: regions for name, regions in own.items() if regions}
         # --- what has been written ---
-        self._operations: list[Operation] = []
+        self._operations: list[ops.Operation] = []
         self._once: list[bool] = []
         self._added: set[int] = set()
         self._sent: dict[tuple[int, int], int] = {}
@@ -218,11 +210,11 @@ class _FlowBuilder:
                 reads_of = [self._gather("parameter_gradient", name, r, how="sum") for r in regions]
                 items = tuple(self._items[name, region] for region in regions)
                 self._operations.append(
-                    OutputOp(message=None, reads=tuple(reads_of), items=items, once=True)
+                    ops.OutputOp(message=None, reads=tuple(reads_of), items=items, once=True)
                 )
 
-    def finished(self) -> Dataflow:
-        return Dataflow(
+    def finished(self) -> ops.Dataflow:
+        return ops.Dataflow(
             operations=tuple(self._operations),
             once=tuple(self._once),
             added=frozenset(self._added),
@@ -277,7 +269,7 @@ class _FlowBuilder:
             reads = tuple(self._gather(kind, name, region, how=how) for region in message.regions)
             self._sent[index, message.receiver] = len(self._operations)
             self._operations.append(
-                OutputOp(message=message, reads=reads, items=(), once=kind in _ONCE_KINDS)
+                ops.OutputOp(message=message, reads=reads, items=(), once=kind in _ONCE_KINDS)
             )
 
     # --------------------------------------------------------------- single operations
@@ -296,7 +288,7 @@ class _FlowBuilder:
         writes = tuple(self._slot(once=once) for _ in regions)
         self._known[kind, name] += zip(writes, regions, strict=True)
         self._operations.append(
-            InputOp(message=message, layer=layer, items=tuple(items), writes=writes, once=once)
+            ops.InputOp(message=message, layer=layer, items=tuple(items), writes=writes, once=once)
         )
 
     def _add_forward(self, layer: Layer, region: Region, *, partial: bool) -> None:
@@ -313,7 +305,7 @@ class _FlowBuilder:
         else:
             seed = self._add_output(layer, region, slot)
         self._operations.append(
-            ForwardOp(
+            ops.ForwardOp(
                 layer=layer,
                 region=region,
                 partial=partial,
@@ -336,7 +328,7 @@ class _FlowBuilder:
         reads = (self._gather("partial", layer.name, region, how=sums.combine),)
         slot = self._slot()
         seed = self._add_output(layer, region, slot)
-        self._operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))
+        self._operations.append(ops.CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))
         if layer.name in self._gradients:
             self._combined[layer.name].append(region)
 
@@ -365,7 +357,7 @@ class _FlowBuilder:
             gradient = self._gather("gradient", layer.name, region, how="sum")
         index = self._forwards[layer.name, region]
         forward = self._operations[index]
-        assert isinstance(forward, ForwardOp), layer.name
+        assert isinstance(forward, ops.ForwardOp), layer.name
         needs = needed(layer, region, partial=partial)
         writes: dict[int, int] = {}
         for place, (name, where) in enumerate((*needs.reads, *needs.uses)):
@@ -385,7 +377,7 @@ class _FlowBuilder:
         flops = work_of(layer, region, partial=partial).backward
         for part in parts:
             self._operations.append(
-                BackwardOp(
+                ops.BackwardOp(
                     forward=index,
                     reads=(gradient,) if part is parts[0] else (),
                     places=part,
@@ -402,7 +394,7 @@ class _FlowBuilder:
             reads = (self._gather("gradient", layer.name, region, how="sum"),)
             slot = self._slot()
             self._known["partial_gradient", layer.name].append((slot, region))
-            self._operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
+            self._operations.append(ops.CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
 
     def _gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
         return gather(

@@ -15,14 +15,7 @@ from torch import nn
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError
-from distbelief.execution.operations import (
-    BackwardOp,
-    CombineOp,
-    Dataflow,
-    ForwardOp,
-    InputOp,
-    OutputOp,
-)
+from distbelief.execution import operations as ops
 from distbelief.execution.schedule import MicroBatchSchedule
 from distbelief.execution.slots import Activations
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
@@ -37,7 +30,7 @@ _MEAN: Final = "running_mean"
 _COUNT: Final = "num_batches_tracked"
 
 
-def with_counts(flow: Dataflow, saved: Collection[str]) -> Dataflow:
+def with_counts(flow: ops.Dataflow, saved: Collection[str]) -> ops.Dataflow:
     """Return the dataflow with BatchNorm's step counters as additional items.
 
     torch counts steps in `num_batches_tracked`, which no layer computes. The rank that keeps the
@@ -120,7 +113,7 @@ class PartitionExecutor:
 
     def __init__(
         self,
-        flow: Dataflow,
+        flow: ops.Dataflow,
         *,
         dtype: torch.dtype = torch.float32,  # of floating-point numbers
         modules: Mapping[str, nn.Module] | None = None,  # layers that are computed whole
@@ -162,18 +155,18 @@ class PartitionExecutor:
             micro_batch, index = divmod(instance, n)
             operation = self.flow.operations[index]
             match operation:
-                case InputOp():
+                case ops.InputOp():
                     self._input(operation, micro_batch, arrived.get(instance))
-                case ForwardOp():
+                case ops.ForwardOp():
                     self._forward(operation, micro_batch, instance)
-                case CombineOp():
+                case ops.CombineOp():
                     (joined,) = self._current().slots.read(operation.reads, micro_batch)
                     self._write_output(
                         operation.writes, operation.seed, micro_batch, joined, operation.layer.name
                     )
-                case BackwardOp():
+                case ops.BackwardOp():
                     self._backward(operation, micro_batch, micro_batch * n + operation.forward)
-                case OutputOp():
+                case ops.OutputOp():
                     self._output(operation, micro_batch, instance, sends, put)
                 case _:
                     assert_never(operation)
@@ -208,7 +201,7 @@ class PartitionExecutor:
 
     # ---------------------------------------------------------------------- operations
 
-    def _input(self, operation: InputOp, micro_batch: int, arrived: Vector | None) -> None:
+    def _input(self, operation: ops.InputOp, micro_batch: int, arrived: Vector | None) -> None:
         state = self._current()
         if operation.message is not None:
             assert arrived is not None, operation.message
@@ -223,7 +216,7 @@ class PartitionExecutor:
             state.slots.write(slot, micro_batch, value.to(self._device))
 
     def _unpacked(
-        self, operation: InputOp, message: Message, micro_batch: int, arrived: Vector
+        self, operation: ops.InputOp, message: Message, micro_batch: int, arrived: Vector
     ) -> list[torch.Tensor]:
         n = 1 if message.name in self.flow.joined else self._size(micro_batch)
         shapes = [r.shape if operation.once else (n, *r.shape) for r in message.regions]
@@ -231,7 +224,7 @@ class PartitionExecutor:
         parts = flat[: sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _forward(self, op: ForwardOp, micro_batch: int, instance: int) -> None:
+    def _forward(self, op: ops.ForwardOp, micro_batch: int, instance: int) -> None:
         state = self._current()
         leaves = []
         for value, back in zip(
@@ -255,7 +248,7 @@ class PartitionExecutor:
             state.tape[instance] = _Taped(output, leaves)
         self._write_output(op.writes, op.seed, micro_batch, output.detach(), op.layer.name)
 
-    def _backward(self, operation: BackwardOp, micro_batch: int, forward: int) -> None:
+    def _backward(self, operation: ops.BackwardOp, micro_batch: int, forward: int) -> None:
         state = self._current()
         taped = state.tape.get(forward)
         # The saved graph is freed with its last reader.
@@ -283,7 +276,7 @@ class PartitionExecutor:
 
     def _output(
         self,
-        operation: OutputOp,
+        operation: ops.OutputOp,
         micro_batch: int,
         instance: int,
         sends: list[tuple[int, Vector]],
@@ -298,7 +291,7 @@ class PartitionExecutor:
         sends.append((instance, self._packed(operation, micro_batch, found)))
 
     def _packed(
-        self, operation: OutputOp, micro_batch: int, found: Sequence[torch.Tensor | None]
+        self, operation: ops.OutputOp, micro_batch: int, found: Sequence[torch.Tensor | None]
     ) -> Vector:
         message = operation.message
         assert message is not None
@@ -346,7 +339,7 @@ class PartitionExecutor:
 
 
 def _failed(
-    forward: ForwardOp, inputs: Sequence[torch.Tensor], error: Exception
+    forward: ops.ForwardOp, inputs: Sequence[torch.Tensor], error: Exception
 ) -> DistBeliefError:
     if isinstance(error, DistBeliefError):
         return error
@@ -381,10 +374,8 @@ def inference_of(
 
         ... --> fc8, cut over 4 ranks --> fc8.whole, on rank 0
 
-    The outputs of its graph are in this order, under other names.
-
-    Raises:
-        GraphError: a layer does not exist.
+    The outputs of its graph are in this order, under other names. GraphError if a layer does not
+    exist.
     """
     unknown = [name for name in outputs if name not in graph.by_name]
     if unknown or not outputs:

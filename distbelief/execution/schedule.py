@@ -14,14 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
-from distbelief.execution.operations import (
-    BackwardOp,
-    Dataflow,
-    ForwardOp,
-    InputOp,
-    Operation,
-    OutputOp,
-)
+from distbelief.execution import operations as ops
 
 
 # An operation with more takes long: about a tenth of a millisecond.
@@ -36,7 +29,7 @@ CHAIN_FLOPS: Final = 2e9
 class MicroBatchSchedule:
     """The dependencies of all instances of a step; equal for steps with as many micro-batches."""
 
-    flow: Dataflow
+    flow: ops.Dataflow
     # Per instance, how many others it waits for; -1: no such instance.
     n_predecessors: tuple[int, ...]
     successors: tuple[tuple[int, ...], ...]  # per instance, those that wait for it
@@ -44,7 +37,7 @@ class MicroBatchSchedule:
     n_readers: tuple[int, ...]
 
     @classmethod
-    def of(cls, flow: Dataflow, n_micro: int) -> "MicroBatchSchedule":
+    def of(cls, flow: ops.Dataflow, n_micro: int) -> "MicroBatchSchedule":
         n, n_slots, writers = len(flow.operations), len(flow.once), _writers(flow)
         n_readers = [0] * (n_slots * n_micro)
         n_predecessors: list[int] = []
@@ -74,7 +67,7 @@ class MicroBatchSchedule:
                 waits: set[int] = set()
                 for slot in _read(operation):
                     waits |= read(slot, micro_batch)
-                if isinstance(operation, BackwardOp):
+                if isinstance(operation, ops.BackwardOp):
                     waits.add(micro_batch * n + operation.forward)
                     if micro_batch:  # gradients are summed in a fixed order, for the same bits
                         waits.add(instance - n)
@@ -137,8 +130,8 @@ class ReadyQueue:
             self.n_left -= 1
             total += flops
             operation = self._schedule.flow.operations[instance % self._n]
-            computes |= not isinstance(operation, InputOp)
-            sends |= isinstance(operation, OutputOp) and operation.message is not None
+            computes |= not isinstance(operation, ops.InputOp)
+            sends |= isinstance(operation, ops.OutputOp) and operation.message is not None
             for other in self._schedule.successors[instance]:
                 self._n_predecessors[other] -= 1
                 if not self._n_predecessors[other]:
@@ -150,30 +143,30 @@ class ReadyQueue:
 
     def _can_begin(self, instance: int) -> None:
         operation = self._schedule.flow.operations[instance % self._n]
-        can_wait = isinstance(operation, BackwardOp) and operation.can_wait
+        can_wait = isinstance(operation, ops.BackwardOp) and operation.can_wait
         # Sorts by (can_wait, instance): deferred gradients of tensors come last.
         heapq.heappush(self._ready, (can_wait, instance))
 
     def _flops(self, instance: int) -> float:
         micro_batch, index = divmod(instance, self._n)
         operation = self._schedule.flow.operations[index]
-        if isinstance(operation, ForwardOp | BackwardOp):
+        if isinstance(operation, ops.ForwardOp | ops.BackwardOp):
             return operation.flops * self._sizes[micro_batch]
         return 0.0
 
 
-def _read(operation: Operation) -> list[int]:
-    if isinstance(operation, InputOp):
+def _read(operation: ops.Operation) -> list[int]:
+    if isinstance(operation, ops.InputOp):
         return []
     return [piece.slot for read in operation.reads for piece in read.pieces]
 
 
-def _writers(flow: Dataflow) -> list[list[int]]:
+def _writers(flow: ops.Dataflow) -> list[list[int]]:
     writers: list[list[int]] = [[] for _ in flow.once]
     for index, operation in enumerate(flow.operations):
-        if isinstance(operation, OutputOp):
+        if isinstance(operation, ops.OutputOp):
             continue
-        if isinstance(operation, InputOp | BackwardOp):
+        if isinstance(operation, ops.InputOp | ops.BackwardOp):
             slots = operation.writes
         else:
             seeds = () if operation.seed is None else (operation.seed,)

@@ -50,8 +50,7 @@ def gather(
 ) -> Gather:
     """Plan how `wanted` is assembled from known slots.
 
-    Raises:
-        GraphError: no slot has a part of the region, so the program has a gap.
+    GraphError if no slot has a part of the region, so the program has a gap.
     """
     pieces: list[Piece] = []
     n_found = 0

@@ -16,10 +16,10 @@ from rich.console import Console
 from distbelief.config.job import Job
 from distbelief.config.load import load_job
 from distbelief.display.progress import WaitProgress
-from distbelief.errors import JobError, StorageError
+from distbelief.errors import JobError
 from distbelief.forecast.placement import HostCosts
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.report import check_place, write_trace
+from distbelief.forecast.report import check_place
 from distbelief.forecast.run import Timeline, Trial, check_learns_nothing
 from distbelief.forecast.sweep import Axis, Variant, axes_of, best_of, combinations, usual_axes
 
@@ -60,14 +60,6 @@ class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class TimelineResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the timeline of a run was written."""
-
-    n_spans_lost: int  # pieces of work that did not fit
-    error: StorageError | None  # why it could not be written
-
-
-@final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `simulate`."""
 
@@ -76,7 +68,18 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str], ...]  # name and value, of the model
     variants: tuple[Variant, ...]  # in order
     best: Variant | None = None  # the suggested one, if a suggestion was asked for
-    timeline: TimelineResult | None = None  # None if none was asked for
+    timeline: Timeline | None = None  # of the first run, if a trace was asked for
+
+    def plain(self) -> dict[str, object]:
+        """Return what `distbelief simulate --json` prints."""
+        names = ("settings", "n_machines", "spreads", "outcomes", "left_out")
+        return {
+            "job": self.job.name,
+            "cluster": self.cluster,
+            "constants": [{"name": name, "value": value} for name, value in self.constants],
+            "variants": [{name: getattr(v, name) for name in names} for v in self.variants],
+            "suggested": None if self.best is None else self.best.settings,
+        }
 
 
 def simulate(  # noqa: PLR0913 -- public API: all but the first are options
@@ -124,9 +127,8 @@ def simulate(  # noqa: PLR0913 -- public API: all but the first are options
 def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     """Run all simulations of a request.
 
-    Raises:
-        JobError: the job, cluster or sweep is not valid.
-        StorageError: the disk has no space for the timeline.
+    JobError if the job, cluster or sweep is not valid; StorageError if the disk has no space for a
+    timeline.
     """
     axes = request.axes
     if request.suggests and not axes:
@@ -190,7 +192,7 @@ def _planned(request: SimulationRequest, trial: Trial) -> Variant:
 
 def _run_trial(
     request: SimulationRequest, trial: Trial, variant: Variant, progress: WaitProgress
-) -> tuple[Variant, TimelineResult | None]:
+) -> tuple[Variant, Timeline | None]:
     if variant.left_out is not None:
         for _ in request.seeds:
             progress.end()
@@ -199,17 +201,6 @@ def _run_trial(
     for index, seed in enumerate(request.seeds):
         keeps_timeline = request.trace is not None and not index
         ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
-        if keeps_timeline and request.trace is not None:
-            timeline = _write_timeline(request.trace, ended.timeline)
+        timeline = ended.timeline if keeps_timeline else timeline
         outcomes.append(ended.outcome)
     return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), timeline
-
-
-def _write_timeline(path: Path, timeline: Timeline) -> TimelineResult:
-    # The results of a long run must not be lost because its timeline cannot be written.
-    error = None
-    try:
-        write_trace(path, timeline)
-    except StorageError as refused:
-        error = refused
-    return TimelineResult(n_spans_lost=timeline.n_lost, error=error)

@@ -2,7 +2,7 @@
 
     replica replica:step by flops    seconds per floating point operation
     shard shard:apply by bytes       seconds per byte
-    message, wake, latency           one constant each: see `Rates`
+    message, wake                    one constant each: see `Rates`
 
     python -m distbelief.forecast.calibration FOLDER INDEX N_PROCESSES
 
@@ -14,7 +14,6 @@ computing speed, and costs in bytes with its memory rate.
 """
 
 import hashlib
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Final, Literal, final
@@ -40,7 +38,7 @@ from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.launch.role_process import import_from
 from distbelief.partition.profiling.profile import this_host
-from distbelief.protocol import HeartbeatAck, Progress
+from distbelief.protocol import HeartbeatAck
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
@@ -49,7 +47,7 @@ from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-VERSION: Final = 12
+VERSION: Final = 13
 SECONDS: Final = 8.0  # of one measurement, with the warm-up
 N_EVENTS_MAX: Final = 10**9
 READY_SECONDS_MAX: Final = 120.0
@@ -74,9 +72,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """The measured costs of one job on one host."""
 
     work: Mapping[str, Rate]  # by `key_of`
-    message: rl.Seconds  # core time of an event: both nodes and the role that handles it
+    # Core time of an event: both nodes, their threads of ZeroMQ, and the role that handles it. A
+    # message to a sleeping process takes no longer than that: less than 30 us were measured.
+    message: rl.Seconds
     wake: rl.Seconds  # until a sleeping thread continues
-    latency: rl.Seconds  # of a message to a sleeping process, without the core time of either
     share: float = 1.0  # of a core that each measuring process got
     version: int = VERSION
 
@@ -286,20 +285,29 @@ _SIDE: Final = 512  # of three matrices, together larger than the private caches
 
 @final
 class AnsweringRole:
-    """Counts its messages and results, and answers each with the actions of `answer`."""
+    """Answers each message and each result by `answer`, after it went through some memory.
+
+    Between two steps of a model, the code that handles a message is no longer in the caches of
+    a core, and takes several times as long.
+    """
 
     accepts: Final = rl.ALL_MESSAGES
 
-    def __init__(self, answer: Callable[[rl.Received | rl.Computed], Sequence[rl.Action]]) -> None:
-        self.n = 0
+    def __init__(self, answer: rl.Action) -> None:
+        self.n = 0  # messages and results so far
+        self.seconds: rl.Seconds = 0.0  # core time in memory, which does not count
         self._answer = answer
+        self._one, self._other = torch.zeros(2, _SIDE, _SIDE)
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
         if not isinstance(event, rl.Received | rl.Computed):
             return ()
+        begun = time.thread_time()
+        torch.mm(self._one, self._other)
+        self.seconds += time.thread_time() - begun
         self.n += 1
-        return self._answer(event)
+        return [self._answer]
 
     def has_had(self, n: int) -> bool:
         return self.n >= n
@@ -308,161 +316,53 @@ class AnsweringRole:
         return "answering", {}
 
 
-@final
-class Sweep:
-    """Goes through some memory.
-
-    Between two steps of a model, the code that handles a message is no longer in the caches of
-    a core, and takes several times as long.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: rl.Seconds = 0.0  # core time, which does not count
-        self._one, self._other = torch.zeros(2, _SIDE, _SIDE)
-
-    def role(self, again: rl.Action) -> AnsweringRole:
-        """Return a role that does so at each event, and answers it with `again`."""
-
-        def answer(event: rl.Received | rl.Computed) -> Sequence[rl.Action]:
-            del event
-            begun = time.thread_time()
-            torch.mm(self._one, self._other)
-            self.seconds += time.thread_time() - begun
-            return [again]
-
-        return AnsweringRole(answer)
-
-
 def measure_messages() -> tuple[rl.Seconds, rl.Seconds]:
     """Return the core time of a message, and the time until a sleeping thread continues."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the core time of other threads would count
-    sweep = Sweep()
+    to_a, to_b = (
+        AnsweringRole(rl.Send(receiver=rl.Address(name), message=HeartbeatAck())) for name in "ab"
+    )
+    works = AnsweringRole(rl.Compute(name="work", work=lambda: None))
     try:
-        with scratch() as folder, _transport("a", folder) as a, _transport("b", folder) as b:
-            a.connect("b", 1, b.endpoint)
-            b.connect("a", 1, a.endpoint)
-            to_a, to_b = (
-                sweep.role(rl.Send(receiver=rl.Address(name), message=HeartbeatAck()))
-                for name in ("a", "b")
-            )
-            with (
-                RoleRunner(to_b, transport=a, log=_silent) as one,
-                RoleRunner(to_a, transport=b, log=_silent) as other,
-            ):
-                a.send("b", HeartbeatAck())
-                message, _ = _per_event([(other, to_a), (one, to_b)], sweep)
-        role = sweep.role(rl.Compute(name="work", work=lambda: None))
         with (
             scratch() as folder,
+            _transport("a", folder) as a,
+            _transport("b", folder) as b,
             _transport("c", folder) as c,
-            RoleRunner(role, transport=c, log=_silent) as node,
+            RoleRunner(to_b, transport=a, log=_silent) as one,
+            RoleRunner(to_a, transport=b, log=_silent) as other,
+            RoleRunner(works, transport=c, log=_silent) as node,
         ):
+            a.connect("b", 1, b.endpoint)
+            b.connect("a", 1, a.endpoint)
+            a.send("b", HeartbeatAck())
+            message, _ = _per_event([(other, to_a), (one, to_b)])
             node.tell(rl.Computed(name="begin"))
-            _, passing = _per_event([(node, role)], sweep)
+            _, passing = _per_event([(node, works)])
     finally:
         torch.set_num_threads(n_threads)
     # Work passes from the thread of the role to the executor, and its result back.
     return message, passing / 2.0
 
 
-def _per_event(
-    ends: Sequence[tuple[RoleRunner, AnsweringRole]], sweep: Sweep
-) -> tuple[rl.Seconds, rl.Seconds]:
+def _per_event(ends: Sequence[tuple[RoleRunner, AnsweringRole]]) -> tuple[rl.Seconds, rl.Seconds]:
     # Core time of an event, and how long this thread waits for it; the ends take turns. What
     # other threads compute meanwhile does not shorten the wait.
     def run(n_events: int) -> tuple[rl.Seconds, rl.Seconds]:
-        besides = sweep.seconds
         cores, waits = time.process_time(), []
+        besides = sum(role.seconds for _, role in ends)
         for index in range(n_events):
             node, role = ends[index % len(ends)]
             clock, own = time.perf_counter(), time.thread_time()
             node.pump(partial(role.has_had, role.n + 1), timeout_seconds=WAIT_SECONDS_MAX)
             waits.append(time.perf_counter() - clock - (time.thread_time() - own))
         busy = time.process_time() - cores
-        besides = sweep.seconds - besides
+        besides = sum(role.seconds for _, role in ends) - besides
         return max(0.0, busy - besides) / n_events, max(0.0, median(waits))
 
     run(N_WARM_EVENTS)
     return run(N_EVENTS)
-
-
-N_PINGS: Final = 200
-PAUSE_SECONDS: Final = 5e-3  # before each ping: then both processes sleep
-
-
-def measure_latency() -> rl.Seconds:
-    """Return the time of a message between two sleeping processes, without their core time.
-
-    Raises:
-        JobError: the other process does not answer.
-    """
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    with scratch() as folder:
-        other = context.Process(target=_answer_pings, args=(there, folder), daemon=True)
-        other.start()
-        try:
-            core_seconds: list[rl.Seconds] = []  # of the other process, at each answer
-            role = AnsweringRole(lambda event: _note_answer(event, core_seconds))
-            with (
-                _transport("ping", folder) as transport,
-                RoleRunner(role, transport=transport, log=_silent) as node,
-            ):
-                here.send(transport.endpoint)
-                transport.connect("pong", 1, here.recv())
-                waits = [_ping(node, role, transport) for _ in range(N_WARM_EVENTS + N_PINGS)]
-        finally:
-            other.kill()
-            other.join()
-    return latency_of(waits[N_WARM_EVENTS:], core_seconds[N_WARM_EVENTS - 1 :])
-
-
-def latency_of(waits: Sequence[rl.Seconds], core_seconds: Sequence[rl.Seconds]) -> rl.Seconds:
-    """Return the latency of one direction; in a simulation, the core time of an event adds to it.
-
-    Args:
-        waits: How long the pinging process waited for each answer, without its own core time.
-        core_seconds: Core time of the other process before them, and after each.
-    """
-    used = (core_seconds[-1] - core_seconds[0]) / len(waits)
-    return max(0.0, median(waits) - used) / 2.0
-
-
-def _ping(node: RoleRunner, role: AnsweringRole, transport: ZmqTransport) -> rl.Seconds:
-    time.sleep(PAUSE_SECONDS)
-    begun, own = time.perf_counter(), time.process_time()
-    transport.send("pong", HeartbeatAck())
-    answered = partial(role.has_had, role.n + 1)
-    if not node.pump(answered, timeout_seconds=WAIT_SECONDS_MAX):
-        raise JobError(f"a process on this host has not answered within {WAIT_SECONDS_MAX:g} s")
-    return time.perf_counter() - begun - (time.process_time() - own)
-
-
-def _answer(event: rl.Received | rl.Computed) -> Sequence[rl.Action]:
-    del event
-    used = time.process_time()
-    answer = Progress(step=0, samples=0, loss=0.0, seconds_computing=used, seconds_waiting=0.0)
-    return [rl.Send(receiver=rl.Address("ping"), message=answer)]
-
-
-def _note_answer(
-    event: rl.Received | rl.Computed, core_seconds: list[rl.Seconds]
-) -> Sequence[rl.Action]:
-    assert isinstance(event, rl.Received)
-    assert isinstance(event.message, Progress)
-    core_seconds.append(event.message.seconds_computing)
-    return ()
-
-
-def _answer_pings(there: "Connection[str, str]", folder: Path) -> None:
-    with (
-        _transport("pong", folder) as transport,
-        RoleRunner(AnsweringRole(_answer), transport=transport, log=_silent) as node,
-    ):
-        there.send(transport.endpoint)
-        transport.connect("ping", 1, there.recv())
-        node.run()  # until it is killed
 
 
 def _transport(name: str, folder: Path) -> ZmqTransport:
@@ -483,15 +383,13 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     waits: dict[str, list[Piece]]
     message: rl.Seconds
     wake: rl.Seconds
-    latency: rl.Seconds
     share: float
 
 
 def measure(job: Job, *, n_processes: int) -> Rates:
     """Measure the costs of a job in `n_processes` processes at once.
 
-    Raises:
-        JobError: the job cannot be run.
+    JobError if the job cannot be run.
     """
     with scratch() as path:
         (path / "job.json").write_bytes(_alone(job).to_json())
@@ -545,7 +443,6 @@ def _together(found: Sequence[_Found]) -> Rates:
         work=work,
         message=median(each.message for each in found),
         wake=median(each.wake for each in found),
-        latency=median(each.latency for each in found),
         share=min(each.share for each in found),
     )
 
@@ -586,7 +483,6 @@ def main(folder: str, index: int, n_processes: int) -> int:
         waits=watch.waits,
         message=message + watch.handling / max(1, watch.n_events),
         wake=wake,
-        latency=measure_latency(),
         share=min(1.0, share),
     )
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))

@@ -92,11 +92,7 @@ class PlacedCluster:
         return 1 + sum(has_own_machine(name, kinds) for name in kinds)
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        """Return the options of the simulation.
-
-        Raises:
-            JobError: the job does not fit the cluster.
-        """
+        """Return the options of the simulation; JobError if the job does not fit the cluster."""
         job = self.large or prepared
         try:
             options = options_for(
@@ -246,8 +242,7 @@ SHARE_MIN: Final = 0.9  # of a core; with less, other programs disturbed the mea
 class HostCosts:
     """A cluster, and the measured costs of jobs on this host.
 
-    Raises:
-        JobError: the cluster does not exist, or has fewer machines.
+    JobError if the cluster does not exist, or has fewer machines.
     """
 
     def __init__(
@@ -286,14 +281,12 @@ class HostCosts:
     def hosting(self, job: Job, *, tell: Callable[[str], None]) -> PlacedCluster:
         """Return the machines for a job; measures the cost of its work if it is not known.
 
-        `tell` is called before a measurement.
-
-        Raises:
-            JobError: the job cannot be run.
+        `tell` is called before a measurement. JobError if the job cannot be run.
         """
         rates = self._rates_of(job, tell) if self._measures else None
         if rates is not None and self._together:
-            self.cluster = msgspec.structs.replace(self.cluster, latency=rates.latency)
+            # The core time of an event has all that a message between processes takes.
+            self.cluster = msgspec.structs.replace(self.cluster, latency=0.0)
         return PlacedCluster(
             cluster=self.cluster,
             reference=_one_core(),

@@ -7,7 +7,7 @@ often it fetches and pushes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Self, final
@@ -18,16 +18,16 @@ import torch
 from distbelief.config.algorithms import Algorithm, check_cluster, find, load, roster_of
 from distbelief.config.job import Job
 from distbelief.core.files import Scratch
-from distbelief.core.memory import Memory
+from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.data import Dataset
-from distbelief.launch.preflight import PreflightRequest, PreflightResult, answer_to
-from distbelief.launch.role_process import import_from
+from distbelief.launch.preflight import PreflightResult, answer_to
+from distbelief.launch.role_process import context_of, import_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare
+from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare_data
 from distbelief.trainer import check_data, supervisor_config
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
@@ -100,7 +100,6 @@ class PreparedJob:
     layout: Layout
     roster: tuple[RosterEntry, ...]
     datasets: Mapping[str, Dataset]  # by table of the job file; shared by all roles
-    plan: str | None  # path of the plan; None if replicas are not split
 
     @property
     def kinds(self) -> Mapping[Address, str]:
@@ -114,48 +113,31 @@ class PreparedJob:
     def builders(self) -> dict[Address, Builder]:
         config = self.config()
         algorithm = load(find(self.job.algorithm_name))
+        spec = self.preflight.role_spec(self.job, self.layout)
+        context = replace(
+            context_of(spec, self.job, PrivateMemory()), layout=self.layout, datasets=self.datasets
+        )
         builders: dict[Address, Builder] = {SUPERVISOR: lambda _: Supervisor(config)}
         for entry in self.roster:
-            builders[Address(entry.name)] = self._member(entry.name, algorithm)
+            builders[Address(entry.name)] = self._member(entry.name, algorithm, context)
         return builders
 
-    def _member(self, name: str, algorithm: Algorithm) -> Callable[[Memory], Role]:
+    def _member(self, name: str, algorithm: Algorithm, context: BuildContext) -> Builder:
         job = self.job
 
         def build(memory: Memory) -> Role:
-            context = self._context(memory)
             config = JobMemberConfig(
                 name=name,
                 host=memory.host,
                 heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
                 patience_seconds=job.cluster.patience,
             )
+            here = replace(context, memory=memory)
             return JobMember(
-                config, build=lambda: algorithm.build(name, config=job.algorithm, context=context)
+                config, build=lambda: algorithm.build(name, config=job.algorithm, context=here)
             )
 
         return build
-
-    def _context(self, memory: Memory) -> BuildContext:
-        job, preflight = self.job, self.preflight
-        assert preflight.task.train is not None
-        return BuildContext(
-            task=job.task,
-            layout=self.layout,
-            n_replicas=job.cluster.replicas,
-            n_shards=job.cluster.shards,
-            seed=job.evaluation.seed,
-            memory=memory,
-            initials=preflight.initials,
-            initial_file=preflight.initial_file,
-            evaluation_subset=job.evaluation.subset,
-            shard_copies=job.cluster.shard_copies,
-            plan=self.plan,
-            sample=preflight.sample,
-            device=job.cluster.device,
-            n_train=preflight.task.train.n_samples,
-            datasets=self.datasets,
-        )
 
 
 @final
@@ -167,19 +149,15 @@ class Preparation:
 
     def __init__(self) -> None:
         self._folder = Scratch.make()
-        self._preflights: dict[bytes, tuple[PreflightResult, str]] = {}
+        self._preflights: dict[bytes, PreflightResult] = {}
         self._datasets: dict[bytes, Dataset] = {}
         self._n_threads = torch.get_num_threads()
 
     def stage(self, job: Job) -> PreparedJob:
-        """Check a job and prepare it for simulation.
-
-        Raises:
-            JobError: the job cannot be run.
-        """
+        """Check a job and prepare it for simulation; JobError if the job cannot be run."""
         import_from(job)
         check_cluster(job)
-        preflight, plan = self._preflight(job)
+        preflight = self._preflight(job)
         check_data(job, preflight)
         layout = Layout.of(preflight.tensors, n_shards=job.cluster.shards, dtype=preflight.dtype)
         return PreparedJob(
@@ -188,31 +166,22 @@ class Preparation:
             layout=layout,
             roster=tuple(roster_of(job, n_machines=preflight.n_machines)),
             datasets=self._data(job),
-            plan=None if preflight.n_machines is None else plan,
         )
 
-    def _preflight(self, job: Job) -> tuple[PreflightResult, str]:
+    def _preflight(self, job: Job) -> PreflightResult:
         key = msgspec.json.encode((job.task, job.batch_size, _splits(job)))
         if key not in self._preflights:
-            prepare(job.data.train, table="data.train")
-            if job.data.test is not None:
-                prepare(job.data.test, table="data.test")
+            prepare_data(job.task)
             stem = self._folder.path / f"job-{len(self._preflights)}"
-            plan = str(stem.with_suffix(".plan.json"))
-            preflight_request = PreflightRequest(
-                job=msgspec.Raw(job.to_json()),
-                answer="",
+            self._preflights[key] = answer_to(
+                job,
                 initial_file=str(stem.with_suffix(".safetensors")),
-                plan=plan,
+                plan=str(stem.with_suffix(".plan.json")),
             )
-            self._preflights[key] = answer_to(job, preflight_request), plan
         return self._preflights[key]
 
     def _data(self, job: Job) -> dict[str, Dataset]:
-        tables = {"data.train": job.data.train, "data.test": job.data.test}
-        return {
-            table: self._dataset(spec, table) for table, spec in tables.items() if spec is not None
-        }
+        return {table: self._dataset(spec, table) for table, spec in job.task.data.items()}
 
     def _dataset(self, spec: DataSpec, table: str) -> Dataset:
         key = msgspec.json.encode(spec)

@@ -18,7 +18,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distbelief.config.job import Job
 from distbelief.core import files, formatting
 from distbelief.errors import JobError, StorageError
 from distbelief.forecast.run import Span, Timeline
@@ -165,35 +164,6 @@ def constants_table(constants: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def as_json(
-    job: Job,
-    variants: Sequence[Variant],
-    *,
-    cluster: str,
-    constants: Sequence[tuple[str, str]],
-    best: Variant | None = None,
-) -> str:
-    """Return the forecast as JSON."""
-    content = {
-        "job": job.name,
-        "cluster": cluster,
-        "constants": [{"name": name, "value": value} for name, value in constants],
-        "variants": [_plain(variant) for variant in variants],
-        "suggested": None if best is None else dict(best.settings),
-    }
-    return msgspec.json.encode(content).decode()
-
-
-def _plain(variant: Variant) -> dict[str, object]:
-    return {
-        "settings": dict(variant.settings),
-        "n_machines": variant.n_machines,
-        "spreads": variant.spreads,
-        "outcomes": variant.outcomes,
-        "left_out": variant.left_out,
-    }
-
-
 TraceEvent = dict[str, str | int | float | dict[str, str]]
 
 N_BYTES_TRIED: Final = 1 << 16  # written as a test whether the disk has space
@@ -245,9 +215,7 @@ def ends_of(spans: Sequence[Span]) -> list[Seconds]:
 def check_place(path: Path) -> None:
     """Check, before a long run, that a timeline can be written to `path`.
 
-    Raises:
-        JobError: the path is not writable.
-        StorageError: the disk has no space now.
+    JobError if the path is not writable; StorageError if the disk has no space now.
     """
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -269,11 +237,7 @@ def check_place(path: Path) -> None:
 
 
 def write_trace(path: Path, timeline: Timeline) -> None:
-    """Write the timeline of a run as a Chrome trace.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write the timeline of a run as a Chrome trace; StorageError if the file cannot be written."""
     content = msgspec.json.encode({"traceEvents": chrome_trace(timeline)})
     try:
         files.write(path, content)

@@ -29,7 +29,7 @@ from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.supervisor.view import JobView
+from distbelief.supervisor.view import JobView, filled
 from distbelief.task.task import DataSpec, ModelSpec
 
 
@@ -261,9 +261,8 @@ def run_simulated(
 ) -> FinishedRun:
     """Run a job in virtual time until it ends.
 
-    Raises:
-        JobError: the job does not fit the cluster.
-        SimulationFailed: the job does not end, or a role broke an assertion.
+    JobError if the job does not fit the cluster; SimulationFailed if the job does not end, or a
+    role broke an assertion.
     """
     simulation = SimulatedCluster(
         placed.builders(prepared), seed=seed, options=placed.options(prepared, faults=faults)
@@ -294,40 +293,29 @@ def _outcome(
     seed: int,
     n_machines: int,
 ) -> Outcome:
-    seconds, training = view.seconds, view.training_seconds
-    kinds = prepared.kinds
+    training, kinds = view.training_seconds, prepared.kinds
     together = "coordinator" in kinds.values()
     n_trainers = 1 if together else prepared.job.cluster.replicas
-    return Outcome(
-        seed=seed,
-        ended=view.stop_reason,
-        error=simulation.halted[SUPERVISOR],
-        seconds=seconds,
-        training_seconds=training,
-        n_machines=n_machines,
-        samples=view.samples,
-        steps=view.step,
-        step_seconds=step_seconds(view, n_trainers=n_trainers),
-        samples_per_second=view.samples / training if training else None,
-        target_seconds=reached_at(prepared.job, view),
-        metric_name=view.metric_name,
-        metric=view.metric,
-        held_out_loss=view.held_out_loss,
-        loss=view.loss,
-        staleness_mean=view.staleness_mean,
-        staleness_p95=view.staleness_p95,
-        pushed_bytes=view.bytes_in,
-        fetched_bytes=view.bytes_out,
-        traffic=traffic_of(simulation, kinds={first_word(name) for name in kinds}),
-        utilisation=_utilisation(simulation, kinds),
-        machine_hours=n_machines * seconds / 3600.0,
-        pushes_lost=view.pushes_lost or 0,  # None only in a resumed run
-        restarts=sum(role.restarts for role in view.roles),
-        n_messages=simulation.counts.delivered,
-        digest=simulation.trace.digest,
-        history=view.history,
-        figures=view.figures,
-    )
+    own: dict[str, object] = {
+        "seed": seed,
+        "ended": view.stop_reason,
+        "error": simulation.halted[SUPERVISOR],
+        "n_machines": n_machines,
+        "steps": view.step,
+        "step_seconds": step_seconds(view, n_trainers=n_trainers),
+        "samples_per_second": view.samples / training if training else None,
+        "target_seconds": reached_at(prepared.job, view),
+        "pushed_bytes": view.bytes_in,
+        "fetched_bytes": view.bytes_out,
+        "traffic": traffic_of(simulation, kinds={first_word(name) for name in kinds}),
+        "utilisation": _utilisation(simulation, kinds),
+        "machine_hours": n_machines * view.seconds / 3600.0,
+        "pushes_lost": view.pushes_lost or 0,  # None only in a resumed run
+        "restarts": sum(role.restarts for role in view.roles),
+        "n_messages": simulation.counts.delivered,
+        "digest": simulation.trace.digest,
+    }
+    return filled(Outcome, own, view)
 
 
 def first_word(name: Address) -> str:
@@ -378,8 +366,7 @@ class Trial:
     ) -> "Trial":
         """Return the trial of a job; with `priced_by`, the trial runs a stand-in.
 
-        Raises:
-            JobError: the job cannot be priced.
+        JobError if the job cannot be priced.
         """
         if priced_by is None:
             return Trial(settings=settings, job=job, runs=job, host=placed)
@@ -409,8 +396,7 @@ class Trial:
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
         """Run it once, with the outages of its machines.
 
-        Raises:
-            JobError: the run is longer than the trace of the cluster.
+        JobError if the run is longer than the trace of the cluster.
         """
         host, priced = self.host, self.host.large is not None
 

@@ -108,8 +108,10 @@ class _Model(nn.Module):
 
     @override
     def forward(self, *inputs: torch.Tensor) -> object:
-        result: object = self.inner(*inputs) if self.call is None else self.call(self.inner, inputs)
-        return result
+        with _NoStrayParameters(self.inner):
+            result: object
+            result = self.inner(*inputs) if self.call is None else self.call(self.inner, inputs)
+            return result
 
 
 @final
@@ -256,7 +258,6 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
             torch.enable_grad(),  # so that a no_grad in the forward shows
             warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
             torch.random.fork_rng(devices=[]),
-            _NoStrayParameters(module),
             no_other_generators(module),
         ):
             program = export(

@@ -5,16 +5,21 @@ The files of the run lie in the folder of the `Computation`, beside its results.
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import torch
 
 from distbelief.config.job import Job
+from distbelief.data import Batch
 from distbelief.errors import DistBeliefError
+from distbelief.graph.region import Shape
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
+from distbelief.program.plan import Plan
 from distbelief.roles.role import SUPERVISOR
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
@@ -22,31 +27,39 @@ from distbelief.task.forward import Sample
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.worker.build import replica_entries
-from distbelief.worker.computation import Computation
+from distbelief.worker.computation import Computation, output_name, outputs_of
 
 
 def compute(
     job: Job,
     computation: Computation,
     *,
-    plan: Path,
-    sample: Sample,
-    n_ranks: int,
+    plan: Plan,
+    inputs: Batch,
     launcher: LocalLauncher,
+    gradients: Sequence[Shape] = (),
     tell: Callable[[str], None] = lambda _: None,
     show: Callable[[str], None] = lambda _: None,
-) -> list[Mapping[str, float]]:
-    """Run all ranks until they end; return the last counters of each.
+) -> tuple[dict[str, torch.Tensor], list[Mapping[str, float]]]:
+    """Run all ranks until they end; return the outputs by name, and the last counters of each rank.
 
-    `tell` receives a line about a rank that is silent, or back; `show` what the ranks are doing,
-    four times a second. The caller closes the launcher.
+    Gradients of these shapes are left in files. `tell` receives a line about a rank that is silent,
+    or back; `show` what the ranks are doing, four times a second. The caller closes the launcher.
     """
     folder, run = Path(computation.folder), secrets.token_hex(16)
+    for index, tensor in enumerate(inputs.tensors().values()):
+        np.save(computation.file("input", index), tensor.numpy())
+    plan.save(folder / "plan.json")
+    graph = plan.captured_graph()
+    layers = outputs_of(graph, has_loss=computation.trains)
+    computation.make_room([graph[name].shape for name in layers], gradients)
     reach = ListenConfig(directory=str(folder))
     # A rank that fails once would fail again.
     supervisor = Supervisor(
         SupervisorConfig(
-            roster=tuple((entry.name, entry.kind) for entry in replica_entries(1, n_ranks)),
+            roster=tuple(
+                (entry.name, entry.kind) for entry in replica_entries(1, plan.cluster.n_machines)
+            ),
             stop=None,
             replica_restarts_max=0,
         )
@@ -64,11 +77,10 @@ def compute(
             job=msgspec.Raw(job.to_json()),
             run=run,
             supervisor=transport.endpoint,
-            memory="",
             snapshots=str(folder),
             layout=Layout.of([], n_shards=1).spec,
-            plan=str(plan.absolute()),
-            sample=sample,
+            plan=str(folder / "plan.json"),
+            sample=Sample.of(inputs),
             reach=reach,
             computation=computation,
         )
@@ -82,7 +94,11 @@ def compute(
         )
     if error is not None:
         raise DistBeliefError(error)
-    return [role.counters for role in supervisor.view(time.monotonic()).roles]
+    outputs = {
+        output_name(path): computation.load("output", layers.index(name))
+        for path, name in zip(graph.fields, graph.outputs, strict=False)  # the loss is the last
+    }
+    return outputs, [role.counters for role in supervisor.view(time.monotonic()).roles]
 
 
 def _states(supervisor: Supervisor) -> str:

@@ -21,22 +21,15 @@ from distbelief.config.load import job_from_json
 from distbelief.core import files
 from distbelief.data import Dataset
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.role_process import check_allowed, import_from, log, read_spec
+from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.run.summary import DataFacts, TaskFacts
+from distbelief.task import task as tasks
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place
 from distbelief.task.initializers import reader, recorded_initials
 from distbelief.task.losses import higher_is_better
-from distbelief.task.task import (
-    build_model,
-    capture_for,
-    datasets_of,
-    metric_name,
-    prepare_data,
-    sample_of,
-)
 from distbelief.task.validation import check, check_data, check_evaluation
 from distbelief.worker.local_executor import FlatModel
 
@@ -69,7 +62,20 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     higher_is_better: bool = True
     task: TaskFacts = TaskFacts()  # facts for the summary
     n_machines: int | None = None  # ranks of each replica; None if replicas are not split
+    plan: str | None = None  # file of the plan; None if replicas are not split
     sample: Sample | None = None  # shapes and types of the data, for the plan
+
+    def role_spec(self, job: Job, layout: Layout) -> RoleSpec:
+        """Return the settings of all roles of a job, as far as they do not depend on the run."""
+        return RoleSpec(
+            job=msgspec.Raw(job.to_json()),
+            layout=layout.spec,
+            initials=self.initials,
+            initial_file=self.initial_file,
+            plan=self.plan,
+            sample=self.sample,
+            n_train=None if self.task.train is None else self.task.train.n_samples,
+        )
 
 
 def check_main(name: str, incarnation: int, path: str) -> int:
@@ -80,9 +86,9 @@ def check_main(name: str, incarnation: int, path: str) -> int:
     import_from(job)
     torch.set_num_threads(job.cluster.threads)
     try:
-        prepare_data(job.task)
+        tasks.prepare_data(job.task)
         prepared_mark(Path(path)).touch()
-        answer = answer_to(job, request)
+        answer = answer_to(job, initial_file=request.initial_file, plan=request.plan)
     except DistBeliefError as error:
         answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
@@ -112,37 +118,37 @@ def read_result(path: Path) -> PreflightResult | None:
         return None
 
 
-def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
-    """Try model and data in this process."""
+def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
+    """Try model and data in this process; the files are those of a `PreflightRequest`."""
     task, cluster = job.task, job.cluster
     if not cluster.is_split:
-        datasets = datasets_of(task)
+        datasets = tasks.datasets_of(task)
         check(task, job.batch_size, datasets)
-        return _found(job, request, FlatModel(build_model(task.model)), datasets)
+        return _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
 
     check_device(cluster.device, "leave device out, or use device = 'cpu'")
-    datasets = datasets_of(task)
+    datasets = tasks.datasets_of(task)
     n_readers = cluster.partitions if cluster.plan is None else 2  # at least
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
-    captured = capture_for(task, sample)
+    captured = tasks.capture_for(task, sample)
     check_evaluation(task, sample)
     if task.model.initial == "module":
         check(task, job.batch_size, datasets)  # its values are needed, so the module is built
-        model = FlatModel(build_model(task.model))
+        model = FlatModel(tasks.build_model(task.model))
     else:
         with torch.device("meta"):
-            model = FlatModel(build_model(task.model))
-    answer = _found(job, request, model, datasets)
-    kept = Path(request.plan)
-    plan = plan_for_job(job, captured.graph, kept=kept)
-    draw(plan, captured.graph, kept.with_suffix(".png"))
-    n_machines = plan.cluster.n_machines
+            model = FlatModel(tasks.build_model(task.model))
+    answer = _found(job, initial_file, model, datasets)
+    made = plan_for_job(job, captured.graph, kept=Path(plan))
+    draw(made, captured.graph, Path(plan).with_suffix(".png"))
+    n_machines = made.cluster.n_machines
     return msgspec.structs.replace(
         answer,
         n_machines=n_machines,
+        plan=plan,
         sample=sample,
         task=msgspec.structs.replace(answer.task, n_machines=n_machines),
     )
@@ -156,34 +162,24 @@ def check_device(device: str, fix: str) -> None:
         )
 
 
-def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
-    try:
-        names = list(model.named_tensors())
-        return recorded_initials(lambda: build_model(job.task.model), names)
-    except JobError:
-        if job.cluster.is_split:
-            raise
-        return model.initials()  # from the types of the layers
-
-
 def _found(
-    job: Job, request: PreflightRequest, model: FlatModel, datasets: Mapping[str, Dataset]
+    job: Job, written: str, model: FlatModel, datasets: Mapping[str, Dataset]
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     match task.model.initial:
         case "seed":
-            initials = dict(_initials(job, model))
+            initials = dict(recorded_initials(lambda: tasks.build_model(task.model), list(tensors)))
         case "module":
-            initial_file = request.initial_file
+            initial_file = written
             save_file({name: tensor.detach() for name, tensor in tensors.items()}, initial_file)
         case path:
             initial_file = path
             _check_weights(path, specs)
     held_out = datasets.get("data.test")
-    sample = None if held_out is None else sample_of(held_out, table="data.test")
-    metric = metric_name(task, sample)
+    sample = None if held_out is None else tasks.sample_of(held_out, table="data.test")
+    metric = tasks.metric_name(task, sample)
     is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
     return PreflightResult(
         tensors=specs,
@@ -228,7 +224,7 @@ def prepare_main(name: str, incarnation: int, path: str) -> int:
         import_from(job)
         check_allowed(job, spec.allowed or ())
         check_device(job.cluster.device, "join from a host with one")
-        prepare_data(job.task)
+        tasks.prepare_data(job.task)
     except DistBeliefError as error:
         wrong = str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code

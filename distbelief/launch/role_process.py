@@ -82,10 +82,10 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of all role processes of one run."""
 
     job: msgspec.Raw  # the job as JSON (`Job.to_json`)
-    run: str  # id of the run, which is in every message
-    supervisor: str  # address of the supervisor
-    memory: str  # directory of shared memory; "" if none is shared
-    snapshots: str  # directory of checkpoints
+    run: str = ""  # id of the run, which is in every message
+    supervisor: str = ""  # address of the supervisor
+    memory: str = ""  # directory of shared memory; "" if none is shared
+    snapshots: str = ""  # directory of checkpoints
     layout: LayoutSpec  # of the model's tensors on the shards
     initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
     initial_file: str | None = None  # file of the initial values, if they do not
@@ -182,9 +182,9 @@ def _write(line: str) -> None:
         sys.stdout.flush()
 
 
-def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
-    algorithm = algorithms.algorithm_of(job)
-    context = BuildContext(
+def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
+    """Return what the roles of a job are built from."""
+    return BuildContext(
         task=job.task,
         layout=Layout(spec.layout),
         n_replicas=job.cluster.replicas,
@@ -200,6 +200,10 @@ def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
         device=job.cluster.device,
         n_train=spec.n_train,
     )
+
+
+def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
+    algorithm, context = algorithms.algorithm_of(job), context_of(spec, job, memory)
     try:
         if spec.computation is not None:
             return build_computing_rank(name, spec.computation, context)

@@ -25,6 +25,7 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import OutgoingPush
 from distbelief.parameter_server.optimizers import StepCounts
+from distbelief.parameter_server.rounds import Share
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
 from distbelief.parameter_server.slices import N_PUSH_BUFFERS, WORD, ShardSlice, push_buffer_views
 from distbelief.parameter_server.store import ShardStore
@@ -77,6 +78,15 @@ class Replicated:
     values: Vector  # (n_elements,) of what its client holds, or their words
     shard_slice: ShardSlice
 
+    @property
+    def share(self) -> Share:
+        message = self.message
+        return Share(
+            scale=1.0 if message.scale is msgspec.UNSET else message.scale,
+            weight=None if message.weight is msgspec.UNSET else message.weight,
+            n_to_follow=message.n_to_follow or 0,
+        )
+
 
 @final
 class Backup:
@@ -96,6 +106,7 @@ class Backup:
         self._fenced = False  # promoted: accepts nothing more
         self._queue: deque[Replicated] = deque()
         self._applying: Replicated | None = None
+        self._in_round: list[SessionRecord] = []  # of clients whose pushes are not all applied
         # By client: name and push buffers of its region.
         self._regions: dict[str, tuple[str, tuple[Vector, Vector]]] = {}
         self._push_buffers: tuple[PushBuffer, ...] = ()  # for pushes in blocks
@@ -134,6 +145,8 @@ class Backup:
 
     def release(self) -> None:
         self._queue.clear()
+        self._in_round.clear()
+        self._values.drop_round()
         for region, _ in self._regions.values():
             self._memory.release(region)
         self._regions.clear()
@@ -261,8 +274,10 @@ class Backup:
         assert self._applying is not None
         applied, self._applying = self._applying, None
         self._values.end_push()
-        record = applied.message.client
-        self.clients[record.name] = record
+        self._in_round.append(applied.message.client)
+        if not applied.message.n_to_follow:
+            self.clients.update((record.name, record) for record in self._in_round)
+            self._in_round.clear()
         if self._next is not None:
             return self._accept_next()
         return [] if self._fenced else [self._push_applied(applied.message.clock + 1)]
@@ -362,7 +377,11 @@ class _OutstandingPush:
     out: OutgoingPush[rp.ReplicatePush]
     push: PushInProgress
     applied: bool = False  # here
-    acknowledged: bool = False  # by the backup
+    acknowledged: bool = False  # by the backup; in a round, the last one counts
+
+    @property
+    def is_last(self) -> bool:
+        return not self.out.message.n_to_follow
 
 
 @final
@@ -385,6 +404,7 @@ class Primary:
         self._state = Window(self._values.n_state_blocks)
         self._window_clock: int | None = None  # clock of the last window of state blocks
         self._outstanding.clear()
+        self._replicates_round = False  # the one in progress, from its first push on
         self._report_at: Seconds = 0.0  # no BackupUnresponsive before
 
     # -------------------------------------------------------- from the supervisor
@@ -401,7 +421,7 @@ class Primary:
 
     def stop(self) -> list[Action]:
         """Continue without the backup; clients learn of every push that is applied here."""
-        actions = [self._confirm(one) for one in self._outstanding if one.applied]
+        actions = self._confirm_finished(here=True)
         self._begin(None, incarnation=0)
         return actions
 
@@ -414,8 +434,11 @@ class Primary:
         return not self._is_syncing or self._window_clock == self._values.clock
 
     def replicate(self, push: PushInProgress, *, n_clients: int, now: Seconds) -> list[Action]:
-        if not self._answered:
+        share = push.share
+        # A backup that has missed the first push of a round gets none of it.
+        if not self._answered or (self._sessions.is_in_round and not self._replicates_round):
             return []
+        self._replicates_round = share.n_to_follow > 0
         shard_slice, touches = push.client.shard_slice, push.push.touches
         message = rp.ReplicatePush(
             term=self.term,
@@ -426,6 +449,9 @@ class Primary:
             slot=push.push.sequence % N_PUSH_BUFFERS,
             holds=shard_slice.stripes if touches is None else touches,
             touches=touches is not None,
+            scale=msgspec.UNSET if share.scale == 1.0 else share.scale,
+            n_to_follow=share.n_to_follow or msgspec.UNSET,
+            weight=msgspec.UNSET if share.weight is None else share.weight,
         )
         if not self._is_waiting:
             self._silence.start(now)
@@ -440,8 +466,7 @@ class Primary:
             return False
         last = self._outstanding[-1]
         last.applied = True
-        if last.acknowledged:
-            assert len(self._outstanding) == 1, self._outstanding
+        if last.is_last and last.acknowledged:
             self._outstanding.clear()
             return False
         return True
@@ -486,14 +511,7 @@ class Primary:
         self._silence.heard(now, progress=bool(acked))
         for one in acked:
             one.acknowledged = True
-        actions: list[Action] = []
-        while self._outstanding:
-            first = self._outstanding[0]
-            if not (first.acknowledged and first.applied):
-                break
-            self._outstanding.popleft()
-            actions.append(self._confirm(first))
-        return [*actions, *self._send_due()]
+        return [*self._confirm_finished(), *self._send_due()]
 
     def _blocks_acked(self, message: pf.PushBlockAck, now: Seconds) -> list[Action]:
         is_news = False
@@ -564,8 +582,15 @@ class Primary:
             steps=self._values.steps.to_wire(),
         )
 
-    def _confirm(self, one: _OutstandingPush) -> Action:
-        return self._sessions.confirm(one.push)
+    def _confirm_finished(self, *, here: bool = False) -> list[Action]:
+        """Acknowledge what is applied on both copies, or just `here`; of a round all or nothing."""
+        n_finished = 0
+        for n, one in enumerate(self._outstanding, 1):
+            if one.is_last and not (one.applied and (here or one.acknowledged)):
+                break
+            n_finished = n if one.is_last else n_finished
+        finished = [self._outstanding.popleft() for _ in range(n_finished)]
+        return [self._sessions.confirm(one.push) for one in finished]
 
     def _rewind(self) -> None:
         for one in self._outstanding:

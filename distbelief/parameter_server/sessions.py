@@ -20,9 +20,10 @@ clients had time to come back, each with its tick. Only the beginning of a tick 
 push, and the client with the least tick is not gated: so the floor rises as long as one works.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 import msgspec
@@ -33,6 +34,7 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.rounds import WHOLE, Share
 from distbelief.parameter_server.slices import (
     N_PUSH_BUFFERS,
     NOTHING,
@@ -44,7 +46,7 @@ from distbelief.parameter_server.slices import (
 )
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf
-from distbelief.roles.role import Action, Address, Received, Send
+from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
 
 # --- staleness ---
@@ -156,6 +158,7 @@ class Session:
     queued: bool = False  # whether it is in the queue of complete pushes
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
+    n_samples: int = 0  # of its last push
     told: int = 0  # the floor that it was told last
     entries: int = 0  # how often this incarnation has entered or left
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
@@ -200,6 +203,7 @@ class Session:
         """Note that `push` is in the values; `held` if the backup does not have it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
+        self.n_samples = push.n_samples or 0
         self.samples = push.samples
         self.staleness = staleness
         if held:
@@ -227,6 +231,23 @@ class Session:
 # --- all clients ---
 
 
+def _n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[int, int]) -> int:
+    """Return how many of these slices hold one and the same element of a slice, at most.
+
+    Only elements in this part of the vector count. The ranks of a partitioned replica hold each
+    element once, so they count as one client.
+    """
+    if all(other.key == shard_slice.key for other in others):
+        return max(1, len(others))
+    inner = shard_slice.within(*part)
+    if not inner.n_elements:
+        return max(1, len(others))
+    all_ranges = [inner, *(other.within(*part) for other in others)]
+    bounds = IndexRanges.ends(all_ranges)
+    counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
+    return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PushInProgress:
@@ -236,6 +257,7 @@ class PushInProgress:
     push_buffer: PushBuffer
     push: pf.Push
     staleness: int
+    share: Share = WHOLE
 
     @property
     def values(self) -> Vector:
@@ -272,6 +294,9 @@ class Sessions:
         self._n_regions = 0
         self.queue: deque[Address] = deque()  # clients whose next push is complete
         self.applying: PushInProgress | None = None
+        self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
+        self._folded: list[PushInProgress] = []  # added to it
+        self._quorum_at: Seconds | None = None  # since when the next round has its quorum
         self._staleness = Staleness()
         self._partial_staleness = PartialStaleness()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
@@ -299,7 +324,7 @@ class Sessions:
             "pushes_refused": float(self._n_refused),
             "duplicates": float(self._n_duplicates),
             "bytes_in": float(self._bytes_in),
-            "queue": float(len(self.queue) + (self.applying is not None)),
+            "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
             **self._tick_counters(),
         }
@@ -440,30 +465,20 @@ class Sessions:
         client.push_buffers, client.region = (), ""
 
     def is_applying(self, name: Address) -> bool:
-        return self.applying is not None and self.applying.client.name == name
+        busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
+        return any(one.client.name == name for one in busy)
 
     def n_averaged(self, shard_slice: ShardSlice) -> int:
-        """Return over how many clients the buffers of this slice are averaged.
-
-        It is the largest number of pushing clients that hold one and the same buffer element. The
-        ranks of a partitioned replica hold each element once, so they count as one client.
-        """
+        """Return over how many clients the buffers of this slice are averaged."""
+        index, layout = self._config.index, self._config.layout
         pushing = [
             client.shard_slice
             for client in self._clients.values()
             if client.opened and client.connected and client.push_buffers
         ]
-        if all(other.key == shard_slice.key for other in pushing):
-            return max(1, len(pushing))
-        index, layout = self._config.index, self._config.layout
-        buffers = layout.n_gradient(index), layout.shard_size(index)
-        inner = shard_slice.within(*buffers)
-        if not inner.n_elements:
-            return max(1, len(pushing))
-        all_ranges = [inner, *(other.within(*buffers) for other in pushing)]
-        bounds = IndexRanges.ends(all_ranges)
-        counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
-        return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
+        return _n_holding(
+            shard_slice, pushing, (layout.n_gradient(index), layout.shard_size(index))
+        )
 
     def count_refused(self, name: Address, push: pf.Push) -> None:
         """Count a push of a former incarnation of this client, once."""
@@ -521,8 +536,20 @@ class Sessions:
             return []  # the client gets PushApplied later
         return [self._block_ack(client, sequence, received)]
 
-    def begin_push(self) -> PushInProgress | None:
-        while self.queue:
+    def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
+        """Return the next push to apply, or to add to a round; `is_last`: no more come."""
+        if not self._round and self._may_take(now, is_last=is_last):
+            self._take_queued()
+        if not self._round:
+            return None
+        self.applying = self._round.popleft()
+        return self.applying
+
+    def _take_queued(self) -> None:
+        """Take the oldest complete push, or those of a round in the order of their names."""
+        in_round = self._config.policy.round is not None
+        taken: list[PushInProgress] = []
+        while self.queue and (in_round or not taken):
             client = self._clients[self.queue.popleft()]
             client.queued = False
             push_buffer = client.next_complete()
@@ -531,27 +558,41 @@ class Sessions:
                 staleness = self._partial_staleness.since(
                     client.shard_slice, fetched_clock=push.fetched_clock, clock=self._values.clock
                 )
-                self.applying = PushInProgress(client, push_buffer, push, staleness)
-                return self.applying
-        return None
+                share = WHOLE if push.commit_token else self._share_of(client, push, staleness)
+                taken.append(PushInProgress(client, push_buffer, push, staleness, share))
+        if in_round:
+            taken.sort(key=lambda one: one.client.name)
+            taken = [
+                replace(one, share=replace(one.share, n_to_follow=len(taken) - n))
+                for n, one in enumerate(taken, 1)
+            ]
+            self._quorum_at = None
+        self._round += taken
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
         """Finish the push in progress: acknowledge it, unless it is `held` for the backup.
 
-        A `staged` push is a chunk gradient, which does not raise the clock.
+        A push of a round is finished with the last one. A `staged` push is a chunk gradient, which
+        does not raise the clock.
         """
         assert self.applying is not None
-        applied, self.applying = self.applying, None
-        client = applied.client
-        client.count_applied(applied.push, staleness=applied.staleness, held=held)
-        self._staleness.add(applied.staleness)
-        if not staged:
-            self._partial_staleness.add(client.shard_slice, clock=self._values.clock - 1)
-        self._n_applied += 1
-        if client.region:
-            self._bytes_in += applied.push_buffer.memory.nbytes
-        self._enqueue(client)
-        return [] if held else [self._push_applied(client)]
+        self._folded.append(self.applying)
+        self.applying = None
+        if self._round:
+            return []
+        finished, self._folded = self._folded, []
+        first_clock = self._values.clock - len(finished)
+        for index, applied in enumerate(finished):
+            client = applied.client
+            client.count_applied(applied.push, staleness=applied.staleness, held=held)
+            self._staleness.add(applied.staleness)
+            if not staged:
+                self._partial_staleness.add(client.shard_slice, clock=first_clock + index)
+            self._n_applied += 1
+            if client.region:
+                self._bytes_in += applied.push_buffer.memory.nbytes
+            self._enqueue(client)
+        return [] if held else [self._push_applied(applied.client) for applied in finished]
 
     def confirm(self, push: PushInProgress) -> Action:
         """Acknowledge the oldest push that waited for the backup."""
@@ -572,6 +613,67 @@ class Sessions:
         if client.next_complete() is not None:
             client.queued = True
             self.queue.append(client.name)
+
+    # --------------------------------------------------------------------- rounds
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether some pushes of a round are added, and others are not."""
+        return bool(self._folded)
+
+    @property
+    def grace_until(self) -> Seconds | None:
+        """When the next round ends, without those that are late; None: not by time."""
+        policy = self._config.policy.round
+        if policy is None or self._quorum_at is None:
+            return None
+        return self._quorum_at + policy.grace_seconds
+
+    def _may_take(self, now: Seconds, *, is_last: bool) -> bool:
+        """Return whether the complete pushes make a round, if there are rounds."""
+        policy = self._config.policy.round
+        if policy is None or is_last:
+            return True
+        if self.awaits_clients or not self.queue:
+            return False
+        inside = [client for client in self._clients.values() if client.is_in]
+        # A client that is too far ahead begins no tick: it may wait for a push of this very round.
+        if all(client.queued or self._is_gated(client) for client in inside):
+            return True
+        if sum(client.queued for client in inside) < math.ceil(policy.quorum * len(inside) - 1e-9):
+            self._quorum_at = None
+            return False
+        if self._quorum_at is None:
+            self._quorum_at = now
+        return now >= self._quorum_at + policy.grace_seconds
+
+    def _is_gated(self, client: Session) -> bool:
+        staleness = self._config.policy.staleness
+        return staleness is not None and (client.tick or 0) - staleness > self._floor
+
+    def _share_of(self, client: Session, push: pf.Push, staleness: int) -> Share:
+        policy = self._config.policy
+        n_samples = push.n_samples or 1
+        if policy.round is not None:
+            return Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
+        if policy.weight == "sum" and policy.damping == "none":
+            return WHOLE
+        others = [one for one in self._clients.values() if one.is_in and one is not client]
+        slices = [client.shard_slice, *(one.shard_slice for one in others)]
+        n_gradient = self._config.layout.n_gradient(self._config.index)
+        n_clients = _n_holding(client.shard_slice, slices, (0, n_gradient))
+        scale = 1.0
+        if policy.weight == "mean":
+            scale /= n_clients
+        elif policy.weight == "samples":
+            # A client that has pushed nothing yet is taken for one like this.
+            known = [n_samples, *(one.n_samples or n_samples for one in others)]
+            scale *= n_samples * len(known) / (sum(known) * n_clients)
+        if policy.damping == "inverse":
+            scale /= 1 + staleness
+        elif policy.damping == "excess":
+            scale /= 1 + max(staleness - (n_clients - 1), 0)
+        return Share(scale=scale)
 
     # ---------------------------------------------------------------------- ticks
 

@@ -34,6 +34,7 @@ from distbelief.parameter_server.replication import (
     FromPrimary,
     Primary,
 )
+from distbelief.parameter_server.rounds import Share
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
@@ -59,6 +60,7 @@ ShardMessage = (
 
 _ABSENT: Final = "absent:"
 _RETURNED: Final = "returned"  # clients had time to come back
+_GRACE: Final = "grace"  # a round ends without late pushes
 
 
 class _Work(Enum):
@@ -121,6 +123,7 @@ class Shard:
         self._work: _Work | None = None
         self._ready = False
         self._copied_last = False
+        self._grace_until: rl.Seconds | None = None  # for which there is a timer
         self._is_sealed = False  # whether the last checkpoint was requested
         self._stopped_by: rl.Address | None = None
         self._abandoned: str | None = None  # why the supervisor counts as lost
@@ -272,9 +275,9 @@ class Shard:
             return self._primary.timer(now)
         if name == PINS_TIMER:
             return self._versions.timer(now)
-        if name == _RETURNED:
-            self._sessions.awaits_clients = False
-            return []
+        if name in {_RETURNED, _GRACE}:
+            self._sessions.awaits_clients &= name != _RETURNED
+            return []  # `_next` looks
         return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
 
     # ------------------------------------------------------------------- sessions
@@ -513,6 +516,7 @@ class Shard:
                     n_clients=max(1, message.n_pushing),
                     shard_slice=replicated.shard_slice,
                     touches=message.holds if message.touches else None,
+                    share=replicated.share,
                 )
             if self._promotion is None or not backup.is_drained:
                 return []
@@ -523,6 +527,10 @@ class Shard:
         commands, saves = self._commands, self._saves
         if self._versions.copying is not None and not is_stopping:
             return self._begin_copy()  # the next piece, before anything changes the values
+        if self._sessions.is_in_round:  # nothing comes between its pushes
+            push = self._sessions.begin_push(now)
+            assert push is not None
+            return self._begin_push(push, now)
         if not is_stopping and (commands.waiting or commands.running):
             self._work = _Work.COMMAND
             return [commands.begin_next(self._snapshot)]
@@ -542,11 +550,15 @@ class Shard:
         if self._primary.backup is not None:
             actions += self._primary.transfer(now)
             may_apply = may_apply and self._primary.may_apply
-        push = self._sessions.begin_push() if may_apply else None
+        push = self._sessions.begin_push(now, is_last=is_stopping) if may_apply else None
         if push is not None:
             actions += self._begin_push(push, now)
         elif may_copy:
             actions += self._begin_copy()
+        until = self._sessions.grace_until
+        if until is not None and until != self._grace_until:
+            self._grace_until = until
+            actions.append(rl.SetTimer(name=_GRACE, at=until))
         return actions
 
     def _begin_push(self, push: PushInProgress, now: rl.Seconds) -> list[rl.Action]:
@@ -565,17 +577,24 @@ class Shard:
             n_clients=n_clients,
             shard_slice=client.shard_slice,
             touches=push.push.touches,
+            share=push.share,
         )
         return [*replications, *apply]
 
     def _apply(
-        self, pushed: Vector, *, n_clients: int, shard_slice: ShardSlice, touches: Vector | None
+        self,
+        pushed: Vector,
+        *,
+        n_clients: int,
+        shard_slice: ShardSlice,
+        touches: Vector | None,
+        share: Share,
     ) -> list[rl.Action]:
         self._work = _Work.APPLY
         self._copied_last = False
         touched = None if touches is None else self._values.slice_table.get(touches)
         work, cost = self._values.begin_push(
-            pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched
+            pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched, share=share
         )
         return [rl.Compute(name="apply", work=work, cost=cost)]
 

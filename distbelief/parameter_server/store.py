@@ -23,6 +23,7 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageEr
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.optimizers import State, StepCounts
+from distbelief.parameter_server.rounds import WHOLE, RoundSum, Share
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
@@ -158,7 +159,8 @@ class ShardStore:
         self.slice_table = SliceTable(
             self._n_elements, dtype=self._dtype, n_gradient=self._n_gradient
         )
-        self._pushed_slice = self.slice_table.whole
+        self._pushed_slice: ShardSlice | None = self.slice_table.whole  # None: not applied yet
+        self._round: RoundSum | None = None  # in progress
         self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
         self.n_restored = 0  # whole pushes (`StepCounts.n_pushes`) that this incarnation began with
@@ -301,12 +303,54 @@ class ShardStore:
         n_clients: int,  # over which buffers are averaged
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
         touched: ShardSlice | None = None,  # what the push changes; None: all of the part
+        share: Share = WHOLE,
     ) -> tuple[Callable[[], None], Cost]:
-        """Return the work that applies a push, and its cost."""
-        if self._n_held is None:
-            self._published.begin()
+        """Return the work that applies a push, or adds it to a round, and its cost."""
         shard_slice = shard_slice or self.slice_table.whole
         touched = touched or shard_slice
+        if share.weight is not None:
+            return self._begin_in_round(pushed, shard_slice, touched, share)
+        return self._begin_apply(pushed, shard_slice, touched, n_clients, scale=share.scale)
+
+    def _begin_in_round(
+        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: Share
+    ) -> tuple[Callable[[], None], Cost]:
+        assert share.weight is not None
+        if self._round is None:
+            policy = self._config.policy
+            self._round = RoundSum(
+                self._n_elements, n_gradient=self._n_gradient, dtype=self._dtype, policy=policy
+            )
+        whole, so_far = self.slice_table.whole, self._round
+        add = so_far.add_work(pushed, shard_slice=shard_slice, touched=touched, weight=share.weight)
+        cost = Cost(n_bytes=3.0 * pushed.nbytes)
+        if share.n_to_follow:
+            self._pushed_slice = None
+            return add, cost
+        self._round = None
+        ranges = so_far.touched
+        touched = whole if ranges is None else self.slice_table.get(ranges.stripes())
+        # Every element of the sum is a mean already.
+        apply, then = self._begin_apply(so_far.total, whole, touched, 1, scale=1.0)
+
+        def work() -> None:
+            add()
+            so_far.finish()
+            apply()
+
+        return work, Cost(n_bytes=cost.n_bytes + then.n_bytes, flops=then.flops)
+
+    def _begin_apply(
+        self,
+        pushed: Vector,
+        shard_slice: ShardSlice,
+        touched: ShardSlice,
+        n_clients: int,
+        *,
+        scale: float,
+    ) -> tuple[Callable[[], None], Cost]:
+        if self._n_held is None:
+            self._published.begin()
         rule, values = self._config.rule, self.vector
         self._pushed_slice = touched if rule.needs_clock else shard_slice
         n_here = self.n_held_elements
@@ -327,6 +371,8 @@ class ShardStore:
 
         def update(clock: int, vectors: Sequence[Vector], gradient: Vector) -> None:
             state = dict(zip(names, vectors[1:], strict=True))
+            if scale != 1.0:
+                gradient = gradient * gradient.dtype.type(scale)
             rule.apply(vectors[0], gradient, state, clock=clock)
 
         def work() -> None:
@@ -356,12 +402,18 @@ class ShardStore:
         return self._slice_updates[key]
 
     def end_push(self) -> None:
-        """Finish a push: count it, and mark the values as complete."""
+        """Finish a push: count it, and mark the values as complete; or those of its round."""
         self.clock += 1
-        self.steps.add(self._pushed_slice)
-        self._pushed_slice = self.slice_table.whole
+        applied, self._pushed_slice = self._pushed_slice, self.slice_table.whole
+        if applied is None:
+            return
+        self.steps.add(applied)
         if self._n_held is None:
             self._published.end(clock=self.clock)
+
+    def drop_round(self) -> None:
+        """Drop the round in progress: its pushes are acknowledged nowhere."""
+        self._round = None
 
     def begin_replace(self) -> None:
         self._published.begin()

@@ -361,13 +361,13 @@ def each_plan(
     most = max(counts)
     check_pins(request.graph, request.pins, request.cluster.first(most))
     planner = _Planner(request, notify=notify)
-    # Smaller counts are planned too: a row must not depend on the other rows, and more machines may
-    # use a plan for fewer.
+    # Smaller counts are planned too, by the solver alone: more machines may use a plan for fewer,
+    # and a row must not depend on the other rows.
     fewer = [] if request.exactly else [n for n in _FEWER if n < most]
     for count in sorted({*counts, *fewer}):
         try:
             with _no_garbage_collection():
-                done = planner.plan_for(count)
+                done = planner.plan_for(count, is_shown=count in counts)
         except GraphError:
             if request.pins and count < most:
                 continue  # a pin needs more machines
@@ -409,10 +409,11 @@ class _Planner:
         }
         self._alone = self._simulator.way("one machine", whole, n_machines=1)
 
-    def plan_for(self, count: int) -> Planned:
+    def plan_for(self, count: int, *, is_shown: bool) -> Planned:
         request, cluster = self._request, self._request.cluster.first(count)
         self._notify(f"{count} machine{'' if count == 1 else 's'}")
-        baselines = [] if request.pins else self._baselines(cluster)
+        compares = not request.pins and (is_shown or count == 1)
+        baselines = self._baselines(cluster) if compares else []
         others = [*baselines, *self._before(count)]
         orders = machine_orders(cluster)
         solved = [
@@ -431,7 +432,7 @@ class _Planner:
         best = min(solved, key=lambda each: each.rank)
         better = (
             search(best, cluster, simulator=self._simulator, notify=self._notify)
-            if request.search
+            if request.search and is_shown
             else None
         )
         ways = [*([better] if better else []), *found, *others]
@@ -466,10 +467,9 @@ class _Planner:
         best = self._best
         if best is None or self._request.exactly:
             return []
-        again = self._simulator.way(
-            best.method, best.placements, n_machines=count, micro_batches=best.cost.micro_batches
-        )
-        return [replace(again, model_seconds=best.model_seconds)]
+        # Idle machines change nothing else.
+        compiled = replace(best.cost.compiled, n_machines=count)
+        return [replace(best, cost=replace(best.cost, compiled=compiled))]
 
     def _stages(self, cluster: Cluster, orders: Sequence[Sequence[int]]) -> list[SimulatedPlan]:
         # Pipelines of whole layers with several micro-batches.

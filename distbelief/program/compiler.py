@@ -409,10 +409,8 @@ def compile_plan(
 ) -> Compiled:
     """Compile a plan.
 
-    `placements` are of every layer except inputs.
-
-    Raises:
-        GraphError: a layer is unknown, has no placement, or cannot be computed there.
+    `placements` are of every layer except inputs. GraphError if a layer is unknown, has no
+    placement, or cannot be computed there.
     """
     cache = cache or CompilerCache(graph, n_plans=1)
     check(graph, placements, n_machines=n_machines, cache=cache.checked)

@@ -91,8 +91,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def check(self, layer: Layer, *, n_machines: int) -> None:
         """Check that this layer can be computed with this placement.
 
-        Raises:
-            GraphError: it cannot; says why.
+        GraphError if it cannot: says why.
         """
         self.check_cells(layer.name, n_machines=n_machines)
         kind, shape = operator_of(layer), layer.shape

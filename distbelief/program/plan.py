@@ -13,18 +13,17 @@ was edited or cut off is rejected before anything runs.
 """
 
 import hashlib
-import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal, final
+from typing import Annotated, Final, Literal, final
 
 import msgspec
 
 from distbelief.core import files
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.region import Shape
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import AtLeastOne, Cluster
 from distbelief.program.placement import Placement
 from distbelief.program.step_graph import statistics_of
 
@@ -32,26 +31,21 @@ from distbelief.program.step_graph import statistics_of
 VERSION: Final[Literal[1]] = 1
 N_BYTES_MAX: Final = 1 << 24
 _N_SHOWN: Final = 6  # differences in an error
+_FromZero = Annotated[float, msgspec.Meta(ge=0)]
 
 
 @final
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the planner expects of the plan."""
 
-    step_seconds: float  # median of one training step
-    p10_seconds: float  # quantile 10 %
-    p90_seconds: float  # quantile 90 %
-    bound_seconds: float  # lower bound for every plan
-    gap: float  # of the plan's cost to the best one's, at most: 0.03 is 3 %
+    step_seconds: _FromZero  # median of one training step
+    p10_seconds: _FromZero  # quantile 10 %
+    p90_seconds: _FromZero  # quantile 90 %
+    bound_seconds: _FromZero  # lower bound for every plan
+    gap: _FromZero  # of the plan's cost to the best one's, at most: 0.03 is 3 %
     solver: str
     exact: bool = False  # whether the solver has proved that no plan of its candidates is better
     costs: str = ""  # where times come from: "assumed", "profile of 2026-11-20", ...
-
-    def __post_init__(self) -> None:
-        for name in ("step_seconds", "p10_seconds", "p90_seconds", "bound_seconds", "gap"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise GraphError(f"{name} is {value} in the plan: use a number, 0 or more")
 
 
 @final
@@ -60,7 +54,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: str
     fingerprint: str  # of the cluster with these machines only
-    n_machines: int  # the first ones of the cluster
+    n_machines: AtLeastOne  # the first ones of the cluster
 
 
 @final
@@ -71,22 +65,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str = ""  # import path of the function that makes it, "module:function"; or ""
     graph: str  # fingerprint of the layer graph, the loss included
     inputs: Mapping[str, Shape]  # shape of each input, without the batch
-    batch: int  # samples of one step
+    batch: AtLeastOne  # samples of one step
     loss: str  # name or import path
     cluster: Target
     placements: Mapping[str, Placement]  # of each layer except inputs
     predicted: Prediction | None = None  # None for a plan that the planner has not made
-    micro_batches: int = 1
+    micro_batches: AtLeastOne = 1
     captured: bytes = b""  # the layer graph, by `packed`: ranks need not capture the model again
 
     def __post_init__(self) -> None:
-        for name, count in (
-            ("batch", self.batch),
-            ("n_machines", self.cluster.n_machines),
-            ("micro_batches", self.micro_batches),
-        ):
-            if count < 1:
-                raise GraphError(f"{name} is {count} in the plan: use 1 or more")
         if self.micro_batches > self.batch:
             raise GraphError(
                 f"micro_batches is {self.micro_batches} in the plan: use at most the batch, "
@@ -108,8 +95,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def captured_graph(self) -> LayerGraph:
         """Return the layer graph that the plan is for, its loss included.
 
-        Raises:
-            GraphError: the plan has none, or another one.
+        GraphError if the plan has none, or another one.
         """
         try:
             content = zlib.decompressobj().decompress(self.captured, N_BYTES_MAX)
@@ -127,9 +113,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Check that the plan is valid for this job.
 
         The graph has its loss; `cluster` is None if the figures of its machines are unknown.
-
-        Raises:
-            GraphError: it is not; names what differs, in the plan and here.
+        GraphError if it is not: names what differs, in the plan and here.
         """
         planned: dict[str, object] = {"the loss": self.loss, "the batch": self.batch}
         here: dict[str, object] = {"the loss": loss, "the batch": batch}
@@ -177,10 +161,8 @@ def plan_for(
 ) -> Plan:
     """Return a checked plan with these placements.
 
-    The graph has its loss; the plan may use all machines of the cluster, and no others.
-
-    Raises:
-        GraphError: a layer is missing, unknown, or cannot be computed as placed.
+    The graph has its loss; the plan may use all machines of the cluster, and no others. GraphError
+    if a layer is missing, unknown, or cannot be computed as placed.
     """
     target = Target(name=cluster.name, fingerprint=cluster.fingerprint, n_machines=len(cluster))
     order = {layer.name: index for index, layer in enumerate(graph.layers)}
@@ -208,16 +190,12 @@ def packed(graph: LayerGraph) -> bytes:
 def load(path: Path | str) -> Plan:
     """Return the plan in a file.
 
-    Raises:
-        GraphError: it is not a plan, has another version, or was edited or cut off.
-        StorageError: the file cannot be read.
+    GraphError if it is not a plan, has another version, or was edited or cut off; StorageError if
+    the file cannot be read.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as opened:
-            content = opened.read(N_BYTES_MAX + 1)
-    except OSError as error:
-        raise files.explained(error, path, doing="read the plan in") from error
+    with files.explaining(path, doing="read the plan in"), path.open("rb") as opened:
+        content = opened.read(N_BYTES_MAX + 1)
     try:
         return decode(content)
     except GraphError as error:
@@ -244,8 +222,7 @@ def encode(plan: Plan) -> bytes:
 def decode(content: bytes) -> Plan:
     """Return the plan that `encode` wrote.
 
-    Raises:
-        GraphError: the content is not a plan, or was changed.
+    GraphError if the content is not a plan, or was changed.
     """
     if len(content) > N_BYTES_MAX:
         raise GraphError(f"is larger than {N_BYTES_MAX} bytes: name a plan file")

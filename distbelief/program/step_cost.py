@@ -195,10 +195,8 @@ def step_cost(
 ) -> StepCost:
     """Simulate a step of a plan and return its cost.
 
-    The compiled plan and the costs are for the samples of one micro-batch.
-
-    Raises:
-        GraphError: the plan is for more machines than the cluster has.
+    The compiled plan and the costs are for the samples of one micro-batch. GraphError if the plan
+    is for more machines than the cluster has.
     """
     if len(cluster) < compiled.n_machines:
         raise GraphError(

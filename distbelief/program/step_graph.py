@@ -203,10 +203,8 @@ class Schedule:
 def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
     """Return the step of a plan.
 
-    The compiled plan is for the samples of one micro-batch.
-
-    Raises:
-        GraphError: there are several, and a layer has batch statistics.
+    The compiled plan is for the samples of one micro-batch. GraphError if there are several, and a
+    layer has batch statistics.
     """
     once = Schedule(compiled.tasks, compiled.traffic, _Builder(compiled).build())
     if micro_batches == 1:

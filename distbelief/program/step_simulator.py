@@ -51,17 +51,6 @@ class SimulatedStep:
 
 
 @final
-@dataclass(slots=True)
-class _Batch:
-    # Messages of one kind and name from one machine that wait for the network.
-
-    flow: int
-    receivers: int  # bits
-    seconds: dict[int, float]  # by receiver
-    sizes: dict[int, int]  # bytes, by receiver
-
-
-@final
 class StepSimulator:
     """Simulates one step. Machines are numbered by their place in the plan.
 
@@ -84,7 +73,8 @@ class StepSimulator:
         self._places = [place[task.machine] for task in step.tasks]
         self._seconds = list(seconds)
         self._traffic = traffic
-        self._rates = np.broadcast_to(cluster.rates, (len(cluster),) * 2)[np.ix_(order, order)]
+        rates = np.broadcast_to(cluster.rates, (len(cluster),) * 2)[np.ix_(order, order)]
+        self._rates: list[list[float]] = rates.tolist()
         self._latency = cluster.latency
         self._overhead = cluster.message_overhead
         # Per machine, processor seconds per byte of a message, and per message.
@@ -117,8 +107,13 @@ class StepSimulator:
         # --- network ---
         self._free_senders = self._free_receivers = (1 << n) - 1
         self._touched_senders = self._touched_receivers = 0
-        self._batches: list[list[_Batch]] = [[] for _ in range(n)]
-        self._incoming = [0] * n  # bits: senders with a message for this machine
+        # Waiting messages by sender and receiver: (-flow, seconds, bytes), the most urgent last.
+        self._waiting = [[list[tuple[int, float, int]]() for _ in range(n)] for _ in range(n)]
+        self._outgoing = [0] * n  # bits: receivers of a waiting message of this machine
+        self._incoming = [0] * n  # bits: its senders
+        # Per sender, the number of waiting messages by flow, and a heap of these flows.
+        self._n_left = [dict[int, int]() for _ in range(n)]
+        self._urgent: list[list[int]] = [[] for _ in range(n)]
         # --- messages, in the order in which they start ---
         self._starts: list[float] = []
         self._ends: list[float] = []
@@ -196,20 +191,16 @@ class StepSimulator:
         traffic = self._traffic[flow]
         which = traffic.sending[int(self._machines[sender])]
         part = slice(which.start, which.stop)
-        receivers = [self._place[q] for q in traffic.receivers[part].tolist()]
-        sizes = traffic.n_bytes[part]
-        seconds = self._overhead + sizes / self._rates[sender, receivers]
-        bits = 0
-        for receiver in receivers:
-            bits |= 1 << receiver
+        rates, waiting = self._rates[sender], self._waiting[sender]
+        receivers, sizes = traffic.receivers[part].tolist(), traffic.n_bytes[part].tolist()
+        for machine, n_bytes in zip(receivers, sizes, strict=True):
+            receiver = self._place[machine]
+            seconds = self._overhead + n_bytes / rates[receiver]
+            insort(waiting[receiver], (-flow, seconds, n_bytes))
+            self._outgoing[sender] |= 1 << receiver
             self._incoming[receiver] |= 1 << sender
-        batch = _Batch(
-            flow=flow,
-            receivers=bits,
-            seconds=dict(zip(receivers, seconds.tolist(), strict=True)),
-            sizes=dict(zip(receivers, sizes.tolist(), strict=True)),
-        )
-        insort(self._batches[sender], batch, key=lambda each: each.flow)
+        self._n_left[sender][flow] = len(sizes)
+        heapq.heappush(self._urgent[sender], flow)
         self._touched_senders |= 1 << sender
 
     def _start_messages(self, now: float) -> None:
@@ -233,38 +224,52 @@ class StepSimulator:
                 self._start_message(_next(able, receiver), now)
 
     def _start_message(self, sender: int, now: float) -> None:
-        batches = self._batches[sender]
-        for batch in batches:
-            able = batch.receivers & self._free_receivers
-            if able:
-                break
-        else:
+        able = self._outgoing[sender] & self._free_receivers
+        if not able:
             return
-        receiver = _next(able, sender)
-        bit = 1 << receiver
-        batch.receivers ^= bit
-        if not batch.receivers:
-            batches.remove(batch)
-        for each in batches:
-            if each.receivers & bit:
-                break
-        else:
+        urgent, n_left = self._urgent[sender], self._n_left[sender]
+        while not n_left[urgent[0]]:
+            heapq.heappop(urgent)
+        receiver = self._receiver_of(sender, able, -urgent[0])
+        bit, waiting = 1 << receiver, self._waiting[sender][receiver]
+        code, seconds, n_bytes = waiting.pop()
+        n_left[-code] -= 1
+        if not waiting:
+            self._outgoing[sender] ^= bit
             self._incoming[receiver] ^= 1 << sender
         self._free_senders ^= 1 << sender
         self._free_receivers ^= bit
         index = len(self._starts)
-        end = now + batch.seconds[receiver]
+        end = now + seconds
         self._starts.append(now)
         self._ends.append(end)
         self._arrivals.append(end + self._latency)
-        n_bytes = batch.sizes[receiver]
         self._sizes.append(n_bytes)
         if self._handles:
             self._handle(n_bytes, sender, receiver)
-        self._flows.append(batch.flow)
+        self._flows.append(-code)
         self._senders.append(sender)
         self._receivers.append(receiver)
         heapq.heappush(self._queue, (end, len(self._nodes.after) + index))
+
+    def _receiver_of(self, sender: int, able: int, most: int) -> int:
+        # The one with the most urgent message; of equals the first from the sender on, wrapping
+        # around. None has one more urgent than `most`.
+        waiting = self._waiting[sender]
+        later = able >> sender << sender
+        best, found = None, 0
+        for part in (later, able ^ later):
+            left = part
+            while left:
+                lowest = left & -left
+                left ^= lowest
+                receiver = lowest.bit_length() - 1
+                code = waiting[receiver][-1][0]
+                if best is None or code > best:
+                    best, found = code, receiver
+                    if code == most:
+                        return found
+        return found
 
     def _handle(self, n_bytes: int, *ends: int) -> None:
         # The tasks at both ends take longer.

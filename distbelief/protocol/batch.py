@@ -183,7 +183,6 @@ class Assignment(AnyMessage, frozen=True):
     version: Count  # rises; an older one is ignored
     evaluation: Count
     versions: Annotated[tuple[ShardVersion, ...], msgspec.Meta(max_length=65536)]
-    first: Count  # position of the batch in the order of the data
     n_examples: Count  # of the batch
     tasks: Annotated[tuple[ChunkTask, ...], msgspec.Meta(max_length=4096)]
     replica_generation: Count = 0  # as in its `WorkReport`

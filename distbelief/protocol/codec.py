@@ -67,9 +67,7 @@ class Codec:
         """Return the frames of `message`; array frames share the array's memory.
 
         `receiver` matters only where it may be a host that does not know the run yet.
-
-        Raises:
-            LocalProtocolError: it is too large, or has values that no message can carry.
+        LocalProtocolError if it is too large, or has values that no message can carry.
         """
         self._frames_out = []
         envelope = Envelope(
@@ -95,9 +93,7 @@ class Codec:
         """Return the envelope of these frames.
 
         Its array is read-only and aligned; it shares the frame's memory if that is aligned.
-
-        Raises:
-            RemoteProtocolError: saying what is wrong with them.
+        RemoteProtocolError says what is wrong with them.
         """
         if not 1 <= len(frames) <= FRAMES_MAX:
             raise RemoteProtocolError(f"{len(frames)} frames, not 1 to {FRAMES_MAX}")

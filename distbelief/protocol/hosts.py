@@ -113,11 +113,7 @@ class FileChunk(AnyMessage, frozen=True):
 
     @classmethod
     def of(cls, document: str, content: bytes, offset: int) -> "FileChunk":
-        """Return the chunk at this offset.
-
-        Raises:
-            RemoteProtocolError: the offset is behind the end.
-        """
+        """Return the chunk at this offset; RemoteProtocolError if the offset is behind the end."""
         n_bytes = len(content)
         if offset > n_bytes:
             raise RemoteProtocolError(f"offset {offset} of {document}: it has {n_bytes} bytes")

@@ -164,10 +164,7 @@ def n_scalars(batch: Sequence[Command]) -> int:
 def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
     """Return what the batch measured over all shards.
 
-    `answers` are in shard order.
-
-    Raises:
-        RemoteProtocolError: an answer does not fit the batch.
+    `answers` are in shard order. RemoteProtocolError if an answer does not fit the batch.
     """
     combinations = [one for command in batch for one in _combinations(command)]
     for k, answer in enumerate(answers):

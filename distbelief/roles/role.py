@@ -265,10 +265,8 @@ class Role(Protocol):
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
 
-        Raises:
-            RemoteProtocolError: a peer broke the protocol; the driver logs it, drops
-                the event and goes on.
-            DistBeliefError: the role cannot go on; the driver reports it and halts.
+        RemoteProtocolError if a peer broke the protocol: the driver logs it, drops the event and
+        goes on. DistBeliefError if the role cannot go on: the driver reports it and halts.
         """
         ...
 
@@ -280,8 +278,7 @@ class Role(Protocol):
 def check_accepted(role: Role, event: Event, *, name: str) -> None:
     """Refuse a message that is not for this role. Drivers call it before `handle`.
 
-    Raises:
-        RemoteProtocolError: naming the sender and the message.
+    The RemoteProtocolError names the sender and the message.
     """
     if isinstance(event, Received) and type(event.message) not in role.accepts:
         raise RemoteProtocolError(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
-import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -35,7 +34,6 @@ N_KEPT: Final = 3
 _SUFFIX: Final = ".safetensors"
 _CHECKSUM: Final = "distbelief.crc32"
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_HEADER_BYTES_MAX: Final = 1 << 20
 
 
 @final
@@ -62,10 +60,8 @@ class CheckpointStore:
             except SafetensorError as error:
                 raise files.safetensors_error(error) from error
 
-        try:
+        with files.explaining(path.parent, doing="make"):
             files.make_directory(path.parent)
-        except OSError as error:
-            raise files.explained(error, path.parent, doing="make") from error
         files.write_by(path, fill)
         # Checksums are not read again: that would take as long as saving.
         kept = [path for label in self.labels(role) if _opens(path := self.path(role, label))]
@@ -87,7 +83,7 @@ class CheckpointStore:
             for other, why in damaged:
                 self.report(
                     f"checkpoint {other} is damaged and skipped ({why}); "
-                    f"{path.name} is used instead{_cost(other, snapshot)}"
+                    f"{path.name} is used instead"
                 )
             return snapshot
         if damaged:
@@ -164,30 +160,6 @@ def _unreadable(path: Path, error: OSError) -> StorageError:
     return StorageError(f"cannot read {path}: {why}; it may be intact")
 
 
-def _cost(damaged: Path, used: Snapshot) -> str:
-    clock, older = _clock_in(damaged), used.facts.get("clock", "")
-    if clock is None or not older.isdecimal() or clock <= int(older):
-        return ""
-    return f", {clock - int(older):,} pushes older"
-
-
-class _Header(msgspec.Struct, frozen=True):
-    """The part that is read from the header of a damaged checkpoint."""
-
-    metadata: dict[str, str] = msgspec.field(name="__metadata__", default={})
-
-
-def _clock_in(path: Path) -> int | None:
-    try:
-        with path.open("rb") as file:
-            n_bytes = int.from_bytes(file.read(8), "little")
-            text = file.read(min(n_bytes, _HEADER_BYTES_MAX))
-        clock = msgspec.json.decode(text, type=_Header).metadata.get("clock", "")
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    return int(clock) if clock.isdecimal() and len(clock) <= 18 else None
-
-
 def _opens(path: Path) -> bool:
     try:
         with safe_open(path, framework="numpy"):
@@ -261,10 +233,8 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
     for name, labels in lacking.items():
         for label in labels:
             path = store.path(name, label)
-            try:
+            with files.explaining(path, doing="rename"):
                 path.rename(path.with_name(f"{path.name}{SET_ASIDE}"))
-            except OSError as error:
-                raise files.explained(error, path, doing="rename") from error
     found = (
         "it was the first, so the run starts from scratch"
         if agreed is None

@@ -74,9 +74,8 @@ class RunDirectory:
     def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
         """Open the directory of an earlier run, to resume it (`write`) or only to read.
 
-        Raises:
-            JobError: there is no run directory at `path`.
-            StorageError: another process runs this job now, or it cannot be written.
+        JobError if there is no run directory at `path`; StorageError if another process runs this
+        job now, or it cannot be written.
         """
         run = cls(Path(path), lock=None)
         if not run.path.is_dir():
@@ -135,7 +134,7 @@ class RunDirectory:
 
         An empty directory takes the place of `snapshots`.
         """
-        try:
+        with files.explaining(self.path, doing="move files in"):
             for number in range(1, SIBLINGS_MAX):
                 place = self.path / f"aside-{number}"
                 with suppress(FileExistsError):
@@ -149,18 +148,14 @@ class RunDirectory:
             self.snapshots.mkdir(exist_ok=True)
             files.force(place)
             files.force(self.path)
-        except OSError as error:
-            raise files.explained(error, self.path, doing="move files in") from error
         return place
 
     def write_status(self, status: Status) -> None:
         """Replace status.json atomically, without syncing: after a power loss it has no use."""
         temporary = self.status_file.with_suffix(files.TEMPORARY)
-        try:
+        with files.explaining(self.status_file, doing="write"):
             temporary.write_bytes(msgspec.json.encode(status))
             temporary.replace(self.status_file)
-        except OSError as error:
-            raise files.explained(error, self.status_file, doing="write") from error
 
     def read_status(self) -> Status | None:
         """Return the last status written, or None if there is none yet."""
@@ -238,10 +233,8 @@ def status_in(content: bytes, file: Path) -> Status:
 def _lock(path: Path, *, fresh: bool = False) -> int:
     file = path / "lock"
     flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if fresh else 0)
-    try:
+    with files.explaining(path, doing="write to"):
         descriptor = os.open(file, flags, 0o644)
-    except OSError as error:
-        raise files.explained(error, path, doing="write to") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(descriptor, 0)

@@ -19,7 +19,7 @@ import msgspec
 
 from distbelief.core import files
 from distbelief.core.formatting import is_loss, is_share
-from distbelief.supervisor.view import JobView
+from distbelief.supervisor.view import JobView, filled
 
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, view: JobView) -> Self:
-        shared = {name: getattr(view, name) for name in cls.__struct_fields__[1:]}
-        return msgspec.convert(shared | {"time": round(view.seconds, 3)}, cls)
+        return filled(cls, {"time": round(view.seconds, 3)}, view)
 
 
 @final

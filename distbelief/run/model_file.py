@@ -152,9 +152,8 @@ def write_model(
 def check_trained(module: nn.Module, weights: Path, *, factory: str) -> None:
     """Compare the names and shapes of a module, maybe on the meta device, with trained weights.
 
-    Raises:
-        JobError: the source, whose `factory` made the module, has changed since.
-        StorageError: the file cannot be read, or is damaged.
+    JobError if the source, whose `factory` made the module, has changed since; StorageError if the
+    file cannot be read, or is damaged.
     """
     made = {
         name: list(value.shape)

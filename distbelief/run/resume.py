@@ -104,9 +104,8 @@ def mark_of(plan: Plan) -> str:
 def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None]:
     """Return the directory and content of the checkpoint set in use; None of a new run.
 
-    Raises:
-        JobFileError: the run is old, so its job file counts, and that is wrong.
-        StorageError: cut.json is damaged or wrong, or all checkpoints are gone.
+    JobFileError if the run is old, so its job file counts, and that is wrong; StorageError if
+    cut.json is damaged or wrong, or all checkpoints are gone.
     """
     found = [(match, path) for path in run.snapshots.glob("cut-*/") if (match := _of_set(path))]
     directory = max(found, default=(0, run.snapshots))[1]
@@ -398,11 +397,9 @@ def resume_run(
 ) -> Resumed:
     """Prepare a run, new or not, so that the job can start in it.
 
-    The job has passed `check_same`; the run's job file is still that of its last session.
-
-    Raises:
-        JobError: the data have changed, or a checkpoint to reshard is missing.
-        StorageError: the run's files cannot be read or written; the run is unchanged.
+    The job has passed `check_same`; the run's job file is still that of its last session. JobError
+    if the data have changed, or a checkpoint to reshard is missing; StorageError if the run's files
+    cannot be read or written; the run is unchanged.
     """
     directory, was = newest_checkpoint_set(run)
     now = CheckpointSet(

@@ -15,7 +15,7 @@ from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.errors import StorageError
 from distbelief.run.directory import RunDirectory
-from distbelief.supervisor.view import HostView, JobView
+from distbelief.supervisor.view import HostView, JobView, filled
 
 
 _GAP = 2  # columns between two values
@@ -134,11 +134,7 @@ def summarise(
         "versions": {"python": platform.python_version(), **dict(_versions())},
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
     }
-    for name in Summary.__struct_fields__:
-        for source in (view, task):
-            if name not in own and hasattr(source, name):
-                own[name] = getattr(source, name)
-    return msgspec.convert(own, Summary, from_attributes=True)
+    return filled(Summary, own, view, task)
 
 
 def summary_text(summary: Summary) -> str:

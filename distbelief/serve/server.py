@@ -115,8 +115,7 @@ class ParameterServer:
     def address(self) -> str:
         """The address for processes of this user on this host.
 
-        Raises:
-            JobError: the server is not running.
+        JobError if the server is not running.
         """
         if not self._address:
             raise JobError(
@@ -127,10 +126,8 @@ class ParameterServer:
     def start(self) -> Self:
         """Start the shards, and wait until they are ready.
 
-        Raises:
-            JobError: the server runs already, or its directory has old checkpoints.
-            StorageError: the disk has no space for the values.
-            PeerLostError: the shards do not start.
+        JobError if the server runs already, or its directory has old checkpoints; StorageError if
+        the disk has no space for the values; PeerLostError if the shards do not start.
         """
         if self._process is not None:
             raise JobError("the parameter server is running already")

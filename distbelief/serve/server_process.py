@@ -16,9 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -29,7 +27,6 @@ from safetensors.torch import save_file
 from distbelief.config import job as jobs
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
-from distbelief.core.writer import Writer
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import RoleSpec
@@ -37,11 +34,11 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import copy_names
-from distbelief.protocol import Stop
-from distbelief.roles.role import SUPERVISOR, USER, Received
+from distbelief.roles.role import SUPERVISOR
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import PreviousRun, read_previous_run
+from distbelief.run_log import RunLog
 from distbelief.serve.address import ServerAddress
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.metrics import PreviousTotals
@@ -113,13 +110,13 @@ class ServerReady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Tell = Callable[[str], None]
-Watch = Callable[[RoleRunner, Supervisor, ServerAddress], None]
+Watch = Callable[[RoleRunner, Supervisor, ServerAddress, RunLog], None]
 
 
-def serve(request: ServerRequest, watch: Watch, *, tell: Tell | None = None) -> str | None:
+def serve(request: ServerRequest, watch: Watch, *, tell: Tell) -> str | None:
     """Run a parameter server until it ends; return its error, if any.
 
-    `watch` runs the node until the server should end; `tell` gets warnings about damaged files.
+    `watch` runs the node until the server should end; `tell` gets lines for the user.
     """
     FileMemory.sweep()
     memory = FileMemory.make()  # its directory also contains the sockets
@@ -129,7 +126,7 @@ def serve(request: ServerRequest, watch: Watch, *, tell: Tell | None = None) -> 
         memory.remove_all()
 
 
-def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell | None) -> str | None:
+def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell) -> str | None:
     directory = Path(request.directory)
     run = request.run or secrets.token_hex(16)
     reach = request.reach.within(private)
@@ -138,20 +135,10 @@ def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell | Non
     def log_of(name: str) -> Path:
         return directory / f"{name}.log"
 
-    lines = files.LineFile(log_of("supervisor"), tell=_warn_on_stderr)
-    disk = Writer("disk", tell=lambda text: log("warning", text))
-
-    def log(level: str, text: str) -> None:
-        disk.write(partial(lines.append, f"{level}: {text}"))
-
-    def warn(text: str) -> None:
-        log("warning", text)
-        if tell is not None:
-            tell(text)
-
-    previous = _previous_run(request, warn)
+    log = RunLog(log_of(SUPERVISOR), SUPERVISOR, tell=tell)
+    previous = _previous_run(request, log.warn_user)
     links = reach.transport(
-        name=SUPERVISOR, incarnation=previous.incarnation, run=run, log=log, port=reach.port
+        name=SUPERVISOR, incarnation=previous.incarnation, run=run, log=log.log, port=reach.port
     )
     with links:
         spec = directory / "spec.json"
@@ -174,9 +161,9 @@ def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell | Non
         )
         supervisor = Supervisor(config)
         with LocalLauncher(spec=spec, log_of=log_of) as launcher:
-            node = RoleRunner(supervisor, transport=links, log=log, launcher=launcher)
-            with disk:
-                watch(node, supervisor, address)
+            node = RoleRunner(supervisor, transport=links, log=log.log, launcher=launcher)
+            with log.in_threads():
+                watch(node, supervisor, address, log)
     return _outcome(node, supervisor, directory)
 
 
@@ -233,9 +220,8 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
     return msgspec.json.encode(spec)
 
 
-def _warn_on_stderr(text: str) -> None:
-    with suppress(OSError):  # standard output is only for the line of JSON
-        sys.stderr.write(f"parameter server: {text}. It continues without this log\n")
+def _tell_on_stderr(text: str) -> None:
+    sys.stderr.write(f"parameter server: {text}\n")  # standard output is for the line of JSON
 
 
 def main(path: str) -> int:
@@ -245,7 +231,7 @@ def main(path: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     request = msgspec.json.decode(Path(path).read_bytes(), type=ServerRequest)
     try:
-        error = serve(request, _watched_by_parent)
+        error = serve(request, _watched_by_parent, tell=_tell_on_stderr)
     except DistBeliefError as problem:
         ServerReady(error=str(problem)).print()
         return 1
@@ -257,7 +243,9 @@ def main(path: str) -> int:
     return 0
 
 
-def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, address: ServerAddress) -> None:
+def _watched_by_parent(
+    node: RoleRunner, supervisor: Supervisor, address: ServerAddress, _log: RunLog
+) -> None:
     # Reports to the parent process that the server is ready, and ends when it closes the pipe.
     is_ready = is_stopping = False
 
@@ -269,8 +257,7 @@ def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, address: Server
         readable, _, _ = select.select([sys.stdin], [], [], 0)
         if readable and not is_stopping and not os.read(sys.stdin.fileno(), 4096):
             is_stopping = True
-            stop = Stop(reason="the server was closed")
-            node.post(Received(sender=USER, incarnation=0, message=stop))
+            node.stop("the server was closed")
 
     node.run(tick, tick_seconds=TICK_SECONDS)
 
@@ -303,11 +290,11 @@ def run_server(
         request.reach.keys.guard(log=lambda _level, _text: None)
     with _open_directory(directory) as run:
         request = _resolved(request, parameters, run, tell=tell, from_scratch=from_scratch)
-        return serve(request, _Terminal(request, tell=tell).watch, tell=tell)
+        return serve(request, _Terminal(request).watch, tell=tell)
 
 
 def _open_directory(directory: Path) -> RunDirectory:
-    try:
+    with files.explaining(directory, doing="make"):
         directory.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in directory.iterdir()}
         if "request.json" not in names and names - {"lock", "initial.safetensors"}:
@@ -316,8 +303,6 @@ def _open_directory(directory: Path) -> RunDirectory:
                 "(--directory), or one that `distbelief serve` made"
             )
         directory.chmod(0o700)
-    except OSError as error:
-        raise files.explained(error, directory, doing="make") from error
     return RunDirectory.take(directory)
 
 
@@ -387,49 +372,38 @@ def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -
 class _Terminal:
     """The terminal of a standalone server: address, progress, Ctrl+C."""
 
-    def __init__(self, request: ServerRequest, *, tell: Tell) -> None:
+    def __init__(self, request: ServerRequest) -> None:
         self._request = request
-        self._screen = Writer("screen", tell=tell)
-        self._print = tell
         self._n_reported = 0  # number of the last message printed
         self._reported_at = time.monotonic()
         self._n_pushes = 0
         self._is_ready = False
 
-    def watch(self, node: RoleRunner, supervisor: Supervisor, address: ServerAddress) -> None:
+    def watch(
+        self, node: RoleRunner, supervisor: Supervisor, address: ServerAddress, log: RunLog
+    ) -> None:
         """Run the node until it ends."""
         with caught_signals() as caught:
-
-            def stop(number: signal.Signals) -> None:
-                message = Stop(reason=REASONS[number])
-                node.post(Received(sender=USER, incarnation=0, message=message))
-
-            caught.tell = stop
-            with self._screen:
-                error = node.run(lambda: self._tick(supervisor, address))
+            caught.tell = lambda number: node.stop(REASONS[number])
+            error = node.run(lambda: self._tick(supervisor, address, log.print))
         if not (error or supervisor.error or supervisor.interrupted):
-            self._report(f"ended; the parameters are saved in {self._request.directory}")
+            log.print(f"ended; the parameters are saved in {self._request.directory}")
 
-    def _report(self, text: str) -> None:
-        # In a thread: a terminal that nobody reads must not block the server.
-        self._screen.write(partial(self._print, text))
-
-    def _tick(self, supervisor: Supervisor, address: ServerAddress) -> None:
+    def _tick(self, supervisor: Supervisor, address: ServerAddress, tell: Tell) -> None:
         now = time.monotonic()
         view = supervisor.view(now)
         supervisor.take_records()
         if not self._is_ready and view.phase == "training":
             self._is_ready = True
             for line in self._address_lines(address):
-                self._report(line)
+                tell(line)
         for message in view.messages:
             if message.number > self._n_reported:
                 self._n_reported = message.number
-                self._report(message.text)
+                tell(message.text)
         if now - self._reported_at >= PROGRESS_SECONDS and view.pushes_applied != self._n_pushes:
             self._reported_at, self._n_pushes = now, view.pushes_applied
-            pushes = formatting.count(view.pushes_applied)
-            self._report(f"{_workers(view)}, {pushes} pushes applied")
+            tell(f"{_workers(view)}, {formatting.count(view.pushes_applied)} pushes applied")
 
     def _address_lines(self, address: ServerAddress) -> list[str]:
         # The addresses, and a warning if they give access to strangers.

@@ -205,8 +205,7 @@ class SimulatedCluster:
 
     def post(self, name: Address, event: Event) -> None:
         """Deliver an event to `name` now, as if its driver had produced it."""
-        driver = self._driver
-        driver.event_queue.at(self.now, driver.deliver, self._process(name), event)
+        self._driver.event_queue.at(self.now, self._process(name).deliver, event)
 
     def kill(self, name: Address) -> None:
         """Kill `name` between two events; its files stay."""

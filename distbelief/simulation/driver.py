@@ -91,21 +91,21 @@ class SimulatedProcess:
     launcher: "SimulatedProcess | None"
     paths: dict[Address, Path] = field(default_factory=dict)
     alive: bool = True
-    event_loop: EventLoop | None = None  # None if handling events takes no time
     paused_until: Seconds | None = None
     waiting: list[rl.Event] = field(default_factory=list)  # while paused
     handles_slowly: bool = False  # messages take time, although it has no event loop
     handles_until: Seconds = 0.0  # when the messages received so far are handled
+    # Messages that wait for those before them, and when they are handled.
+    inbox: deque[tuple[Seconds, Received]] = field(default_factory=deque)
     last_actions: int | None = None  # it dies after this many actions of the next event
     tears: bool = False  # a checkpoint that its death interrupts stays, damaged
     restart_after: Seconds | None = None  # after its death
     halted: bool = False  # it ended by itself
     error: str | None = None  # why it halted
-
-    @property
-    def threads(self) -> Sequence[SimulatedThread]:
-        loop = self.event_loop
-        return [*self.executors.values(), *([] if loop is None else [loop.thread])]
+    threads: list[SimulatedThread] = field(default_factory=list)
+    # Pass on an event now, or after earlier events. Results of executors wake a sleeping process.
+    deliver: Callable[[rl.Event], None] = field(init=False)
+    deliver_result: Callable[[rl.Event], None] = field(init=False)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -141,9 +141,7 @@ class Driver:
         self.outside: dict[Address, deque[Received]] = {}
         self.newest: dict[Address, SimulatedProcess] = {}  # newest incarnation, running or ended
         self.known: dict[tuple[Address, int], SimulatedProcess] = {}  # by role and incarnation
-        self.network = Network(
-            self.event_queue, self.streams, deliver=self._arrive, lose=self._lose
-        )
+        self.network = Network(self.event_queue, self.streams, arrive=self._arrive, lose=self._lose)
         self._ports = Ports(options.fabric or SwitchedNetwork(cards={}))
         self._hosts = {  # whose cores roles share
             name: Host(self.event_queue, processor)
@@ -178,13 +176,6 @@ class Driver:
         return SimulationFailed(reason, seed=self.seed, now=self.event_queue.now, trace=self.trace)
 
     # --- events ---
-
-    def deliver(self, process: SimulatedProcess, event: rl.Event) -> None:
-        """Pass an event to a process: now, or after earlier events and its pause."""
-        if process.event_loop is None:
-            self._handle(process, event)
-        elif process.alive:
-            process.event_loop.add(event)
 
     def _handle(self, process: SimulatedProcess, event: rl.Event) -> None:
         if not process.alive:
@@ -234,23 +225,22 @@ class Driver:
         )
 
     def _arrive(self, packet: Packet) -> None:
-        path = packet.path
-        receiver, incarnation = path.receiver, path.incarnation
+        path, network = packet.path, self.network
+        if (network.cuts or packet.departs > path.broken_at) and network.stops(packet):
+            return
         # Arrays that the sender lends are read as late as allowed: on arrival.
         event = self._sizing.received(packet.payload)
-        process = self.known.get((receiver, incarnation))
+        process = self.known.get(path.ends_at)
         if process is not None and process.alive:
             self.counts.delivered += 1
             if process.handles_slowly:
                 self._deliver_in_sequence(process, event, packet.n_bytes)
-            elif process.event_loop is None:
-                self._handle(process, event)
             else:
-                process.event_loop.add(event)
-        elif receiver not in self.builders:
-            self._keep_for_test(receiver, event)
+                process.deliver(event)
+        elif path.receiver not in self.builders:
+            self._keep_for_test(path.receiver, event)
         elif self._is_misrouted():
-            self.deliver_to_next(receiver, incarnation, event)
+            self.deliver_to_next(path.receiver, path.incarnation, event)
         else:
             self._lose(packet, "no such process")
 
@@ -259,15 +249,24 @@ class Driver:
     ) -> None:
         # A process without an event loop handles messages in sequence: the cost of a message
         # delays those behind it. Its own delay is already part of the link's latency.
-        event_queue, machine = self.event_queue, process.machine
-        begins, now = process.handles_until, event_queue.now
+        machine, inbox, now = process.machine, process.inbox, self.event_queue.now
         takes = machine.handling_seconds + n_bytes / machine.handling_bytes_per_second
+        begins = process.handles_until
         if begins <= now:
             process.handles_until = now + takes
             self._handle(process, event)
-        else:
-            process.handles_until = begins + takes
-            event_queue.at(begins, self._handle, process, event)
+            return
+        process.handles_until = begins + takes
+        inbox.append((begins, event))
+        if len(inbox) == 1:
+            self.event_queue.at(begins, self._handle_next, process)
+
+    def _handle_next(self, process: SimulatedProcess) -> None:
+        inbox = process.inbox
+        _, event = inbox.popleft()
+        if inbox:
+            self.event_queue.at(inbox[0][0], self._handle_next, process)
+        self._handle(process, event)
 
     def _is_misrouted(self) -> bool:
         port_reuse = self.options.port_reuse
@@ -282,18 +281,19 @@ class Driver:
 
     def _perform_all(self, process: SimulatedProcess, actions: Sequence[rl.Action]) -> int:
         # Stops when an action ends the process; returns how many were performed.
-        n_last, n_performed = process.last_actions, 0
-        for action in actions if n_last is None else actions[:n_last]:
+        n_last = process.last_actions
+        if n_last is not None:
+            actions = actions[:n_last]
+        for n_performed, action in enumerate(actions, start=1):
             if type(action) is Send:  # the most frequent one, without the match statement
                 self._send(process, action)
-            else:
-                self._perform(process, action)
-            n_performed += 1
+                continue
+            self._perform(process, action)
             if not process.alive:
                 return n_performed
         if n_last is not None:
             self.end(process, f"killed after {n_last} actions of this event")
-        return n_performed
+        return len(actions)
 
     def _perform(self, process: SimulatedProcess, action: rl.Action) -> None:
         match action:
@@ -370,17 +370,9 @@ class Driver:
             result_event = rl.Computed(
                 name=action.name, result=result, error=failed, seconds=seconds
             )
-            self._deliver_result(process, result_event)
+            process.deliver_result(result_event)
 
         process.executors[action.executor].add(Work(demand=demand, end=end))
-
-    def _deliver_result(
-        self, process: SimulatedProcess, result_event: rl.Computed | rl.Persisted
-    ) -> None:
-        if process.event_loop is None:
-            self._handle(process, result_event)
-        elif process.alive:
-            process.event_loop.deliver_result(result_event)
 
     def _persist(self, process: SimulatedProcess, snapshot: rl.Snapshot) -> None:
         sums: dict[str, int] = {}
@@ -403,7 +395,7 @@ class Driver:
             error = NO_SPACE if self.disk.full else None
             if error is None:
                 self.disk.save(process.name, snapshot)
-            self._deliver_result(process, rl.Persisted(label=snapshot.label, error=error))
+            process.deliver_result(rl.Persisted(label=snapshot.label, error=error))
 
         def cut_short() -> None:
             if process.tears:
@@ -467,26 +459,28 @@ class Driver:
                 executor: SimulatedThread(host, wake_seconds=wake_seconds)
                 for executor in rl.Executor
             },
-            timers=Timers(
-                event_queue, lambda timer: self.deliver(process, rl.TimerFired(name=timer))
-            ),
+            timers=Timers(event_queue, lambda timer: process.deliver(rl.TimerFired(name=timer))),
             launcher=launcher,
         )
+        process.threads.extend(process.executors.values())
+        process.deliver = process.deliver_result = partial(self._handle, process)
         if handles:
-            process.event_loop = EventLoop(
+            loop = EventLoop(
                 host,
                 event_seconds=machine.event_seconds,
                 wake_seconds=wake_seconds,
                 handle=partial(self._handle, process),
                 slowness=partial(self.slowness, name),
             )
+            process.threads.append(loop.thread)
+            process.deliver, process.deliver_result = loop.add, loop.deliver_result
         self.newest[name] = self.known[name, number] = process
         if options.introduce and number > 1:
             self._redirect_to_newest(name, number)
         restored = self.disk.newest(name)
-        self.deliver(process, rl.Started(incarnation=number, restored=restored))
+        process.deliver(rl.Started(incarnation=number, restored=restored))
         for event in self._misrouted.pop(name, ()):
-            self.deliver(process, event)
+            process.deliver(event)
         if self.options.introduce:
             self._introduce(process)
 
@@ -540,9 +534,8 @@ class Driver:
         others = [other for other in self.newest.values() if other is not process]
         for other in others:
             if other.alive and (not acquainted or acquainted(process.name, other.name)):
-                self.deliver(other, joined)
-                known = rl.PeerJoined(peer=other.name, incarnation=other.incarnation)
-                self.deliver(process, known)
+                other.deliver(joined)
+                process.deliver(rl.PeerJoined(peer=other.name, incarnation=other.incarnation))
 
     # --- end ---
 
@@ -589,7 +582,7 @@ class Driver:
     ) -> None:
         lost = rl.PeerLost(peer=name, incarnation=incarnation, reason=reason)
         noticed_at = self.event_queue.now + self.options.notice_seconds
-        self.event_queue.at(noticed_at, self.deliver, launcher, lost)
+        self.event_queue.at(noticed_at, launcher.deliver, lost)
 
     # --- pause ---
 
@@ -613,7 +606,7 @@ class Driver:
         for thread in process.threads:
             thread.hold(held=False)
         waiting, process.waiting = process.waiting, []
-        self.event_queue.before_all(partial(self.deliver, process, event) for event in waiting)
+        self.event_queue.before_all(partial(process.deliver, event) for event in waiting)
 
     # --- connections ---
 
@@ -621,7 +614,7 @@ class Driver:
         """Deliver a message for an ended incarnation to the next one (see `port_reuse`)."""
         newest = self.newest.get(name)
         if newest is not None and newest.alive and newest.incarnation > incarnation:
-            self.deliver(newest, event)
+            newest.deliver(event)
         else:
             held = self._misrouted.setdefault(name, deque(maxlen=N_MISROUTED_MAX))
             held.append(event)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeVarTuple
 
-import msgspec
 import numpy as np
 
 from distbelief.errors import LocalProtocolError
@@ -20,6 +19,9 @@ from distbelief.roles.role import Seconds
 
 Call = Callable[[], None]
 Arguments = TypeVarTuple("Arguments")
+
+Due = tuple[Seconds, int]  # time and sequence of a call
+NEVER: Due = (math.inf, 0)
 
 _NEVER = math.inf  # a module's name is found faster than an attribute
 
@@ -45,6 +47,18 @@ class EventQueue:
             time = self.now
         self._n_added += 1
         heappush(self._heap, (time, self._n_added, call, arguments))
+
+    def reserve(self, time: Seconds) -> Due:
+        """Return the place in the order of calls that `at` would give a call at `time`."""
+        if math.isnan(time):
+            raise LocalProtocolError("a call is scheduled at time NaN")
+        self._n_added += 1
+        return max(time, self.now), self._n_added
+
+    def at_reserved(self, due: Due, call: Callable[[Due], None]) -> None:
+        """Schedule a call at a reserved place; it gets that place."""
+        if due[0] < _NEVER:
+            heappush(self._heap, (*due, call, (due,)))
 
     def before_all(self, calls: Iterable[Call]) -> None:
         """Make these calls now, in this order, before any other call."""
@@ -87,50 +101,47 @@ class EventQueue:
         self.now = time
 
 
-class _Timer(msgspec.Struct, eq=False):
-    at: Seconds
-    entry: Seconds  # time of its newest entry in the event queue
-
-
 class Timers:
     """The timers of one simulated process, by name; calls `fire(name)` when one is due."""
 
-    # A watchdog is set again at every message and rarely fires. So a timer that moves to a
-    # later time keeps its entry in the event queue, and is scheduled again when that entry
-    # comes up. The queue then holds a few entries per name, however often a timer is set.
+    # A watchdog is set again at every message and rarely fires, and a client has one for each
+    # shard. So the event queue holds one entry for all of them, at or before the earliest: when
+    # it comes up too early, it is scheduled again.
 
     def __init__(self, event_queue: EventQueue, fire: Callable[[str], None]) -> None:
         self._event_queue = event_queue
         self._fire = fire
-        self._timers: dict[str, _Timer] = {}
+        self._due: dict[str, Due] = {}
+        self._entry: Due = NEVER  # the newest entry in the event queue
 
     def set(self, name: str, at: Seconds) -> None:
         """Set the timer `name` to `at`; it replaces an earlier setting."""
-        timer = self._timers.get(name)
-        if timer is not None and timer.entry <= at:
-            timer.at = at
-            return
-        self._schedule(name, at)
+        due = self._due[name] = self._event_queue.reserve(at)
+        if due < self._entry:
+            self._schedule(due)
 
     def cancel(self, name: str) -> None:
-        self._timers.pop(name, None)
+        self._due.pop(name, None)
 
     def close(self) -> None:
-        self._timers.clear()
+        self._due.clear()
 
-    def _schedule(self, name: str, at: Seconds) -> None:
-        timer = _Timer(at=at, entry=at)
-        self._timers[name] = timer
-        self._event_queue.at(at, self._come_up, name, timer)
+    def _schedule(self, due: Due) -> None:
+        self._entry = due
+        self._event_queue.at_reserved(due, self._come_up)
 
-    def _come_up(self, name: str, timer: _Timer) -> None:
-        if self._timers.get(name) is not timer:
-            return  # cancelled, or moved to an earlier time
-        if timer.at > self._event_queue.now:
-            self._schedule(name, timer.at)
-            return
-        del self._timers[name]
-        self._fire(name)
+    def _come_up(self, entry: Due) -> None:
+        if entry is not self._entry:
+            return  # an earlier entry has replaced this one
+        due, self._entry = self._due, NEVER
+        name = min(due, key=due.__getitem__, default="")
+        is_due = bool(name) and due[name] <= entry
+        if is_due:
+            del due[name]
+        if due:
+            self._schedule(min(due.values()))
+        if is_due:
+            self._fire(name)
 
 
 def check_numbers(options: object, *, positive: str = "", finite: str = "") -> None:

@@ -173,6 +173,7 @@ class Path:
         "arrives_last",
         "broken_at",
         "card",
+        "ends_at",
         "frame_scale",
         "incarnation",
         "jitter",
@@ -188,6 +189,7 @@ class Path:
         self.sender = sender
         self.receiver = receiver
         self.incarnation = incarnation  # of the receiver
+        self.ends_at = receiver, incarnation
         self.ports: tuple[Port, ...] = (Port(link.bytes_per_second, has_flows=False),)
         self.card: Port | None = None  # of the sender, where flows take turns
         self.waiting: deque[Packet] = deque()  # at the card
@@ -228,23 +230,23 @@ _ONE_COPY: Final = [0.0]
 
 
 class Network:
-    """The simulated network; calls `deliver` when a packet arrives, `lose` when it is lost."""
+    """The simulated network; calls `arrive` at the end of the way, `lose` before it."""
 
     def __init__(
         self,
         event_queue: EventQueue,
         streams: RandomStreams,
         *,
-        deliver: Callable[[Packet], None],
+        arrive: Callable[[Packet], None],
         lose: Callable[[Packet, str], None],
     ) -> None:
         self._event_queue = event_queue
         self._streams = streams
-        self._deliver = deliver
+        self._arrive = arrive
         self._lose = lose
         self._chances = draws(streams.network)
         self._faults: list[MessageFault] = []
-        self._cuts: list[_Cut] = []
+        self.cuts: list[_Cut] = []
 
     def send(self, path: Path, payload: object, n_bytes: float) -> None:
         traffic = path.traffic
@@ -343,7 +345,7 @@ class Network:
         ends = self._event_queue.now + fault.seconds
         if isinstance(fault, CutOff):
             cut = _Cut(fault)
-            self._cuts.append(cut)
+            self.cuts.append(cut)
             self._event_queue.at(ends, self._heal, cut)
         else:
             self._faults.append(fault)
@@ -359,26 +361,22 @@ class Network:
     def _draw(self, seconds_max: Seconds) -> Seconds:
         return float(self._streams.faults.uniform(0.0, seconds_max))
 
-    def _arrive(self, packet: Packet) -> None:
-        if self._cuts and self._is_cut_off(packet):
-            return
-        if packet.departs > packet.path.broken_at:
-            self._lose(packet, "its sender died before it had left")
-            return
-        self._deliver(packet)
-
-    def _is_cut_off(self, packet: Packet) -> bool:
-        for cut in self._cuts:
+    def stops(self, packet: Packet) -> bool:
+        """Return whether a packet does not arrive, or not now."""
+        for cut in self.cuts:
             if cut.holds(packet.path):
                 if cut.fault.loses:
                     self._lose(packet, "cut off")
                 else:
                     cut.held.append(packet)
                 return True
+        if packet.departs > packet.path.broken_at:
+            self._lose(packet, "its sender died before it had left")
+            return True
         return False
 
     def _heal(self, cut: _Cut) -> None:
-        self._cuts.remove(cut)
+        self.cuts.remove(cut)
         self._event_queue.before_all(partial(self._arrive, packet) for packet in cut.held)
 
 
@@ -456,27 +454,27 @@ class PassedOn:
 
     def __init__(self, run: str) -> None:
         self._wire = Codec(run=run)
-        self._headers: dict[type[Message], int] = {}
+        # Size of the header, and name of the array field.
+        self._kinds: dict[type[Message], tuple[int, str | None]] = {}
         self.size = (0, 0)
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
         message = action.message
         kind = type(message)
-        header = self._headers.get(kind)
-        if header is None:
+        known = self._kinds.get(kind)
+        if known is None:
             frames = self._wire.encode(message, sender=sender, incarnation=incarnation)
-            header = len(frames[0])
+            known = len(frames[0]), _ARRAYS.get(kind)
             if kind in _ALIKE:
-                self._headers[kind] = header
-        name = _ARRAYS.get(kind)
-        if name is None:
+                self._kinds[kind] = known
+        header, name = known
+        array: Vector | None = None if name is None else getattr(message, name)
+        if name is None or array is None:
             self.size = header, 0
-            return Received(sender=sender, incarnation=incarnation, message=message)
-        array: Vector | None = getattr(message, name)
-        self.size = header, 0 if array is None else array.nbytes
-        if array is not None and action.lent:
-            return _Lent(sender, incarnation, message, name, array)
-        if array is not None:
+        else:
+            self.size = header, array.nbytes
+            if action.lent:
+                return _Lent(sender, incarnation, message, name, array)
             message = _copied(message, name, array)
         return Received(sender=sender, incarnation=incarnation, message=message)
 

@@ -8,9 +8,8 @@ run prints the last records of each role in the order of events.
 import dataclasses
 import hashlib
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Final, assert_never, final
 
 import msgspec
@@ -137,6 +136,7 @@ def _message_text(encoded: bytes) -> str:
 
 
 N_TOGETHER: Final = 256  # records that enter the digest together
+N_REMEMBERED: Final = 50_000  # records of all roles together, for the report of a failure
 _N_SHORT: Final = 15  # items of a list whose header has one byte in msgpack; of a longer one, 3
 
 # Time, role, its incarnation, and text or encoded message; of a message also its
@@ -159,18 +159,19 @@ class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
 
 
 class Trace:
-    """The events of a run: all in the digest, the last `n_kept` of each role in memory.
+    """The events of a run: all in the digest, the newest in memory.
 
-    With `order_only`, the content of events is left out.
+    A failure shows the last `n_kept` of each role. With `order_only`, the content of events is
+    left out.
     """
 
     def __init__(self, *, n_kept: int = 12, order_only: bool = False) -> None:
         self._hash = hashlib.sha256()
         self._order_only = order_only
+        self._n_kept = n_kept
         self._pending: list[_Record] = []  # not in the digest yet
+        self._newest = deque[_Record](maxlen=N_REMEMBERED)  # those in the digest
         self._n_flushed = 0
-        # Numbered.
-        self._kept = defaultdict[Address, deque[tuple[int, _Record]]](partial(deque, maxlen=n_kept))
 
     @property
     def n_lines(self) -> int:
@@ -207,28 +208,32 @@ class Trace:
         # Without the header of the list: the digest must not depend on when it is asked for.
         n = len(self._pending)
         self._hash.update(_encode(self._pending)[1 if n <= _N_SHORT else 3 :])
-        kept = self._kept
-        for number, record in enumerate(self._pending, start=self._n_flushed):
-            kept[record[1]].append((number, record))
+        self._newest.extend(self._pending)
         self._n_flushed += n
         self._pending.clear()
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:
         """Return the last lines of each role."""
+        lines: dict[Address, tuple[str, ...]] = {}
+        for record in self._kept():
+            name = record[1]
+            lines[name] = (*lines.get(name, ()), "{!r} {} {}".format(*_cells(record)))
+        return lines
+
+    def _kept(self) -> list[_Record]:
+        # The last records of each role, in the order of events.
         self._flush()
-        return {
-            name: tuple("{!r} {} {}".format(*_cells(record)) for _, record in kept)
-            for name, kept in self._kept.items()
-        }
+        kept: list[_Record] = []
+        n_of = Counter[Address]()
+        for record in reversed(self._newest):
+            n_of[record[1]] += 1
+            if n_of[record[1]] <= self._n_kept:
+                kept.append(record)
+        return kept[::-1]
 
     def table(self) -> str:
         """Return the last lines of all roles as a table, ordered by time."""
-        self._flush()
-        numbered = sorted(one for kept in self._kept.values() for one in kept)
-        rows = [
-            (f"{now:.6f}", role, text)
-            for now, role, text in (_cells(record) for _, record in numbered)
-        ]
+        rows = [(f"{now:.6f}", role, text) for now, role, text in map(_cells, self._kept())]
         cells = [("time", "role", "event"), *rows]
         widths = [max(len(row[column]) for row in cells) for column in range(2)]
         return "\n".join(

@@ -5,7 +5,7 @@ The training loss is a mean over the samples between two points of the curve, ov
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from distbelief.protocol import EvaluationDone, Progress
@@ -30,18 +30,13 @@ class JobMetrics:
     """Metrics of the job as a whole, previous sessions included."""
 
     def __init__(self, *, metric_name: str, higher_is_better: bool, before: PreviousTotals) -> None:
-        self._metric_name = metric_name
         self._higher_is_better = higher_is_better
         self.before = before.view
+        self._known = replace(before.view, metric_name=metric_name)  # as last measured
         self.started_at: Seconds = 0.0
         self.training_since: Seconds | None = None
         self.ended_at: Seconds | None = None
         self.step = self.before.step
-        self._metric = self.before.metric
-        self._held_out_loss = self.before.held_out_loss
-        self._best_metric = self.before.best_metric
-        self._best_metric_seconds = self.before.best_metric_seconds
-        self._loss = self.before.loss  # at the last point
         self._history: list[Point] = list(self.before.history)
         self.samples_of = dict(before.samples)  # of each replica
         self._loss_sum = 0.0
@@ -61,19 +56,14 @@ class JobMetrics:
         """Return the metrics as a view of the job, without its roles and hosts."""
         end = now if self.ended_at is None else self.ended_at
         since = end if self.training_since is None else self.training_since
-        return JobView(
+        return replace(
+            self._known,
             now=now,
             seconds=self.seconds(now),
             training_seconds=self.before.training_seconds + end - since,
             samples=self.samples,
             step=self.step,
             samples_per_second=self._rate.per_second,
-            loss=self._loss,
-            metric_name=self._metric_name,
-            metric=self._metric,
-            held_out_loss=self._held_out_loss,
-            best_metric=self._best_metric,
-            best_metric_seconds=self._best_metric_seconds,
             history=tuple(self._history),
         )
 
@@ -88,7 +78,8 @@ class JobMetrics:
         if record.kind == "coordinator":
             # Its loss is that of the whole batch, and its step counts all incarnations.
             self._loss_sum, self._n_in_sum = 0.0, 0
-            self._loss = message.loss if math.isfinite(message.loss) else self._loss
+            if math.isfinite(message.loss):
+                self._known = replace(self._known, loss=message.loss)
             self.step = record.step = message.step
         if math.isfinite(message.loss):  # nothing is learned from a step with another loss
             self._loss_sum += weight * message.loss
@@ -101,25 +92,26 @@ class JobMetrics:
 
     def measured(self, message: EvaluationDone, now: Seconds) -> None:
         """Store an evaluation, on the usual subset or on all held-out samples."""
-        self._metric, self._held_out_loss = message.metric, message.loss
-        if not math.isfinite(message.metric):
-            return
-        best = self._best_metric
-        gain = 0.0 if best is None else message.metric - best
-        if best is None or (gain > 0 if self._higher_is_better else gain < 0):
-            self._best_metric = message.metric
-            self._best_metric_seconds = self.seconds(now)
+        found = replace(self._known, metric=message.metric, held_out_loss=message.loss)
+        best = found.best_metric
+        is_better = message.metric > best if best is not None else True
+        if best is not None and not self._higher_is_better:
+            is_better = message.metric < best
+        if is_better and math.isfinite(message.metric):
+            seconds = self.seconds(now)
+            found = replace(found, best_metric=message.metric, best_metric_seconds=seconds)
+        self._known = found
 
     def close_interval(self, now: Seconds) -> None:
         """Add a point to the curve and start a new mean of the loss."""
         if self._n_in_sum:
-            self._loss = self._loss_sum / self._n_in_sum
+            self._known = replace(self._known, loss=self._loss_sum / self._n_in_sum)
         point = Point(
             seconds=self.seconds(now),
             samples=self.samples,
-            loss=self._loss if self._n_in_sum else None,
-            held_out_loss=self._held_out_loss,
-            metric=self._metric,
+            loss=self._known.loss if self._n_in_sum else None,
+            held_out_loss=self._known.held_out_loss,
+            metric=self._known.metric,
         )
         self._loss_sum, self._n_in_sum = 0.0, 0
         self._history.append(point)

@@ -5,8 +5,11 @@ The display draws it, metrics and summary keep parts of it, and as JSON it is `s
 yet is None.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
+
+import msgspec
 
 
 Seconds = float  # as in `roles`, whose import takes a quarter second
@@ -123,3 +126,16 @@ class JobView:
     hosts: tuple[HostView, ...] = ()  # hosts that have joined, those that are gone included
     history: tuple[Point, ...] = ()  # at most `HISTORY_MAX` points, oldest first
     messages: tuple[Message, ...] = ()  # the latest `MESSAGES_MAX` messages, oldest first
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def filled(struct: type[S], own: Mapping[str, object], *sources: object) -> S:
+    """Return a struct of these values, and for other fields the attributes of the sources."""
+    found = dict(own)
+    for name in struct.__struct_fields__:
+        for source in sources:
+            if name not in found and hasattr(source, name):
+                found[name] = getattr(source, name)
+    return msgspec.convert(found, struct, from_attributes=True)

@@ -31,9 +31,8 @@ class Importable(Protocol):
 def resolve(path: str, *, table: str = "job") -> Importable:
     """Return the function or class that "package.module:name" names; `table` is for messages.
 
-    Raises:
-        JobError: with the missing module and the searched directories, or the missing
-            attribute and a close name.
+    A JobError names the missing module and the searched directories, or the missing attribute and a
+    close name.
     """
     module_name, colon, name = path.partition(":")
     if not (colon and name and all(module_name.split("."))):

@@ -1,4 +1,4 @@
-"""Initial values without the whole model in one process: by layer type, recorded, or from a file.
+"""Initial values without the whole model in one process: recorded, or from a file.
 
 On the meta device tensors have shapes and no values, so a model of any size can be built. The
 calls that would fill its tensors (`uniform_`, `zero_`, `torch.ones`) still pass by and are
@@ -7,7 +7,6 @@ recorded per storage; shards then draw the same distributions, element by elemen
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Final, Protocol, cast, final
 
 import numpy as np
@@ -22,54 +21,6 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout
-
-
-def initials_of(module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial]:
-    """Return a distribution for each of these tensors, by the type of its layer.
-
-    The distributions are those of the layers' `reset_parameters`. The numbers differ: torch draws
-    from one sequential stream, and each shard must draw its part alone. A tensor with equal
-    elements (a norm's weight, a zero bias, a counter) starts with that value.
-    """
-    return {name: _initial(module, name) for name in names}
-
-
-def _initial(module: nn.Module, name: str) -> Initial:
-    owner_name, _, own_name = name.rpartition(".")
-    owner = module.get_submodule(owner_name)
-    tensor = getattr(owner, own_name)
-    assert isinstance(tensor, torch.Tensor), name
-    values = tensor.detach().reshape(-1)
-    first = float(values[0]) if len(values) else 0.0
-    # A single drawn number would look constant: one element counts only if it is an integer.
-    is_plain = len(values) > 1 or first.is_integer()
-    if is_plain and bool((values == first).all()):
-        return Initial(distribution="constant", value=first)
-    bound = _bound(owner, own_name, tensor)
-    if bound is not None:
-        return Initial(distribution="uniform", low=-bound, high=bound)
-    if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
-        return Initial(distribution="normal", mean=0.0, std=1.0)
-    raise JobError(
-        f"[model] initial = 'seed' does not know how {type(owner).__name__} draws "
-        f"{name!r}: use initial = 'module', or a .safetensors file"
-    )
-
-
-def _bound(owner: nn.Module, name: str, tensor: torch.Tensor) -> float | None:
-    match owner:
-        case nn.Linear() | nn.Bilinear():
-            return 1.0 / math.sqrt(owner.weight.shape[1])
-        case nn.modules.conv._ConvNd():  # noqa: SLF001 -- the only name they share
-            fan_in = owner.weight.shape[1] * math.prod(owner.kernel_size)
-            return 1.0 / math.sqrt(fan_in)
-        case nn.RNNBase() | nn.RNNCellBase():
-            return 1.0 / math.sqrt(owner.hidden_size)
-        case nn.MultiheadAttention() if tensor.ndim == 2 and name.endswith("_weight"):
-            # Xavier's (Glorot & Bengio 2010), over what was stacked into one.
-            return math.sqrt(6.0 / (tensor.shape[0] + tensor.shape[1]))
-        case _:
-            return None
 
 
 _FIX: Final = "Let its constructor use one function of torch.nn.init on the whole tensor"
@@ -97,9 +48,7 @@ def recorded_initials(
 ) -> Mapping[str, Initial]:
     """Return how each of these tensors of a model is drawn; it is built on the meta device.
 
-    Raises:
-        JobError: the model cannot be built, or a tensor is drawn in a way that shards cannot
-            repeat.
+    JobError if the model cannot be built, or a tensor is drawn in a way that shards cannot repeat.
     """
     recorder = _FillRecorder()
     with torch.device("meta"), _MetaQueryRecorder(recorder), recorder:
@@ -282,7 +231,7 @@ def reader(path: str, layout: Layout) -> Read:
                 part = file.get_tensor(name).reshape(1)
                 first = 0
             else:
-                row = max(prod(shape[1:]), 1)
+                row = max(math.prod(shape[1:]), 1)
                 first = start // row * row
                 # Only the rows of the range are read from the file.
                 part = tensor[start // row : -(-stop // row)]

@@ -34,10 +34,7 @@ LOSS_METRIC: Final = "loss"  # the metric that is the loss
 def scores_path(outputs: object) -> Path:
     """Return where the one tensor of outputs stands that a loss with a name takes.
 
-    It is the only tensor, or that called "logits".
-
-    Raises:
-        JobError: there is none, or several.
+    It is the only tensor, or that called "logits". JobError if there is none, or several.
     """
     found = tensors_of(outputs)
     if len(found) == 1:
@@ -57,11 +54,7 @@ def scores_of(outputs: object) -> torch.Tensor:
 
 
 def labels_of(targets: object) -> torch.Tensor:
-    """Return targets that are one tensor.
-
-    Raises:
-        JobError: they are not.
-    """
+    """Return targets that are one tensor; JobError if they are not."""
     if isinstance(targets, torch.Tensor):
         return targets
     raise no_label(tensors_of(targets))
@@ -79,8 +72,7 @@ def no_label(paths: Iterable[Path]) -> JobError:
 def own_loss(outputs: object, targets: object) -> torch.Tensor:
     """Return the loss that a model returned: its field or entry "loss", or the first of a tuple.
 
-    Raises:
-        JobError: there is none.
+    JobError if there is none.
     """
     del targets
     found = tensors_of(outputs)

@@ -22,21 +22,10 @@ from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.task import dry_run
+from distbelief.task import dry_run, losses
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, place, resolve
-from distbelief.task.losses import (
-    CLASS_LOSSES,
-    LOSS_METRIC,
-    OWN,
-    Loss,
-    Metric,
-    is_named,
-    loss_function,
-    metric_function,
-    no_label,
-    usual_metric,
-)
+from distbelief.task.losses import Loss, Metric
 
 
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
@@ -54,8 +43,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     factory: str  # import path "package.module:function" of a function that returns the nn.Module
     arguments: dict[str, object] = {}  # its keyword arguments
-    # "module" (as the factory leaves it), "seed" (drawn on the shards by layer type, so that no
-    # process holds the whole model), or the path of a safetensors file with whole tensors by name
+    # "module" (as the factory leaves it), "seed" (drawn on the shards from the same distributions,
+    # so that no process holds the whole model), or the path of a safetensors file with whole
+    # tensors by name
     initial: str = "module"
     # of the factory's random numbers, and of "seed"
     seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
@@ -124,8 +114,7 @@ class BuildContext:
     # values have [model] seed).
     seed: int
     memory: Memory  # given by the driver
-    # How to draw each tensor, by name: `FlatModel.initials()`, needed by shards if [model] initial
-    # is "seed".
+    # How to draw each tensor, by name; needed by shards if [model] initial is "seed".
     initials: Mapping[str, Initial] = field(default_factory=dict)
     # A safetensors file with whole tensors in the layout's shapes, needed by shards otherwise:
     # written by the job for "module", else the user's own.
@@ -165,10 +154,8 @@ class BuildContext:
 def build_model(spec: ModelSpec) -> nn.Module:
     """Return the module that the factory makes from this seed.
 
-    The same spec gives the same values in every process.
-
-    Raises:
-        JobError: the factory cannot be found or called, or returns something else.
+    The same spec gives the same values in every process. JobError if the factory cannot be found or
+    called, or returns something else.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -191,8 +178,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
     """Return the data set that the factory makes.
 
-    Raises:
-        JobError: the factory fails, or its result has no length or no items, or is empty.
+    JobError if the factory fails, or its result has no length or no items, or is empty.
     """
     dataset = call_factory(spec.factory, spec.arguments, table=table)
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):
@@ -237,7 +223,7 @@ def prepare(spec: DataSpec, *, table: str) -> None:
 
 def build_loss(task: TaskSpec) -> Loss:
     """Return the loss as f(outputs, targets) -> mean over samples (a 0-d tensor)."""
-    return loss_function(task.loss)
+    return losses.loss_function(task.loss)
 
 
 def metric_name(task: TaskSpec, sample: Sample | None = None) -> str:
@@ -246,13 +232,13 @@ def metric_name(task: TaskSpec, sample: Sample | None = None) -> str:
         return task.metric
     target = None if sample is None else sample.target
     labels = True if sample is None else None if target is None else target.is_integer
-    return usual_metric(task.loss, labels=labels)
+    return losses.usual_metric(task.loss, labels=labels)
 
 
 def build_metric(task: TaskSpec, sample: Sample | None = None) -> Metric:
     """Return the metric as f(outputs, targets) -> mean over samples."""
     name = metric_name(task, sample)
-    return build_loss(task) if name == LOSS_METRIC else metric_function(name)
+    return build_loss(task) if name == losses.LOSS_METRIC else losses.metric_function(name)
 
 
 @final
@@ -269,7 +255,7 @@ def capture_task(task: TaskSpec, sample: Sample) -> Captured:
     """Return the graph of a task's model with its loss."""
     module = build_on_meta(task.model)
     module.train()
-    keeps_outputs = task.metric not in {None, LOSS_METRIC}  # it may read any output
+    keeps_outputs = task.metric not in {None, losses.LOSS_METRIC}  # it may read any output
     graph = graph_with_loss(module, sample, task.loss, keeps_outputs=keeps_outputs)
     modules = modules_of(graph, module, loss_module(graph, sample, task.loss))
     return Captured(graph=graph, modules=modules, specs=specs_of(module))
@@ -284,22 +270,24 @@ def graph_with_loss(
     floating-point targets is computed whole; others are captured with the model, or else whole.
     """
     target = sample.target
-    if is_named(loss):
+    if losses.is_named(loss):
         if target is None:
-            raise no_label(entry.path for entry in sample.entries)
+            raise losses.no_label(entry.path for entry in sample.entries)
         graph = forward_graph(module, sample, scores=True)
-        soft = loss.removesuffix("_loss") in CLASS_LOSSES and not target.is_integer
+        soft = loss.removesuffix("_loss") in losses.CLASS_LOSSES and not target.is_integer
         return append_loss(graph, loss, targets=target.shape, soft=soft)
-    if target is not None and not target.is_integer and loss != OWN:
+    if target is not None and not target.is_integer and loss != losses.OWN:
         graph = forward_graph(module, sample)
         if graph.fields == ((),):
             return _with_whole_loss(graph, sample, "a user-defined loss function")
     paths = [entry.path for entry in sample.entries]
-    forward = Forward(paths, loss=loss_function(loss), keeps_outputs=keeps_outputs, name=loss)
+    forward = Forward(
+        paths, loss=losses.loss_function(loss), keeps_outputs=keeps_outputs, name=loss
+    )
     try:
         return capture(module, input_specs(module, sample.entries), call=forward)
     except GraphError as error:
-        if loss == OWN:
+        if loss == losses.OWN:
             raise
         only = () if keeps_outputs else forward.fields
         graph = forward_graph(module, sample, only=only)
@@ -325,9 +313,9 @@ def loss_module(graph: LayerGraph, sample: Sample, loss: str) -> nn.Module | Non
     """Return the module of a loss that is computed whole, the graph's last output."""
     if "module" not in graph[graph.outputs[-1]].options:
         return None
-    if is_named(loss):
+    if losses.is_named(loss):
         return opaque_loss(loss)
-    return WholeLoss(loss_function(loss), graph.fields, sample.of_loss)
+    return WholeLoss(losses.loss_function(loss), graph.fields, sample.of_loss)
 
 
 def forward_graph(

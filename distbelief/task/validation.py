@@ -8,19 +8,9 @@ import torch
 from distbelief.data import Batch, Dataset, n_samples_of, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import evaluation_difference
-from distbelief.task import dry_run
+from distbelief.task import dry_run, task as tasks
 from distbelief.task.forward import Forward, Sample, input_specs
-from distbelief.task.task import (
-    DataSpec,
-    TaskSpec,
-    build_dataset,
-    build_loss,
-    build_metric,
-    build_model,
-    datasets_of,
-    metric_name,
-    sample_of,
-)
+from distbelief.task.task import DataSpec, TaskSpec
 
 
 def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | None = None) -> None:
@@ -28,21 +18,21 @@ def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | Non
 
     It builds the model, so call it in a process of its own, before the job starts.
     """
-    module, loss = build_model(task.model), build_loss(task)
-    for table, dataset in (datasets or datasets_of(task)).items():
+    module, loss = tasks.build_model(task.model), tasks.build_loss(task)
+    for table, dataset in (datasets or tasks.datasets_of(task)).items():
         indices = range(min(batch_size, len(dataset)))
         batch = read_batch(dataset, indices, table=table)
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
             dry_run.train(module, batch, loss=loss, names=names)
             continue
-        sample = sample_of(dataset, table=table)
+        sample = tasks.sample_of(dataset, table=table)
         dry_run.evaluate(
             module,
             batch,
             loss=loss,
-            metric=build_metric(task, sample),
-            names=replace(names, metric=metric_name(task, sample)),
+            metric=tasks.build_metric(task, sample),
+            names=replace(names, metric=tasks.metric_name(task, sample)),
         )
 
 
@@ -55,18 +45,15 @@ def check_data(
 ) -> Sample:
     """Read a batch of the training and of the test data; return the description of a sample.
 
-    If a replica has several ranks (`n_readers`), all must read the same samples.
-
-    Raises:
-        JobError: data cannot be read, differ in shape, or are drawn at random; or the metric
-            does not exist.
+    If a replica has several ranks (`n_readers`), all must read the same samples. JobError if data
+    cannot be read, differ in shape, or are drawn at random; or the metric does not exist.
     """
     samples: dict[str, Sample] = {}
-    for table, dataset in (datasets or datasets_of(task)).items():
+    for table, dataset in (datasets or tasks.datasets_of(task)).items():
         batch = _first_batch(dataset, batch_size, table=table)
         if n_readers > 1:
             _check_repeatable(task.data[table], dataset, batch, table=table)
-        samples[table] = sample_of(dataset, table=table)
+        samples[table] = tasks.sample_of(dataset, table=table)
     train = samples["data.train"]
     if task.test is not None:
         if samples["data.test"] != train:
@@ -74,14 +61,14 @@ def check_data(
                 f"samples of [data.train] are {train}, and those of [data.test] "
                 f"{samples['data.test']}: they must be alike"
             )
-        build_metric(task, train)
+        tasks.build_metric(task, train)
     return train
 
 
 def _check_repeatable(spec: DataSpec, dataset: Dataset, batch: Batch, *, table: str) -> None:
     # One rank reads the inputs, another their targets or the other half of an image: all must see
     # the same draw.
-    rebuilt = build_dataset(spec, table=table)
+    rebuilt = tasks.build_dataset(spec, table=table)
     for when, source in (("it is read", dataset), (f"{spec.factory} is called", rebuilt)):
         n_samples = n_samples_of(batch.inputs)
         row = _first_difference(batch, _first_batch(source, n_samples, table=table))
@@ -115,7 +102,7 @@ def _first_difference(batch: Batch, other: Batch) -> int | None:
 def check_evaluation(task: TaskSpec, sample: Sample) -> None:
     """Check that the layer graph of a task's model is the same in evaluation mode."""
     with torch.device("meta"):
-        module = build_model(task.model)
+        module = tasks.build_model(task.model)
     forward = Forward([entry.path for entry in sample.inputs])
     inputs = input_specs(module, sample.inputs)
     difference = evaluation_difference(module, inputs, call=forward)

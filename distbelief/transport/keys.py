@@ -135,10 +135,8 @@ class KeyFiles:
 
     def make(self) -> str:
         """Create the directory and this host's key; return the public key."""
-        try:
+        with files.explaining(self.directory, doing="make"):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise files.explained(error, self.directory, doing="make") from error
         if (self.directory / _SECRET).exists():
             raise JobError(
                 f"{self.directory} has a key already: show it with `distbelief keys "
@@ -182,11 +180,9 @@ class KeyFiles:
             raise JobError(f"{self.directory} has no next key: begin with `distbelief keys rotate`")
         path = self._path(_NEXT)
         files.write_private(self._path(_FORMER), _read(self._path(_SECRET)))
-        try:
+        with files.explaining(path, doing="rename"):
             path.replace(self.directory / _SECRET)
             files.force(self.directory)
-        except OSError as error:
-            raise files.explained(error, path, doing="rename") from error
         return following.public
 
     def allowed(self) -> tuple[Allowed, ...]:
@@ -234,10 +230,8 @@ class KeyFiles:
     def _alone(self) -> Iterator[None]:
         # Two commands that change the list at once would undo each other.
         _check_private(self.directory)
-        try:
+        with files.explaining(self.directory, doing="open"):
             directory = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise files.explained(error, self.directory, doing="open") from error
         try:
             with suppress(OSError):  # file systems without locks
                 fcntl.flock(directory, fcntl.LOCK_EX)
@@ -317,9 +311,7 @@ def _check_private(path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     _check_private(path)
-    try:
+    with files.explaining(path, doing="read"):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with os.fdopen(file, "rb") as opened:
             return opened.read(_BYTES_MAX)
-    except OSError as error:
-        raise files.explained(error, path, doing="read") from error

@@ -32,6 +32,7 @@ from distbelief.errors import (
     StorageError,
     TransportError,
 )
+from distbelief.protocol import Stop
 from distbelief.roles import role as rl
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 
@@ -282,6 +283,10 @@ class RoleRunner:
         self._posted.append(event)
         self.wake()
         return True
+
+    def stop(self, reason: str) -> None:
+        """Ask the role to end, as its user: at Ctrl+C, for example."""
+        self.post(rl.Received(sender=rl.USER, incarnation=0, message=Stop(reason=reason)))
 
     def wake(self) -> None:
         """End the wait of `run` or `pump`, from any thread."""

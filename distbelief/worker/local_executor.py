@@ -16,11 +16,9 @@ from torch import nn
 from distbelief.data import Batch, Dataset, n_samples_of, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
-from distbelief.task.initializers import initials_of
 from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import BatchIndices, BatchSlice, step_seed
 from distbelief.worker.objective import STEP, Close, StepOutcome
@@ -90,14 +88,6 @@ class FlatModel:
             )
             for index, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True))
         ]
-
-    def initials(self) -> Mapping[str, Initial]:
-        """Return how each tensor is drawn, by the type of its layer.
-
-        Raises:
-            JobError: a tensor is neither constant nor of a layer whose rule is known.
-        """
-        return initials_of(self.module, self._names)
 
     def aliases(self) -> Mapping[str, str]:
         """Return the other names of shared tensors: name -> the name used here."""

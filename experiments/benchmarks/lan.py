@@ -12,9 +12,6 @@ Not in `make bench`: only root may make network namespaces.
 
 import argparse
 import math
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -35,9 +32,9 @@ from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.placement import options_for
 from distbelief.simulation.trace import Traffic
 from distbelief.supervisor.view import JobView
-from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.network.hosts import Host, Lan, obstacle, switched
+from experiments.benchmarks.network import jobs
+from experiments.benchmarks.network.hosts import Lan, obstacle, switched
 from experiments.benchmarks.simulated.truth import JOB, SANDBLAST
 
 
@@ -100,14 +97,8 @@ def _run(
         hosts were ready.
     """
     hosts = lan.hosts
-    lay_out(folder, hosts)
-    (folder / "0" / "job.toml").write_text(text)
-    at = f"tcp://{hosts[0].address}:7700"
-    words = ["train", "job.toml", "--listen", at, "--keys", "keys", "--cores", "1"]
-    job = start(hosts[0], folder / "0", [*words, "--hosts", f"{len(hosts) - 1}"], stack)
-    for index, host in enumerate(hosts[1:], start=1):
-        words = ["join", at, "--keys", "keys", "--cores", "1", "--allow-import", TASK]
-        start(host, folder / f"{index}", words, stack)
+    jobs.lay_out(folder, text, n_hosts=len(hosts))
+    job, *_ = jobs.start(folder, hosts, imports=TASK, stack=stack)
     run = RunDirectory(folder / "0" / "runs" / "simulation", lock=None)
     readings: list[Reading] = []
     began = math.inf
@@ -156,35 +147,6 @@ def ready_after(view: JobView) -> float:
 def reading_before(readings: Sequence[Reading], at: float) -> Reading:
     """Return the last reading of the links until then."""
     return max((one for one in readings if one.at <= at), default=readings[0])
-
-
-def lay_out(folder: Path, hosts: Sequence[Host]) -> None:
-    files = [KeyFiles(folder / f"{index}" / "keys") for index in range(len(hosts))]
-    for keys in files:
-        keys.directory.parent.mkdir()
-        keys.make()
-    server = Allowed(key=files[0].pair().public, roles=("server",), name="job")
-    for index, other in enumerate(files[1:], start=1):
-        key = other.pair().public
-        files[0].allow(Allowed(key=key, roles=("host",), name=f"h{index}"))
-        other.allow(server)
-
-
-def start(
-    host: Host, folder: Path, words: Sequence[str], stack: ExitStack
-) -> "subprocess.Popen[str]":
-    """Start a command at a host; it is ended with the stack."""
-    command = str(Path(sys.executable).with_name("distbelief"))
-    process = subprocess.Popen(
-        [*host.prefix, command, *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    stack.callback(process.communicate)
-    stack.callback(process.send_signal, signal.SIGKILL)
-    return process
 
 
 # -------------------------------------------------------------------- in virtual time

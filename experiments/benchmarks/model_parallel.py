@@ -96,7 +96,7 @@ class Turn(NamedTuple):
 class Contest:
     """Workers that compute the same batch in turns."""
 
-    def __init__(self, workload: Workload, folder: Path, *, ends: tuple[Host, Host] = HERE) -> None:
+    def __init__(self, workload: Workload, folder: Path, *, ends: Sequence[Host] = HERE) -> None:
         self.workers: dict[str, Workers] = {}
         self._workload = workload
         self._folder = folder
@@ -263,12 +263,12 @@ def _image(between: Network, folder: Path, options: argparse.Namespace) -> dict[
 
 def _linked(link: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     workload = _workload("speech", max(SPEECH.values()), options)
-    with hosts.linked(bits_per_second=LINKS[link]) as ends:
+    with hosts.switched(N_RANKS, bits_per_second=LINKS[link]) as lan:
         place = folder / link
         place.mkdir()
-        between = network(place, ends=ends, seconds=options.seconds / 4)
+        between = network(place, ends=lan.hosts, seconds=options.seconds / 4)
         order = order_here(workload, between, stages=True)
-        contest = Contest(workload, place / "contest", ends=ends)
+        contest = Contest(workload, place / "contest", ends=lan.hosts)
         way, how = preferred(order, exactly=True)
         contest.machines(TWO, way, order)
         contest.dtensor()

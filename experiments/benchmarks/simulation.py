@@ -68,6 +68,7 @@ from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
 from distbelief.simulation.placement import options_for, several
+from distbelief.task.initializers import recorded_initials
 from distbelief.task.task import (
     BuildContext,
     DataSpec,
@@ -179,7 +180,7 @@ def _built(
         n_replicas=sum(name.startswith("replica") for name in names),
         n_shards=n_shards,
         seed=0,
-        initials=model.initials(),
+        initials=recorded_initials(lambda: build_model(TASK.model), list(model.named_tensors())),
         await_begin=False,
         n_train=len(build_dataset(TASK.train)),
     )

@@ -22,7 +22,9 @@ from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.run import Tell
 from experiments.figures.courses import (
+    SEARCH_SEED,
     SEARCHED,
+    STOP_AT,
     Course,
     best,
     check_warm_starts,
@@ -30,14 +32,13 @@ from experiments.figures.courses import (
     course_of,
     find_pace,
     kept_course,
-    learn,
-    run_candidate,
+    run,
     setting_of,
     show,
     stale,
     tries_of,
 )
-from experiments.figures.entries import FIGURE_4, FIGURE_5, Entry
+from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
 from experiments.figures.findings import crossing_lines, order_lines
 from experiments.figures.speedup import COUNTS, NETS, speed_ups
 
@@ -165,7 +166,7 @@ def _run(entry: Entry, setting: float, seed: int, runs: Runs) -> Course | None:
     preparation = runs.preparation
     with runs.one(f"{entry.label}, seed {seed}") as tell:
         if entry.kind == "l-bfgs":
-            learn(setting, seed=seed, preparation=preparation, tell=tell)
+            course_of(LEARNER, setting=setting, seed=seed, preparation=preparation, tell=tell)
             find_pace(entry, preparation=preparation, tell=tell)
             return _kept(entry, setting, seed)
         found = course_of(entry, setting=setting, seed=seed, preparation=preparation, tell=tell)
@@ -179,7 +180,14 @@ def _search(options: argparse.Namespace) -> None:
 
         def attempt(entry: Entry, setting: float) -> Course:
             with runs.one(f"{entry.label}, {setting:g}") as tell:
-                return run_candidate(entry, setting, preparation=runs.preparation, tell=tell)
+                return run(
+                    entry,
+                    setting=setting,
+                    seed=SEARCH_SEED,
+                    preparation=runs.preparation,
+                    stop_at=STOP_AT,
+                    tell=tell,
+                )
 
         for entry in entries:
             tries = tries_of(entry, attempt if options.run else None)

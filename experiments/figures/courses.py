@@ -252,10 +252,6 @@ def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
     )
 
 
-def learn(setting: float, *, seed: int, preparation: Preparation, tell: Tell) -> Course:
-    return course_of(LEARNER, setting=setting, seed=seed, preparation=preparation, tell=tell)
-
-
 def find_pace(entry: Entry, *, preparation: Preparation, tell: Tell) -> Pace:
     """Run a few evaluations with all replicas, unless that is kept, of this code."""
     known = pace(entry)
@@ -328,17 +324,6 @@ def best(tries: Sequence[Try]) -> float:
         return math.inf if at is None else at, -each.held_out
 
     return min(tries, key=rank).setting
-
-
-def run_candidate(entry: Entry, setting: float, *, preparation: Preparation, tell: Tell) -> Course:
-    return run(
-        entry,
-        setting=setting,
-        seed=SEARCH_SEED,
-        preparation=preparation,
-        stop_at=STOP_AT,
-        tell=tell,
-    )
 
 
 def tries_of(entry: Entry, attempt: Callable[[Entry, float], Course] | None = None) -> list[Try]:

@@ -8,7 +8,6 @@ documentation and layout do not.
 import ast
 import functools
 import hashlib
-import os
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -44,11 +43,6 @@ def kept(path: Path, of: str, kind: type[_Value]) -> _Value | None:
     if msgspec.json.decode(found["of"], type=str) != of:
         return None
     return msgspec.json.decode(found["value"], type=kind)
-
-
-def cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "distbelief" / "figures"
 
 
 def slug(text: str) -> str:

@@ -14,8 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from experiments.cache import find_cache
 from experiments.figures import task
-from experiments.figures.results import cache, fingerprint
+from experiments.figures.results import fingerprint
 
 
 STEPS: Final = 5_000
@@ -42,7 +43,7 @@ def warm_start(
     net, data = task.net(), task.train() if data is None else data
     initial = torch.nn.utils.parameters_to_vector(net.parameters())
     of = fingerprint(task.identity(), initial.tolist(), data.digest, SETTINGS, {"seed": seed})
-    path = (folder or cache()) / f"warm-{of}.safetensors"
+    path = find_cache("figures", folder) / f"warm-{of}.safetensors"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         squares = _learn(net, data, seed=seed)

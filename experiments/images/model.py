@@ -129,14 +129,6 @@ def paper_net(size: Size = "1.7B") -> nn.Sequential:
     return image_net(MAPS[size])
 
 
-def paper_net_330m() -> nn.Sequential:
-    return paper_net("330M")
-
-
-def paper_net_80m() -> nn.Sequential:
-    return paper_net("80M")
-
-
 def _smallest(stages: Sequence[Stage]) -> int:
     extent = 1
     for stage in reversed(stages):

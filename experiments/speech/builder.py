@@ -1,22 +1,28 @@
 """Makes corpora: recording sessions in order, until there are hours enough.
 
-`corpus` starts this as a program of its own, because sessions are forked, and a fork of a process
-in which torch has started threads may hang; and because BLAS must run on one thread, for the last
-bit of a sum depends on how many there are.
+    python -m experiments.speech.builder CACHE N_WORKERS RECIPE.json ...
+
+A corpus is built once and mapped by every process that trains on it. `ensure` builds those that
+are missing by this program, because sessions are forked, and a fork of a process in which torch has
+started threads may hang; and because BLAS must run on one thread, for the last bit of a sum depends
+on how many there are.
 
 An interrupted build leaves nothing that looks whole. A shorter volume of the same recipe, if the
 cache has one, is copied and continued, not made again.
 """
 
-import argparse
 import importlib.metadata
+import json
+import os
 import platform
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -86,6 +92,7 @@ class Tape:
         )
 
 
+STOP_SECONDS = 10.0
 LIBRARIES = ("numpy", "scipy", "espeakng-loader")
 STATISTICS_ROWS = 1 << 16
 
@@ -214,22 +221,61 @@ def _measure(features: NDArray[np.float16]) -> tuple[NDArray[np.float64], NDArra
     return mean, np.sqrt(np.maximum(squares / len(features) - mean**2, 1e-8))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build what the command line names; an error is one line on stdout."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cache", type=Path, required=True)
-    parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("recipes", nargs="+")
-    options = parser.parse_args(arguments)
+# ------------------------------------------------------------------- the program
+
+
+def ensure(recipes: Sequence[Recipe], *, cache: Path, n_workers: int | None = None) -> None:
+    """Build the recipes that are not in `cache`, in a fresh process, in this order."""
+    missing = [recipe for recipe in recipes if not (cache / recipe.name).exists()]
+    if not missing:
+        return
+    arguments = [
+        *(sys.executable, "-m", "experiments.speech.builder", str(cache)),
+        str(n_workers or len(os.sched_getaffinity(0))),
+        *(json.dumps(asdict(recipe)) for recipe in missing),
+    ]
+    root = str(Path(__file__).parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        # One session per core is the parallelism, and features have the same bits.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as builder:
+        try:
+            answer, _ = builder.communicate()
+        except BaseException:
+            _stop(builder)
+            raise
+    if builder.returncode != 0:
+        raise CacheError(answer.strip() or _describe_end(builder.returncode))
+
+
+def _stop(builder: subprocess.Popen[str]) -> None:
+    """End the builder; it has a moment to clear away what is half built."""
+    builder.terminate()
+    try:
+        builder.wait(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        builder.kill()
+
+
+def _describe_end(status: int) -> str:
+    how = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
+    return f"the process that synthesises speech {how}; start again to build it anew"
+
+
+def main(cache: str, n_workers: str, *recipes: str) -> int:
+    """Build these recipes; an error is one line on stdout."""
     # Both ways to be ended unwind the stack, so that nothing half built is left.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for spelling in options.recipes:
-            recipe = Recipe.read(spelling)
-            fill_folder = partial(
-                fill, recipe=recipe, cache=options.cache, n_workers=options.workers
-            )
-            build(options.cache / recipe.name, fill_folder, n_bytes=recipe.n_bytes)
+        for text in recipes:
+            recipe, folder = Recipe(**json.loads(text)), Path(cache)
+            fill_folder = partial(fill, recipe=recipe, cache=folder, n_workers=int(n_workers))
+            build(folder / recipe.name, fill_folder, n_bytes=recipe.n_bytes)
     except (SpeechError, CacheError) as error:
         print(error)
         return 1
@@ -239,4 +285,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

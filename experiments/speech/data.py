@@ -6,6 +6,7 @@ that train and test agree whatever their own length is.
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from experiments.cache import find_cache
 from experiments.speech import labels as labelling
-from experiments.speech.corpus import ensure
+from experiments.speech.builder import ensure
 from experiments.speech.features import N_MELS
 from experiments.speech.recipe import Recipe
 from experiments.speech.volume import Volume, open_volume
@@ -103,8 +104,7 @@ def prepare(
     hours: float | None = None,
     labels: str = "mono",
     cache: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    survey_hours: float = 1.0,
+    **chosen: Any,  # noqa: ANN401 -- the other arguments of `frames`
 ) -> None:
     """Build and check what `frames` with the same arguments will open.
 
@@ -112,14 +112,14 @@ def prepare(
     """
     labelling.count_states(labels)
     folder = find_cache("speech", cache)
-    recipes = _list_recipes(part, hours, seed=seed, survey_hours=survey_hours)
+    recipes = _list_recipes(part, hours, **chosen)
     ensure(recipes[::-1], cache=folder)
     for recipe in recipes:
         open_volume(folder / recipe.name).verify()
 
 
 def _list_recipes(
-    part: str, hours: float | None, *, seed: int, survey_hours: float
+    part: str, hours: float | None, *, seed: int = 0, survey_hours: float = 1.0
 ) -> tuple[Recipe, Recipe]:
     own = Recipe(part=part, hours=hours or HOURS.get(part, 0.0), seed=seed)
     return own, Recipe(part="train", hours=survey_hours, seed=seed)

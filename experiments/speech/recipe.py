@@ -41,23 +41,6 @@ class Recipe:
         if self.seed < 0:
             raise SpeechError(f"seed = {self.seed!r} must not be negative")
 
-    @classmethod
-    def read(cls, spelling: str) -> "Recipe":
-        part, *rest = spelling.split(":")
-        match rest:
-            case [hours]:
-                return cls(part=part, hours=float(hours))
-            case [hours, seed]:
-                return cls(part=part, hours=float(hours), seed=int(seed))
-            case [hours, seed, "clean"]:
-                return cls(part=part, hours=float(hours), seed=int(seed), clean=True)
-            case _:
-                raise SpeechError(f"{spelling!r} is no PART:HOURS[:SEED[:clean]]")
-
-    def spell(self) -> str:
-        quality = ":clean" if self.clean else ""
-        return f"{self.part}:{self.hours!r}:{self.seed}{quality}"
-
     @property
     def n_bytes(self) -> int:
         return round(1.1 * self.n_frames * BYTES_PER_FRAME)

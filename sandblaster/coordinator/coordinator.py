@@ -22,16 +22,9 @@ from typing import Final, TypeVar, assert_never, final
 
 from distbelief import protocol as wire
 from distbelief.core.reliable import Silence
-from distbelief.errors import (
-    DistBeliefError,
-    JobError,
-    PeerLostError,
-    RemoteProtocolError,
-    StorageError,
-)
+from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.protocol.vector_commands import Batch, Scalars, combine
 from distbelief.roles import role as rl
-from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart
@@ -439,8 +432,7 @@ class Coordinator:
                 metrics.offset = entry.iteration
         if resume_point.has_other_goal:
             text = (
-                "method, loss, l1, l2 or batch_size have changed: "
-                "the method restarts at the saved parameters"
+                "method, loss, l1 or l2 have changed: the method restarts at the saved parameters"
             )
             self._reports.append(rl.Report(text=text, level="warning"))
         elif resume_point.cut and not resume_point.whole:
@@ -504,8 +496,7 @@ class Coordinator:
             return result
 
     def _evaluate(self, request: base.Evaluate) -> EpochSteps[base.Evaluation]:
-        batch, config, metrics = self._batch(request), self._config, self.metrics
-        counters = self._epoch.counters
+        config, metrics, counters = self._config, self.metrics, self._epoch.counters
         opened = yield wire.BeginEvaluation(
             point=request.point,
             before=request.before,
@@ -518,9 +509,9 @@ class Coordinator:
             epoch=self._commands.epoch,
             evaluation=metrics.n_evaluations,
             versions=self._commands.versions,
-            batch=batch,
+            n_examples=self._n_examples,
         )
-        queue = WorkQueue(config, pool=self._pool, batch=batch, counters=counters)
+        queue = WorkQueue(config, pool=self._pool, n_examples=self._n_examples, counters=counters)
         self._epoch.queue = queue
         while queue.is_finite and not queue.is_complete:
             if queue.has_staged:
@@ -532,10 +523,10 @@ class Coordinator:
         self._epoch.queue = None
         metrics.shares.evaluation_ends(self._pool, self._now)
         metrics.n_backups += queue.n_backups
-        metrics.n_wasted += max(self._pool.n_computed - batch.n_examples, 0)
-        metrics.samples += batch.n_examples
+        metrics.n_wasted += max(self._pool.n_computed - self._n_examples, 0)
+        metrics.samples += self._n_examples
         # A mean over no example is NaN: so the shards know that the loss is not finite.
-        n_examples = batch.n_examples if queue.is_finite else 0
+        n_examples = self._n_examples if queue.is_finite else 0
         sealed = yield wire.FinishEvaluation(
             gradient=request.gradient, n_examples=n_examples, after=request.after
         )
@@ -543,23 +534,8 @@ class Coordinator:
             _check(sealed, queue)
         before, after = _combined(request.before, opened), _combined(request.after, sealed)
         return base.Evaluation(
-            loss=queue.loss / n_examples if n_examples else math.nan,
-            n_examples=batch.n_examples,
-            scalars=(*before, *after),
+            loss=queue.loss / n_examples if n_examples else math.nan, scalars=(*before, *after)
         )
-
-    def _batch(self, request: base.Evaluate) -> BatchRange:
-        examples = request.examples
-        if examples is None:
-            return BatchRange(first=0, n_examples=self._n_examples)
-        n_examples = examples.stop - examples.start
-        if not 0 < n_examples <= self._n_examples or examples.start < 0:
-            raise JobError(
-                f"a batch of positions {examples.start} to {examples.stop} needs 1 to "
-                f"{self._n_examples} examples: choose another batch_size"
-            )
-        first = examples.start % self._n_examples
-        return BatchRange(first=first, n_examples=n_examples)
 
     def _iterated(self, request: base.IterationDone) -> EpochSteps[None]:
         self._report_progress(request)

@@ -25,7 +25,6 @@ from typing import Final, final
 
 from distbelief.protocol import ChunkResult, GrantedChunk, WorkReport
 from distbelief.roles.role import Address, Seconds
-from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.workers import (
     Attempt,
     Chunk,
@@ -185,15 +184,15 @@ class WorkQueue:
         config: CoordinatorConfig,
         *,
         pool: WorkerPool,
-        batch: BatchRange,
+        n_examples: int,  # of the batch
         counters: EpochCounters,
     ) -> None:
         self._config = config
         self._pool = pool
         self._counters = counters
         self._chunk_size = config.chunk_sizes.chunk_size
-        n_chunks = config.chunk_sizes.n_chunks(batch.n_examples)
-        bounds = (batch.chunk_bounds(k, config.chunk_sizes) for k in range(n_chunks))
+        n_chunks = config.chunk_sizes.n_chunks(n_examples)
+        bounds = (config.chunk_sizes.chunk_bounds(k, n_examples) for k in range(n_chunks))
         self._chunks = [
             Chunk(index=k, start=start, n_examples=stop - start)
             for k, (start, stop) in enumerate(bounds)
@@ -506,18 +505,15 @@ class WorkQueue:
         assert self._began_at is not None
         least = max(self._config.backup_seconds_min, _SHARE * (now - self._began_at))
         smallest = self._chunks[-1].n_examples
+        # With thousands of workers there is mostly none for which a backup task could pay.
+        unfinished = self._unfinished(least, now)
+        if not unfinished:
+            return
         idle = [
             (own, worker)
             for worker in self._pool
             if not worker.outstanding and (own := self._seconds_from_idle(worker, smallest)) > 0.0
         ]
-        if not idle:
-            return
-        # With thousands of workers there is mostly none for which a backup task could pay.
-        quickest = min(own for own, _ in idle)
-        unfinished = self._unfinished(max(_MARGIN * quickest, quickest + least), now)
-        if not unfinished:
-            return
         # Most workers that are idle would have to fetch parameters first: leave them out.
         longest = unfinished[0][0]
         useful = [worker for own, worker in idle if self._is_worth(own, longest, least)]

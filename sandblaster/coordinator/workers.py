@@ -15,7 +15,7 @@ from typing import Final, final
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.protocol import Assignment, ChunkResult, ChunkTask, ShardVersion, WorkReport
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
-from sandblaster.chunks import BatchRange, ChunkSizes
+from sandblaster.chunks import ChunkSizes
 
 
 _NEWEST_WEIGHT: Final = 0.3
@@ -120,7 +120,7 @@ class WorkerPool:
         self._epoch = 0
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
-        self._batch = BatchRange(first=0, n_examples=0)
+        self._n_examples = 0  # of the batch
         self._n_joined = 0
         self._n_of_removed = 0  # examples that removed workers computed, in this evaluation
         self._estimates: tuple[float, Seconds] | None = None  # None: to be computed
@@ -168,11 +168,11 @@ class WorkerPool:
         return self._workers.get(name)
 
     def begin(
-        self, *, epoch: int, evaluation: int, versions: tuple[ShardVersion, ...], batch: BatchRange
+        self, *, epoch: int, evaluation: int, versions: tuple[ShardVersion, ...], n_examples: int
     ) -> None:
         """Begin an evaluation; no worker has anything to do."""
         self._epoch, self._evaluation = epoch, evaluation
-        self._versions, self._batch = versions, batch
+        self._versions, self._n_examples = versions, n_examples
         self._n_of_removed = 0
         for worker in self:
             worker.clear()
@@ -287,8 +287,7 @@ class WorkerPool:
             version=worker.version,
             evaluation=self._evaluation,
             versions=self._versions,
-            first=self._batch.first,
-            n_examples=self._batch.n_examples,
+            n_examples=self._n_examples,
             tasks=tuple(
                 ChunkTask(
                     chunk_index=one.chunk.index, attempt=one.number, commit_token=one.commit_token

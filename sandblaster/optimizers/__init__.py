@@ -1,10 +1,9 @@
-"""Optimizers: L-BFGS, conjugate gradients, gradient descent, OWL-QN, multi-batch L-BFGS."""
+"""Optimizers: L-BFGS, conjugate gradients, gradient descent, OWL-QN."""
 
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
-from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 
 
-AnyMethod = LBFGS | ConjugateGradient | GradientDescent | OWLQN | MultiBatchLBFGS
+AnyMethod = LBFGS | ConjugateGradient | GradientDescent | OWLQN
 """In a job file: `method = { name = "lbfgs", n_history = 20 }`."""

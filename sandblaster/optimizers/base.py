@@ -77,18 +77,6 @@ def _key(x: VectorName, y: VectorName) -> tuple[VectorName, VectorName]:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Examples:
-    """Positions [start, stop) in an endless, fixed order of the data.
-
-    With n examples, position p is the one at p mod n of that order.
-    """
-
-    start: int
-    stop: int
-
-
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorOps:
     """Execute these commands; the reply is what they measured, flat."""
@@ -105,19 +93,17 @@ class Evaluate:
     gradient: VectorName  # the vector that receives the gradient
     before: tuple[Command, ...] = ()  # commands to execute first; they may form the point
     after: tuple[Command, ...] = ()  # commands to execute once the gradient is there
-    examples: Examples | None = None  # part of the data; None: all
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Result of `Evaluate`: loss and gradient are means over the examples.
+    """Result of `Evaluate`: loss and gradient are means over all examples.
 
     Both may be NaN or infinite: a line search then shortens its step.
     """
 
     loss: float
-    n_examples: int
     scalars: Scalars  # measured by `before`, then by `after`
 
 
@@ -181,7 +167,6 @@ class Objective:
         gradient: VectorName,
         before: tuple[Command, ...] = (),
         after: tuple[Command, ...] = (),
-        examples: Examples | None = None,
     ) -> Steps[tuple[float, Scalars]]:
         """Return F at a vector, and what `after` measures; commands `before` measure none."""
         # The penalty needs no request of its own: its commands go with the evaluation.
@@ -189,7 +174,7 @@ class Objective:
         if self.l2:
             penalty = (Dot(x=point, y=point), Axpy(target=gradient, a=self.l2, x=point))
         evaluation = yield Evaluate(
-            point=point, gradient=gradient, before=before, after=penalty + after, examples=examples
+            point=point, gradient=gradient, before=before, after=penalty + after
         )
         assert isinstance(evaluation, Evaluation)
         if not self.l2:

@@ -72,19 +72,17 @@ class _Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class QuasiNewton:
-    """Directions -H v, with H from the corrections remembered; y is the change of `gradient`."""
+    """Directions -H v, with H from the corrections remembered; y is the change of the gradient."""
 
     def __init__(
         self,
         *,
         n_history: int,
         memory: str | None = None,
-        gradient: VectorName = GRADIENT,
         steepest: VectorName = GRADIENT,  # v
         trial_steepest: VectorName | None = None,  # v at a trial; None: the trial's gradient
     ) -> None:
         self._n_history = n_history
-        self._gradient = gradient
         self._steepest = steepest
         self._trial_steepest = trial_steepest
         # One slot more than corrections, for the pair of a trial.
@@ -113,7 +111,7 @@ class QuasiNewton:
         new = (s, y, self._trial_steepest or gradient)
         return (
             LinearCombination(target=s, terms=(Term(1.0, TRIAL), Term(-1.0, PARAMETERS))),
-            LinearCombination(target=y, terms=(Term(1.0, gradient), Term(-1.0, self._gradient))),
+            LinearCombination(target=y, terms=(Term(1.0, gradient), Term(-1.0, GRADIENT))),
             Gram(rows=new, columns=(*self.vectors, *new)),
         )
 

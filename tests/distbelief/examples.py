@@ -3,6 +3,8 @@
 Valid ones first, then one for each mistake that a user may make.
 """
 
+import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +13,7 @@ from typing_extensions import override
 
 from distbelief.data import Batch
 from distbelief.graph.region import Shape
+from distbelief.parameter_server.initial_values import Initial
 from distbelief.task.forward import Sample
 
 
@@ -108,6 +111,10 @@ def failing(*, size: int) -> nn.Module:
     raise KeyError(size)
 
 
+def exits() -> nn.Module:
+    sys.exit(3)
+
+
 def lazy_net() -> nn.Module:
     return nn.LazyLinear(3)
 
@@ -171,6 +178,18 @@ def empty() -> object:
 
 def no_dataset() -> object:
     return 7
+
+
+class Lost(Frames):
+    @override
+    def __len__(self) -> int:
+        raise OSError("no index")
+
+
+class Damaged(Frames):
+    @override
+    def __getitems__(self, indices: list[int]) -> object:
+        raise ValueError("this sample is damaged")
 
 
 def double_frames() -> Frames:
@@ -239,3 +258,19 @@ def a_sample(
             torch.zeros(1, *shape, dtype=kinds[words]), torch.zeros(1, *target, dtype=kinds[labels])
         )
     )
+
+
+def initials_of(module: nn.Module) -> dict[str, Initial]:
+    """Return how shards draw the tensors of linear and convolutional layers and norms."""
+    found: dict[str, Initial] = {}
+    for name, tensor in sorted(module.state_dict().items()):
+        values = tensor.reshape(-1)
+        if (
+            len(values) > 1 and bool((values == values[0]).all())
+        ) or not tensor.is_floating_point():
+            found[name] = Initial(distribution="constant", value=float(values[0]))
+        else:
+            weight = module.get_parameter(f"{name.rpartition('.')[0]}.weight".lstrip("."))
+            bound = 1.0 / math.sqrt(weight[0].numel())
+            found[name] = Initial(distribution="uniform", low=-bound, high=bound)
+    return found

@@ -39,18 +39,26 @@ report_every = "2 s"
 """
 
 
-def small(model: str, data: str) -> str:
-    """Return the text of a job of one epoch."""
+def small(
+    model: str,
+    data: str,
+    more: str = "",
+    *,
+    loss: str = "cross_entropy",
+    rule: str = 'name = "sgd", learning_rate = 0.1',
+    epochs: int = 1,
+) -> str:
+    """Return the text of a job; `more` are tables that it has as well."""
     return f"""
 model.factory = "{model}"
 data.train.factory = "{data}"
-stop.epochs = 1
+stop.epochs = {epochs}
 [algorithm]
 name = "downpour"
-loss = "cross_entropy"
+loss = "{loss}"
 batch_size = 8
-rule = {{ name = "sgd", learning_rate = 0.1 }}
-"""
+rule = {{ {rule} }}
+{more}"""
 
 
 def speech(*overrides: str, path: str | Path = "speech.toml") -> Job:

@@ -110,13 +110,9 @@ def commands(text: str) -> list[str]:
 
 def run_command(command: str, folder: Path) -> None:
     if _FORKABLE.fullmatch(command):  # begins at once, without importing torch
-        forked = Forked(shlex.split(command)[1:], folder=folder)
-        try:
+        with Forked(shlex.split(command)[1:], folder=folder) as forked:
             output, _ = forked.communicate(timeout=SECONDS_MAX)
             assert forked.returncode == 0, f"$ {command}\n{output}"
-        finally:
-            forked.kill()
-            forked.close()
         return
     done = subprocess.run(
         ["bash", "-c", command],

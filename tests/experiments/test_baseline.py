@@ -7,32 +7,23 @@ import torch
 from torch.utils.data import TensorDataset
 
 from experiments.baseline import draw_batches, main
+from tests.distbelief.jobs import small
 
 
-JOB = """
-[model]
-factory = "torch.nn:Linear"
-arguments = { in_features = 2, out_features = 2 }
-[data.train]
-factory = "tests.experiments.test_baseline:halves"
+HALVES = f"{__name__}:halves"
+JOB = small(
+    "torch.nn:Linear",
+    HALVES,
+    f"""
+[model.arguments]
+in_features = 2
+out_features = 2
 [data.test]
-factory = "tests.experiments.test_baseline:halves"
-[algorithm]
-name = "downpour"
-loss = "cross_entropy"
-batch_size = 8
-rule = { name = "sgd", learning_rate = 0.1 }
-[cluster]
-replicas = 1
-shards = 1
+factory = "{HALVES}"
 [evaluation]
 metric = "accuracy"
-every = "1 s"
-[stop]
-epochs = 1
-[output]
-directory = "runs/x"
-"""
+""",
+)
 
 
 def halves() -> TensorDataset:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -252,7 +252,7 @@ def train(
     words = ["train", *job, *arguments]
     is_measured = any(name.startswith("COVERAGE_PROCESS") for name in os.environ)
     process: subprocess.Popen[str] | Forked
-    if fresh or is_measured or not hasattr(os, "pidfd_open"):
+    if fresh or is_measured:
         process = subprocess.Popen(
             [COMMAND, *words],
             cwd=folder,
@@ -263,18 +263,11 @@ def train(
     else:
         process = Forked(words, folder=folder)
     command = Command(process, folder, folder / "runs" / run)
-    try:
+    with ExitStack() as stack:
+        stack.callback(lambda: poll(lambda: not alive(command.all_pids())))
+        stack.enter_context(process)
+        stack.callback(process.kill)
         yield command
-    finally:
-        process.kill()
-        if isinstance(process, Forked):
-            process.communicate()
-            process.close()
-        elif not process.stdout or process.stdout.closed:
-            process.wait()
-        else:
-            process.communicate()
-        poll(lambda: not alive(command.all_pids()), seconds=60.0)
 
 
 def alive(pids: Sequence[int]) -> list[int]:

@@ -3,21 +3,11 @@
 Of a short job most seconds go by while torch is imported, for the command and again for
 its fork server. What most tests ask is what comes after; those that ask how a command
 starts begin it as a user does (`commands.train(..., fresh=True)`).
-
-    python -m tests.processes.nursery SOCKET
-
-    request   {"words": ["train", ...], "folder": ..., "environment": {...}}, and a
-              file for all that it writes
-    answers   {"pid": 4711}, and later {"pid": 4711, "status": 0}
 """
 
-import atexit
-import gc
-import json
+import multiprocessing
 import os
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,105 +15,95 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver as nursery
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import IO, cast
+from typing import Self
 
 from distbelief.launch import forkserver, local
-from distbelief.run.metrics_file import import_for_drawing
 
 
-MESSAGE_BYTES_MAX = 1 << 16
+IMPORTED = (
+    *forkserver.MODULES,
+    *("distbelief.trainer", "distbelief.cli.main", "pytest", __name__),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+)
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-# ----------------------------------------------------------------------- for the tests
-
-
-class Nursery:
-    """The process that commands are forked from; it ends with this one."""
-
-    def __init__(self) -> None:
-        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._statuses: dict[int, int] = {}
-        unmeasured = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("COVERAGE_PROCESS")
-        }
-        with end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(end.fileno())],
-                env=unmeasured | ONE_THREAD,
-                pass_fds=[end.fileno()],
-            )
-        atexit.register(self._process.kill)
-
-    def start(self, words: Sequence[str], *, folder: Path, output: IO[bytes]) -> int:
-        """Start `distbelief WORDS...` in this folder; return its process's number."""
-        request = {"words": list(words), "folder": str(folder), "environment": dict(os.environ)}
-        socket.send_fds(self._link, [json.dumps(request).encode()], [output.fileno()])
-        while True:
-            answer = self._answer(300.0)
-            if "status" not in answer:
-                self._statuses.pop(answer["pid"], None)  # of an earlier one
-                return answer["pid"]
-
-    def status(self, pid: int, *, seconds: float) -> int | None:
-        """Return the exit status of this process once it has ended, within a time."""
-        deadline = time.monotonic() + seconds
-        while pid not in self._statuses:
-            try:
-                self._answer(max(0.0, deadline - time.monotonic()))
-            except (TimeoutError, BlockingIOError):
-                return None
-        return self._statuses[pid]
-
-    def _answer(self, seconds: float) -> dict[str, int]:
-        self._link.settimeout(seconds)
-        text = self._link.recv(MESSAGE_BYTES_MAX)
-        assert text, "the nursery is gone"
-        answer = cast("dict[str, int]", json.loads(text))
-        if "status" in answer:
-            self._statuses[answer["pid"]] = answer["status"]
-        return answer
 
 
 @cache
-def nursery() -> Nursery:
-    return Nursery()
+def context() -> ForkServerContext:
+    """Start the process that commands are forked from; it ends with this one."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(list(IMPORTED))
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith("COVERAGE_PROCESS"):
+            del os.environ[name]
+    os.environ.update(ONE_THREAD)
+    nursery.ensure_running()
+    os.environ.clear()
+    os.environ.update(before)
+    return found
 
 
 class Forked:
-    """A command from the nursery: of `subprocess.Popen`, what tests use."""
+    """`distbelief WORDS...` from the nursery: of `subprocess.Popen`, what tests use."""
 
     def __init__(self, words: Sequence[str], *, folder: Path) -> None:
         self._output = tempfile.NamedTemporaryFile("ab")  # noqa: SIM115 -- as it lives
         self._n_read = 0
-        self.pid = nursery().start(words, folder=folder, output=self._output)
-        self.returncode = 0  # as soon as it has ended
+        self._process = context().Process(
+            target=run,
+            args=(list(words), str(folder), dict(os.environ), self._output.name),
+            daemon=True,
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    @property
+    def returncode(self) -> int:
+        code = self._process.exitcode
+        assert code is not None, "it has not ended"
+        return code
+
+    def communicate(self, timeout: float = 60.0) -> tuple[str, None]:
         """Wait for its end; return what it has written since the last call."""
-        seconds = 60.0 if timeout is None else timeout
-        status = nursery().status(self.pid, seconds=seconds)
-        if status is None:
-            raise subprocess.TimeoutExpired("distbelief", seconds)
-        self.returncode = status
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("distbelief", timeout)
         written = Path(self._output.name).read_text()[self._n_read :]
         self._n_read += len(written)
         return written, None
 
     def send_signal(self, number: int) -> None:
-        if nursery().status(self.pid, seconds=0.0) is None:
+        if self._process.exitcode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.kill()
+        self._process.join()
         self._output.close()
 
 
-# ------------------------------------------------------------------------ the process
+def run(words: list[str], folder: str, environment: dict[str, str], output: str) -> None:
+    """Be the command: never return."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    written = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for target, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), written, written)):
+        os.dup2(descriptor, target)
+    vars(local)["subprocess"] = Subprocesses
+    sys.argv = ["distbelief", *words]
+    import_module("distbelief.cli.entry").main()  # which exits
 
 
 class ForkedServer:
@@ -166,52 +146,3 @@ class Subprocesses:
     Popen = ForkedServer
     PIPE = subprocess.PIPE
     TimeoutExpired = subprocess.TimeoutExpired
-
-
-def main() -> None:
-    link = socket.socket(fileno=int(sys.argv[1]))
-    commands = ("distbelief.trainer", "distbelief.cli.main")
-    for module in (*forkserver.MODULES, *commands):
-        import_module(module)
-    import_for_drawing()
-    gc.collect()
-    gc.freeze()
-    vars(local)["subprocess"] = Subprocesses
-    with selectors.DefaultSelector() as selector:
-        selector.register(link, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is link:
-                    text, files, *_ = socket.recv_fds(link, MESSAGE_BYTES_MAX, 1)
-                    if not text:
-                        return
-                    pid = os.fork()
-                    if pid == 0:
-                        selector.close()
-                        link.close()
-                        run(json.loads(text), output=files[0])
-                    os.close(files[0])
-                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                    link.send(json.dumps({"pid": pid}).encode())
-                else:
-                    selector.unregister(key.fileobj)
-                    os.close(key.fd)
-                    _, status = os.waitpid(key.data, 0)
-                    code = os.waitstatus_to_exitcode(status)
-                    link.send(json.dumps({"pid": key.data, "status": code}).encode())
-
-
-def run(request: dict[str, object], *, output: int) -> None:
-    """Be the command: never return."""
-    os.chdir(cast("str", request["folder"]))
-    os.environ.clear()
-    os.environ.update(cast("dict[str, str]", request["environment"]))
-    null = os.open(os.devnull, os.O_RDONLY)
-    for target, descriptor in enumerate((null, output, output)):
-        os.dup2(descriptor, target)
-    sys.argv = ["distbelief", *cast("list[str]", request["words"])]
-    import_module("distbelief.cli.entry").main()  # which exits
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,4 @@
-"""Bad input, and bad luck: one message that names culprit and mend, and nothing left.
-
-Mistakes that need no run are tried here, in this process, by what the command itself
-calls; the rest run as a user would run them.
-"""
+"""Bad input, and bad luck, as a user runs it: one message that names culprit and mend."""
 
 import re
 import secrets
@@ -12,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -23,17 +18,15 @@ from safetensors import safe_open
 from torch import nn
 
 import distbelief
-from distbelief.config.load import load_job
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.task.validation import check
 from distbelief.transport.shared_memory import FileMemory
+from tests.distbelief.jobs import small
 from tests.processes.commands import COMMAND, LONG, Command, alive, ended, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MODULE = """
-import sys
 import time
 from pathlib import Path
 
@@ -43,10 +36,6 @@ from torch import nn
 
 def net(width=4):
     return nn.Linear(width, 3)
-
-
-def exits():
-    sys.exit(3)
 
 
 def heavy():
@@ -94,8 +83,6 @@ class Points:
         self.spoilt, self.how = spoilt, how
 
     def __len__(self):
-        if self.how == "length":
-            raise OSError("no index")
         return len(self.x)
 
     def __getitem__(self, index):
@@ -133,30 +120,20 @@ def prepare():
     time.sleep(60)
 """
 
-JOB = """
-[model]
-factory = "bad:net"
-
-[data.train]
-factory = "bad:points"
-
+JOB = small(
+    "bad:net",
+    "bad:points",
+    """
 [data.test]
 factory = "bad:points"
 arguments = { seed = 1 }
 
-[algorithm]
-name = "downpour"
-loss = "cross_entropy"
-batch_size = 8
-rule = { name = "sgd", learning_rate = 0.1 }
-
-[stop]
-epochs = 3
-
 [output]
 directory = "runs/tiny"
 snapshot_every = "300 ms"
-"""
+""",
+    epochs=3,
+)
 
 
 @pytest.fixture
@@ -164,19 +141,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "bad.py").write_text(MODULE)
     (tmp_path / "preparing.py").write_text(PREPARING)
     (tmp_path / "tiny.toml").write_text(JOB)
-    (tmp_path / "broken.py").write_text("def net(:\n")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     return tmp_path
-
-
-@pytest.fixture
-def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Let this process import the folder's modules, and forget them afterwards."""
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    yield folder
-    for name in ("bad", "broken", "leaves", "preparing"):
-        sys.modules.pop(name, None)
 
 
 def assert_nothing_is_left(command: Command) -> None:
@@ -192,65 +158,6 @@ def assert_snapshots_are_whole(run: Path) -> None:
         with safe_open(path, framework="numpy") as file:
             assert file.metadata()
     assert not list(run.rglob("*.tmp"))
-
-
-# ------------------------------------------------- mistakes that are found by a look
-
-LOOKED_AT = [
-    ("model.factory=nowhere:net", "there is no module 'nowhere'; searched: "),
-    ("model.factory=broken:net", "broken failed: SyntaxError: .* \\(broken.py, line 1"),
-    ("model.factory=leaves:net", "importing leaves failed: SystemExit: 5 \\(leaves.py"),
-    ("model.factory=bad:exits", "bad:exits failed: SystemExit: 3 \\(bad.py, line 15"),
-    ("model.arguments.widht=4", "takes no argument 'widht' .* Did you mean 'width'"),
-    ('data.train.arguments.how="length"', "len\\(\\) .* failed: OSError: no index"),
-    ('data.train.arguments.how="raise"', "ValueError: this sample is damaged"),
-]
-
-
-@pytest.mark.parametrize(("override", "claim"), LOOKED_AT)
-def test_a_users_mistake_is_shown_in_its_place(importable: Path, override: str, claim: str) -> None:
-    job = load_job(importable / "tiny.toml", overrides=[override])
-    with pytest.raises(JobError, match=claim) as caught:
-        check(job.task, job.batch_size)
-    assert str(caught.value).startswith("[")
-
-
-READ = [
-    ("cluster.replicas=99999999999999999999999", "a whole number, at most 4096"),
-    ("cluster.shards=10000000", "a whole number, at most 4096"),
-    ("cluster.threads=1000000", "a whole number, at most 1024"),
-    ("model.seed=99999999999999999999999", "seed = 9+: wants a whole number"),
-    ("stop.epochs=inf", "a number, at most"),
-    ("stop.epochs=1e300", "a number, at most"),
-    ("stop.loss=nan", "wants a finite number"),
-    ("stop.loss=inf", "wants a finite number"),
-]
-
-
-@pytest.mark.parametrize(("override", "claim"), READ)
-def test_a_number_beyond_all_measure_is_refused(folder: Path, override: str, claim: str) -> None:
-    with pytest.raises(JobError, match=claim) as caught:
-        load_job(folder / "tiny.toml", overrides=[override])
-    assert str(caught.value).startswith(f"--set {override}: [")
-
-
-def test_files_that_are_no_job_files_are_refused_in_a_sentence(folder: Path) -> None:
-    contents = {
-        "": "there is no table",
-        "a = " + "[" * 5000: "brackets too deep",
-        "\0\0": "not valid TOML",
-        "[model": "not valid TOML",
-    }
-    file = folder / "odd.toml"
-    for content, claim in contents.items():
-        file.write_text(content)
-        with pytest.raises(JobError, match=claim):
-            load_job(file)
-    file.write_bytes(bytes(range(256)))
-    with pytest.raises(JobError, match="not UTF-8"):
-        load_job(file)
-    file.write_bytes(b"\xef\xbb\xbf" + JOB.encode())  # as some editors begin a file
-    assert load_job(file).batch_size == 8
 
 
 def test_shared_memory_without_room_is_named() -> None:

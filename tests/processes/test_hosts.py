@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.transport.keys import Allowed, KeyFiles
-from experiments.benchmarks.network.hosts import Host, linked, obstacle
+from experiments.benchmarks.network.hosts import Host, obstacle, switched
 from tests.processes.commands import COMMAND, ended
 from tests.processes.test_serve import MODULE, Server
 
@@ -50,7 +50,8 @@ def test_a_loop_on_another_host_trains_over_tcp(tmp_path: Path) -> None:
     server, worker = KeyFiles(tmp_path / "server"), KeyFiles(tmp_path / "worker")
     server.make()
     server.allow(Allowed(key=worker.make(), roles=("worker",), name="w"))
-    with linked(bits_per_second=1e9) as (here, there), serve(here, tmp_path) as process:
+    with switched(2, bits_per_second=1e9) as lan, serve(lan.hosts[0], tmp_path) as process:
+        here, there = lan.hosts
         try:
             running = Server(process)
             address = running.address().partition("&memory=")[0]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.distbelief.jobs import small
 from tests.processes.commands import said, sets, train
 
 
@@ -52,28 +53,22 @@ class Successors:
         return {"words": words, "mask": mask, "labels": labels, "length": mask.sum()}
 """
 
-JOB = """
-[model]
-factory = "reader:Reader"
-[data.train]
-factory = "reader:Successors"
-arguments = { n = 400 }
+JOB = small(
+    "reader:Reader",
+    "reader:Successors",
+    """
+[data.train.arguments]
+n = 400
 [data.test]
 factory = "reader:Successors"
 arguments = { n = 50 }
-[algorithm]
-name = "downpour"
-loss = "model"
-batch_size = 8
-rule = { name = "adagrad", learning_rate = 0.1 }
-[cluster]
-replicas = 1
-shards = 1
-[stop]
-epochs = 3
 [output]
 directory = "runs/reader"
-"""
+""",
+    loss="model",
+    rule='name = "adagrad", learning_rate = 0.1',
+    epochs=3,
+)
 
 
 @pytest.mark.soak

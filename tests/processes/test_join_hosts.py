@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.transport.keys import Allowed, KeyFiles
-from experiments.benchmarks.network.hosts import Host, Lan, obstacle, switched
-from tests.processes.commands import BATCH_JOB, COMMAND, JOB, LONG, MODULE, Command, poll, sets
+from experiments.benchmarks.network import jobs
+from experiments.benchmarks.network.hosts import Lan, obstacle, switched
+from tests.processes.commands import BATCH_JOB, JOB, LONG, MODULE, Command, poll, sets
 
 
 pytestmark = [pytest.mark.soak, pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(900)]
@@ -33,17 +33,10 @@ class Job:
     machines: list["subprocess.Popen[str]"] = field(default_factory=list)
 
     def start(self, *options: str) -> None:
-        here = self.lan.hosts[0]
-        listen = ["--listen", f"tcp://{here.address}:7700", "--keys", "keys"]
-        hosts = ["--hosts", f"{N_HOSTS - 1}", "--cores", "1"]
-        words = ["train", "tiny.toml", *listen, *hosts, *options]
-        process = self._start(here, self.folder / "0", words)
-        self.command = Command(process, self.folder, self.folder / "0" / "runs/tiny")
-        for index, host in enumerate(self.lan.hosts[1:], start=1):
-            words = ["join", f"tcp://{here.address}:7700", "--keys", "keys"]
-            words += ["--cores", "1", "--allow-import", "tiny"]
-            folder = self.folder / str(index)
-            self.machines.append(self._start(host, folder, words))
+        job, *self.machines = jobs.start(
+            self.folder, self.lan.hosts, *options, imports="tiny", stack=self.stack
+        )
+        self.command = Command(job, self.folder, self.folder / "0" / "runs/tiny")
 
     def says(self, pattern: str) -> bool:
         return re.search(pattern, self.command.told()) is not None
@@ -52,34 +45,14 @@ class Job:
         self.command.signal(signal.SIGINT)
         assert self.command.wait() == 130, self.command.output
 
-    def _start(self, host: Host, folder: Path, words: list[str]) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [*host.prefix, str(COMMAND), *words],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.stack.callback(process.communicate)
-        self.stack.callback(process.kill)
-        return process
-
 
 @contextmanager
 def job_at(folder: Path, text: str) -> Iterator[Job]:
     if (why := obstacle()) is not None:
         pytest.skip(why)
+    jobs.lay_out(folder, text, n_hosts=N_HOSTS)
     for index in range(N_HOSTS):
-        (folder / str(index)).mkdir()
         (folder / str(index) / "tiny.py").write_text(MODULE)
-        KeyFiles(folder / str(index) / "keys").make()
-    (folder / "0" / "tiny.toml").write_text(text)
-    keys = [KeyFiles(folder / str(index) / "keys") for index in range(N_HOSTS)]
-    server = Allowed(key=keys[0].pair().public, roles=("server",), name="job")
-    for index, other in enumerate(keys[1:]):
-        key = other.pair().public
-        keys[0].allow(Allowed(key=key, roles=("host",), name=f"h{index}"))
-        other.allow(server)
     with ExitStack() as stack:
         yield Job(folder, stack.enter_context(switched(N_HOSTS, bits_per_second=1e9)), stack)
 

@@ -74,41 +74,6 @@ def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
 
 
 @pytest.mark.soak
-def test_between_fetches_the_worker_steps_locally_and_pushes_sums(model: nn.Module) -> None:
-    # DB-6, DB-7, DB-9: with equal rates, seldom fetching and pushing changes nothing
-    # for a single blocking worker but the order of the sums.
-    plain = copy.deepcopy(model)
-    take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE), 13)
-    with served(model, shards=3) as server:
-        optimizer = distbelief.DownpourSGD(
-            model.parameters(),
-            server=server.address,
-            n_fetch=13,
-            n_push=4,
-            learning_rate=RATE,
-            blocking=True,
-        )
-        take_steps(model, optimizer, 13)  # pushes at steps 0, 4, 8, 12
-        assert optimizer.counters()["pushes_sent"] == 4
-        optimizer.finish()
-        optimizer.close()
-    torch.testing.assert_close(flat(model), flat(plain), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.soak
-def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> None:
-    with served(model) as server:
-        optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address, n_push=5)
-        take_steps(model, optimizer, 4)  # one push at step 0; three gradients are left
-        assert optimizer.counters()["pushes_sent"] == 1
-        optimizer.finish()
-        assert optimizer.counters()["pushes_acknowledged"] == 2
-        optimizer.finish()
-        assert optimizer.counters()["pushes_sent"] == 2
-        optimizer.close()
-
-
-@pytest.mark.soak
 def test_a_loop_that_has_finished_needs_its_server_no_more(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,13 +53,6 @@ def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_roles_that_share_no_memory_train_as_well(folder: Path) -> None:
-    with train(folder, *sets("cluster.shared_memory=false")) as command:
-        assert command.wait() == 0, command.output
-    assert (command.run / "model.safetensors").is_file()
-
-
-@pytest.mark.soak
 def test_the_library_does_what_the_command_does(folder: Path) -> None:
     program = (
         "import distbelief\n"

@@ -15,11 +15,11 @@ from torch import nn
 import distbelief
 from distbelief import verify
 from distbelief.config.load import parse_job
+from distbelief.data import Batch
 from distbelief.errors import DistBeliefError
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
 from distbelief.worker.computation import Computation
-from tests.distbelief.examples import a_sample
 from tests.processes.commands import poll, said
 
 
@@ -92,7 +92,7 @@ def test_what_float32_does_not_decide_is_run_in_float64(
 
 JOB = """
 [model]
-factory = "tiny:net"
+factory = "tests.processes.test_verify:net"
 [data.train]
 factory = "none:none"
 [algorithm]
@@ -104,33 +104,23 @@ rule = { name = "sgd", learning_rate = 1.0 }
 epochs = 1
 """
 
-SAMPLE = a_sample((1, 8, 8))
-
 
 def run(
     folder: Path, tell: Callable[[str], None], show: Callable[[str], None] = lambda _: None
 ) -> None:
-    computation = Computation(folder=str(folder), weights="", n_samples=1, n_steps=1)
+    weights = str(folder / "no-weights")
+    computation = Computation(folder=str(folder), weights=weights, n_samples=1, n_steps=1)
     job = parse_job(JOB, path=folder / "job.toml")
-    plan = folder / "no-plan.json"
+    plan = distbelief.plan(net(), torch.zeros(1, 4), machines=(2,), exactly=True).plan
     with closing(LocalLauncher()) as launcher:
-        compute(
-            job,
-            computation,
-            plan=plan,
-            sample=SAMPLE,
-            n_ranks=2,
-            launcher=launcher,
-            tell=tell,
-            show=show,
-        )
+        inputs = Batch(torch.zeros(1, 4), None)
+        compute(job, computation, plan=plan, inputs=inputs, launcher=launcher, tell=tell, show=show)
 
 
 @pytest.mark.soak
 @pytest.mark.untraced
 def test_a_rank_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(MODEL)
-    with pytest.raises(DistBeliefError, match=r"(?s)replica.*no-plan\.json"):
+    with pytest.raises(DistBeliefError, match=r"(?s)replica.*no-weights"):
         run(tmp_path, print)
     assert not list(tmp_path.glob("*.json.tmp"))
 
@@ -149,8 +139,7 @@ def process_of(rank: int, folder: Path) -> int | None:
 @pytest.mark.untraced
 def test_a_rank_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None:
     """`distbelief predict` waited for it without a word, and without an end."""
-    (tmp_path / "tiny.py").write_text(MODEL)
-    os.mkfifo(tmp_path / "no-plan.json")  # whoever opens it waits, and lives
+    os.mkfifo(tmp_path / "no-weights")  # whoever opens it waits, and lives
 
     states: list[str] = []
 

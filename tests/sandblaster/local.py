@@ -28,8 +28,6 @@ from tests.distbelief.parameter_server.pair import gather, scatter
 Doubles = NDArray[np.float64]
 Function = Callable[[Doubles], tuple[float, Doubles]]
 """From a point to loss and gradient, both of shape (n,)."""
-FunctionOfExamples = Callable[[Doubles, base.Examples | None], tuple[float, Doubles, int]]
-"""From a point and examples to mean loss, its gradient, and the number of examples."""
 
 
 def minimize_flat(
@@ -49,12 +47,7 @@ def minimize_flat(
         n_shards: Number of ranges the vector is divided into.
         callback: Called with each accepted point; returns whether to stop.
     """
-
-    def of_examples(x: Doubles, examples: base.Examples | None) -> tuple[float, Doubles, int]:
-        del examples
-        return (*function(x), 1)
-
-    local = Local(x0, of_examples, n_shards=n_shards, callback=callback)
+    local = Local(x0, function, n_shards=n_shards, callback=callback)
     result = local.run(method.steps())
     return local.get("parameters"), result
 
@@ -66,7 +59,7 @@ class Local:
     def __init__(
         self,
         x0: Doubles,
-        function: FunctionOfExamples,
+        function: Function,
         *,
         n_shards: int = 1,
         dtype: ElementType = "float64",
@@ -139,7 +132,7 @@ class Local:
 
     def _evaluate(self, request: base.Evaluate) -> base.Evaluation:
         before = self.perform(request.before)
-        loss, gradient, n_examples = self._function(self.get(request.point), request.examples)
+        loss, gradient = self._function(self.get(request.point))
         self.put(request.gradient, gradient)
         after = self.perform(request.after)
-        return base.Evaluation(loss=float(loss), n_examples=n_examples, scalars=before + after)
+        return base.Evaluation(loss=float(loss), scalars=before + after)

@@ -9,7 +9,7 @@ from distbelief.config.algorithms import roster_of
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import JobError, JobFileError, LocalProtocolError
+from distbelief.errors import JobFileError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard import Shard
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec
@@ -19,7 +19,6 @@ from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
-from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
 from sandblaster.warm_start_worker import WarmStartWorker
@@ -46,7 +45,6 @@ def settings(**keys: object) -> SandblasterSettings:
         ({}, LBFGS()),
         ({"history": 3, "l2": 0.5}, LBFGS(n_history=3, l2=0.5)),
         ({"tolerance": 0.1}, LBFGS(gradient_tolerance=0.1)),
-        ({"batch_size": 50}, MultiBatchLBFGS(batch_size=50, n_iterations_max=15_000)),
         (
             {"method": "conjugate-gradient", "max_iterations": 7},
             ConjugateGradient(n_iterations_max=7),
@@ -68,8 +66,6 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"batch_size": 0}, "batch_size is 0; use 3 or more"),
-        ({"batch_size": 2}, "batch_size is 2; use 3 or more"),
         ({"history": 0}, "history is 0; use 1 or more"),
         ({"portion": -1}, "portion is -1; use 1 or more"),
         ({"l2": -0.5}, "l2 is -0.5; use a finite number, 0 or more"),
@@ -77,20 +73,12 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
         ({"seed": -1}, "seed is -1; use 0 or more"),
         ({"l1": 0.1}, "l1 is 0.1 with method 'l-bfgs'"),
         (
-            {"batch_size": 9, "method": "owl-qn"},
-            "batch_size is 9 with method 'owl-qn', which needs full",
-        ),
-        (
             {"history": 3, "method": "conjugate-gradient"},
             "history is 3 with method 'conjugate-gradient', .* or remove history",
         ),
         (
             {"history": 3, "method": "gradient-descent"},
             "history is 3 with method 'gradient-descent', which",
-        ),
-        (
-            {"value_tolerance": 0.1, "batch_size": 9},
-            "value_tolerance is 0.1 with batch_size 9, .* tolerance, or remove",
         ),
         (
             {"method": "owl-qn"},
@@ -112,7 +100,6 @@ def test_what_cannot_be_run_is_refused_by_name_and_value(
 def test_what_has_the_effect_it_says_is_not_refused() -> None:
     """Job files of runs name every key, so those with its default must be read."""
     assert settings(method="conjugate-gradient", history=10).history == 10
-    assert settings(value_tolerance=0.0, batch_size=9).batch_size == 9
 
 
 def test_chunks_are_as_large_as_balance_allows() -> None:
@@ -125,7 +112,7 @@ def test_chunks_are_as_large_as_balance_allows() -> None:
     assert chunk_size(20_000, 4, portion=100) == 1200
     assert chunk_size(1000, 4) == 256  # at least one mini-batch
     assert chunk_size(1000, 4, portion=10) == 60
-    assert chunk_size(1_000_000, 2, batch_size=20_000) == 2048
+    assert chunk_size(20_000, 2) == 2048
     assert chunk_size(1_000_000, 2, portions_per_set=3) == 768
 
 
@@ -242,16 +229,10 @@ def test_no_other_role_can(name: str) -> None:
         SANDBLASTER.build(name, config=settings(), context=context())
 
 
-def test_a_batch_that_is_larger_than_the_data_is_refused() -> None:
-    config = settings(batch_size=7)
-    with pytest.raises(JobError, match=r"batch_size = 7, but \[data.train\] has 6 sam"):
-        SANDBLASTER.build("coordinator", config=config, context=context(n_train=6))
-
-
 def test_a_coordinator_without_n_train_counts_the_samples_itself() -> None:
-    config = settings(batch_size=1438)
-    with pytest.raises(JobError, match=r"\[data.train\] has 1437 samples"):
-        SANDBLASTER.build("coordinator", config=config, context=context(n_train=None))
+    built = SANDBLASTER.build("coordinator", config=settings(), context=context(n_train=None))
+    assert isinstance(built, Coordinator)
+    assert built._n_examples == 1437
 
 
 @pytest.mark.parametrize(

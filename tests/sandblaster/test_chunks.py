@@ -10,7 +10,7 @@ from distbelief.data import Samples
 from distbelief.errors import JobError
 from distbelief.protocol import ChunkOrder
 from distbelief.worker.local_executor import summed
-from sandblaster.chunks import BatchRange, ChunkSizes
+from sandblaster.chunks import ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan
 
 
@@ -29,14 +29,13 @@ cuttings = st.builds(
 )
 
 
-@given(chunk_sizes=cuttings, first=st.integers(0, 50), n_examples=st.integers(1, 60))
+@given(chunk_sizes=cuttings, n_examples=st.integers(1, 60))
 def test_every_position_is_in_one_mini_batch_of_one_chunk(
-    chunk_sizes: ChunkSizes, first: int, n_examples: int
+    chunk_sizes: ChunkSizes, n_examples: int
 ) -> None:
-    batch = BatchRange(first=first, n_examples=n_examples)
     positions: list[int] = []
     for chunk_index in range(chunk_sizes.n_chunks(n_examples)):
-        start, stop = batch.chunk_bounds(chunk_index, chunk_sizes)
+        start, stop = chunk_sizes.chunk_bounds(chunk_index, n_examples)
         plan = ChunkBatchPlan(Samples(60), mini_batch_size=chunk_sizes.mini_batch_size)
         plan.set_order(1, order(start, stop))
         plan.start(start)
@@ -45,14 +44,14 @@ def test_every_position_is_in_one_mini_batch_of_one_chunk(
         for begin, end in mini_batches:
             assert 0 < end - begin <= chunk_sizes.mini_batch_size
             positions += range(begin, end)
-    assert positions == list(range(first, first + n_examples))
+    assert positions == list(range(n_examples))
 
 
 @pytest.mark.parametrize("chunk_index", [-1, 3])
 def test_a_batch_has_no_other_chunks(chunk_index: int) -> None:
-    batch = BatchRange(first=0, n_examples=11)
+    chunk_sizes = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
     with pytest.raises(ValueError, match="of a batch of 11 examples, which has 3"):
-        batch.chunk_bounds(chunk_index, ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2))
+        chunk_sizes.chunk_bounds(chunk_index, 11)
 
 
 @pytest.mark.parametrize("name", ["mini_batch_size", "mini_batches_per_chunk"])

@@ -23,14 +23,7 @@ def assignment(
 ) -> wire.Assignment:
     """Return an assignment of these (chunk, attempt, token)."""
     return wire.Assignment(
-        **{
-            "epoch": 1,
-            "replica_incarnation": 1,
-            "evaluation": 1,
-            "first": 0,
-            "n_examples": 11,
-            **keys,
-        },
+        **{"epoch": 1, "replica_incarnation": 1, "evaluation": 1, "n_examples": 11, **keys},
         version=version,
         versions=VERSIONS,
         tasks=tuple(wire.ChunkTask(chunk_index=s, attempt=a, commit_token=g) for s, a, g in tasks),

@@ -17,7 +17,7 @@ from distbelief.roles import role as rl
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.task.losses import Loss
-from sandblaster.chunks import COORDINATOR, BatchRange
+from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.coordinator import Coordinator, _check
 from sandblaster.coordinator.work_queue import EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool
@@ -256,8 +256,7 @@ def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
     config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
-    batch = BatchRange(first=0, n_examples=4)
-    queue = WorkQueue(config, pool=WorkerPool(config), batch=batch, counters=EpochCounters())
+    queue = WorkQueue(config, pool=WorkerPool(config), n_examples=4, counters=EpochCounters())
     answers = [wire.CommandDone(epoch=1, number=1, n_chunks=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
         _check(answers, queue)
@@ -297,23 +296,21 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
                 Dot(x="g", y="g"),
             ),
         ),
-        base.Evaluate(point="trial", gradient="g", examples=base.Examples(28, 40)),
+        base.Evaluate(point="trial", gradient="g"),
         done,
         done,
     )
     scene = replace(SMALL, method=Scripted(requests, replies))
     run = Run(scene)
-    run.cluster._driver.observers.clear()  # the plain gradient is of the whole batch
     assert ended(run) is None
-    n_parameters, whole, part, stops, _ = replies
+    n_parameters, first, second, stops, _ = replies
     assert n_parameters == (6.0,)
-    assert isinstance(whole, base.Evaluation)
-    assert isinstance(part, base.Evaluation)
-    assert (whole.n_examples, part.n_examples) == (30, 12)
-    assert whole.loss == pytest.approx(math.log(2))
-    assert whole.scalars[0] == 6.0
-    assert whole.scalars[1] > 0
-    assert part.loss < whole.loss
+    assert isinstance(first, base.Evaluation)
+    assert isinstance(second, base.Evaluation)
+    assert first.loss == pytest.approx(math.log(2))
+    assert first.scalars[0] == 6.0
+    assert first.scalars[1] > 0
+    assert second.loss < first.loss
     assert stops is False
 
 
@@ -364,13 +361,6 @@ KILLS = tuple(Kill(at=0.03, role=role) for role in SMALL.replicas)
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        *(
-            (
-                scripted(base.Evaluate(point="parameters", gradient="g", examples=examples)),
-                "^JobError.*batch",
-            )
-            for examples in (base.Examples(3, 3), base.Examples(0, 31), base.Examples(-2, 3))
-        ),
         (
             {"faults": (Kill(at=0.06, role=SHARDS[1]),), "silence_seconds_max": 2.0},
             "^PeerLostError: shard-1 has not answered",

@@ -9,7 +9,8 @@ import distbelief
 from distbelief.protocol import BeginEvaluation, CommandDone, ShardCommand, WorkReport
 from distbelief.roles.role import Received, Send
 from distbelief.simulation.driver import HandledEvent
-from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
+from sandblaster.optimizers.base import Evaluate
+from tests.sandblaster.test_outcomes import Scripted
 from tests.simulation.sandblasts import Run, Sandblast
 
 
@@ -23,10 +24,9 @@ DRIVER: Final = str(ROOT / "distbelief/simulation") + "/"
 
 def test_a_chunk_passes_through_few_files() -> None:
     """Deal, fetch, compute, commit token, push, staged: on coordinator, worker and shard."""
-    # The second evaluation of a batch comes at once: nothing is saved in between.
-    method = MultiBatchLBFGS(batch_size=20, n_iterations_max=2)
+    # Evaluations without an iteration: nothing is saved in between.
+    method = Scripted((Evaluate(point="parameters", gradient="g"),) * 3, [])
     run = Run(Sandblast(n_shards=1, n_replicas=1, method=method))
-    run.cluster._driver.observers.clear()  # the plain gradient is of the whole batch
     files: set[str] = set()
     begins: list[BeginEvaluation] = []
 
@@ -37,15 +37,15 @@ def test_a_chunk_passes_through_few_files() -> None:
             files.add(name.removeprefix(f"{ROOT}/"))
 
     def see(happening: HandledEvent) -> None:
-        """Watch from when the shard has published the second point until a chunk is staged."""
+        """Watch from when the shard has published the third point until a chunk is staged."""
         message = happening.event.message if isinstance(happening.event, Received) else None
         sent = [action.message for action in happening.actions if isinstance(action, Send)]
         if isinstance(message, ShardCommand) and isinstance(message.task, BeginEvaluation):
             begins.append(message.task)
-        if len(begins) == 2 and any(isinstance(one, CommandDone) for one in sent):
+        if len(begins) == 3 and any(isinstance(one, CommandDone) for one in sent):
             sys.setprofile(profile)
         is_staged = isinstance(message, WorkReport) and any(r.staged for r in message.results)
-        if len(begins) == 2 and is_staged:
+        if len(begins) == 3 and is_staged:
             begins.extend(begins)  # enough was seen
             sys.setprofile(None)
 

@@ -43,14 +43,7 @@ def sent(actions: Sequence[rl.Action], receiver: rl.Address = COORDINATOR) -> li
 
 def assignment() -> Assignment:
     return Assignment(
-        epoch=1,
-        replica_incarnation=2,
-        version=1,
-        evaluation=0,
-        versions=(),
-        first=0,
-        n_examples=0,
-        tasks=(),
+        epoch=1, replica_incarnation=2, version=1, evaluation=0, versions=(), n_examples=0, tasks=()
     )
 
 

@@ -111,7 +111,6 @@ class Bench(RoleBench):
             version=version,
             evaluation=evaluation,
             versions=(wire.ShardVersion(incarnation=1, clock=clock),),
-            first=0,
             n_examples=N_SAMPLES,
             tasks=tuple(
                 wire.ChunkTask(chunk_index=i, attempt=a, commit_token=g) for i, a, g in tasks

@@ -10,12 +10,12 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles import role as rl
 from distbelief.task.task import BuildContext, build_model
-from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
 from sandblaster.worker import STAGED_TIMER, ChunkObjective
+from tests.distbelief.examples import initials_of
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 
@@ -30,7 +30,7 @@ def context() -> BuildContext:
         n_shards=1,
         seed=0,
         memory=PrivateMemory(host=""),
-        initials=FlatModel(build_model(TASK.model)).initials(),
+        initials=initials_of(build_model(TASK.model)),
         await_begin=False,
     )
 
@@ -92,14 +92,7 @@ def test_a_worker_does_not_ask_for_work() -> None:
 )
 def test_messages_for_other_roles_are_rejected(sender: rl.Address, message: str) -> None:
     assignment = wire.Assignment(
-        epoch=1,
-        replica_incarnation=1,
-        version=1,
-        evaluation=1,
-        versions=(),
-        first=0,
-        n_examples=4,
-        tasks=(),
+        epoch=1, replica_incarnation=1, version=1, evaluation=1, versions=(), n_examples=4, tasks=()
     )
     due_report = {
         "assignment": assignment,

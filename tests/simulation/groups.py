@@ -25,7 +25,7 @@ from distbelief.worker.build import Split, build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import member_names
 from distbelief.worker.local_executor import FlatModel
-from tests.distbelief.examples import a_sample
+from tests.distbelief.examples import a_sample, initials_of
 from tests.distbelief.program.plans import random_plan
 from tests.simulation.jobs import Direct
 
@@ -86,7 +86,7 @@ class Group(Direct):
             n_replicas=1,
             n_shards=n_shards,
             seed=0,
-            initials=model.initials(),
+            initials=initials_of(model.module),
             evaluation_subset=20,
             sample=inputs if isinstance(inputs, Sample) else None,
             await_begin=await_begin,

@@ -493,7 +493,3 @@ def times_applied(cluster: SimulatedCluster, name: Address) -> Vector:
     role = cluster.role(name)
     assert isinstance(role, Shard)
     return marks_of(role)
-
-
-def assert_applied_once_or_never(cluster: SimulatedCluster, name: Address) -> None:
-    check_marks(name, times_applied(cluster, name))

@@ -38,6 +38,7 @@ from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 from distbelief.worker.replica import Replica
+from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
 
 
@@ -143,7 +144,7 @@ class JobCluster:
             n_shards=n_shards,
             shard_copies=shard_copies,
             seed=0,
-            initials=model.initials(),
+            initials=initials_of(model.module),
             evaluation_subset=20,
         )
         roster = DOWNPOUR.roster(

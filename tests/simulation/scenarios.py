@@ -10,7 +10,7 @@ disks, processes wrongly believed dead.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import copy_names, other_copy
 from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused
 from distbelief.roles import role as rl
@@ -47,7 +48,7 @@ from distbelief.simulation.network import Link
 from distbelief.supervisor import failover
 from tests.simulation import copies
 from tests.simulation.copies import Beating, Overseer
-from tests.simulation.invariants import Scene, shard_in, watch
+from tests.simulation.invariants import ALL, Invariant, Scene, shard_in, watch
 from tests.simulation.workers import (
     N_MARKS,
     PLAIN,
@@ -88,6 +89,7 @@ class Scenario:
     client: ClientConfig
     saves: tuple[rl.Seconds, ...]
     faults: tuple[Fault, ...]
+    policy: ExchangePolicy = DOWNPOUR
 
     @property
     def horizon(self) -> rl.Seconds:
@@ -357,7 +359,13 @@ class LateOverseer(Overseer):
 class Play:
     """A running scenario."""
 
-    def __init__(self, scenario: Scenario, *, trace: TraceKind = "content") -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        trace: TraceKind = "content",
+        kinds: Sequence[type[Invariant]] = ALL,
+    ) -> None:
         self.scenario = scenario
         self.ledger = Ledger()
         self.sights: Counter[str] = Counter()
@@ -373,6 +381,7 @@ class Play:
                 n_wanted=scenario.n_wanted,
                 config=scenario.client,
                 backups=[name for names in scenario.twins for name in names[1:]],
+                policy=scenario.policy,
             )
 
         def build_shard(index: int, name: rl.Address, memory: Memory) -> rl.Role:
@@ -380,6 +389,8 @@ class Play:
                 index,
                 layout,
                 rule=scenario.rule,
+                policy=scenario.policy,
+                return_seconds=0.5 * scenario.haste,
                 pin_seconds_max=scenario.pin_seconds_max,
                 n_copies=scenario.n_copies,
                 name=name,
@@ -405,7 +416,7 @@ class Play:
             host_bytes_max=scenario.host_bytes_max,
             elections=self.overseer.elections,
         )
-        self._observer = watch(scene)
+        self._observer = watch(scene, kinds=kinds)
         self.cluster.observe(self._see)
 
     def _options(self, trace: TraceKind) -> ClusterOptions:
@@ -537,19 +548,27 @@ def set_for(scenario: Scenario) -> Iterator[None]:
         yield
 
 
-def play(seed: int, *, trace: TraceKind = "content") -> Play:
+def play(
+    seed: int,
+    *,
+    trace: TraceKind = "content",
+    policy: ExchangePolicy = DOWNPOUR,
+    kinds: Sequence[type[Invariant]] = ALL,
+) -> Play:
     """Run the scenario of a seed to its end.
 
     Args:
         seed: Decides everything that is drawn.
         trace: What a failure reports: the content of each event, or only the order, which
             takes less time.
+        policy: How workers wait for each other, and shards fold their pushes.
+        kinds: What must hold.
 
     Raises:
         SimulationFailed: An invariant is broken, or the run does not end.
     """
-    scenario = scenario_of(seed)
+    scenario = replace(scenario_of(seed), policy=policy)
     with set_for(scenario):
-        drama = Play(scenario, trace=trace)
+        drama = Play(scenario, trace=trace, kinds=kinds)
         drama.run()
     return drama

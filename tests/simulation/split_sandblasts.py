@@ -35,14 +35,13 @@ from distbelief.task.task import (
 )
 from distbelief.worker.build import Split
 from distbelief.worker.group import group_rank_of, rank_name
-from distbelief.worker.local_executor import FlatModel
 from sandblaster.algorithm import SANDBLASTER
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
-from tests.distbelief.examples import a_sample
+from tests.distbelief.examples import a_sample, initials_of
 from tests.distbelief.program.plans import random_plan
 from tests.simulation.sandblasts import (
     RunChecker,
@@ -213,7 +212,7 @@ class Run:
             n_shards=scene.n_shards,
             seed=0,
             memory=memory,
-            initials=FlatModel(build_model(TASK.model)).initials(),
+            initials=initials_of(build_model(TASK.model)),
             await_begin=False,
         )
         if name == COORDINATOR:

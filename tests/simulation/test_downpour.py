@@ -40,6 +40,7 @@ from distbelief.task.task import (
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.training import Counters, TrainingObjective
+from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
 from tests.elsewhere import answers
 from tests.simulation.jobs import Direct
@@ -130,7 +131,7 @@ class Cluster(Direct):
             n_replicas=n_replicas,
             n_shards=n_shards,
             seed=0,
-            initials=model.initials(),
+            initials=initials_of(model.module),
             evaluation_subset=20,
             await_begin=await_begin,
         )
@@ -253,7 +254,7 @@ def _batches(settings: DownpourSettings, *, n_samples: int) -> Iterator[list[int
 def drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     model = FlatModel(build_model(task.model))
     layout = Layout.of(model.specs(), n_shards=1)
-    vector = shard_values(layout, 0, model.initials(), seed=task.model.seed)
+    vector = shard_values(layout, 0, initials_of(model.module), seed=task.model.seed)
     tensors = [torch.zeros(spec.n_elements) for spec in layout.tensors]
     scatter(layout, 0, vector, tensors)
     return {s.name: t for s, t in zip(layout.tensors, tensors, strict=True)}

@@ -85,10 +85,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def save(self) -> None:
         """Write the profile; raise StorageError on failure."""
         path = self.host.path
-        try:
+        with files.explaining(path, doing="write"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise files.explained(error, path, doing="write") from error
         files.write(path, msgspec.json.format(msgspec.json.encode(self)))
 
 

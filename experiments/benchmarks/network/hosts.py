@@ -1,7 +1,7 @@
-"""Several hosts in one: network namespaces with links of a given speed.
+"""Several hosts in one: network namespaces at a switch, with links of a given speed.
 
-    two joined directly                              several at a switch
-    10.77.0.1  veth  <-- token bucket -->  veth      10.78.0.1, 10.78.0.2, ...
+    10.78.0.1  veth  <-- token bucket -->  port0  switch
+    10.78.0.2  veth  <-- token bucket -->  port1
 
 Each end sends through a token bucket (`tc tbf`), so a link carries that many bits per second each
 way, as full-duplex Ethernet does. Only root may make them.
@@ -20,11 +20,11 @@ from typing import Final, NamedTuple
 INTERFACE: Final = "veth"
 _BURST_BYTES: Final = 1 << 17  # more than the 64 KiB that the kernel sends in one piece
 _QUEUE_BYTES: Final = 1 << 23
-_LINKS: Final = itertools.count()  # of this process, each with names of its own
+_NUMBERS: Final = itertools.count()  # of this process, so that each switch has its own name
 
 
 class Host(NamedTuple):
-    """One end of the link."""
+    """One end of a link."""
 
     name: str  # of its network namespace; "": the one that this process lives in
     address: str  # of its end of the link
@@ -48,38 +48,10 @@ def obstacle() -> str | None:
     if missing:
         return f"{' and '.join(missing)} is not installed (package iproute2)"
     try:
-        with linked(bits_per_second=1e9):
+        with switched(1, bits_per_second=1e9):
             return None
     except OSError as error:
         return str(error)
-
-
-@contextmanager
-def linked(*, bits_per_second: float) -> Iterator[tuple[Host, Host]]:
-    """Make two hosts and the link between them; take them away afterwards."""
-    link = next(_LINKS)
-    names = [f"distbelief-{os.getpid()}-{2 * link + end}" for end in range(2)]
-    addresses = ["10.77.0.1", "10.77.0.2"]
-    try:
-        for name in names:
-            _do(["ip", "netns", "add", name])
-        _do(
-            [
-                *("ip", "link", "add", INTERFACE, "netns", names[0]),
-                *("type", "veth", "peer", "name", INTERFACE, "netns", names[1]),
-            ]
-        )
-        for name, address in zip(names, addresses, strict=True):
-            inside = ["ip", "-n", name]
-            _do([*inside, "addr", "add", f"{address}/24", "dev", INTERFACE])
-            _do([*inside, "link", "set", "lo", "up"])
-            _do([*inside, "link", "set", INTERFACE, "up"])
-            _limit(name, INTERFACE, bits_per_second)
-        one, other = map(Host, names, addresses)
-        yield one, other
-    finally:
-        for name in names:  # the link goes with them
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 class Lan:
@@ -111,7 +83,8 @@ class Lan:
 
 @contextmanager
 def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
-    base = f"distbelief-{os.getpid()}-lan{next(_LINKS)}"
+    """Make hosts at a switch; take them away afterwards."""
+    base = f"distbelief-{os.getpid()}-lan{next(_NUMBERS)}"
     switch = f"{base}-switch"
     names = [f"{base}-{index}" for index in range(n_hosts)]
     try:

@@ -18,7 +18,7 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from distbelief.graph.losses import append_loss
 from experiments.images.model import paper_net
-from experiments.speech.model import acoustic_net
+from experiments.speech import model as speech
 from experiments.zoo.models import MODELS
 
 
@@ -116,9 +116,7 @@ _OF_TORCHVISION: Final = (
 )
 _IMAGE: Final = InputSpec(shape=(3, 224, 224))
 
-SPEECH: Final = Net(
-    make=lambda: acoustic_net([2560] * 4, 8192), input=InputSpec(shape=(440,)), batch=100
-)
+SPEECH: Final = Net(make=speech.paper_net, input=InputSpec(shape=(speech.N_INPUTS,)), batch=100)
 # The pair of Dean et al. 2012, section 5.
 IMAGES: Final = Net(
     make=paper_net, input=InputSpec(shape=(3, 100, 100)), batch=100, loss="one_vs_all"

@@ -151,7 +151,6 @@ def mean_of(found: Sequence[Rates]) -> Rates:
         work=work,
         message=fmean(rates.message for rates in found),
         wake=fmean(rates.wake for rates in found),
-        latency=fmean(rates.latency for rates in found),
         share=min(rates.share for rates in found),
     )
 

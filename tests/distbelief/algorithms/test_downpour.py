@@ -21,7 +21,7 @@ from distbelief.worker.evaluator import EvaluationObjective
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from distbelief.worker.training import TrainingObjective
-from tests.distbelief.examples import HERE
+from tests.distbelief.examples import HERE, initials_of
 from tests.distbelief.parameter_server.pair import scatter
 
 
@@ -113,7 +113,7 @@ def context(
         shard_copies=shard_copies,
         seed=0,
         memory=PrivateMemory(),
-        initials=model.initials(),
+        initials=initials_of(model.module),
         initial_file=initial_file,
     )
 

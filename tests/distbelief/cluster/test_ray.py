@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from distbelief.cluster.ray import RayHosts, RayOptions, connect
+from distbelief.cluster.ray import RayHosts, connect
 from distbelief.errors import JobError
 from tests.distbelief.jobs import speech
 
@@ -20,7 +20,7 @@ from tests.distbelief.jobs import speech
 )
 def test_ray_adds_what_a_host_lacks(n_hosts: int, n_machines: int, here: int, cores: int) -> None:
     job = speech("cluster.replicas=8", "cluster.threads=2")
-    wanted = RayOptions.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
+    wanted = RayHosts.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
     assert wanted.cores == cores
     assert wanted.allowed == ("speech.model", "speech.data")
 
@@ -85,7 +85,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(JobError, match=r"distbelief\[ray\]"):
         connect(is_local=True)
-    RayHosts(RayOptions(n_hosts=1, cores=1, keys="", allowed=())).close()
+    RayHosts(n_hosts=1, cores=1, keys="", allowed=()).close()
 
 
 @pytest.mark.usefixtures("ray")
@@ -133,7 +133,7 @@ def test_nodes_that_cannot_reach_the_job_are_not_waited_for(ray: Cluster) -> Non
 
 
 def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
-    machines = RayHosts(RayOptions(n_hosts=n_hosts, cores=3, keys="", allowed=()))
+    machines = RayHosts(n_hosts=n_hosts, cores=3, keys="", allowed=())
     machines.start(f"tcp://127.0.0.1:1?secret={'5f' * 32}", directory=tmp_path)
     return machines
 

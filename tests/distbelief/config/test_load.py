@@ -242,6 +242,14 @@ def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
         ("stop.accuracy=60", "[stop] accuracy = 60: wants a number, at most 1"),
         ("stop.epochs=0", "[stop] epochs = 0: wants a number, above 0"),
         ("algorithm.batch_size=0", "[algorithm] batch_size is 0; use "),
+        (f"cluster.replicas={10**22}", "0000: wants a whole number, at most 4096"),
+        ("cluster.shards=10000000", "wants a whole number, at most 4096"),
+        ("cluster.threads=1000000", "wants a whole number, at most 1024"),
+        (f"model.seed={10**22}", "seed = 10000000000000000000000: wants a whole number"),
+        ("stop.epochs=inf", "wants a number, at most"),
+        ("stop.epochs=1e300", "wants a number, at most"),
+        ("stop.loss=nan", "wants a finite number"),
+        ("stop.loss=inf", "wants a finite number"),
         # quantities
         ("output.report_every=2", 'report_every = 2 has no unit: write "2 s"'),
         ("output.snapshot_every=2 sec", "has the unknown unit 'sec'"),
@@ -318,17 +326,27 @@ def test_bad_toml_names_the_line_and_shows_it() -> None:
 
 def test_what_is_no_job_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speech.toml").write_text(SPEECH)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "long").write_bytes(b"#" * (1 << 20) + b"#")
     for name, said in [
         ("spech.toml", r"no such file. Did you mean '.*speech.to"),
         ("none/zzz.toml", r"no such file\.$"),
         ("", r"is a directory: .*--resume"),
-        ("binary", "is not UTF-8 text"),
-        ("long", "more than 1048576 bytes"),
     ]:
         with pytest.raises(JobFileError, match=said):
             load_job(tmp_path / name)
+    for content, said in [
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (bytes(range(256)), "is not UTF-8 text"),
+        (b"#" * (1 << 20) + b"#", "more than 1048576 bytes"),
+        (b"", "there is no table"),
+        (b"a = " + b"[" * 5000, "brackets too deep"),
+        (b"\0\0", "not valid TOML"),
+        (b"[model", "not valid TOML"),
+    ]:
+        (tmp_path / "odd.toml").write_bytes(content)
+        with pytest.raises(JobFileError, match=said):
+            load_job(tmp_path / "odd.toml")
+    (tmp_path / "odd.toml").write_bytes(b"\xef\xbb\xbf" + SPEECH.encode())  # as some editors do
+    assert load_job(tmp_path / "odd.toml").batch_size == 256
 
 
 @given(st.text(max_size=200))

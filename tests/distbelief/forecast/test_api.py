@@ -124,7 +124,6 @@ def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
         },
         message=0.0,
         wake=0.0,
-        latency=0.0,
     )
     monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _: rates)
     job = small(

@@ -1,6 +1,5 @@
 """Calibration: what work and messages cost on this host."""
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -19,10 +18,8 @@ from distbelief.forecast.calibration import (
     Rates,
     Stopwatch,
     idle,
-    latency_of,
     load_rates,
     measure,
-    measure_latency,
     measure_messages,
     mover,
     rate_of,
@@ -46,7 +43,6 @@ RATES = Rates(
     work={"replica replica:step by flops": Rate(unit="flops", seconds=1e-6, n=10)},
     message=5e-5,
     wake=9e-5,
-    latency=2e-4,
 )
 
 
@@ -259,13 +255,12 @@ def test_two_measurements_are_one_of_all_pieces() -> None:
             push: Rate(unit="bytes", seconds=1e-9, n=5),
         },
         wake=1e-5,
-        latency=4e-4,
     )
     both = mean_of([RATES, later])
     assert both.work[step].seconds == pytest.approx(3e-6)
     assert both.work[step].n == 30
     assert both.work[push] == Rate(unit="bytes", seconds=1e-9, n=5)
-    assert (both.wake, both.message, both.latency) == pytest.approx((5e-5, 5e-5, 3e-4))
+    assert (both.wake, both.message) == pytest.approx((5e-5, 5e-5))
 
 
 def test_a_message_takes_some_time_but_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,32 +270,7 @@ def test_a_message_takes_some_time_but_not_long(monkeypatch: pytest.MonkeyPatch)
     assert 0 <= wake < 0.5
 
 
-def test_a_message_to_a_sleeping_process_takes_time_but_not_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def latency(waits: list[float], core_seconds: list[float]) -> float:
-        seen.append((len(waits), len(core_seconds)))
-        assert min(waits) > 0
-        assert core_seconds == sorted(core_seconds)
-        return latency_of(waits, core_seconds)
-
-    monkeypatch.setattr(calibration, "N_PINGS", 10)
-    monkeypatch.setattr(calibration, "latency_of", latency)
-    assert 0 <= measure_latency() < 0.5
-    assert seen == [(10, 11)]
-    assert not multiprocessing.active_children()
-
-
-def test_latency_is_half_of_a_round_trip_without_the_core_time_of_either() -> None:
-    # The waits are without that of the first process; the other took 1 ms for each answer.
-    waits, core_seconds = [5e-3, 4e-3, 90e-3], [1.0, 1.001, 1.002, 1.003]
-    assert latency_of(waits, core_seconds) == pytest.approx(2e-3)
-    assert latency_of([1e-4], [0.0, 2e-4]) == 0.0
-
-
-def test_messages_between_processes_of_this_host_take_the_measured_latency() -> None:
+def test_messages_between_processes_of_this_host_take_core_time_only() -> None:
     job = small()
     save_rates(job, RATES)
     hosts = HostCosts(None, machines=None, measures=True)
@@ -309,8 +279,9 @@ def test_messages_between_processes_of_this_host_take_the_measured_latency() -> 
         options = hosts.hosting(job, tell=lambda _: None).options(prepared)
     a, b = (Address(entry.name) for entry in prepared.roster[:2])
     link = options.link_of(a, b)
-    assert (link.latency_seconds, link.jitter) == (RATES.latency, 0.0)
-    assert dict(hosts.constants)["latency"] == "200 us"
+    assert (link.latency_seconds, link.jitter) == (0.0, 0.0)
+    assert options.machines[a].event_seconds == RATES.message
+    assert options.machines[a].wake_seconds == RATES.wake
 
 
 def test_a_shard_is_measured_on_another_core_than_a_replica(

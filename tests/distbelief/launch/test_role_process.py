@@ -23,7 +23,7 @@ from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
 from distbelief.transport.config import ListenConfig
 from distbelief.worker.local_executor import FlatModel
-from tests.distbelief.examples import net
+from tests.distbelief.examples import initials_of, net
 from tests.distbelief.jobs import small
 from tests.links import link
 from tests.processes.commands import poll
@@ -61,7 +61,7 @@ class Supervised:
                 memory="",
                 snapshots=str(self._folder / "snapshots"),
                 layout=Layout.of(model.specs(), n_shards=1).spec,
-                initials=dict(model.initials()),
+                initials=initials_of(model.module),
                 initial_file=None,
                 reach=ListenConfig(directory=str(self._folder)),
             )

@@ -1,11 +1,9 @@
 """Outage traces as text, and errors in them."""
 
-import math
-
 import pytest
 
 from distbelief.graph.graph import GraphError
-from distbelief.program.cluster import Lost, Outages, read_trace
+from distbelief.program.cluster import Lost, read_trace
 
 
 TRACE = """seconds,machine,away
@@ -50,11 +48,3 @@ def test_a_trace_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distbelief.program.cluster.N_OUTAGES_MAX", 2)
     with pytest.raises(GraphError, match="has 3 lines; use 2 at most"):
         read_trace("1,0,5\n2,0,5\nend,9", n_machines=1)
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_an_impossible_outage_process_is_rejected(seconds: float) -> None:
-    with pytest.raises(GraphError, match="mean_time"):
-        Outages(mean_time=seconds, away=1.0)
-    with pytest.raises(GraphError, match="group"):
-        Outages(mean_time=1.0, away=1.0, group=0)

@@ -1,7 +1,6 @@
 """Plan files: unchanged when loaded, and rejected for other jobs."""
 
 import hashlib
-import math
 import re
 from pathlib import Path
 
@@ -285,13 +284,6 @@ def test_combining_within_combining_is_rejected(depth: int) -> None:
         decode(forged(b'{"cuts":[],"machines":[3]}', new))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("name", ["step_seconds", "bound_seconds", "gap"])
-def test_a_prediction_is_of_numbers(name: str, value: float) -> None:
-    with pytest.raises(GraphError, match=f"{name} is {value} in the plan"):
-        msgspec.structs.replace(PREDICTION, **{name: value})
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -335,8 +327,8 @@ def test_a_plan_of_another_version_says_which() -> None:
     [
         (b'"batch": 32', b'"batch": "32"', "Expected `int`, got `str`"),
         (b'"batch": 32', b'"batch": 1e999', "is not a plan"),
-        (b'"batch": 32', b'"batch": -1', "batch is -1 in the plan"),
-        (b'"micro_batches": 1', b'"micro_batches": 0', "micro_batches is 0"),
+        (b'"batch": 32', b'"batch": -1', r">= 1` - at `\$\.batch"),
+        (b'"micro_batches": 1', b'"micro_batches": 0', r">= 1` - at `\$\.micro_batches"),
         (b'"micro_batches": 1', b'"micro_batches": 33', "is 33 in the plan: use at most the bat"),
         (b'"machines":[3]', b'"machines":[4]', "'loss' is placed on machine 4: use 0 to 3"),
         (b'"machines":[3]', b'"machines":[-1]', "'loss' is placed on machine -1: use 0 to 3"),
@@ -348,9 +340,9 @@ def test_a_plan_of_another_version_says_which() -> None:
         (b'"machines":[3]', b'"machines":null', "Expected `array`, got `null`"),
         (b'"machines":[3]', b'"machines":[%d]' % 10**30, "is no plan|placed on machine"),
         (b'"cuts":[[72]]', b'"cuts":[72]', "Expected `array`, got `int`"),
-        (b'"n_machines":4', b'"n_machines":0', "n_machines is 0"),
+        (b'"n_machines":4', b'"n_machines":0', r">= 1` - at `\$\.cluster\.n_machines"),
         (b'"step_seconds":0.5', b'"step_seconds":null', "Expected `float`"),
-        (b'"step_seconds":0.5', b'"step_seconds":-1', "step_seconds is -1"),
+        (b'"step_seconds":0.5', b'"step_seconds":-1', r">= 0.0` - at `\$\.predicted\.step_seconds"),
         (b'"version": 1', b'"version": "1"', "Expected `int`, got `str`"),
         (b'"placements": {', b'"placements": {"a": 3,', "Expected `object`, got `int`"),
     ],

@@ -12,6 +12,7 @@ from torch import nn
 
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
+from distbelief.run_log import RunLog
 from distbelief.serve import server_process
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server_process import ServerRequest, run_server, serve as run_until_it_ends
@@ -149,7 +150,7 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
         saved.parent.mkdir(parents=True)
         saved.write_bytes(b"")
     with pytest.raises(StorageError) as caught:
-        run_until_it_ends(request, lambda _node, _supervisor, _address: None)
+        run_until_it_ends(request, lambda *_: None, tell=pytest.fail)
     assert f"all checkpoints of shard-0 are damaged: {snapshots}" in str(caught.value)
     assert "--from-scratch" in str(caught.value)
 
@@ -218,7 +219,7 @@ def test_a_user_sees_the_addresses(
 ) -> None:
     serve(tmp_path / "server")
     request = msgspec.structs.replace(served[0], reach=reach)
-    terminal = server_process._Terminal(request, tell=pytest.fail)
+    terminal = server_process._Terminal(request)
     lines = terminal._address_lines(request.address(place, run="t", memory="/dev/shm/x"))
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
@@ -236,9 +237,10 @@ def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_p
     said: list[str] = []
     supervisor = SimpleNamespace(error=None, interrupted=False)
     node = SimpleNamespace(run=lambda _: "a bug", error="a bug", post=pytest.fail)
-    terminal = server_process._Terminal(cast("ServerRequest", None), tell=said.append)
+    terminal = server_process._Terminal(cast("ServerRequest", None))
+    log = RunLog(tmp_path / "supervisor.log", "supervisor", tell=said.append)
     address = cast("ServerAddress", None)
-    terminal.watch(cast("RoleRunner", node), cast("Supervisor", supervisor), address)
+    terminal.watch(cast("RoleRunner", node), cast("Supervisor", supervisor), address, log)
     assert said == []
     outcome = server_process._outcome(
         cast("RoleRunner", node), cast("Supervisor", supervisor), tmp_path

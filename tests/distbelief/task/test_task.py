@@ -104,11 +104,17 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
     directory = tmp_path_factory.mktemp("user")
     (directory / "needs_more.py").write_text("import not_installed_here\n")
     (directory / "breaks.py").write_text("x = 1\ny = x / 0\n")
+    (directory / "broken.py").write_text("def net(:\n")
+    (directory / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     monkeypatch.syspath_prepend(str(directory))
-    with pytest.raises(JobError, match="needs_more needs 'not_installed_here'"):
-        build_model(ModelSpec(factory="needs_more:net"))
-    with pytest.raises(JobError, match=r"ZeroDivisionError.*\(breaks.py, line 2\)"):
-        build_model(ModelSpec(factory="breaks:net"))
+    for name, claim in [
+        ("needs_more", "needs_more needs 'not_installed_here'"),
+        ("breaks", r"ZeroDivisionError.*\(breaks.py, line 2\)"),
+        ("broken", r"broken failed: SyntaxError: .* \(broken.py, line 1"),
+        ("leaves", r"importing leaves failed: SystemExit: 5 \(leaves.py"),
+    ]:
+        with pytest.raises(JobError, match=claim):
+            build_model(ModelSpec(factory=f"{name}:net"))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +133,8 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
         ),
         (f"{HERE}:failing", {}, "needs the argument 'size'"),
         (f"{HERE}:failing", {"size": 5}, r"failing failed: KeyError: 5 \(examples.py, l"),
+        (f"{HERE}:exits", {}, r"exits failed: SystemExit: 3 \(examples.py, l"),
+        (f"{HERE}:net", {"widht": 4}, "takes no argument 'widht' .* Did you mean 'width'"),
         (f"{HERE}:no_module", {}, "returned a list, not an nn.Module"),
         (f"{HERE}:module_class", {}, "returned the class Identity, not an nn.Module: let it r"),
         (f"{HERE}:lazy_net", {}, "parameter 'weight' has no shape yet"),
@@ -192,6 +200,8 @@ def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) ->
         ),
         (task(test="bad_labels"), "[data.test] sample 13 has label 5, but the model has 2 outputs"),
         (task(train="empty"), "a data set of 0 samples"),
+        (task(train="Lost"), "examples:Lost: len() of its data set failed: OSError: no index"),
+        (task(train="Damaged"), "ValueError: this sample is damaged"),
         (task(train="float_labels"), "targets are float64 of shape (8,), but loss"),
         (task(train="wide_labels"), "targets are int64 of shape (8, 3), but loss cross_entropy"),
         (task(train="nan_frames"), "[data.train] sample 9 has NaN or infinite inputs"),

@@ -25,7 +25,6 @@ from tests.distbelief.transport.test_zmq_transport import labels, take, wait
 
 
 RUN = "run"
-MEBIBYTE = 1 << 20
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)
 
 

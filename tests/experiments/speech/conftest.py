@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.speech.corpus import ensure
+from experiments.speech.builder import ensure
 from experiments.speech.recipe import Recipe
 from experiments.speech.volume import Volume, open_volume
 

@@ -5,7 +5,7 @@ import pytest
 from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
 from distbelief.simulation.faults import DiskFull
-from sandblaster.chunks import BatchRange, ChunkSizes
+from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.workers import CoordinatorConfig, TimeShares, WorkerPool
 from tests.simulation.sandblasts import Sandblast, play
 
@@ -32,8 +32,7 @@ def computed(pool: WorkerPool, name: str, *, seconds: float, elapsed: float) -> 
 
 def begin(pool: WorkerPool, shares: TimeShares, *, now: Seconds) -> None:
     shares.evaluation_begins(pool, now)
-    batch = BatchRange(first=0, n_examples=4)
-    pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
+    pool.begin(epoch=1, evaluation=1, versions=(), n_examples=4)
 
 
 def test_every_second_of_an_evaluation_has_a_share() -> None:

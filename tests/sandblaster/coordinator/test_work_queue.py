@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
-from sandblaster.chunks import BatchRange, ChunkSizes
+from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.work_queue import (
     N_ASSIGNED_MAX,
     N_VOID_MAX,
@@ -34,15 +34,15 @@ class Table:
         )
         self.pool = WorkerPool(self.config)
         self.counters = EpochCounters()
-        self.batch = BatchRange(first=0, n_examples=10 * n_chunks)
+        self.n_examples = 10 * n_chunks
         self.begin()
         for name in names:
             self.join(name)
 
     def begin(self) -> None:
-        self.pool.begin(epoch=1, evaluation=1, versions=(), batch=self.batch)
+        self.pool.begin(epoch=1, evaluation=1, versions=(), n_examples=self.n_examples)
         self.queue = WorkQueue(
-            self.config, pool=self.pool, batch=self.batch, counters=self.counters
+            self.config, pool=self.pool, n_examples=self.n_examples, counters=self.counters
         )
 
     def join(self, name: Address) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from distbelief.protocol import Assignment, WorkReport
 from distbelief.roles.role import Action, Address, Received, Send
-from sandblaster.chunks import BatchRange, ChunkSizes
+from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.workers import (
     Attempt,
     Chunk,
@@ -38,8 +38,7 @@ class Bench:
         self.pool = WorkerPool(CONFIG)
         self.attempts = ChunkAttempts(CHUNK_SIZES)
         self.take_report(report(3, epoch=0))
-        batch = BatchRange(first=0, n_examples=40)
-        self.pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
+        self.pool.begin(epoch=1, evaluation=1, versions=(), n_examples=40)
 
     def take_report(self, message: WorkReport, *, incarnation: int = 1, now: float = 0.0) -> bool:
         event = received(message, incarnation=incarnation)

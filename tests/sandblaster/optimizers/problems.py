@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController  # of scikit-learn
 
-from sandblaster.optimizers.base import Examples, IterationDone
+from sandblaster.optimizers.base import IterationDone
 from sandblaster.optimizers.line_search import Found, Sample, Search
-from tests.sandblaster.local import Function, FunctionOfExamples
+from tests.sandblaster.local import Function
 
 
 Doubles = NDArray[np.float64]
@@ -49,19 +49,12 @@ class Logistic:
         return cls(inputs, labels, l2)
 
     def __call__(self, w: Doubles) -> tuple[float, Doubles]:
-        return self.of(w, None)[:2]
-
-    def of(self, w: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-        """As `tests.sandblaster.local.FunctionOfExamples`."""
         inputs, labels = self.inputs, self.labels
-        if examples is not None:
-            rows = np.arange(examples.start, examples.stop) % len(labels)
-            inputs, labels = inputs[rows], labels[rows]
         margins = labels * (inputs @ w)
         loss = np.logaddexp(0.0, -margins).mean() + 0.5 * self.l2 * w @ w
         weights = -labels / (1.0 + np.exp(np.minimum(margins, 500.0)))
         gradient = inputs.T @ weights / len(labels) + self.l2 * w
-        return float(loss), gradient, len(labels)
+        return float(loss), gradient
 
 
 class Seen(list[IterationDone]):
@@ -76,16 +69,6 @@ def bowl(x: Doubles) -> tuple[float, Doubles]:
     """A quadratic with curvatures 1, 2, 3, ..."""
     curvatures = np.arange(1.0, len(x) + 1)
     return float(0.5 * curvatures @ x**2), curvatures * x
-
-
-def of_all(function: Function) -> FunctionOfExamples:
-    """Return the function whatever the examples."""
-
-    def of(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-        del examples
-        return (*function(x), 1)
-
-    return of
 
 
 def search_to_end(search: Search, curve: Callable[[float], Sample]) -> tuple[Found, list[float]]:

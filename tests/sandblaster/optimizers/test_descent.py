@@ -10,7 +10,7 @@ from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
 from sandblaster.optimizers.line_search import Sample, Trial
 from sandblaster.optimizers.termination import Reason
 from tests.sandblaster.local import Local, minimize_flat
-from tests.sandblaster.optimizers.problems import Seen, bowl, of_all
+from tests.sandblaster.optimizers.problems import Seen, bowl
 
 
 Doubles = NDArray[np.float64]
@@ -56,7 +56,7 @@ class Perverse:
 @pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan")])
 def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(scale: float) -> None:
     seen, descent, method = Seen(), Perverse(scale, at=4), LBFGS()
-    local = Local(np.ones(6), of_all(bowl), n_shards=2, callback=seen)
+    local = Local(np.ones(6), bowl, n_shards=2, callback=seen)
     run = DescentRun(method, descent, method.line())
     result = local.run(run.steps(None))
     assert result.reason.converged
@@ -78,7 +78,7 @@ def test_a_search_that_fails_drops_the_history_and_tries_the_gradient() -> None:
         return (loss + 1e3 if lies else loss), gradient
 
     method = LBFGS()
-    local = Local(np.full(6, 2.0), of_all(function))
+    local = Local(np.full(6, 2.0), function)
     run = DescentRun(method, descent, method.line())
     result = local.run(run.steps(None))
     assert result.reason.converged
@@ -127,7 +127,7 @@ def test_history_is_bounded(n_history: int) -> None:
         return loss + float(np.sum(x**4)), gradient + 4.0 * x**3
 
     seen = Seen()
-    local = Local(np.linspace(1.0, 3.0, 30), of_all(rough), callback=seen)
+    local = Local(np.linspace(1.0, 3.0, 30), rough, callback=seen)
     local.run(LBFGS(n_history=n_history, gradient_tolerance=1e-9).steps())
     assert max(len(done.vectors) for done in seen) == 3 + 2 * n_history
     assert len(local.algebras[0].names()) <= 3 + 2 * (n_history + 1) + 3
@@ -150,7 +150,7 @@ def test_a_pair_without_curvature_is_not_remembered() -> None:
 
 @pytest.mark.parametrize("curvature", [1.0, -1.0])
 def test_a_pair_of_negative_curvature_is_not_remembered(curvature: float) -> None:
-    local, step = Local(np.zeros(2), of_all(bowl)), np.array([1.0, 2.0])
+    local, step = Local(np.zeros(2), bowl), np.array([1.0, 2.0])
     local.put("trial", step)
     local.put("gradient", np.ones(2))
     local.put("trial_gradient_0", np.ones(2) + curvature * step)
@@ -163,8 +163,7 @@ def test_a_pair_of_negative_curvature_is_not_remembered(curvature: float) -> Non
 
 
 def test_float32_shards_come_as_near_as_float32_allows() -> None:
-    function = of_all(lambda x: bowl(x - 1.0))
-    local = Local(np.zeros(40), function, n_shards=3, dtype="float32")
+    local = Local(np.zeros(40), lambda x: bowl(x - 1.0), n_shards=3, dtype="float32")
     result = local.run(LBFGS(gradient_tolerance=1e-4).steps())
     assert result.reason.converged
     np.testing.assert_allclose(local.get("parameters"), 1.0, atol=1e-4)

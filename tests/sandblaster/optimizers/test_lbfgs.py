@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from distbelief.protocol.vector_commands import Axpy, Dot, Gram, LinearCombination, Term, VectorName
-from sandblaster.optimizers.base import Examples, GramMatrix, Reply, Steps, perform
+from sandblaster.optimizers.base import GramMatrix, Reply, Steps, perform
 from sandblaster.optimizers.lbfgs import Correction, direction
 from tests.sandblaster.local import Local
 
@@ -17,8 +17,8 @@ from tests.sandblaster.local import Local
 Doubles = NDArray[np.float64]
 
 
-def unused(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
-    raise AssertionError((x, examples))
+def unused(x: Doubles) -> tuple[float, Doubles]:
+    raise AssertionError(x)
 
 
 def inverse_hessian(pairs: list[tuple[Doubles, Doubles]], n: int) -> Doubles:

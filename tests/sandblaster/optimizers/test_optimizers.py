@@ -15,7 +15,6 @@ from distbelief.protocol.vector_commands import Batch, writes
 from sandblaster.optimizers import AnyMethod, base
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
-from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
 from tests.sandblaster.local import Local, minimize_flat
@@ -29,19 +28,16 @@ METHODS: dict[str, AnyMethod] = {
     "cg": ConjugateGradient(),
     "gd": GradientDescent(),
     "owlqn": OWLQN(l1=1e-3),
-    "multi_batch": MultiBatchLBFGS(batch_size=60, n_iterations_max=25),
 }
-FULL_BATCH = [name for name in METHODS if name != "multi_batch"]
 
 each_method = pytest.mark.parametrize("name", METHODS)
-each_full_batch_method = pytest.mark.parametrize("name", FULL_BATCH)
 
 
 def ill_conditioned() -> Logistic:
     return Logistic.made(200, 12, condition=5.0, l2=1e-2)
 
 
-@each_full_batch_method
+@each_method
 @pytest.mark.parametrize("n_shards", [1, 3])
 def test_a_bowl_is_solved_on_any_number_of_shards(name: str, n_shards: int) -> None:
     x, result = minimize_flat(bowl, np.full(7, 2.0), METHODS[name], n_shards=n_shards)
@@ -68,7 +64,7 @@ class Recorder:
         self.cuts: list[tuple[base.IterationDone, list[Mapping[str, Vector]]]] = []
         self.points: list[tuple[float, Doubles]] = []
         self.requests: list[base.Request] = []
-        self.local = Local(np.zeros(n), problem.of, n_shards=n_shards, callback=self._cut)
+        self.local = Local(np.zeros(n), problem, n_shards=n_shards, callback=self._cut)
 
     def _cut(self, cut: base.IterationDone) -> bool:
         self.cuts.append((cut, self.local.export(cut.vectors)))
@@ -126,7 +122,7 @@ def written(batch: Batch) -> set[str]:
 def test_parameters_are_only_written_by_an_acceptance(name: str) -> None:
     """Every other batch leaves them alone, so a run may be cut down at any moment."""
     n_writes, n_accepted = 0, 0
-    for request in requests_of(METHODS[name], Local(np.zeros(12), ill_conditioned().of)):
+    for request in requests_of(METHODS[name], Local(np.zeros(12), ill_conditioned())):
         if isinstance(request, base.Evaluate):
             assert "parameters" not in written(request.before + request.after)
         elif isinstance(request, base.VectorOps):
@@ -136,7 +132,7 @@ def test_parameters_are_only_written_by_an_acceptance(name: str) -> None:
     assert n_writes == n_accepted > 0
 
 
-@each_full_batch_method
+@each_method
 def test_losses_never_rise_and_are_those_of_the_points(name: str) -> None:
     problem, method = ill_conditioned(), METHODS[name]
     recorder = Recorder(problem, 12)
@@ -152,7 +148,7 @@ def test_losses_never_rise_and_are_those_of_the_points(name: str) -> None:
 @each_method
 @pytest.mark.parametrize("n_iterations", [0, 2])
 def test_stopping_ends_at_an_accepted_point(name: str, n_iterations: int) -> None:
-    function = ill_conditioned().of
+    function = ill_conditioned()
     local = Local(np.ones(12), function, callback=lambda cut: cut.iteration == n_iterations)
     result = local.run(METHODS[name].steps())
     assert result.reason is Reason.STOPPED
@@ -210,10 +206,10 @@ def test_a_loss_that_is_no_number_any_more_ends_at_the_last_point(name: str) -> 
     problem, method = ill_conditioned(), METHODS[name]
     recorder = Recorder(problem, 12)
 
-    def breaking(x: Doubles, examples: base.Examples | None) -> tuple[float, Doubles, int]:
-        loss, gradient, n_examples = problem.of(x, examples)
+    def breaking(x: Doubles) -> tuple[float, Doubles]:
+        loss, gradient = problem(x)
         factor = 1.0 if len(recorder.cuts) < 4 else math.nan
-        return factor * loss, factor * gradient, n_examples
+        return factor * loss, factor * gradient
 
     recorder.local = Local(np.zeros(12), breaking, n_shards=2, callback=recorder._cut)
     result = recorder.local.run(method.steps())
@@ -237,7 +233,7 @@ def test_a_gradient_of_another_function_ends_with_no_worse_point(name: str) -> N
     assert result.loss <= 5.1
 
 
-@each_full_batch_method
+@each_method
 def test_a_loss_without_minimum_ends_at_a_bound(name: str) -> None:
     def slope(x: Doubles) -> tuple[float, Doubles]:
         return -float(x.sum()), -np.ones(len(x))
@@ -276,7 +272,7 @@ def test_a_start_at_the_minimum_ends_at_once(name: str) -> None:
     assert result.iteration == 0
 
 
-@each_full_batch_method
+@each_method
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 def test_the_unit_of_the_loss_does_not_matter(name: str, size: float) -> None:
     problem = ill_conditioned()
@@ -316,7 +312,7 @@ def n_bytes(requests: list[base.Request]) -> list[int]:
 
 
 def record(name: str, n: int) -> list[base.Request]:
-    local = Local(np.zeros(n), Logistic.made(40, n, l2=1e-2).of, n_shards=2)
+    local = Local(np.zeros(n), Logistic.made(40, n, l2=1e-2), n_shards=2)
     method = msgspec.structs.replace(METHODS[name], n_iterations_max=15)
     return list(requests_of(method, local))
 
@@ -331,7 +327,7 @@ def test_what_is_sent_does_not_grow_with_the_number_of_parameters(name: str) -> 
             assert msgspec.msgpack.decode(encoded, type=Batch) == request.commands
 
 
-@each_full_batch_method
+@each_method
 def test_an_iteration_takes_two_requests_and_one_per_further_trial(name: str) -> None:
     requests = record(name, 50)
     n_iterations = sum(isinstance(r, base.IterationDone) for r in requests) - 1
@@ -356,16 +352,10 @@ def test_an_iteration_takes_two_requests_and_one_per_further_trial(name: str) ->
         (lambda: GradientDescent(n_iterations_max=0), "n_iterations_max is 0"),
         (lambda: OWLQN(l1=0.0), "l1 is 0.0"),
         (lambda: OWLQN(l1=1.0, n_history=0), "n_history is 0"),
-        (lambda: MultiBatchLBFGS(batch_size=2), "batch_size is 2"),
-        (lambda: MultiBatchLBFGS(batch_size=9, overlap=0.6), "overlap is 0.6"),
-        (lambda: MultiBatchLBFGS(batch_size=9, n_history=0), "n_history is 0"),
         (lambda: LBFGS(curvature=1e-4), "sufficient_decrease is 0.001"),
         (lambda: ConjugateGradient(curvature=1.0), "curvature is 1.0"),
         (lambda: OWLQN(l1=1.0, sufficient_decrease=0.0), "sufficient_decrease is 0.0"),
-        (
-            lambda: MultiBatchLBFGS(batch_size=9, sufficient_decrease=1.0),
-            "sufficient_decrease is 1.0",
-        ),
+        (lambda: OWLQN(l1=1.0, sufficient_decrease=1.0), "sufficient_decrease is 1.0"),
     ],
 )
 def test_an_invalid_setting_is_named(make: Callable[[], AnyMethod], message: str) -> None:

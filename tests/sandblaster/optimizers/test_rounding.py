@@ -18,7 +18,6 @@ from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.line_search import Sample, WolfeConditions, more_thuente
-from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
 from tests.sandblaster.local import minimize_flat
@@ -118,17 +117,3 @@ def test_a_plain_that_values_cannot_show_is_crossed() -> None:
     x, result = minimize_flat(plain, np.array([1e-8]), method)
     assert result.reason.converged
     assert float(x[0]) == pytest.approx(np.pi, abs=2e-3)
-
-
-def test_batches_whose_losses_are_alike_end_soon() -> None:
-    method = MultiBatchLBFGS(
-        batch_size=4, gradient_tolerance=0.0, n_iterations_max=50, rounding=SINGLE
-    )
-
-    def worse(x: Doubles) -> tuple[float, Doubles]:
-        off = 2e-7 * float(np.abs(x - 1.0).max() > 0.0)
-        return 3.0 + off, np.full(len(x), 1e-8)
-
-    _, result = minimize_flat(worse, np.ones(3), method)
-    assert result.reason is Reason.LINE_SEARCH_FAILED
-    assert result.n_evaluations <= 6

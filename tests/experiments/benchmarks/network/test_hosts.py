@@ -27,7 +27,8 @@ def test_hosts_reach_each_other_by_their_link_and_are_gone_afterwards() -> None:
     obstacle = hosts.obstacle()
     if obstacle:
         pytest.skip(obstacle)
-    with hosts.linked(bits_per_second=1e8) as (one, other):
+    with hosts.switched(2, bits_per_second=1e8) as lan:
+        one, other = lan.hosts
         assert one.name in "".join(namespaces())
         route = told(*one.prefix, "ip", "route", "get", other.address)
         assert f"dev {one.interface}" in route
@@ -35,6 +36,6 @@ def test_hosts_reach_each_other_by_their_link_and_are_gone_afterwards() -> None:
         assert "tbf" in bucket
         assert "rate 100Mbit" in bucket
     assert not namespaces()
-    with pytest.raises(OSError, match="tbf"), hosts.linked(bits_per_second=0.0):
+    with pytest.raises(OSError, match="tbf"), hosts.switched(2, bits_per_second=0.0):
         pass
     assert not namespaces()

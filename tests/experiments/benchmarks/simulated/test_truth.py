@@ -26,7 +26,6 @@ RATES = Rates(
     work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)},
     message=1e-4,
     wake=1e-4,
-    latency=2e-4,
 )
 
 
