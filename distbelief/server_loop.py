@@ -233,7 +233,7 @@ class ServerLoop:
         timeout_seconds: float,
         keys: str | Path | None,
     ) -> None:
-        """Join the server, and fetch its values."""
+        """Join the server, take part in its ticks, and fetch its values."""
         user = type(self).__name__
         self._timeout_seconds = _seconds(timeout_seconds, user)
         self._policy = policy
@@ -245,6 +245,7 @@ class ServerLoop:
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
         try:
             self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
+            self._enter()  # first: a tick begins with a fetch
             self._fetch(self._session.values)
         except BaseException:
             self._session.close()
@@ -294,6 +295,7 @@ class ServerLoop:
     def _enter(self) -> None:
         """Take part in ticks, if the server counts them; others may then wait for this worker."""
         if self._policy.counts_ticks and not self._is_in:
+            self._wait(lambda: self._session.client.ready, "a session")
             enter = Computed(name=ENTER, result=self._policy.staleness)
             self._session.command(enter, self._timeout_seconds)
             self._is_in = True

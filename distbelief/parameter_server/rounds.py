@@ -17,7 +17,13 @@ import numpy as np
 
 from distbelief.core.vectors import Element, Vector
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.slices import IndexRanges, RangeCopier, ShardSlice, as_tensor
+from distbelief.parameter_server.slices import (
+    IndexRanges,
+    RangeCopier,
+    ShardSlice,
+    as_tensor,
+    convert,
+)
 
 
 @final
@@ -59,22 +65,26 @@ class RoundSum:
     def add_work(
         self, pushed: Vector, *, shard_slice: ShardSlice, touched: ShardSlice, weight: float
     ) -> Callable[[], None]:
-        """Return the work that adds one push: of `touched`, out of what its client holds."""
+        """Return the work that adds one push, or its words: of `touched`, out of the client's."""
         if self._parts is not None and touched.ranges is not None:
             self._parts.append(touched.ranges)
         else:
             self._parts = None
 
         def work() -> None:
+            numbers = pushed
+            if pushed.dtype != self.total.dtype:
+                numbers = np.empty(shard_slice.n_elements, self.total.dtype)
+                convert(pushed, numbers, n_parameters=shard_slice.n_parameters)
             if touched.ranges is None:
-                self._add(pushed, weight)
+                self._add(numbers, weight)
                 self._weight += weight
                 return
-            compact = pushed
+            compact = numbers
             if shard_slice.ranges is None:  # of a client that holds everything
-                compact = np.empty(touched.n_elements, pushed.dtype)
-                RangeCopier(touched.ranges).gather(as_tensor(pushed), as_tensor(compact))
-            spread = np.zeros(self._n_elements, pushed.dtype)
+                compact = np.empty(touched.n_elements, numbers.dtype)
+                RangeCopier(touched.ranges).gather(as_tensor(numbers), as_tensor(compact))
+            spread = np.zeros(self._n_elements, numbers.dtype)
             touched.scatter(compact, spread)
             self._add(spread, weight)
             if self._weights is None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distbelief
+from distbelief.parameter_server.client.client import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.serve.address import ServerAddress
 from distbelief.simulation.network import Link
@@ -335,6 +336,71 @@ def test_a_worker_waits_for_one_that_is_too_far_behind(monkeypatch: pytest.Monke
     assert waits[0] < 0.1  # the slow one ends first, and nobody waits for it then
     assert waits[1] > 1.0
     assert server.values()[0].tolist() == [38.0] * 100
+
+
+@both_data_paths
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_rounds_of_loops_average_what_they_send(
+    monkeypatch: pytest.MonkeyPatch, every: int, numbers: Numbers, host: str
+) -> None:
+    """PA-1, PA-2: after each round all have the mean; the worker's number is its gradient."""
+    policy = ExchangePolicy(
+        send="delta", every=every, staleness=0, round=Round(), weight="mean", numbers=numbers
+    )
+    parameters = [nn.Parameter(torch.zeros(40)) for _ in range(3)]
+    server = Server(parameters[:1], rule=SUM, n_loops=3, policy=policy, host=host, numbers=numbers)
+
+    def loop(me: int) -> Callable[[], None]:
+        parameter = parameters[me]
+        exchange = server.exchange(monkeypatch, torch.optim.SGD([parameter], lr=0.25))
+
+        def run() -> None:
+            for step in range(1, 7):
+                server.compute(0.1 * (me + 1))
+                parameter.grad = torch.full((40,), -1.0 - me)
+                exchange.step()
+                if step % every == 0:
+                    assert parameter.tolist() == [0.5 * step] * 40
+            exchange.finish()
+
+        return run
+
+    server.run_together(*map(loop, range(3)))
+    assert server.values()[0].tolist() == [3.0] * 40
+
+
+def test_gradients_of_loops_in_rounds_are_those_of_one_large_batch(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """E5, HV-1: `DownpourSGD` with preset horovod."""
+    policy = ExchangePolicy(staleness=0, round=Round(), weight="mean")
+    plain, twin = copy.deepcopy(model), copy.deepcopy(model)
+    rule = distbelief.SGD(learning_rate=RATE)
+    server = Server(list(model.parameters()), rule=rule, n_loops=2, policy=policy)
+
+    def loop(net: nn.Module, first: int) -> Callable[[], None]:
+        optimizer = server.optimizer(monkeypatch, net.parameters())
+
+        def run() -> None:
+            for step in range(first, 20, 2):
+                optimizer.zero_grad()
+                backward(net, step)
+                server.compute(0.1)
+                optimizer.step()
+            optimizer.finish()
+
+        return run
+
+    server.run_together(loop(model, 0), loop(twin, 1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE / 2)
+    for step in range(0, 20, 2):
+        optimizer.zero_grad()
+        backward(plain, step)
+        backward(plain, step + 1)
+        optimizer.step()
+    for one, other in zip(flat(plain), server.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_preset_is_the_servers_and_what_contradicts_it_is_refused(
