@@ -23,7 +23,7 @@ from distbelief.parameter_server.client.client import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.serve.address import ServerAddress, exchange_policy
 from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
-from distbelief.worker.config import EVERY_MIN
+from distbelief.worker.config import EVERY_MIN, fitting_every
 
 
 @final
@@ -96,6 +96,9 @@ class Exchange(ServerLoop):
         parameters = self._parameters()
         self._n_parameters = len(parameters)
         self._n_steps = self._n_unsent = self._samples = 0
+        # Of every = "auto": what was measured, waits for the server not included.
+        self._pushed_at = self._left_at = 0.0
+        self._exchange_seconds = self._compute_seconds = 0.0
         self._sends = "change"
         self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
         self._is_fetching = False
@@ -128,15 +131,47 @@ class Exchange(ServerLoop):
         self._n_unsent += 1
         self._samples += samples
         with torch.no_grad(), self._session.background:
+            if self._n_steps > 1:
+                self._compute_seconds += self._session.now() - self._left_at
             self._enter()
             self._receive()
             if self._n_unsent >= self._every:
                 self._exchange()
+            self._left_at = self._session.now()
         return loss
 
     def zero_grad(self) -> None:
         """Forget the gradients, as the inner optimizer does."""
         self.inner.zero_grad()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the inner optimizer's state, and the steps between exchanges.
+
+        The parameters are the server's. Call `finish` first: steps that are not pushed are in no
+        state.
+        """
+        return {"inner": self.inner.state_dict(), "every": self._every}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Continue with what `state_dict` has returned.
+
+        Raises:
+            JobError: it is the state of something else.
+        """
+        inner, every = state_dict.get("inner"), state_dict.get("every")
+        if not isinstance(inner, dict) or not isinstance(every, int):
+            raise JobError(
+                f"Exchange: a state with {', '.join(map(str, state_dict)) or 'nothing'} is not "
+                "one of Exchange.state_dict(); that of the inner optimizer goes to "
+                "exchange.inner.load_state_dict()"
+            )
+        self.inner.load_state_dict(inner)
+        if self._policy.every == "auto":  # otherwise as it was given here
+            self._every = every
+
+    @override
+    def counters(self) -> dict[str, float]:
+        return {**super().counters(), "every": float(self._every)}
 
     @override
     def finish(self) -> None:
@@ -174,6 +209,7 @@ class Exchange(ServerLoop):
         torch._foreach_copy_(anchor, values)
         self._n_unsent = 0
         self._is_pushed = True
+        self._pushed_at = self._session.now()
         if self._policy.staleness is None:
             self._receive()
         else:  # nor is there a local step before the next tick, which begins with a fetch
@@ -202,6 +238,12 @@ class Exchange(ServerLoop):
             self._merge()
 
     def _merge(self) -> None:
+        if self._policy.every == "auto" and (self._is_pushed or self._is_fetching):
+            seconds = self._session.now() - self._pushed_at
+            # A mean over the last few: links and neighbours change.
+            self._exchange_seconds = (seconds + (self._exchange_seconds or seconds)) / 2
+            step_seconds = self._compute_seconds / max(self._n_steps - 1, 1)
+            self._every = fitting_every(self._exchange_seconds, step_seconds)
         self._is_pushed = self._is_fetching = False
         values = self._session.values
         # Exactly the fetched values where there was no step since the push.
@@ -211,7 +253,11 @@ class Exchange(ServerLoop):
 
 
 def _policy(server: ExchangePolicy, preset: str | None, **given: object) -> ExchangePolicy:
-    usual = {"every": 64, "send": "delta", **server.chosen}
+    usual = server.chosen
+    if preset is not None:
+        usual = {}
+    elif server.send == "gradient":
+        usual |= {"every": 64, "send": "delta"}
     policy = exchange_policy("Exchange", usual, preset, **given)
     if policy.send == "gradient":
         raise JobError(

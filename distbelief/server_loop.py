@@ -12,6 +12,7 @@ import atexit
 import math
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +48,7 @@ from distbelief.worker.loop_worker import (
 
 
 TORN_WAIT_SECONDS = 1e-3
+RETRY_SECONDS = 2.0  # the blocks under way take 1.4 s at 100 Mbit/s
 LOOK_SECONDS = 1e-4  # for messages, in a step that waits for nothing
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
@@ -81,6 +83,7 @@ class ClientSession:
     ) -> None:
         self.address = address
         self._user = user
+        self.now = time.monotonic
         self._is_closed = False
         self._pid = os.getpid()
         for parameter in parameters:
@@ -93,7 +96,7 @@ class ClientSession:
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
         self.client = ParameterClient(
-            ClientConfig(pushes=True, numbers=numbers),
+            ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
             layout=Layout.of(parameter_specs(parameters), n_shards=address.n_shards),
             shards=shards,
             memory=memory,
@@ -230,7 +233,7 @@ class ServerLoop:
         timeout_seconds: float,
         keys: str | Path | None,
     ) -> None:
-        """Join the server, and fetch its values."""
+        """Join the server, take part in its ticks, and fetch its values."""
         user = type(self).__name__
         self._timeout_seconds = _seconds(timeout_seconds, user)
         self._policy = policy
@@ -242,6 +245,7 @@ class ServerLoop:
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
         try:
             self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
+            self._enter()  # first: a tick begins with a fetch
             self._fetch(self._session.values)
         except BaseException:
             self._session.close()
@@ -291,6 +295,7 @@ class ServerLoop:
     def _enter(self) -> None:
         """Take part in ticks, if the server counts them; others may then wait for this worker."""
         if self._policy.counts_ticks and not self._is_in:
+            self._wait(lambda: self._session.client.ready, "a session")
             enter = Computed(name=ENTER, result=self._policy.staleness)
             self._session.command(enter, self._timeout_seconds)
             self._is_in = True

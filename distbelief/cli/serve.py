@@ -16,8 +16,18 @@ RULES: Final = ("sgd", "momentum", "adagrad", "rmsprop", "adam")
 def serve(  # noqa: PLR0913 -- options
     model: str | None = o.MODEL,
     *,
-    rule: str = o.option("sgd", "NAME", f"Update rule of the shards: {', '.join(RULES)}."),
-    learning_rate: float = o.option(0.01, "R", "Learning rate of the rule."),
+    preset: str | None = o.option(
+        None,
+        "NAME",
+        "How workers exchange, and the rule: distbelief presets lists them. Default: each push of "
+        "gradients is applied by itself.",
+    ),
+    rule: str | None = o.option(
+        None, "NAME", f"Update rule: {', '.join(RULES)}. Default: sgd, or the preset's."
+    ),
+    learning_rate: float | None = o.option(
+        None, "R", "Learning rate of the rule. Default: 0.01, or the preset's."
+    ),
     options: list[str] | None = o.option(
         None,
         "KEY=VALUE",
@@ -51,15 +61,16 @@ def serve(  # noqa: PLR0913 -- options
     ),
     seed: int = o.SEED,
 ) -> int:
-    """Run a parameter server for training loops that use DownpourSGD.
+    """Run a parameter server for training loops that use DownpourSGD or Exchange.
 
     [dim]$[/dim] distbelief serve nets:make --rule adagrad --learning-rate 0.02
 
-    [dim]$[/dim] distbelief serve nets:make --bind tcp://0.0.0.0:7700
+    [dim]$[/dim] distbelief serve nets:make --preset local --bind tcp://0.0.0.0:7700
     --keys ~/.distbelief/keys
 
-    It prints an address to use as DownpourSGD(server=...). Training loops can
-    connect and leave at any time, on this host and, with keys, on others.
+    It prints an address to use as DownpourSGD(server=...), or Exchange(...) with
+    a preset of local steps. Training loops can connect and leave at any time, on
+    this host and, with keys, on others.
     Ctrl+C saves the parameters and ends; the same command continues from there.
 
     Exit code: 0 ended and saved, 1 failed, 2 wrong usage.
@@ -70,14 +81,15 @@ def serve(  # noqa: PLR0913 -- options
             "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
         )
     from distbelief.serve import options as options_module  # noqa: PLC0415 -- torch
-    from distbelief.serve.address import parameter_specs  # noqa: PLC0415 -- torch
+    from distbelief.serve.address import exchange_policy, parameter_specs  # noqa: PLC0415 -- torch
     from distbelief.serve.server_process import ServerRequest, run_server  # noqa: PLC0415 -- torch
 
     o.look_up_modules_here()
     parameters = list(options_module.model(model, seed=seed).parameters())
     request = ServerRequest(
         tensors=parameter_specs(parameters),
-        rule=options_module.rule(rule, learning_rate, options or ()),
+        rule=options_module.rule(rule, learning_rate, options or (), preset=preset),
+        exchange=exchange_policy("--preset", {}, preset),
         n_shards=shards,
         shard_copies=shard_copies,
         snapshot_every=snapshot_every,

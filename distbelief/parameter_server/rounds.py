@@ -18,7 +18,6 @@ import numpy as np
 from distbelief.core.vectors import Element, Vector
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.slices import (
-    WORD,
     IndexRanges,
     RangeCopier,
     ShardSlice,
@@ -66,31 +65,28 @@ class RoundSum:
     def add_work(
         self, pushed: Vector, *, shard_slice: ShardSlice, touched: ShardSlice, weight: float
     ) -> Callable[[], None]:
-        """Return the work that adds one push: of `touched`, out of what its client holds.
-
-        `pushed` are numbers, or the words of numbers.
-        """
+        """Return the work that adds one push, or its words: of `touched`, out of the client's."""
         if self._parts is not None and touched.ranges is not None:
             self._parts.append(touched.ranges)
         else:
             self._parts = None
 
         def work() -> None:
+            numbers = pushed
+            if pushed.dtype != self.total.dtype:
+                numbers = np.empty(shard_slice.n_elements, self.total.dtype)
+                convert(pushed, numbers, n_parameters=shard_slice.n_parameters)
             if touched.ranges is None:
-                self._add(pushed, weight, touched)
+                self._add(numbers, weight)
                 self._weight += weight
                 return
-            held = pushed
-            if pushed.dtype == WORD:
-                held = np.empty(shard_slice.n_elements, self.total.dtype)
-                convert(pushed, held, n_parameters=shard_slice.n_parameters)
-            compact = held
+            compact = numbers
             if shard_slice.ranges is None:  # of a client that holds everything
-                compact = np.empty(touched.n_elements, held.dtype)
-                RangeCopier(touched.ranges).gather(as_tensor(held), as_tensor(compact))
-            spread = np.zeros(self._n_elements, held.dtype)
+                compact = np.empty(touched.n_elements, numbers.dtype)
+                RangeCopier(touched.ranges).gather(as_tensor(numbers), as_tensor(compact))
+            spread = np.zeros(self._n_elements, numbers.dtype)
             touched.scatter(compact, spread)
-            self._add(spread, weight, touched)
+            self._add(spread, weight)
             if self._weights is None:
                 self._weights = np.zeros_like(spread)
             touched.scatter(np.ones_like(compact), spread)
@@ -98,19 +94,13 @@ class RoundSum:
 
         return work
 
-    def _add(self, values: Vector, weight: float, whole: ShardSlice) -> None:
+    def _add(self, values: Vector, weight: float) -> None:
         is_first, self._is_empty = self._is_empty, False
-        factor = self.total.dtype.type(weight)
+        factor = values.dtype.type(weight)
         # Multiply, then add, each rounded by itself: no kernel fuses them for some elements only.
-        for start in range(0, self._n_elements, _PIECE):
-            stop = min(start + _PIECE, self._n_elements)
-            piece = slice(start, stop)
-            part = values[slice(*whole.sent_range(start, stop, values.dtype))]
-            if part.dtype == WORD:
-                words, part = part, np.empty(stop - start, self.total.dtype)
-                convert(words, part, n_parameters=whole.n_parameters_within(start, stop))
-            if weight != 1.0:
-                part = part * factor
+        for start in range(0, len(values), _PIECE):
+            piece = slice(start, start + _PIECE)
+            part = values[piece] if weight == 1.0 else values[piece] * factor
             self.total[piece] = part if is_first else self.total[piece] + part
 
     def finish(self) -> None:

@@ -11,7 +11,8 @@ import msgspec
 import torch
 
 from distbelief.cluster.listen import JoinServer
-from distbelief.errors import JobError
+from distbelief.config.presets import expand
+from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.transport.address import number_of
@@ -29,9 +30,17 @@ def model(path: str, *, seed: int) -> torch.nn.Module:
     return build_model(ModelSpec(factory=path, seed=seed))
 
 
-def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
-    """Return an update rule, with options such as "momentum=0.9"."""
-    table: dict[str, object] = {"name": name, "learning_rate": learning_rate}
+def rule(
+    name: str | None,
+    learning_rate: float | None,
+    options: Sequence[str],
+    *,
+    preset: str | None = None,
+) -> UpdateRule:
+    """Return an update rule, or a preset's, with options such as "momentum=0.9"."""
+    usual = {} if preset is not None else {"name": "sgd", "learning_rate": 0.01}
+    given = {"name": name, "learning_rate": learning_rate}
+    table = {**usual, **{key: value for key, value in given.items() if value is not None}}
     for option in options:
         try:
             table |= tomllib.loads(option)
@@ -40,9 +49,12 @@ def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
                 f"--set {option!r}: write KEY=VALUE, such as --set momentum=0.9"
             ) from None
     try:
-        made: UpdateRule = msgspec.convert(table, type=UpdateRule)
+        whole = table if preset is None else expand({"preset": preset, "rule": table})["rule"]
+        made: UpdateRule = msgspec.convert(whole, type=UpdateRule)
     except msgspec.ValidationError as error:
-        raise JobError(f"--rule {name}: {error}") from None
+        raise JobError(f"--rule {table.get('name')}: {error}") from None
+    except JobFileError as error:
+        raise JobError(f"--{error}") from None
     return made
 
 

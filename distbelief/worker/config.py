@@ -18,6 +18,14 @@ EVERY_MAX: Final = 1024
 LINK_SHARE: Final = 0.8
 
 
+def fitting_every(exchange_seconds: float, step_seconds: float) -> int:
+    """Return the steps between exchanges for a link and a model that take so long."""
+    every = EVERY_MIN
+    while every < EVERY_MAX and exchange_seconds > LINK_SHARE * every * step_seconds:
+        every *= 2
+    return every
+
+
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [algorithm] of a job with name = "downpour"."""
 

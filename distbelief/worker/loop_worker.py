@@ -68,9 +68,9 @@ class LoopWorker:
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         """Return the actions that `event` calls for."""
         actions = self._handle(event, now)
-        if self._is_in and not self.client.may_begin:
-            return [*actions, *self.client.enter(now, staleness=self._staleness)]
-        return actions
+        # An acknowledgement ends a tick; the next one may have to wait.
+        enters = self.client.enter(now, staleness=self._staleness) if self._is_in else []
+        return [*actions, *enters]
 
     def _handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         if self.client.owns(event):

@@ -28,7 +28,7 @@ from distbelief.parameter_server.policy import Pace
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import EVERY_MAX, EVERY_MIN, LINK_SHARE, DownpourSettings
+from distbelief.worker.config import DownpourSettings, fitting_every
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Install, LocalNorm, Objective
@@ -578,9 +578,7 @@ class TrainingObjective(Objective):
         last = seconds if self._exchange_seconds is None else self._exchange_seconds
         self._exchange_seconds = (last + seconds) / 2.0
         step_seconds = self._seconds / self.counters.steps
-        every = EVERY_MIN
-        while every < EVERY_MAX and self._exchange_seconds > LINK_SHARE * every * step_seconds:
-            every *= 2
+        every = fitting_every(self._exchange_seconds, step_seconds)
         if every == self._pace.n_push:
             return []
         self._pace = replace(self._pace, n_push=every)

@@ -4,6 +4,7 @@
 virtual time pass where the real one waits at a socket.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -20,10 +21,12 @@ from distbelief.parameter_server.client.client import ClientConfig, Numbers, Par
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.address import ServerAddress, parameter_specs
+from distbelief.server_loop import RETRY_SECONDS
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.network import Link
@@ -44,8 +47,11 @@ class Server:
         host: str = "host-0",
         link: Link | None = None,
         numbers: Numbers = "float32",
+        policy: ExchangePolicy = DOWNPOUR,
     ) -> None:
         self.host = host
+        self.policy = policy
+        self.turns: Turns | None = None
         specs = parameter_specs(parameters)
         self.layout = Layout.of(specs, n_shards=n_shards)
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
@@ -59,13 +65,13 @@ class Server:
             return cast("Vector", vector)
 
         def shard(k: int, memory: Memory) -> Shard:
-            config = ShardConfig(index=k, layout=self.layout, rule=rule)
+            config = ShardConfig(index=k, layout=self.layout, rule=rule, policy=policy)
             values = partial(initial, k)
             return Shard(config, memory=memory, initialise=values)
 
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
-                ClientConfig(pushes=True, numbers=numbers),
+                ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
                 layout=self.layout,
                 shards=self.shards,
                 memory=memory,
@@ -81,8 +87,20 @@ class Server:
         self.simulation = SimulatedCluster(roles, seed=0, options=options)
 
     def compute(self, seconds: float) -> None:
-        """Let time pass as while a user computes: the roles run on."""
-        self.simulation.run(until=self.simulation.now + seconds)
+        """Let time pass as while a user computes: the roles run on, and other loops."""
+        end = self.simulation.now + seconds
+        if self.turns is None:
+            self.simulation.run(until=end)
+        else:
+            self.turns.wait(lambda: self.simulation.now >= end)
+
+    def run_together(self, *loops: Callable[[], None]) -> None:
+        """Run loops that wait for each other."""
+        self.turns = Turns(self.simulation, loops)
+        try:
+            self.turns.run()
+        finally:
+            self.turns = None
 
     def values(self) -> list[torch.Tensor]:
         """Return the shards' values as flat tensors, in the order of the parameters."""
@@ -105,10 +123,14 @@ class Server:
         )
 
     def exchange(
-        self, monkeypatch: pytest.MonkeyPatch, inner: torch.optim.Optimizer, *, every: int = 64
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        inner: torch.optim.Optimizer,
+        **options: int | str | None,
     ) -> distbelief.Exchange:
         """Return the exchange of one more loop."""
-        return distbelief.Exchange(inner, server=self._address(monkeypatch), every=every)
+        address = self._address(monkeypatch)
+        return distbelief.Exchange(inner, server=address, **options)  # type: ignore[arg-type]
 
     def _address(self, monkeypatch: pytest.MonkeyPatch) -> str:
         server = self
@@ -121,9 +143,72 @@ class Server:
 
         monkeypatch.setattr("distbelief.server_loop.ClientSession", OfThis)
         address = ServerAddress(
-            endpoint="ipc:///nowhere/.supervisor.1", run="t", n_shards=len(self.shards), memory=""
+            endpoint="ipc:///nowhere/.supervisor.1",
+            run="t",
+            n_shards=len(self.shards),
+            memory="",
+            exchange=self.policy,
         )
         return str(address)
+
+
+TICK_SECONDS = 1e-3
+
+
+class Turns:
+    """Loops in threads, one at a time: while one waits for messages, the next one runs.
+
+    Once all wait, virtual time passes until one need not. So the order is always the same.
+    """
+
+    def __init__(self, simulation: SimulatedCluster, loops: Sequence[Callable[[], None]]) -> None:
+        self._simulation = simulation
+        self._untils: dict[int, Callable[[], bool]] = dict.fromkeys(range(len(loops)), lambda: True)
+        self._batons = [threading.Semaphore(0) for _ in loops]
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, loop), daemon=True)
+            for index, loop in enumerate(loops)
+        ]
+        self._now = 0
+        self._over = threading.Semaphore(0)
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        self._pass_on()
+        self._over.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        me = self._now
+        self._untils[me] = until
+        self._pass_on()
+        self._batons[me].acquire()
+
+    def _run(self, me: int, loop: Callable[[], None]) -> None:
+        self._batons[me].acquire()
+        try:
+            loop()
+            del self._untils[me]
+            self._pass_on()
+        except BaseException as error:  # noqa: BLE001 -- raised by `run`
+            self._error = error
+            self._over.release()
+
+    def _pass_on(self) -> None:
+        if not self._untils:
+            self._over.release()
+            return
+        end = self._simulation.now + 60.0
+        while not any(until() for until in self._untils.values()):
+            assert self._simulation.now < end, "all loops wait"
+            self._simulation.run(until=self._simulation.now + TICK_SECONDS)
+        n = len(self._batons)
+        order = [(self._now + 1 + i) % n for i in range(n)]
+        self._now = next(i for i in order if i in self._untils and self._untils[i]())
+        self._batons[self._now].release()
 
 
 class SimulatedSession:
@@ -135,6 +220,7 @@ class SimulatedSession:
         self.node = self
         self.background = nullcontext()
         self.moves_blocks = not server.host
+        self.now = lambda: server.simulation.now
         self._server = server
         self._name = server.free.pop(0)
         self._simulation = server.simulation
@@ -161,7 +247,10 @@ class SimulatedSession:
         self._simulation.run(until=self._simulation.now)
 
     def wait(self, until: Callable[[], bool], what: str, _seconds: float) -> None:
-        self._simulation.run_until(until, within=60.0)
+        if self._server.turns is not None:
+            self._server.turns.wait(until)
+        else:
+            self._simulation.run_until(until, within=60.0)
         assert until(), what
 
     def pump(self, _until: Callable[[], bool], *, timeout_seconds: float) -> bool:

@@ -1,6 +1,7 @@
 """`Exchange`: local steps by a torch optimizer, exchanged with shards on a simulated cluster."""
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distbelief
+from distbelief.parameter_server.client.client import Numbers
+from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.serve.address import ServerAddress
+from distbelief.simulation.network import Link
 from tests.distbelief.loops import Server
 
 
@@ -281,3 +286,179 @@ def test_numbers_are_of_two_kinds(model: nn.Module) -> None:
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     with pytest.raises(distbelief.JobError, match='use "float32" or "bfloat16"'):
         distbelief.Exchange(inner, server="nowhere", numbers="float16")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------ policies
+
+
+def test_auto_fits_the_steps_between_exchanges_to_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push and a fetch take 1 s each, a step 0.1 s: 32 is the least power of two for 80 %."""
+    parameter = nn.Parameter(torch.zeros(1 << 20))
+    link = Link(bytes_per_second=4 * parameter.numel(), jitter=0.0)
+    server = Server([parameter], rule=SUM, n_shards=1, host="", link=link)
+    inner = torch.optim.SGD([parameter], lr=RATE)
+    exchange = server.exchange(monkeypatch, inner, every="auto")
+    parameter.grad = torch.ones_like(parameter)
+    assert exchange.counters()["every"] == 4
+    begun = server.simulation.now
+    for _ in range(200):
+        server.compute(0.1)
+        exchange.step()
+    assert exchange.counters()["every"] == 32
+    assert server.simulation.now - begun < 200 * 0.1 * 1.25  # it waited at first only
+
+
+def test_a_worker_waits_for_one_that_is_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SSP-1, SSP-3: at most `staleness` ticks ahead; and the slow one waits for nobody."""
+    policy = ExchangePolicy(send="delta", staleness=2)
+    parameters = [nn.Parameter(torch.zeros(100)) for _ in range(2)]
+    server = Server(parameters[:1], rule=SUM, n_loops=2, policy=policy)
+    gaps: list[float] = []
+    waits: list[float] = []
+
+    def loop(me: int, seconds: float, n_steps: int) -> Callable[[], None]:
+        inner = torch.optim.SGD([parameters[me]], lr=1.0)
+        exchange = server.exchange(monkeypatch, inner, every=1)
+
+        def run() -> None:
+            for _ in range(n_steps):
+                server.compute(seconds)
+                parameters[me].grad = -torch.ones(100)
+                exchange.step()
+                gaps.append(exchange.counters()["clock_gap"])
+            exchange.finish()
+            waits.append(exchange.counters().get(f"waits_worker-{1 - me}", 0.0))
+
+        return run
+
+    server.run_together(loop(0, 0.1, 30), loop(1, 0.5, 8))
+    assert max(gaps) == 2
+    assert waits[0] < 0.1  # the slow one ends first, and nobody waits for it then
+    assert waits[1] > 1.0
+    assert server.values()[0].tolist() == [38.0] * 100
+
+
+@both_data_paths
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_rounds_of_loops_average_what_they_send(
+    monkeypatch: pytest.MonkeyPatch, every: int, numbers: Numbers, host: str
+) -> None:
+    """PA-1, PA-2: after each round all have the mean; the worker's number is its gradient."""
+    policy = ExchangePolicy(
+        send="delta", every=every, staleness=0, round=Round(), weight="mean", numbers=numbers
+    )
+    parameters = [nn.Parameter(torch.zeros(40)) for _ in range(3)]
+    server = Server(parameters[:1], rule=SUM, n_loops=3, policy=policy, host=host, numbers=numbers)
+
+    def loop(me: int) -> Callable[[], None]:
+        parameter = parameters[me]
+        exchange = server.exchange(monkeypatch, torch.optim.SGD([parameter], lr=0.25))
+
+        def run() -> None:
+            for step in range(1, 7):
+                server.compute(0.1 * (me + 1))
+                parameter.grad = torch.full((40,), -1.0 - me)
+                exchange.step()
+                if step % every == 0:
+                    assert parameter.tolist() == [0.5 * step] * 40
+            exchange.finish()
+
+        return run
+
+    server.run_together(*map(loop, range(3)))
+    assert server.values()[0].tolist() == [3.0] * 40
+
+
+def test_gradients_of_loops_in_rounds_are_those_of_one_large_batch(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """E5, HV-1: `DownpourSGD` with preset horovod."""
+    policy = ExchangePolicy(staleness=0, round=Round(), weight="mean")
+    plain, twin = copy.deepcopy(model), copy.deepcopy(model)
+    rule = distbelief.SGD(learning_rate=RATE)
+    server = Server(list(model.parameters()), rule=rule, n_loops=2, policy=policy)
+
+    def loop(net: nn.Module, first: int) -> Callable[[], None]:
+        optimizer = server.optimizer(monkeypatch, net.parameters())
+
+        def run() -> None:
+            for step in range(first, 20, 2):
+                optimizer.zero_grad()
+                backward(net, step)
+                server.compute(0.1)
+                optimizer.step()
+            optimizer.finish()
+
+        return run
+
+    server.run_together(loop(model, 0), loop(twin, 1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE / 2)
+    for step in range(0, 20, 2):
+        optimizer.zero_grad()
+        backward(plain, step)
+        backward(plain, step + 1)
+        optimizer.step()
+    for one, other in zip(flat(plain), server.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_preset_is_the_servers_and_what_contradicts_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    policy = ExchangePolicy(send="delta", every=5, weight="mean", numbers="bfloat16")
+    server = Server(list(model.parameters()), rule=SUM, n_loops=9, policy=policy)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    exchange = server.exchange(monkeypatch, inner)
+    assert exchange._policy == policy
+    assert server.exchange(monkeypatch, inner, every=3)._policy.every == 3
+    for preset, why in [
+        ("diloco", "staleness is 0 with preset 'diloco', and None at the server: give"),
+        ("dpplee3-asgd", "weight is 'sum' with preset 'dpplee3-asgd', and 'mean' at the server"),
+        ("horovod", "preset 'horovod' sends gradients, and there is an inner optimizer"),
+        ("dilocco", "Exchange: preset = .*dilocco.* is not known. Did you mean"),
+    ]:
+        with pytest.raises(distbelief.JobError, match=why):
+            server.exchange(monkeypatch, inner, preset=preset)
+    with pytest.raises(distbelief.JobError, match=r"use distbelief\.Exchange"):
+        server.optimizer(monkeypatch, model.parameters())
+
+
+def test_the_address_of_a_server_carries_its_policy() -> None:
+    policy = ExchangePolicy(staleness=0, round=Round(quorum=0.5, grace_seconds=2.0), weight="mean")
+    address = ServerAddress(
+        endpoint="ipc:///x/.supervisor.1", run="t", n_shards=1, memory="", exchange=policy
+    )
+    assert ServerAddress.parse(str(address)) == address
+    with pytest.raises(distbelief.JobError, match="is no address of a parameter server"):
+        ServerAddress.parse(str(address).replace("mean", "meant"))
+
+
+def test_the_state_is_restored_and_another_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    inner = torch.optim.AdamW(model.parameters(), lr=RATE)
+    server = Server(list(model.parameters()), rule=SUM, n_loops=2)
+    exchange = server.exchange(monkeypatch, inner, every=2)
+    take_steps(model, exchange, 3)
+    exchange.finish()
+    twin = copy.deepcopy(model)
+    other = server.exchange(monkeypatch, torch.optim.AdamW(twin.parameters(), lr=0.5), every=2)
+    other.load_state_dict(copy.deepcopy(exchange.state_dict()))
+    for one, net in ((exchange, model), (other, twin)):
+        one.zero_grad()
+        backward(net, 7)
+        one.inner.step()
+    assert all(torch.equal(one, other) for one, other in zip(flat(model), flat(twin), strict=True))
+    with pytest.raises(distbelief.JobError, match=r"a state with state, param_groups is not one"):
+        exchange.load_state_dict(inner.state_dict())
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, "60", None, True, math.nan])
+def test_a_timeout_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, seconds: object
+) -> None:
+    server = Server(list(model.parameters()), rule=SUM)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    with pytest.raises(distbelief.JobError, match=f"timeout_seconds is {seconds!r}; use a number"):
+        server.exchange(monkeypatch, inner, timeout_seconds=seconds)  # type: ignore[arg-type]

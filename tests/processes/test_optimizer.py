@@ -4,6 +4,7 @@ import copy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -195,3 +196,35 @@ def test_a_server_that_ends_while_the_user_computes_is_named_by_the_next_step(
         take_steps(model, optimizer, 1)
     assert torch.equal(flat(model), before)
     optimizer._session.close()
+
+
+def test_loops_follow_the_preset_of_their_server(model: nn.Module) -> None:
+    """Averaging every 5 steps: rounds of both, and both end with the server's values."""
+    nets = [copy.deepcopy(model) for _ in range(2)]
+    counters: list[dict[str, float]] = []
+    with ParameterServer(model.parameters(), preset="dl4j-averaging", shards=2) as server:
+        exchanges = [
+            distbelief.Exchange(torch.optim.SGD(net.parameters(), lr=RATE), server=server.address)
+            for net in nets
+        ]
+
+        def train(net: nn.Module, exchange: distbelief.Exchange) -> None:
+            for inputs, targets in batches(20):
+                exchange.zero_grad()
+                nn.functional.mse_loss(net(inputs), targets).backward()
+                exchange.step()
+            exchange.close()
+            counters.append(exchange.counters())
+
+        threads = [
+            threading.Thread(target=train, args=pair) for pair in zip(nets, exchanges, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    # Equal samples: the mean of both is what each has done.
+    take_steps(model, torch.optim.SGD(model.parameters(), lr=RATE), 20)
+    for net, found in zip(nets, counters, strict=True):
+        torch.testing.assert_close(flat(net), flat(model), rtol=1e-4, atol=1e-6)
+        assert (found["pushes_acknowledged"], found["staleness_max"]) == (4, 0)

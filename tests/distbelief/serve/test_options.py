@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.parameter_server.optimizers import Momentum
+from distbelief.parameter_server.optimizers import SGD, Momentum
 from distbelief.serve import options
 from distbelief.serve.options import listen_config, model, rule
 from distbelief.transport.config import ListenConfig
@@ -33,6 +33,12 @@ def test_the_model_is_drawn_from_the_seed() -> None:
 def test_a_rule_has_its_options() -> None:
     made = rule("momentum", 0.1, ["momentum=0.5", "nesterov=true"])
     assert made == Momentum(learning_rate=0.1, momentum=0.5, nesterov=True)
+    assert rule(None, None, []) == SGD(learning_rate=0.01)
+    outer = Momentum(learning_rate=0.5, momentum=0.9, nesterov=True)
+    assert rule(None, 0.5, [], preset="diloco") == outer
+    assert rule("sgd", 0.5, [], preset="diloco") == SGD(learning_rate=0.5)
+    with pytest.raises(JobError, match=r"^--preset = .*dilocco.* is not known"):
+        rule(None, None, [], preset="dilocco")
     for name, settings, said in [
         ("king", [], "--rule king"),
         ("sgd", ["momentum=0.5"], "momentum"),
