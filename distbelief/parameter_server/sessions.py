@@ -289,6 +289,9 @@ class Sessions:
         self._config = config
         self._values = values
         self._memory = memory
+        self.counts_ticks = config.policy.counts_ticks
+        index, layout = config.index, config.layout
+        self._buffers = layout.n_gradient(index), layout.shard_size(index)  # the elements
         self.incarnation = 0  # of the shard, or its term, in replies; 0 before it serves
         self._clients: dict[Address, Session] = {}
         self._n_regions = 0
@@ -401,7 +404,7 @@ class Sessions:
         client.parameters_region = self._values.region if self._shares(request) else ""
         # A late OpenSession must not lower the watermark.
         client.watermark = max(client.watermark, request.next_sequence - 1)
-        if self._config.policy.counts_ticks:
+        if self.counts_ticks:
             self._enter(client, request)
         return client, warning
 
@@ -470,15 +473,12 @@ class Sessions:
 
     def n_averaged(self, shard_slice: ShardSlice) -> int:
         """Return over how many clients the buffers of this slice are averaged."""
-        index, layout = self._config.index, self._config.layout
         pushing = [
             client.shard_slice
             for client in self._clients.values()
             if client.opened and client.connected and client.push_buffers
         ]
-        return _n_holding(
-            shard_slice, pushing, (layout.n_gradient(index), layout.shard_size(index))
-        )
+        return _n_holding(shard_slice, pushing, self._buffers)
 
     def count_refused(self, name: Address, push: pf.Push) -> None:
         """Count a push of a former incarnation of this client, once."""
@@ -706,7 +706,7 @@ class Sessions:
         return actions
 
     def _raise_floor(self) -> None:
-        if self.awaits_clients or not self._config.policy.counts_ticks:
+        if self.awaits_clients or not self.counts_ticks:
             return
         inside = [client for client in self._clients.values() if client.is_in]
         for client in inside:  # others went on without a client that was gone
@@ -718,7 +718,7 @@ class Sessions:
             self._floor = slowest.tick or 0
 
     def _tick_counters(self) -> dict[str, float]:
-        if not self._config.policy.counts_ticks:
+        if not self.counts_ticks:
             return {}
         ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
         gap = max(ticks, default=0) - min(ticks, default=0)
@@ -729,7 +729,7 @@ class Sessions:
         }
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
-        if not self._config.policy.counts_ticks:
+        if not self.counts_ticks:
             return msgspec.UNSET, msgspec.UNSET
         self._raise_floor()
         client.told = self._floor

@@ -146,7 +146,7 @@ class Shard:
                 actions = []
             case _:
                 assert_never(event)
-        if self._config.policy.counts_ticks:
+        if self._sessions.counts_ticks:
             actions += self._sessions.tell_floor()
         actions += self._next(now)
         if self._ready and self._work is None and self._stopped_by is not None:
@@ -287,7 +287,7 @@ class Shard:
         self._sessions.restore(clients)
         self._serves = True
         actions: list[rl.Action] = []
-        if self._config.policy.counts_ticks and self._sessions.incarnation > 1:
+        if self._sessions.counts_ticks and self._sessions.incarnation > 1:
             self._sessions.awaits_clients = True
             actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
         return [*actions, *self._answer_deferred()]

@@ -50,6 +50,14 @@ def _stand_in(value: object) -> object:
 _encode: Final = msgspec.msgpack.Encoder(enc_hook=_stand_in, order="deterministic").encode
 
 
+def _encoded(value: object) -> bytes:
+    try:
+        return _encode(value)
+    except TypeError:  # some keys are no text: their order is that of their text
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_stand_in, order="deterministic")
+        return _encode(plain)
+
+
 def _short(event: Event) -> str:
     named = f" {event.name}" if isinstance(event, (TimerFired, Computed)) else ""
     return f"{type(event).__name__}{named}"
@@ -112,10 +120,10 @@ class Trace:
         pending = self._pending
         if type(event) is Received:
             message = event.message
-            what = type(message).__name__ if self._order_only else _encode(message)
+            what = type(message).__name__ if self._order_only else _encoded(message)
             pending.append((now, name, incarnation, what, event.sender, event.incarnation))
         else:
-            what = _short(event) if self._order_only else _encode((type(event).__name__, event))
+            what = _short(event) if self._order_only else _encoded((type(event).__name__, event))
             pending.append((now, name, incarnation, what))
         if len(pending) >= N_TOGETHER:
             self._flush()

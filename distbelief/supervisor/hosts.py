@@ -9,11 +9,10 @@ from typing import Final, Self, final
 from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
-from distbelief.parameter_server.policy import Pace
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.config import DownpourSettings, Pace
 
 
 _OPERATIONS: Final = 6.0  # of each parameter, a sample

@@ -24,11 +24,10 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.policy import Pace
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourSettings, fitting_every
+from distbelief.worker.config import DownpourSettings, Pace, fitting_every
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Install, LocalNorm, Objective

@@ -19,8 +19,6 @@ import torch
 from torch import distributed, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -126,6 +124,12 @@ def training(setting: Setting, rank: int) -> Iterator[Step]:
                 world_size=len(setting.addresses) - 1,
             )
             if name == "torch_local_sgd":
+                # Not above: torch.distributed.optim warns of a part of torch that it uses itself.
+                from torch.distributed.algorithms.model_averaging.averagers import (  # noqa: PLC0415
+                    PeriodicModelAverager,
+                )
+                from torch.distributed.optim import PostLocalSGDOptimizer  # noqa: PLC0415
+
                 averager = PeriodicModelAverager(setting.every, warmup_steps=setting.every - 1)
                 optimizer = PostLocalSGDOptimizer(sgd, averager)
             else:

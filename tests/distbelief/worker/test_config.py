@@ -5,8 +5,7 @@ import math
 import pytest
 
 from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
-from distbelief.parameter_server.policy import Pace
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.config import DownpourSettings, Pace
 
 
 def test_fetches_and_pushes_begin_at_step_0() -> None:

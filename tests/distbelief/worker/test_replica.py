@@ -16,10 +16,9 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.parameter_server.policy import Pace
 from distbelief.roles.role import Executor, Started
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.config import DownpourSettings, Pace
 from distbelief.worker.training import Items, Trainer, TrainingObjective
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench

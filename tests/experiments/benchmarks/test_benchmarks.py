@@ -47,6 +47,10 @@ FIGURES: dict[str, set[str]] = {
     },
     "hostile": {"throughput_kept", "kept_flood", "kept_burn"},
     "lan": {"beyond_downpour", "beyond_worst"},
+    "links": {
+        *(f"local_100mbit_share_{name}" for name in ("exchange", "downpour", "ddp")),
+        "local_100mbit_fewer_exchange",
+    },
     "model_parallel": {
         *("speech_bs64", "speech_bs256", "speech_bs256_over_two_threads", "image"),
         *("speech_bs64_apart", "speech_bs256_over_dtensor", "image_apart"),
@@ -175,7 +179,7 @@ def test_a_parameter_server_is_measured() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
-    if name == "lan" and (why := obstacle()) is not None:
+    if name in {"lan", "links"} and (why := obstacle()) is not None:
         pytest.skip(why)
     if name == "ray_hosts":
         pytest.importorskip("ray", reason="ray, an extra, is missing")
