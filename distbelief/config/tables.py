@@ -167,6 +167,10 @@ def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
             raise TableError(path, f"{place} = {toml.excerpt(value)}: wants {wanted}")
     if not isinstance(value, dict):
         return
+    if isinstance(kind, inspect.DictType):  # of tables, by names of the user's
+        for key, item in value.items():
+            _check_keys(item, kind.value_type, (*path, str(key)))
+        return
     if isinstance(kind, inspect.UnionType):
         structs: list[inspect.Type] = [
             option for option in options if isinstance(option, inspect.StructType)

@@ -283,6 +283,11 @@ class IndexRanges:
         starts = self.offsets[at] + inner.starts - self.starts[at]
         return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
 
+    def intersection(self, other: "IndexRanges") -> "IndexRanges":
+        bounds = IndexRanges.ends([self, other])
+        both = self.mask(bounds) & other.mask(bounds)
+        return IndexRanges.of(bounds[:-1][both], bounds[1:][both])
+
     def n_below(self, stop: int) -> int:
         return self.clipped(0, stop).n_elements
 
