@@ -315,8 +315,8 @@ class _Rule(
         for pattern, rule in self.groups.items():
             if not isinstance(cast("object", rule), _Rule) or rule.groups:
                 raise ValueError(
-                    f"rule {self.name!r}: groups has {rule!r:.60} for {pattern!r}; use an update "
-                    "rule without groups of its own"
+                    f"rule {self.name!r}: groups has for {pattern!r} no update rule, or one with "
+                    "groups of its own: use one without"
                 )
         if not isinstance(self.schedule, Schedule):
             raise ValueError(  # noqa: TRY004 - one kind of error for a wrong setting

@@ -91,7 +91,7 @@ class ParameterServer:
         if not isinstance(rule, UpdateRule):
             raise JobError(
                 f"ParameterServer: rule is {rule!r}; use an update rule, such as "
-                "distbelief.Adagrad(learning_rate=0.02)"
+                "distbelief.Adagrad(learning_rate=0.02), or a preset"
             )
         if isinstance(params, torch.nn.Module):
             raise JobError("ParameterServer: give it net.parameters(), not net")

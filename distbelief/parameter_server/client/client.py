@@ -549,6 +549,7 @@ class ParameterClient:
         # Ticks, where the shards count them.
         self._tick: int | None = None  # ended, of those in; None: not in, or not placed yet
         self._samples_before: int | None = None  # those of the last push
+        self._gap_max = 0  # ticks ahead of the slowest
         # The worker that is waited for, and since when.
         self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
         self._waits: dict[rl.Address, rl.Seconds] = {}  # by who was waited for
@@ -863,7 +864,7 @@ class ParameterClient:
         if not counting or not self.ready:
             return []
         if staleness is not None:
-            self._count_wait(now)
+            self._count_wait(now, needed=self.tick - staleness)
         if self.unacknowledged:
             return []  # these pushes tell the tick
         if self._tick is None and all(link.tick is not None for link in counting):
@@ -889,11 +890,13 @@ class ParameterClient:
             is_placed and all(link.agrees and not link.waits_for_floor for link in counting)
         )
 
-    def _count_wait(self, now: rl.Seconds) -> None:
+    def _count_wait(self, now: rl.Seconds, *, needed: int) -> None:
         if self._waits_since is not None:
             culprit, since = self._waits_since
             self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
-        self._waits_since = self.behind or rl.Address(""), now
+        # Not for another worker, if it is its own push that is not applied yet.
+        is_gated = self.floor < needed
+        self._waits_since = (is_gated and self.behind) or rl.Address(""), now
 
     def _end_tick(self, samples: int) -> tuple[int | None, int | None]:
         """Return the ticks ended with this push, and the samples in it, if shards count ticks."""
@@ -902,6 +905,7 @@ class ParameterClient:
             return None, None
         if self._tick is not None:
             self._tick += 1
+            self._gap_max = max(self._gap_max, self._tick - self.floor)
         return self._tick, max(samples - (self.samples if before is None else before), 0)
 
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
@@ -929,12 +933,14 @@ class ParameterClient:
         A push to several shards counts once. `pushes_acknowledged` counts those that every shard
         has acknowledged, `pushes_lost` those that were acknowledged and then lost by a shard.
         Bytes count blocks and copies to and from shared memory. Where workers wait for each other,
-        `clock_gap` is how many ticks this one is ahead of the slowest, `waits_NAME` how many
-        seconds it waited for that worker.
+        `clock_gap` is how many ticks this one is ahead of the slowest (`clock_gap_max`: has been),
+        `waits_NAME` how many seconds it waited for that worker.
         """
         links = self._links.values()
         waits = {f"waits_{name}": seconds for name, seconds in self._waits.items() if name}
-        gap = {"clock_gap": float(self.tick - self.floor)} if self._tick is not None else {}
+        gap = {"clock_gap_max": float(self._gap_max)} if self._gap_max or waits else {}
+        if self._tick is not None:
+            gap["clock_gap"] = float(self.tick - self.floor)
         return {
             "pushes_sent": float(self._n_pushed),
             "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
