@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.client.client import Numbers
+from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.serve.address import ServerAddress, exchange_policy
 from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples

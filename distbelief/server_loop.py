@@ -25,10 +25,10 @@ import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, Numbers
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
@@ -91,16 +91,15 @@ class ClientSession:
                 parameter.data = parameter.data.contiguous()
         # One flat tensor for each parameter, a view of its memory.
         self.values = [parameter.detach().view(-1) for parameter in parameters]
-        shards, backups = all_copy_names(address.n_shards, address.shard_copies)
         memory: Memory = PrivateMemory(host="")
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
+        layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
         self.client = ParameterClient(
             ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-            layout=Layout.of(parameter_specs(parameters), n_shards=address.n_shards),
-            shards=shards,
+            PartialView(layout),
             memory=memory,
-            backups=backups,
+            shard_copies=address.shard_copies,
         )
         self._log: list[str] = []
         listen = address.listen_config(keys)

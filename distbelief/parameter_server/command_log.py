@@ -93,7 +93,7 @@ class CommandExecutor:
 
         Run the work when the values are there. Both raise StorageError if the snapshot is damaged.
         """
-        plain, saved = (None, None) if snapshot is None else split(snapshot)
+        plain, saved = (None, ()) if snapshot is None else split(snapshot)
         return plain, partial(self._savepoints.restore, saved)
 
     def ready(self) -> None:

@@ -33,37 +33,6 @@ from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replic
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
 
-# --- names of the copies: "shard-0", and "shard-0b" for the second one ---
-
-COPIES_MAX: Final = 2
-
-_SUFFIX: Final = "b"  # of the other copy
-
-
-def copy_names(shard_index: int, n_copies: int) -> tuple[Address, ...]:
-    """Return the names of the copies of a shard, or raise ValueError for an invalid number."""
-    if not 1 <= n_copies <= COPIES_MAX:
-        raise ValueError(f"n_copies is {n_copies}; use 1 to {COPIES_MAX}")
-    name = f"shard-{shard_index}"
-    return (Address(name), Address(f"{name}{_SUFFIX}"))[:n_copies]
-
-
-def shard_of(copy: str) -> Address:
-    """Return a copy's shard, the name of its first copy and snapshots; other names as they are."""
-    return Address(copy.removesuffix(_SUFFIX) if copy.startswith("shard-") else copy)
-
-
-def other_copy(copy: str) -> Address:
-    shard = shard_of(copy)
-    return Address(f"{shard}{_SUFFIX}") if copy == shard else shard
-
-
-def all_copy_names(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], tuple[Address, ...]]:
-    """Return the first copies of all shards, and the second copies if there are any."""
-    names = [copy_names(index, n_copies) for index in range(n_shards)]
-    return tuple(name[0] for name in names), tuple(name for copies in names for name in copies[1:])
-
-
 FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | pf.PushBlock
 FromBackup = rp.StateAck | pf.PushBlockAck | pf.PushApplied
 

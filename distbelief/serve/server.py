@@ -13,8 +13,8 @@ import torch
 from distbelief.config.presets import expand
 from distbelief.core.files import Scratch
 from distbelief.errors import JobError, PeerLostError
+from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.replication import COPIES_MAX
 from distbelief.serve.address import SHARDS_MAX, exchange_policy, parameter_specs
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.transport.shared_memory import FileMemory

@@ -30,10 +30,10 @@ from distbelief.core.signals import REASONS, caught_signals
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import RoleSpec
+from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import copy_names
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory

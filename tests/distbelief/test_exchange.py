@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distbelief
-from distbelief.parameter_server.client.client import Numbers
+from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.serve.address import ServerAddress
 from distbelief.simulation.network import Link

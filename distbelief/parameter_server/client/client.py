@@ -14,9 +14,8 @@ Where shards count ticks, workers wait for each other: `enter` before every tick
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, assert_never, cast, final
+from typing import Final, assert_never, cast, final
 
 import msgspec
 import numpy as np
@@ -44,7 +43,8 @@ from distbelief.parameter_server.client.buffers import (
     install,
     n_lost,
 )
-from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.config import ClientConfig, copy_names
+from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.slices import SeqlockVector, push_buffer_views
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.roles import role as rl
@@ -66,38 +66,7 @@ ShardReply = (
     | pf.PushApplied
     | pf.Floor
 )
-Numbers = Literal["float32", "bfloat16"]
 _SHARD_REPLIES: Final = rl.message_types(ShardReply)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    """Limits and delays of a client."""
-
-    pushes: bool
-    retry_seconds: rl.Seconds = 0.5
-    retry_seconds_max: rl.Seconds = 4.0
-    silence_seconds_max: rl.Seconds = 60.0  # without any message
-    stall_seconds_max: rl.Seconds = 600.0  # with messages but without progress
-    torn_seconds_max: rl.Seconds = 1.0  # then a fetch from shared memory goes by blocks
-    credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction
-    # As sent, both ways; never in shared memory. Half the bytes, and 8 significant bits.
-    numbers: Numbers = "float32"
-
-    def __post_init__(self) -> None:
-        for name in (
-            "retry_seconds",
-            "retry_seconds_max",
-            "silence_seconds_max",
-            "stall_seconds_max",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
-        if not self.torn_seconds_max >= 0:
-            raise ValueError(f"torn_seconds_max is {self.torn_seconds_max}; use 0 or more")
-        if not 1 <= self.credit_blocks <= 64:
-            raise ValueError(f"credit_blocks is {self.credit_blocks}; use 1 to 64")
 
 
 @final
@@ -176,6 +145,12 @@ class ShardLink:
         told = self.pushing.tick
         is_known = self.tick is not None and (told is None or self.tick >= told)
         return self._entries == self._known_entries and (self._entries % 2 == 0 or is_known)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What the client's role may wait for."""
+        blocks, settled = self.fetching.complete, self.pushing.settled
+        return self.is_open, self.term, blocks, settled, self.floor, self.tick, self.agrees
 
     # ------------------------------------------------------------ from the client
 
@@ -497,30 +472,15 @@ class ParameterClient:
     def __init__(
         self,
         config: ClientConfig,
+        view: PartialView,  # what this client holds
         *,
-        layout: Layout,
-        shards: Sequence[rl.Address],  # shard 0 first
         memory: Memory,  # shared with shards on this host
-        backups: Sequence[rl.Address] = (),  # each shard's other copy; none if each has one copy
-        selection: PartialView | None = None,  # what this client holds; None for everything
+        shard_copies: int = 1,
     ) -> None:
-        if len(shards) != layout.n_shards:
-            raise ValueError(f"{len(shards)} shards are given, the layout has {layout.n_shards}")
-        if backups and len(backups) != len(shards):
+        if config.numbers == "bfloat16" and view.layout.dtype != np.float32:
             raise ValueError(
-                f"{len(backups)} backups are given for {len(shards)} shards: give none, "
-                "or one for each"
-            )
-        if config.numbers == "bfloat16" and layout.dtype != np.float32:
-            raise ValueError(
-                f'numbers is "bfloat16" and the layout is of {layout.dtype}: use "float32", or '
-                "a layout of float32"
-            )
-        view = PartialView(layout) if selection is None else selection
-        if view.layout.fingerprint != layout.fingerprint:
-            raise ValueError(
-                f"the selection has layout {view.layout.fingerprint}, the client has "
-                f"{layout.fingerprint}: use one layout"
+                f'numbers is "bfloat16" and the layout is of {view.layout.dtype}: use "float32", '
+                "or a layout of float32"
             )
         self._specs = view.tensors
         self._is_parameter = [spec.kind == "parameter" for spec in view.tensors]
@@ -530,7 +490,7 @@ class ParameterClient:
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
         for index in view.shards:
-            copies = (shards[index], *backups[index : index + 1])
+            copies = copy_names(index, shard_copies)
             self._links[index] = link = ShardLink(
                 copies,
                 index,
@@ -540,7 +500,6 @@ class ParameterClient:
                 note_staleness=self._staleness.add,
             )
             self._links_by_copy |= dict.fromkeys(copies, link)
-        self._incomplete: set[int] = set()  # shards that are still to send blocks of a fetch
         self._installing: dict[int, ShardReader] | None = None
         self._staging: list[StageTarget] | None = None
         self._n_torn = 0  # torn reads, each of one shard
@@ -552,8 +511,7 @@ class ParameterClient:
         # The worker that is waited for, and since when.
         self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
         self._waits: dict[rl.Address, rl.Seconds] = {}  # by who was waited for
-        # Whether the last event may have removed what the role waits for: a session has opened or
-        # is lost, a fetch is complete, a push is acknowledged by the last shard.
+        # Whether the last event may have removed what the role waits for.
         self.has_news = False
 
     # ---------------------------------------------------------------------- events
@@ -567,7 +525,7 @@ class ParameterClient:
         for link in self._links.values():
             link.fetching.start(incarnation << _INCARNATION_BITS)
             link.pushing.start((incarnation << _INCARNATION_BITS) + 1)
-            actions += [*link.open_session(now), *self._wait(link, now)]
+            actions += [*link.open_session(now), *link.wait(now)]
         return actions
 
     def owns(self, event: rl.Event) -> bool:
@@ -586,8 +544,7 @@ class ParameterClient:
         link = self._link_of(event)
         if link is None:
             return []
-        was_open, term, settled = link.is_open, link.term, link.pushing.settled
-        was_complete, ticks = link.fetching.complete, (link.floor, link.tick, link.agrees)
+        before = link.state
         if isinstance(event, rl.Received):
             if type(event.message) not in _SHARD_REPLIES:
                 raise RemoteProtocolError(
@@ -602,26 +559,9 @@ class ParameterClient:
             actions = link.peer(event, now)
         if self._installing is None and self._staging is None:
             link.release()
-        actions += self._wait(link, now)
-        self.has_news = (
-            link.is_open is not was_open
-            or link.term != term
-            or (link.fetching.complete is not was_complete and self.fetch_complete)
-            or (link.pushing.settled > settled and self._all_settled(settled + 1))
-            or ticks != (link.floor, link.tick, link.agrees)
-        )
+        actions += link.wait(now)
+        self.has_news = link.state != before
         return actions
-
-    def _all_settled(self, sequence: int) -> bool:
-        return all(link.pushing.settled >= sequence for link in self._links.values())
-
-    def _wait(self, link: ShardLink, now: rl.Seconds) -> list[rl.Action]:
-        """Note what a link waits for; call after every change of it."""
-        if link.fetching.complete:
-            self._incomplete.discard(link.index)
-        else:
-            self._incomplete.add(link.index)
-        return link.wait(now)
 
     def _link_of(self, event: rl.Event) -> ShardLink | None:
         if type(event) is rl.Received:  # nearly all events, without the match statement
@@ -663,12 +603,12 @@ class ParameterClient:
         actions: list[rl.Action] = []
         for link in self._links.values():
             fetches = link.fetching.begin(is_open=link.is_open, exact=exact)
-            actions += [*link.send(fetches, now), *self._wait(link, now)]
+            actions += [*link.send(fetches, now), *link.wait(now)]
         return actions
 
     @property
     def fetch_complete(self) -> bool:
-        return not self._incomplete
+        return all(link.fetching.complete for link in self._links.values())
 
     @property
     def installable(self) -> bool:
@@ -718,7 +658,7 @@ class ParameterClient:
                 self._n_torn += 1
                 seconds_max = link.config.torn_seconds_max
                 fetches = link.fetching.torn(now, seconds_max=seconds_max)
-                actions += [*link.send(fetches, now), *self._wait(link, now)]
+                actions += [*link.send(fetches, now), *link.wait(now)]
             else:
                 link.fetching.installed(clocks[index], reader)
         self._release()
@@ -808,7 +748,7 @@ class ParameterClient:
                     n_samples=n_samples,
                     is_open=link.is_open,
                 )
-                actions += [*link.send(messages, now), *self._wait(link, now)]
+                actions += [*link.send(messages, now), *link.wait(now)]
         else:
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
@@ -875,7 +815,7 @@ class ParameterClient:
         needed = 0 if staleness is None or self._tick is None else self._tick - staleness
         actions: list[rl.Action] = []
         for link in counting:
-            actions += [*link.enter(self._tick, needed=needed), *self._wait(link, now)]
+            actions += [*link.enter(self._tick, needed=needed), *link.wait(now)]
         if self.may_begin:
             self._waits_since = None
         return actions
@@ -909,7 +849,7 @@ class ParameterClient:
         self._tick = self._waits_since = None
         actions: list[rl.Action] = []
         for link in self._links.values():
-            actions += [*link.leave(), *self._wait(link, now)]
+            actions += [*link.leave(), *link.wait(now)]
         return actions
 
     # -------------------------------------------------------------------- status

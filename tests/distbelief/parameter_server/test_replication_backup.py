@@ -7,9 +7,9 @@ import pytest
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
-from distbelief.parameter_server import replication
+from distbelief.parameter_server import config
+from distbelief.parameter_server.config import copy_names, other_copy
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.parameter_server.replication import all_copy_names, copy_names, other_copy
 from distbelief.parameter_server.slices import push_buffer_bytes
 from distbelief.protocol import (
     CheckpointSaved,
@@ -452,16 +452,8 @@ def test_answers_meant_for_an_earlier_incarnation_are_dropped() -> None:
 
 def test_two_copies_know_each_other_and_their_shard() -> None:
     assert copy_names(12, 1) == ("shard-12",)
-    assert all_copy_names(2, 1) == (("shard-0", "shard-1"), ())
     first, second = copy_names(3, 2)
     assert (first, second) == ("shard-3", "shard-3b")
     assert (other_copy(first), other_copy(second)) == (second, first)
-    assert replication.shard_of(first) == replication.shard_of(second) == first
-    assert all_copy_names(2, 2) == (("shard-0", "shard-1"), ("shard-0b", "shard-1b"))
-    assert replication.shard_of("replica-b") == "replica-b"  # another role
-
-
-@pytest.mark.parametrize("n", [0, 3])
-def test_other_numbers_of_copies_cannot_be_had(n: int) -> None:
-    with pytest.raises(ValueError, match=f"n_copies is {n}; use 1 to 2"):
-        copy_names(0, n)
+    assert config.shard_of(first) == config.shard_of(second) == first
+    assert config.shard_of("replica-b") == "replica-b"  # another role
