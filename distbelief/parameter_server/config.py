@@ -60,6 +60,10 @@ class ClientConfig:
     # As sent, both ways; never in shared memory. Half the bytes, and 8 significant bits.
     numbers: Numbers = "float32"
 
+    @property
+    def blocks_per_answer(self) -> int:
+        return max(1, self.credit_blocks // 4)
+
 
 # --- names of the copies: "shard-0", and "shard-0b" for the second one ---
 

@@ -89,8 +89,7 @@ class Savepoints:
             )
         if len(self._live) >= _N_LIVE_MAX:
             raise RemoteProtocolError(
-                f"cannot create savepoint {savepoint.cut} while {len(self._live)} others are kept: "
-                "settle them first"
+                f"cannot create savepoint {savepoint.cut}: settle one of {len(self._live)} first"
             )
         self._live.append(SavedVectors(savepoint.cut, vectors))
 
@@ -210,8 +209,7 @@ def split(snapshot: Snapshot) -> tuple[Snapshot, Sequence[SavedVectors]]:
         now = vectors[PARAMETERS]
         if (parameters.shape, parameters.dtype) != (now.shape, now.dtype):
             raise damaged(
-                f"array {_EARLIER!r} has shape {parameters.shape} and dtype "
-                f"{parameters.dtype}, not {now.shape} and {now.dtype}"
+                f"array {_EARLIER!r} is {parameters.shape} of {parameters.dtype}, not {now.shape}"
             )
         cut, clock = facts.earlier
         saved.append(SavedVectors(cut, {PARAMETERS: parameters.copy()}, clock))

@@ -299,8 +299,7 @@ def _open_directory(directory: Path) -> RunDirectory:
         names = {path.name for path in directory.iterdir()}
         if "request.json" not in names and names - {"lock", "initial.safetensors"}:
             raise JobError(
-                f"{directory} is not the directory of a parameter server: name a new one "
-                "(--directory), or one that `distbelief serve` made"
+                f"{directory} is not the directory of a server: name a new one (--directory)"
             )
         directory.chmod(0o700)
     return RunDirectory.take(directory)
@@ -348,8 +347,7 @@ def _read(file: Path) -> ServerRequest:
         raise files.explained(error, file, doing="read") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise JobError(
-            f"{file} is damaged ({error}): use a new directory; the checkpoints beside the "
-            "file are not affected"
+            f"{file} is damaged ({error}): use a new directory; the checkpoints are not affected"
         ) from None
 
 
@@ -364,7 +362,7 @@ def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -
         if old != new:
             raise JobError(
                 f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
-                "Use the same, or name a new directory (--directory)"
+                "Use the same, or a new directory (--directory)"
             )
 
 

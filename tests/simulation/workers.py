@@ -26,10 +26,10 @@ from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.rounds import WHOLE, Share
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol.replication import WHOLE, Share
 from distbelief.roles import role as rl
 
 

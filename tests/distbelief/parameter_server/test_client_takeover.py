@@ -203,7 +203,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     assert alone.welcome(term=4, sender=SECOND, **regions) == []  # type: ignore[arg-type]
     assert not alone.ready()
     second.create("slots-c", n_bytes=8)
-    with pytest.raises(RemoteProtocolError, match="a region of push buffers has 8 bytes"):
+    with pytest.raises(RemoteProtocolError, match="push buffers have 8 bytes"):
         alone.welcome(term=4, sender=SECOND, push_buffers_region="slots-c")
     slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     (push,) = sent(alone.welcome(term=4, sender=SECOND, **regions), pf.Push)  # type: ignore[arg-type]

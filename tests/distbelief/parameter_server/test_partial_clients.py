@@ -444,7 +444,7 @@ def test_what_was_not_put_into_a_draft_is_zero_but_buffers_must_be() -> None:
     machines.push(LEFT, [torch.ones(spec.n_elements) for spec in SPECS])
     draft = client.draft(fetched_clocks=[1])
     draft.put(0, torch.ones(1400))
-    with pytest.raises(LocalProtocolError, match="tensor 0 of 3 does not exist or is in"):
+    with pytest.raises(LocalProtocolError, match="tensor 0 of 3 is put twice"):
         draft.put(0, torch.ones(1400))
     with pytest.raises(LocalProtocolError, match="buffer 'm' was not put"):
         draft.finish()

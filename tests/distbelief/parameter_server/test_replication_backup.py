@@ -351,7 +351,7 @@ def test_a_snapshot_of_a_later_term_is_not_served() -> None:
     first.receive(SaveCheckpoint(label="1"))
     first.work()
     copy = OneCopy(B, restored=first.snapshots[0])
-    with pytest.raises(StorageError, match="has term 7, but Promote has term 7"):
+    with pytest.raises(StorageError, match="has term 7, Promote 7"):
         copy.lead(7)
 
 
@@ -381,7 +381,7 @@ def test_a_primary_ignores_its_former_primary() -> None:
     copy.lead(3)
     for message in (forward(5), block(5), following(2, clock=9)):
         assert copy.receive(message, A) == []
-    with pytest.raises(DistBeliefError, match="primary in term 4 and shard-0b was"):
+    with pytest.raises(DistBeliefError, match="primary in term 4, shard-0b was"):
         follow(copy, 4)
 
 
@@ -440,7 +440,7 @@ def test_a_shard_of_one_copy_gets_no_replication_messages(message: Message) -> N
     shard = shard_of(LAYOUT, PrivateMemory())
     copy = OneCopy(B)
     copy.shard = shard
-    with pytest.raises(RemoteProtocolError, match="the only copy of its shard"):
+    with pytest.raises(RemoteProtocolError, match="the only copy"):
         copy.receive(message, TEST)
 
 

@@ -206,10 +206,8 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
     ]
     assert all(client.owns(event) for event in owned)
     assert not any(client.owns(event) for event in others)
-    for event in (*others[:1], *others[2:]):
+    for event in others:
         assert client.handle(event, 0.0) == []
-    with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck, which a client"):
-        client.handle(others[1], 0.0)
 
 
 def test_it_repeats_open_session_until_the_session_opens() -> None:
@@ -532,7 +530,7 @@ def test_every_quarter_of_a_window_is_acknowledged() -> None:
         ({"index": 3}, "sent block 3 of a vector of 3"),
         ({"index": 1, "size": 5}, "sent 5 elements of float64 as block 1"),
         ({"index": 1, "dtype": "f4"}, "131072 elements of float32"),
-        ({"index": 1, "clock": 5}, "clock 5 after blocks of clock 4: a mixture"),
+        ({"index": 1, "clock": 5}, "mixes blocks of clocks 4 and 5"),
     ],
 )
 def test_invalid_blocks_are_refused(changes: Mapping[str, Any], complaint: str) -> None:
@@ -821,7 +819,7 @@ def test_without_attachable_memory_messages_are_used() -> None:
 def test_push_buffers_of_another_size_are_refused_with_both_sizes() -> None:
     memory = PrivateMemory()
     memory.create("slots", n_bytes=64)
-    with pytest.raises(RemoteProtocolError, match=f"64 bytes, not the {16 * N}"):
+    with pytest.raises(RemoteProtocolError, match=f"64 bytes, not {16 * N}"):
         Alone(memory=memory, welcome=False).welcome(push_buffers_region="slots")
 
 
@@ -855,7 +853,7 @@ def test_an_acknowledgement_counts_once() -> None:
     assert alone.unacknowledged() == 0
     counters = alone.client.counters()
     assert (counters["staleness_max"], counters["staleness_mean"]) == (3, 3)
-    with pytest.raises(RemoteProtocolError, match="the last one made is"):
+    with pytest.raises(RemoteProtocolError, match="acknowledges push 4294967299 of 4294967298"):
         alone.acknowledge(FIRST + 2)
 
 
