@@ -169,12 +169,9 @@ def test_a_mistake_in_an_exchange_names_its_key(override: str, message: str) -> 
 
 def test_groups_of_a_rule_keep_their_order_where_the_job_is_stored() -> None:
     groups = '{ "*.bias" = { name = "sgd", learning_rate = 0.5 }, "1.*" = { name = "momentum", '
-    job = parse_job(
-        LOCAL,
-        path="speech.toml",
-        overrides=[f"algorithm.rule.groups={groups}learning_rate=1}} }}"]
-        + ["algorithm.exchange.round={quorum=0.5}"],
-    )
+    groups = f"algorithm.rule.groups={groups}learning_rate=1}} }}"
+    in_rounds = "algorithm.exchange.round={quorum=0.5}"
+    job = parse_job(LOCAL, path="speech.toml", overrides=[groups, in_rounds])
     assert rule_of(job).label == "sgd; *.bias=sgd; 1.*=momentum"
     assert rule_of(parse_job(job.to_toml(), path="job.toml")) == rule_of(job)
     assert rule_of(job_from_json(job.to_json())).label == rule_of(job).label

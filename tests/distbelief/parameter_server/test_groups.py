@@ -70,7 +70,7 @@ class Trained:
             self.bench.add_shard(name, rule=rule)
         self.bench.add_client(CLIENT)
         weights = [(s.name, Region.of(*s.shape)) for s in SPECS if s.name.endswith("weight")]
-        self.bench.add_client(OTHER, selection=PartialView(self.layout, weights))
+        self.bench.add_client(OTHER, view=PartialView(self.layout, weights))
         self.bench.settle()
 
     def push(self, seed: int, name: Address = CLIENT) -> None:
