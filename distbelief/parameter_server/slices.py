@@ -406,6 +406,11 @@ class ShardSlice:
         self._copiers: dict[int, tuple[RangeCopier, RangeCopier]] = {}
         self._copier: RangeCopier | None = None  # for all blocks at once
 
+    @property
+    def all_stripes(self) -> Indices:
+        """The ranges as on the wire, of everything too."""
+        return IndexRanges.whole(0, self._size).stripes() if self.stripes is None else self.stripes
+
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:
             return IndexRanges.whole(start, stop)
