@@ -83,7 +83,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     module.train()
     model = FlatModel(module)
     n_examples = len(context.train_data())
-    client = wb.build_client(context, pushes=True)
+    client = wb.build_client(context, pushes=True, frozen=())
     chunks = whole_worker(
         worker_config(config, context),
         client=client,
