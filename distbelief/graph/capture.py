@@ -392,7 +392,7 @@ def _quietly() -> Iterator[None]:
 def _as_export_sees_it() -> Iterator[None]:
     # Refuses what torch.export does not see, and shows it what it would not.
     enter = torch.inference_mode.__enter__
-    apply = torch.autograd.Function.__dict__["apply"].__func__
+    apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, in Python or C
 
     def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():
@@ -404,7 +404,7 @@ def _as_export_sees_it() -> Iterator[None]:
             raise _RefusedError(
                 f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
             )
-        return apply(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)
 
     def as_told(_mask: object, is_causal: object = None, _size: object = None) -> bool:
         return bool(is_causal)  # torch's encoder looks at the values of its mask
