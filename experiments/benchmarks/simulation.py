@@ -47,7 +47,9 @@ import torch
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.cluster_file import load_cluster
+from distbelief.core import vectors
 from distbelief.core.memory import Memory
+from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.forecast.calibration import Stopwatch
 from distbelief.forecast.prepare import costed
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -66,7 +68,7 @@ from distbelief.roles.role import (
 )
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
-from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
+from distbelief.simulation.machines import ClusterOptions, CostScale
 from distbelief.simulation.placement import options_for, several
 from distbelief.task.initializers import recorded_initials
 from distbelief.task.task import (
@@ -195,17 +197,45 @@ def _built(
         rack(names, n_per_shard=n_per_shard),
         introduce=True,
         acquainted=_acquainted,
-        scales=scales_for(small, large, dict.fromkeys(others, flops)),
-        block_bytes=block_bytes_for(small, large) if in_blocks else None,
+        scales=_scales(small, large, dict.fromkeys(others, flops)),
         codec=not priced,
         trace="order" if priced else "content",
     )
+    vectors.BLOCK_BYTES = _block_bytes(small, large) if in_blocks else BLOCK_BYTES
     builders = {name: builder(name) for name in names}
     if watch is not None:
         kinds = dict.fromkeys(names, "role")
         builders = costed(builders, kinds, adapt=watch.adapt, handled=watch.handled)
     cluster = SimulatedCluster(builders, seed=1, options=options)
     return Built(cluster=cluster, n_ending=n_ending)
+
+
+def _scales(
+    small: Layout, large: Layout, flops: Mapping[Address, float]
+) -> dict[Address, CostScale]:
+    """Return scales by which roles with a small net have the costs of a large one."""
+    sizes = [(small.shard_size(k), large.shard_size(k)) for k in range(small.n_shards)]
+    whole = sum(n for _, n in sizes) / sum(m for m, _ in sizes)
+    scales = {
+        name: CostScale(flops=ratio, n_bytes=whole, frame_bytes=whole)
+        for name, ratio in flops.items()
+    }
+    for k, (m, n) in enumerate(sizes):
+        ratio = n / max(1, m)  # a shard of a small net may be empty
+        shard = CostScale(flops=ratio, n_bytes=ratio, frame_bytes=ratio)
+        scales[Address(f"shard-{k}")] = shard
+    return scales
+
+
+def _block_bytes(small: Layout, large: Layout) -> int:
+    """Return the block size with which small vectors have as many blocks as large ones.
+
+    With the usual size, each block would stand for far more than 1 MiB of the large vector:
+    clients would consider it lost and request it again.
+    """
+    itemsize = small.dtype.itemsize
+    pairs = [(small.shard_size(k), large.shard_size(k)) for k in range(small.n_shards)]
+    return max(-(-m // vectors.n_blocks(n, itemsize=itemsize)) for m, n in pairs) * itemsize
 
 
 def _acquainted(one: Address, other: Address) -> bool:
@@ -305,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "truth": partial(truth, options.jobs, small=options.small),
     }
     for part in options.only:
+        vectors.BLOCK_BYTES = BLOCK_BYTES
         figures |= run[part]()
     measurement.conclude("simulation", figures)
 
