@@ -25,7 +25,16 @@ from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.core import units
 from distbelief.errors import JobError
-from distbelief.forecast.calibration import Rates, amount, job_key, load_rates, measure, save_rates
+from distbelief.forecast.calibration import (
+    EVENT_SECONDS,
+    WAKE_SECONDS,
+    Rates,
+    amount,
+    job_key,
+    load_rates,
+    measure,
+    save_rates,
+)
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
@@ -97,9 +106,8 @@ class PlacedCluster:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
         if self.together and self.rates is not None:
             # On one host, the handling of events uses the shared cores too.
-            message, wake = self.rates.message, self.rates.wake
             machines = {
-                name: replace(machine, event_seconds=message, wake_seconds=wake)
+                name: replace(machine, event_seconds=EVENT_SECONDS, wake_seconds=WAKE_SECONDS)
                 for name, machine in options.machines.items()
             }
             link = replace(WITHIN_HOST, latency_seconds=self.cluster.latency, jitter=0.0)
@@ -215,8 +223,8 @@ class HostCosts:
             if rates.share < SHARE_MIN:
                 rows.append(("free share of each core then", f"{100 * rates.share:.0f} %"))
             if self._together:
-                rows.append(("core time of an event", _shown(rates.message, "time")))
-                rows.append(("until a sleeping thread continues", _shown(rates.wake, "time")))
+                rows.append(("core time of an event", _shown(EVENT_SECONDS, "time")))
+                rows.append(("until a sleeping thread continues", _shown(WAKE_SECONDS, "time")))
         if not self._measures:
             rows.append(("work of the roles", "counted, not measured"))
         return tuple(rows)

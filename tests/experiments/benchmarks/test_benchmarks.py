@@ -79,7 +79,6 @@ FIGURES: dict[str, set[str]] = {
     },
     "simulation": {
         *("messages_per_second", "messages_per_second_priced", "memory_growth"),
-        *("messages_per_second_driver", "messages_per_second_passed"),
         *("kilobytes_per_replica", "step_time_error", "samples_per_second_error"),
         *("staleness_error", "bytes_differ", "others"),
     },
