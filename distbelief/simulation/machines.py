@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from distbelief.parameter_server.replication import shard_of
+from distbelief.parameter_server.config import shard_of
 from distbelief.roles.role import Address, Cost, Seconds
 from distbelief.simulation.cpu import Demand, Processor
 from distbelief.simulation.event_queue import check_numbers
