@@ -10,7 +10,6 @@ import numpy as np
 from distbelief.parameter_server.config import shard_of
 from distbelief.roles.role import Address, Cost, Seconds
 from distbelief.simulation.cpu import Demand, Processor
-from distbelief.simulation.event_queue import check_numbers
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.network import WITHIN_HOST, Link, SwitchedNetwork
 
@@ -39,11 +38,6 @@ class Machine:
     # two values above.
     event_seconds: Seconds = 0.0
     wake_seconds: Seconds = 0.0  # until a sleeping thread continues; only with event_seconds
-
-    def __post_init__(self) -> None:
-        rates = "flops_per_second bytes_per_second disk_bytes_per_second"
-        times = "overhead_seconds jitter spread handling_seconds event_seconds wake_seconds"
-        check_numbers(self, positive=f"{rates} handling_bytes_per_second threads", finite=times)
 
     @property
     def handles_slowly(self) -> bool:
@@ -101,9 +95,6 @@ class CostScale:
     # Bytes of the arrays in messages. Between a shard and another role, the factor of the
     # shard holds in both directions.
     frame_bytes: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_numbers(self, finite="flops n_bytes frame_bytes")
 
     def of(self, cost: Cost) -> Cost:
         """Return the cost of the same computation in the large task."""
@@ -168,12 +159,6 @@ class ClusterOptions:
     # False: messages are passed as objects with their arrays copied, and only their size is
     # computed. Then a message that cannot be encoded goes unnoticed.
     codec: bool = True
-
-    def __post_init__(self) -> None:
-        finite = "launch_seconds notice_seconds"
-        check_numbers(self, positive="host_bytes_max n_lines_kept", finite=finite)
-        if not 0 <= self.port_reuse <= 1:
-            raise ValueError(f"port_reuse is {self.port_reuse}; it is a probability")
 
     def machine_of(self, name: Address) -> Machine:
         return self.machines.get(name, self.machine)
