@@ -23,6 +23,7 @@ from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ClientConfig
+from distbelief.parameter_server.layout import ElementType
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import copy_names, other_copy
@@ -370,7 +371,10 @@ class Play:
         self.ledger = Ledger()
         self.sights: Counter[str] = Counter()
         self.overseer = LateOverseer(scenario)
-        layout = layout_of(scenario.n_shards)
+        # Words of bfloat16 are of float32.
+        numbers = scenario.policy.numbers
+        dtype: ElementType = "float64" if numbers == "float32" else "float32"
+        layout = layout_of(scenario.n_shards, dtype=dtype)
 
         def build_worker(memory: Memory) -> Worker:
             return Worker(
@@ -379,7 +383,7 @@ class Play:
                 memory,
                 ledger=self.ledger,
                 n_wanted=scenario.n_wanted,
-                config=scenario.client,
+                config=replace(scenario.client, numbers=numbers),
                 backups=[name for names in scenario.twins for name in names[1:]],
                 policy=scenario.policy,
             )
