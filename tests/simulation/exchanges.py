@@ -31,7 +31,7 @@ from distbelief.simulation.machines import TraceKind
 from distbelief.worker.local_steps import LocalSteps
 from tests.simulation import invariants as iv
 from tests.simulation.invariants import Invariant, Scene
-from tests.simulation.scenarios import Play, play, scenario_of, set_for
+from tests.simulation.scenarios import Play, Scenario, scenario_of, set_for
 from tests.simulation.variants import Patch, Variant
 from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker
 
@@ -247,9 +247,25 @@ def kinds_for(policy: ExchangePolicy) -> list[type[Invariant]]:
 
 
 def play_any(seed: int, *, trace: TraceKind = "order") -> Play:
-    """Play the scenario of a seed under a policy drawn from it."""
-    policy = policy_of(seed)
-    return play(seed, policy=policy, kinds=kinds_for(policy), trace=trace)
+    """Play the scenario of a seed under a policy drawn from it, perhaps with more roles.
+
+    Shards fold different rounds only where some workers are late here, and others there.
+    """
+    scenario = scenario_of(seed)
+    stream = np.random.default_rng([seed, 26])
+    scenario = replace(
+        scenario,
+        n_workers=scenario.n_workers + int(stream.choice([0, 0, 1, 2])),
+        n_shards=scenario.n_shards + int(stream.choice([0, 0, 0, 1])),
+    )
+    return play_under(policy_of(seed), scenario, trace=trace)
+
+
+def play_under(policy: ExchangePolicy, scenario: Scenario, *, trace: TraceKind = "order") -> Play:
+    with set_for(scenario):
+        drama = Play(replace(scenario, policy=policy), kinds=kinds_for(policy), trace=trace)
+        drama.run()
+    return drama
 
 
 # ------------------------------------------------------------------- broken variants
@@ -269,7 +285,6 @@ class Quartet(Play):
         seed: int = 0,
         faults: Sequence[Fault] = (),
         n_wanted: int = 8,
-        kinds: Sequence[type[Invariant]] | None = None,
     ) -> None:
         scenario = replace(
             scenario_of(seed),
@@ -285,9 +300,7 @@ class Quartet(Play):
             faults=tuple(faults),
             saves=(),
         )
-        kinds = kinds_for(policy) if kinds is None else kinds
-        with set_for(scenario):
-            super().__init__(scenario, trace="order", kinds=kinds)
+        super().__init__(scenario, trace="order", kinds=kinds_for(policy))
 
     def worker(self, name: Address) -> Worker:
         role = self.cluster.role(name)
@@ -303,10 +316,12 @@ class Quartet(Play):
             lost = PeerLost(peer=FIRST, incarnation=1, reason="it is dead")
             self.cluster.post(name, lost)
 
-    def finish_others(self, *, within: Seconds = 5.0) -> None:
-        others = [self.worker(name) for name in self.scenario.workers if name != FIRST]
+    def finish(self, *, but: Address | None = None, within: Seconds = 5.0) -> None:
+        """Run until all workers but this one have ended."""
+        self.cluster.run(until=max(self.cluster.now, 1e-3))  # all have started
+        workers = [self.worker(name) for name in self.scenario.workers if name != but]
         self.cluster.run_until(
-            lambda: all(worker.state == "done" for worker in others), within=within
+            lambda: all(worker.state == "done" for worker in workers), within=within
         )
 
 
@@ -314,7 +329,7 @@ def without_one(policy: ExchangePolicy, *, at: Seconds = 0.032) -> Quartet:
     """Let one of four workers die for good, in mid-step; the others end."""
     quartet = Quartet(policy)
     quartet.lose_first(at=at)
-    quartet.finish_others()
+    quartet.finish(but=FIRST)
     return quartet
 
 
@@ -397,8 +412,8 @@ def push_counts_twice_in_a_round(patch: Patch) -> None:
     """The first push of a round is in it twice."""
     whole = Sessions._take_queued
 
-    def take(self: Sessions) -> None:
-        whole(self)
+    def take(self: Sessions, now: Seconds) -> None:
+        whole(self, now)
         if len(self._round) > 1:
             self._round.insert(1, self._round[0])
 
@@ -456,9 +471,9 @@ def round_is_folded_in_order_of_arrival(patch: Patch) -> None:
     """The pushes of a round are added as they came."""
     whole = Sessions._take_queued
 
-    def take(self: Sessions) -> None:
+    def take(self: Sessions, now: Seconds) -> None:
         arrived = list(self.queue)
-        whole(self)
+        whole(self, now)
         if self._config.policy.round is not None:
             taken = sorted(self._round, key=lambda one: arrived.index(one.client.name))
             shares = [push.share for push in self._round]
@@ -477,7 +492,9 @@ def late_push_is_dropped(patch: Patch) -> None:
 
     def take_push(self: Sessions, client: Session, message: pf.Push) -> list[Action]:
         others = [one.tick or 0 for one in self._clients.values() if one.is_in]
-        is_late = message.tick is not msgspec.UNSET and (message.tick or 0) <= max(others, default=0)
+        is_late = message.tick is not msgspec.UNSET and (message.tick or 0) <= max(
+            others, default=0
+        )
         if self._config.policy.round is None or not is_late or client.n_unconfirmed:
             return whole(self, client, message)
         client.watermark = max(client.watermark, message.sequence)

@@ -556,27 +556,19 @@ def set_for(scenario: Scenario) -> Iterator[None]:
         yield
 
 
-def play(
-    seed: int,
-    *,
-    trace: TraceKind = "content",
-    policy: ExchangePolicy = DOWNPOUR,
-    kinds: Sequence[type[Invariant]] = ALL,
-) -> Play:
+def play(seed: int, *, trace: TraceKind = "content") -> Play:
     """Run the scenario of a seed to its end.
 
     Args:
         seed: Decides everything that is drawn.
         trace: What a failure reports: the content of each event, or only the order, which
             takes less time.
-        policy: How workers wait for each other, and shards fold their pushes.
-        kinds: What must hold.
 
     Raises:
         SimulationFailed: An invariant is broken, or the run does not end.
     """
-    scenario = replace(scenario_of(seed), policy=policy)
+    scenario = scenario_of(seed)
     with set_for(scenario):
-        drama = Play(scenario, trace=trace, kinds=kinds)
+        drama = Play(scenario, trace=trace)
         drama.run()
     return drama

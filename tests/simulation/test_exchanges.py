@@ -9,20 +9,19 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import pytest
 
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.roles.role import Address
-from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.faults import Fault, Kill, Pause
 from tests.distbelief.worker import test_local_steps as of_one_replica
-from tests.simulation.exchanges import VARIANTS, play_any, policy_of, without_one
+from tests.simulation.exchanges import VARIANTS, play_any, play_under, policy_of, without_one
+from tests.simulation.scenarios import scenario_of
 from tests.simulation.test_seeds import SELDOM, chunks, name, play_seeds
 from tests.simulation.variants import failure_of
-from tests.simulation.workers import STEP, Worker
+from tests.simulation.workers import PLAIN
 
 
 FILE = "tests/simulation/test_exchanges.py"
@@ -100,3 +99,32 @@ def test_policies_are_drawn_from_all_choices() -> None:
     for seed in range(200):
         drawn.update(choice for choice, n in choices(policy_of(seed)).items() if n)
     assert min(drawn[choice] for choice in CHOICES) > 20, drawn
+
+
+# ------------------------------------------------------------------------- regressions
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_shards_that_leave_out_different_workers_end_all_the_same(seed: int) -> None:
+    """Regression: with three shards and a quorum of three in four, all waited for ever.
+
+    One shard had folded its round without worker 0, the next without 1, the last without 2. Each
+    of them waited for its acknowledgement and pushed nothing, so no shard had a quorum again.
+    """
+    policy = ExchangePolicy(send="delta", every=2, round=Round(quorum=0.75), weight="samples")
+    sizes = {"n_workers": 4, "n_shards": 3, "n_twins": 1, "n_wanted": 16}
+    scenario = replace(scenario_of(seed), **sizes, hosts="own", rule=PLAIN, faults=(), saves=())
+    play_under(policy, scenario)
+
+
+@pytest.mark.parametrize(("seed", "staleness", "quorum"), [(965, 1, 0.75), (1207, 3, 1.0)])
+def test_a_push_that_is_late_on_one_shard_does_not_hold_up_all_workers(
+    seed: int, staleness: int, quorum: float
+) -> None:
+    """Regression: after a takeover one shard was a round ahead of the other.
+
+    Each waited for the push of a worker that waited for the other one's acknowledgement.
+    """
+    rounds = Round(quorum=quorum)
+    policy = ExchangePolicy(staleness=staleness, round=rounds, weight="mean")
+    play_under(policy, scenario_of(seed))

@@ -209,9 +209,7 @@ class Worker:
         self._policy = policy
         self._every = policy.every if isinstance(policy.every, int) else 1
         inner = {"name": "SGD", "lr": 1.0}
-        self.local_steps = (
-            LocalSteps(inner, {0: self.values}) if policy.send == "delta" else None
-        )
+        self.local_steps = LocalSteps(inner, {0: self.values}) if policy.send == "delta" else None
         self.begun = 0  # ticks
         self.ticks: dict[int, int] = {}  # by mark: which one its push ended
 
@@ -249,10 +247,8 @@ class Worker:
                 return self._advance(now)
             case "beginning":
                 return self._begin(now)
-            case "fetching" if client.fetch_complete:
-                return self._work("install", self._install(), COPY)
-            case "fetching" if self._may_go_on:
-                return self._work("step", self._step, STEP)
+            case "fetching":
+                return self._fetch()
             case "pushing" if client.can_push:
                 return self._work("stage", self._stage(), COPY)
         return []
@@ -274,6 +270,11 @@ class Worker:
         self.begun += 1
         self.state = "fetching"
         return [*entered, *self.client.begin_fetch(now), *self._advance(now)]
+
+    def _fetch(self) -> Sequence[rl.Action]:
+        if self.client.fetch_complete:
+            return self._work("install", self._install(), COPY)
+        return self._work("step", self._step, STEP) if self._may_go_on else []
 
     @property
     def _n_left(self) -> int:
@@ -368,9 +369,7 @@ class Worker:
         self.samples += len(marks)
         self.state = "beginning"
         self._ledger.pushes.append(marks)
-        actions = self.client.staged(
-            outcome, n_gradients=len(marks), samples=self.samples, now=now
-        )
+        actions = self.client.staged(outcome, n_gradients=len(marks), samples=self.samples, now=now)
         sequence = self.client._links[0].pushing.issued
         self.marks += [(sequence, mark) for mark in marks]
         self.ticks |= dict.fromkeys(marks, self.client.tick)
