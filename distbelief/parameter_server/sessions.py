@@ -158,7 +158,7 @@ class Session:
     queued: bool = False  # whether it is in the queue of complete pushes
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
-    n_samples: int = 0  # of its last push
+    n_samples: int | None = None  # of its last push
     told: int = 0  # the floor that it was told last
     entries: int = 0  # how often this incarnation has entered or left
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
@@ -203,7 +203,7 @@ class Session:
         """Note that `push` is in the values; `held` if the backup does not have it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
-        self.n_samples = push.n_samples or 0
+        self.n_samples = None if push.n_samples is msgspec.UNSET else push.n_samples
         self.samples = push.samples
         self.staleness = staleness
         if held:
@@ -632,14 +632,15 @@ class Sessions:
             return True
         if self.awaits_clients or not self.queue:
             return False
-        inside = [client for client in self._clients.values() if client.is_in]
+        # Those whose last push waits here have left.
+        members = [client for client in self._clients.values() if client.is_in or client.queued]
         # A client that is too far ahead begins no tick: it may wait for a push of this very round.
-        missing = [one for one in inside if not (one.queued or self._is_gated(one))]
+        missing = [one for one in members if not (one.queued or self._is_gated(one))]
         if not missing:
             return True
         due = now + policy.grace_seconds
-        n_queued = sum(client.queued for client in inside)
-        if n_queued < math.ceil(policy.quorum * len(inside) - 1e-9):
+        n_queued = sum(client.queued for client in members)
+        if n_queued < math.ceil(policy.quorum * len(members) - 1e-9):
             # Whoever has ended the tick of a push that waits here may wait, too: for a push at
             # another shard, whose last round was of others. So nobody could make the quorum. Late
             # pushes wait for the others' next ones first.
@@ -663,7 +664,7 @@ class Sessions:
 
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> Share:
         policy = self._config.policy
-        n_samples = push.n_samples or 1
+        n_samples = 1 if push.n_samples is msgspec.UNSET else push.n_samples
         if policy.round is not None:
             return Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
         if policy.weight == "sum" and policy.damping == "none":
@@ -677,8 +678,9 @@ class Sessions:
             scale /= n_clients
         elif policy.weight == "samples":
             # A client that has pushed nothing yet is taken for one like this.
-            known = [n_samples, *(one.n_samples or n_samples for one in others)]
-            scale *= n_samples * len(known) / (sum(known) * n_clients)
+            pushed = (one.n_samples for one in others)
+            known = [n_samples, *(n_samples if n is None else n for n in pushed)]
+            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
         if policy.damping == "inverse":
             scale /= 1 + staleness
         elif policy.damping == "excess":
