@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
 from unittest.mock import patch
 
 import torch
@@ -303,7 +303,7 @@ class _NoStrayParameters(TorchFunctionMode):
     ) -> object:
         if not is_inside():
             if func == _DATA:  # torch.export does not see it
-                func = torch.Tensor.detach
+                func = cast("Callable[[object], object]", torch.Tensor.detach)
             for value in pytree.tree_leaves((args, kwargs)):
                 if (
                     isinstance(value, nn.Parameter)
