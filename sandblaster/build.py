@@ -34,13 +34,13 @@ WINDOW_CHUNKS_MIN: Final = 64
 
 _FREE: Final = frozenset(
     {
-        "gradient_tolerance",
+        "tolerance",
         "value_tolerance",
         "value_iterations",
-        "n_iterations_max",
-        "n_evaluations_max",
+        "max_iterations",
+        "max_evaluations",
         "rounding",
-        "n_history",
+        "history",
         "sufficient_decrease",
         "curvature",
     }

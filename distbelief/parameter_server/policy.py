@@ -24,7 +24,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Shards fold one push of each worker, in the order of their names, and apply the result once.
 
     A round ends when every present worker's push is here, or `grace_seconds` after those of the
-    share `quorum` are. A later push belongs to the next round.
+    share `quorum` are. A later push belongs to the next round. Each shard has its own rounds: if
+    those that it waits for may wait for other shards, it ends a round without them after a while.
     """
 
     quorum: float = 1.0  # share of the workers that are present

@@ -447,11 +447,11 @@ def test_waits_are_shown_by_culprit_where_replicas_wait_for_each_other() -> None
     ]
     desk = a_job(roster)
     desk.join()
-    desk.beat("replica-0", clock_gap=2.0, clock_gap_max=4.0, **{"waits_replica-1": 1.5})
-    desk.beat("replica-2", clock_gap=1.0, clock_gap_max=1.0, **{"waits_replica-1": 2.0})
+    desk.beat("replica-0", "busy", clock_gap=2.0, clock_gap_max=4.0, **{"waits_replica-1": 1.5})
+    desk.beat("replica-2", "busy", clock_gap=1.0, clock_gap_max=1.0, **{"waits_replica-1": 2.0})
     desk.restart("replica-2")  # what it has waited stays counted
-    desk.beat("replica-2", **{"waits_replica-1": 0.5, "waits_replica-3": 7.0})
-    desk.beat("replica-3", **{f"waits_replica-{n}": 0.25 for n in (0, 2, 4)})
+    desk.beat("replica-2", "busy", **{"waits_replica-1": 0.5, "waits_replica-3": 7.0})
+    desk.beat("replica-3", "busy", **{f"waits_replica-{n}": 0.25 for n in (0, 2, 4)})
     assert desk.view.figures == {
         "clock_gap": 2.0,
         "clock_gap_max": 4.0,
