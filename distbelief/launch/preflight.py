@@ -167,10 +167,11 @@ def _found(
     job: Job, written: str, model: FlatModel, datasets: Mapping[str, Dataset]
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
-    rule = getattr(job.algorithm, "rule", None)
-    if isinstance(rule, UpdateRule):
+    for owner in (job.algorithm, getattr(job.algorithm, "warm_start", None)):
+        rule = getattr(owner, "rule", None)
         try:
-            check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
+            if isinstance(rule, UpdateRule):
+                check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
         except ValueError as error:
             raise JobError(f"[algorithm] {error}") from None
     initials: dict[str, Initial] = {}
