@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distbelief.errors import JobError
-from distbelief.graph import lowering, ops
+from distbelief.graph import lowering, ops  # noqa: F401 -- registers operators and lowering rules
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse
 from distbelief.graph.lowering.fallback import per_sample
 from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
@@ -56,13 +56,11 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
-assert ops.__all__  # importing these two packages registers operators and lowering rules
-assert lowering.__all__
-
 # Of one sample of an input: layers are larger, and torch counts elements in 64 bits.
 N_ELEMENTS_MAX: Final = 10**12
 _N_SAMPLES: Final = 3  # of the example; the result is for any number
 _INNER: Final = "inner"
+_WORD_ONLY: Final = inspect.Parameter.KEYWORD_ONLY
 
 
 @final
@@ -564,19 +562,15 @@ def input_names(module: nn.Module, n_inputs: int) -> list[str]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
     known = [p for p in parameters if p.kind in positional]
-    required = [p.name for p in known if p.default is p.empty]
-    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if keyword_only or n_inputs < max(1, len(required)):
+    needed = [p for p in parameters if p.default is p.empty and p.kind in {*positional, _WORD_ONLY}]
+    most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(known)
+    word_only = any(p.kind is _WORD_ONLY for p in needed)
+    if word_only or not max(1, len(needed)) <= n_inputs <= most:
+        shown = known if n_inputs > most else needed
         raise GraphError(
-            f"{type(module).__name__}.forward takes {len(required) + len(keyword_only)} inputs "
-            f"({', '.join([*required, *keyword_only])}), but {n_inputs} shapes are given"
-            + (": make all of them positional" if keyword_only else "")
-        )
-    if n_inputs > len(known) and not several:
-        raise GraphError(
-            f"{type(module).__name__}.forward takes {len(known)} inputs "
-            f"({', '.join(p.name for p in known)}), but {n_inputs} shapes are given"
+            f"{type(module).__name__}.forward takes {len(shown)} inputs "
+            f"({', '.join(p.name for p in shown)}), but {n_inputs} shapes are given"
+            + (": make all of them positional" if word_only else "")
         )
     more = [f"input{index}" for index in range(len(known), n_inputs)]
     return [*(p.name for p in known), *more][:n_inputs]

@@ -120,21 +120,20 @@ class LeafCall:
         ]
 
     def _refusal(self, inputs: Sequence[torch.Tensor], error: Exception) -> str:
-        kind = type(self.module).__name__
         path = self.path.removeprefix("inner").removeprefix(".")
+        kind = type(self.module).__name__
         shapes = ", ".join(
             "x".join(str(n) if type(n) is int else "batch" for n in x.shape) for x in inputs
         )
         wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
-        if wants_words and any(x.is_floating_point() for x in inputs):
-            hint = (
-                "It needs integers but gets floats: give the number of values (--input "
-                "128:30000), or an example with integers"
-            )
-        elif not wants_words and any(not x.is_floating_point() for x in inputs):
+        hint = "Is the shape of the input right?"
+        if any(x.is_floating_point() == wants_words for x in inputs):
             hint = "It gets integers: embed them first, or give the input as floats"
-        else:
-            hint = "Is the shape of the input right?"
+            if wants_words:
+                hint = (
+                    "It needs integers but gets floats: give the number of values (--input "
+                    "128:30000), or an example with integers"
+                )
         why = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         why = why if type(error) is RuntimeError and why else f"{type(error).__name__}: {why}"
         what = f"{path} ({kind})" if path else kind

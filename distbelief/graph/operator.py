@@ -72,6 +72,20 @@ class Call:
     tensors: Mapping[str, torch.Tensor]  # for each tensor the part that `uses` returns
     step: Step  # seed and mode of the step
 
+    @property
+    def module(self) -> nn.Module:
+        """The module of the model that the layer names.
+
+        Raises:
+            GraphError: It is not given.
+        """
+        path = self.layer.text("module")
+        if path not in self.step.modules:
+            raise GraphError(
+                f"the module {path!r} of {self.layer.name!r} is not given: add it to Step.modules"
+            )
+        return self.step.modules[path]
+
 
 class PartialSums(ABC):
     """How an output is combined from parts of the first input."""

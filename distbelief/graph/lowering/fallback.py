@@ -67,9 +67,7 @@ def call_whole(operation: Operation, reason: str) -> object:
         if not is_known:
             options["unchecked"] = True
         tensors = encoder.tensors
-        return _added(
-            operation.context, operation.name, "call", encoder, one, options, tensors, reason
-        )
+        return _added(operation.context, operation.name, encoder, one, options, tensors, reason)
 
     return Results(make) if several else make(None)
 
@@ -89,7 +87,6 @@ def per_sample(context: Context, mean: Value) -> Layer:
 def _added(
     context: Context,
     name: str,
-    kind: str,
     encoder: Encoder,
     result: torch.Tensor,
     options: dict[str, Option],
@@ -101,7 +98,7 @@ def _added(
     batched = any(value.batch is not None for value in encoder.inputs)
     is_loss = context.joins and not result.shape
     if batch is None and batched and not is_loss:
-        why = f" ({reason})" if kind == "whole" else ""
+        why = f" ({reason})" if "module" in options else ""
         raise GraphError(f"{name} joins samples{why}: a layer must keep them separate")
     if result.dtype == torch.bool:
         options["mask"] = True
@@ -116,7 +113,7 @@ def _added(
             shape.append(factor(extent))
     added = context.builder.add(
         name,
-        kind,
+        "call",
         sources,
         tuple(shape),
         options=options | {"batch": -1 if batch is None else batch},
@@ -161,7 +158,7 @@ def whole_module(
         options: dict[str, Option] = {"module": call.path, "arguments": text, "output": index}
         if call.operations:
             options["operations"] = call.operations
-        return _added(context, name, "whole", encoder, result[index], options, tensors, reason)
+        return _added(context, name, encoder, result[index], options, tensors, reason)
 
     _add_statistics(context, call, name, text, [value.layer for value in encoder.inputs], reason)
     return Results(make)
@@ -190,7 +187,7 @@ def _add_statistics(
     sizes = [math.prod(tensors[word].shape) for word in words]
     every = context.builder.add(
         f"{name}.statistics",
-        "whole",
+        "call",
         sources,
         (sum(sizes),),
         options=options,

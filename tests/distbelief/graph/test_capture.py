@@ -51,7 +51,7 @@ def test_a_captured_model_computes_what_the_model_computes_whole_and_cut(name: s
     # Layers are kept whole with a reason, and only where they must.
     for layer, reason in (case.whole or {}).items():
         assert reason in graph[layer].whole
-        assert graph[layer].kind in {"whole", "call"}
+        assert graph[layer].kind == "call"
         assert operator_of(graph[layer]).work(graph[layer], graph[layer].region).forward > 0
 
 
@@ -552,7 +552,7 @@ def test_layers_of_several_results_stay_layers() -> None:
 
     make = lambda: Applied(forward, lstm=nn.LSTM(4, 2, batch_first=True))  # noqa: E731
     graph = check(Case(make=make, shape=(4,)), whole=1)
-    assert graph["lstm"].kind in {"whole", "call"}
+    assert graph["lstm"].kind == "call"
 
 
 class Gates(nn.Module):

@@ -92,7 +92,7 @@ def examples() -> list[Layer]:
         *cross_entropy_layers("cross_entropy", (x, labels)),
         layer_of("routing", (5, 4), (5, 2), (5, 2)),
         layer_of("experts", (5, 6), (5, 4), (5, 6), (5, 2), words={"w": (4, 6, 6)}, module="m"),
-        reading("whole", (7,), words={"w": (3, 3)}, module="m"),
+        reading("call", (7,), name="whole", words={"w": (3, 3)}, module="m"),
         reading(
             "call",
             (7,),
