@@ -76,8 +76,7 @@ class Call:
     def module(self) -> nn.Module:
         """The module of the model that the layer names.
 
-        Raises:
-            GraphError: It is not given.
+        GraphError if it is not given.
         """
         path = self.layer.text("module")
         if path not in self.step.modules:
@@ -235,8 +234,7 @@ class _OnePart(Operator):
 def operator_of(layer: Layer) -> Operator:
     """Return the operator of a layer.
 
-    Raises:
-        GraphError: No operator of this name is registered.
+    GraphError if no operator of this name is registered.
     """
     try:
         return OPERATORS[layer.kind]

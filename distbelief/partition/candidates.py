@@ -259,10 +259,8 @@ _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
     """Check that pins name layers that are computed.
 
-    With a cluster, each pin must also be possible there.
-
-    Raises:
-        GraphError: a pin names no such layer, or is impossible.
+    With a cluster, each pin must also be possible there. GraphError if a pin names no such layer,
+    or is impossible.
     """
     for name in pins:
         if name not in graph.by_name:
@@ -289,8 +287,7 @@ def pinned(
 ) -> Candidate:
     """Return the candidate that a pin means; it need not be among those that are tried.
 
-    Raises:
-        GraphError: the layer cannot be placed so; lists what is possible.
+    GraphError if the layer cannot be placed so; lists what is possible.
     """
     found: Candidate | None = None
     if match := _WHOLE.fullmatch(pin):

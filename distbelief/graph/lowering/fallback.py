@@ -40,9 +40,8 @@ _N_TRIED_MAX: Final = 1 << 24  # elements of an operation that is tried on noise
 def call_whole(operation: Operation, reason: str) -> object:
     """Add layers "call" for the results of an operation.
 
-    Raises:
-        NotSplitError: It cannot be called so; its module can be opaque.
-        GraphError: It mixes samples.
+    NotSplitError if it cannot be called so; its module can be opaque. GraphError if it mixes
+    samples.
     """
     numbers = operation.arguments.values()
     if torch.Tag.pointwise in operation.target.tags and any(
@@ -137,9 +136,8 @@ def whole_module(
 ) -> object:
     """Add a layer for each used result of an opaque module.
 
-    Raises:
-        OpaqueError: Its caller must be opaque: it is called with something that cannot be sent.
-        GraphError: Its statistics would be lost, or the forward of a part was replaced.
+    OpaqueError if its caller must be opaque: it is called with something that cannot be sent.
+    GraphError if its statistics would be lost, or the forward of a part was replaced.
     """
     what = call.path or "the model"
     refuse_state(call.module, call.path, reason)
@@ -225,10 +223,8 @@ def refuse_state(module: nn.Module, path: str, reason: str) -> None:
 def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> bool:
     """Check that each sample of noise alone gives what it gives among others.
 
-    Return False for an operator that torch does not bring and that could not be tried.
-
-    Raises:
-        GraphError: It mixes samples.
+    Return False for an operator that torch does not bring and that could not be tried. GraphError
+    if it mixes samples.
     """
     target = operation.target
     inputs = encoder.inputs

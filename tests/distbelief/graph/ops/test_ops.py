@@ -108,7 +108,7 @@ EXAMPLES = examples()
 
 
 def test_every_operator_has_an_example() -> None:
-    assert ops.__all__  # importing them registers them
+    assert ops.views  # importing them registers them
     assert {layer.kind for layer in EXAMPLES} == OPERATORS.keys() - {Pairs.name}
 
 
@@ -192,7 +192,7 @@ def test_a_users_own_operator_is_split_like_the_others(data: st.DataObject) -> N
 
 
 def test_a_name_that_another_operator_has_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"give .*Other another name"):
+    with pytest.raises(GraphError, match="there is an operator .* already"):
 
         @final
         class Other(Operator):
