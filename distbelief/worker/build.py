@@ -20,13 +20,18 @@ from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import (
+    ClientConfig,
+    Numbers,
+    ShardConfig,
+    copy_names,
+    shard_of,
+)
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
@@ -82,8 +87,7 @@ def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -
 
 
 def shard_names(context: BuildContext) -> set[Address]:
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
-    return {*shards, *backups}
+    return {Address(one.name) for one in shard_entries(context.n_shards, context.shard_copies)}
 
 
 def build_shard(
@@ -300,14 +304,11 @@ def build_client(
             '[algorithm.exchange] numbers is "bfloat16" and the model of float64: use "float32", '
             "or convert the model"
         )
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes, numbers=numbers),
-        layout=layout,
-        shards=shards,
+        PartialView(layout, None if flow is None else flow.items),
         memory=context.memory,
-        backups=backups,
-        selection=None if flow is None else PartialView(layout, flow.items),
+        shard_copies=context.shard_copies,
     )
 
 
