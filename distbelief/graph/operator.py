@@ -245,6 +245,13 @@ def operator_of(layer: Layer) -> Operator:
         ) from None
 
 
+def sums_of(layer: Layer) -> PartialSums:
+    """Return the partial sums of a layer that has some."""
+    sums = operator_of(layer).partial
+    assert sums is not None, layer.name
+    return sums
+
+
 def joined(graph: LayerGraph) -> frozenset[str]:
     """Return the layers with one output for the whole batch, and those that read only such."""
     found: set[str] = set()

@@ -192,7 +192,7 @@ def test_a_users_own_operator_is_split_like_the_others(data: st.DataObject) -> N
 
 
 def test_a_name_that_another_operator_has_is_refused() -> None:
-    with pytest.raises(GraphError, match="there is an operator .* already"):
+    with pytest.raises(GraphError, match=r"there is an operator .* already"):
 
         @final
         class Other(Operator):
