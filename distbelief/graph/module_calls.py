@@ -118,7 +118,7 @@ class LeafCall:
             "x".join(str(n) if type(n) is int else "batch" for n in x.shape) for x in inputs
         )
         wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
-        hint = "Is the shape of the input right?"
+        hint = f"Is the shape of the input right, for any number of samples ({N_TRIED} here)?"
         if any(x.is_floating_point() == wants_words for x in inputs):
             hint = "It gets integers: embed them first, or give the input as floats"
             if wants_words:
