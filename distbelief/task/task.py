@@ -305,7 +305,7 @@ def _with_whole_loss(graph: LayerGraph, sample: Sample, reason: str) -> LayerGra
         )
     read = [*(graph[name] for name in graph.outputs), *given[-len(sample.of_loss) :]]
     name = builder.free_name("loss")
-    builder.add(name, "whole", read, (), options={"module": name}, whole=reason)
+    builder.add(name, "call", read, (), options={"module": name}, whole=reason)
     return replace(builder.finish([*graph.outputs, name]), fields=graph.fields)
 
 
