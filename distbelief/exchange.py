@@ -197,11 +197,9 @@ class Exchange(ServerLoop):
             then - now if parameter.requires_grad else None
             for parameter, now, then in zip(self._parameters(), values, anchor, strict=True)
         ]
-        self._push(
-            changes,
-            n_gradients=self._n_unsent,
-            samples=self._samples,
-            clocks=self._session.client.clocks,
+        clocks = self._session.client.clocks
+        self._issue(
+            self._stage(changes, n_gradients=self._n_unsent, samples=self._samples, clocks=clocks)
         )
         torch._foreach_copy_(anchor, values)
         self._n_unsent = 0

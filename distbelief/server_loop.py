@@ -279,18 +279,6 @@ class ServerLoop:
             self._session.command(Computed(name=lw.STEP_OUT), self._timeout_seconds)
             self._is_in = False
 
-    def _push(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        *,
-        n_gradients: int,
-        samples: int,
-        clocks: tuple[int, ...],
-    ) -> None:
-        """Push these, one for each parameter; None: it does not move, as in torch."""
-        push = self._stage(tensors, n_gradients=n_gradients, samples=samples, clocks=clocks)
-        self._issue(push)
-
     def _stage(
         self,
         tensors: Sequence[torch.Tensor | None],
@@ -299,7 +287,10 @@ class ServerLoop:
         samples: int,
         clocks: tuple[int, ...],
     ) -> lw.StagedPush:
-        """Copy a push to where `_issue` sends it from; the tensors may change then."""
+        """Copy a push to where `_issue` sends it from; the tensors may change then.
+
+        One tensor for each parameter; None: it does not move, as in torch.
+        """
         session = self._session
         self._wait(lambda: session.client.can_push, "room for a push")
         outcome = session.client.stage(

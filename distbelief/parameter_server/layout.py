@@ -58,10 +58,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("a tensor has no name; give each tensor its own")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more")
-        if self.kind not in {"parameter", "buffer"}:
-            raise ValueError(
-                f"tensor {self.name!r} has kind {self.kind!r}; use 'parameter' or 'buffer'"
-            )
 
     @property
     def n_elements(self) -> int:
@@ -160,8 +156,6 @@ class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.n_shards < 1:
             raise ValueError(f"n_shards is {self.n_shards}; use at least 1")
-        if self.dtype not in {"float32", "float64"}:
-            raise ValueError(f"dtype is {self.dtype!r}; use 'float32' or 'float64'")
         counts = Counter(tensor.name for tensor in self.tensors)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
@@ -204,9 +198,7 @@ class Layout:
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float64]:
-        if self.spec.dtype == "float64":
-            return np.dtype(np.float64)
-        return np.dtype(np.float32)
+        return np.dtype(np.float64) if self.spec.dtype == "float64" else np.dtype(np.float32)
 
     def shard_size(self, k: int) -> int:
         """Elements of shard k's vector, padding included: a multiple of 64."""

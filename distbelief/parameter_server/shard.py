@@ -212,7 +212,7 @@ class Shard:
 
     def _initialised(self, state: ShardState, now: rl.Seconds) -> list[rl.Action]:
         self._values.initialised(state)
-        self._saves.begin_at(state.clock)
+        self._saves.clock = state.clock
         self._commands.ready()
         self._ready = True
         if self._backup is None:

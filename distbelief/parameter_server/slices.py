@@ -105,8 +105,8 @@ def parts(vector: Vector, n_parameters: int) -> tuple[Vector, Vector]:
     return vector[:n_parameters], buffers if buffers.flags.aligned else buffers.copy()
 
 
-def convert(source: Vector, target: Vector, *, n_parameters: int) -> None:
-    """Copy a vector, or its words, into another one, or into words."""
+def convert(source: Vector, target: Vector, *, n_parameters: int) -> int:
+    """Copy a vector, or its words, into another one, or into words; return the source's size."""
     parameters, buffers = parts(source, n_parameters)
     to_parameters, to_buffers = parts(target, n_parameters)
     if source.dtype == target.dtype:
@@ -116,6 +116,7 @@ def convert(source: Vector, target: Vector, *, n_parameters: int) -> None:
     else:
         decode(parameters, as_tensor(to_parameters))
     np.copyto(to_buffers, buffers)
+    return len(source)
 
 
 # --- ranges ---
