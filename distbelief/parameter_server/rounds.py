@@ -15,14 +15,8 @@ from typing import Final, final
 import numpy as np
 
 from distbelief.core.vectors import Element, Vector
+from distbelief.parameter_server import slices as sl
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.slices import (
-    IndexRanges,
-    RangeCopier,
-    ShardSlice,
-    as_tensor,
-    convert,
-)
 
 
 _PIECE: Final = 1 << 18  # elements added while they are in the cache
@@ -37,7 +31,7 @@ class RoundSum:
     ) -> None:
         self._n_gradient = n_gradient
         self._divides = policy.weight != "sum"
-        self._parts: list[IndexRanges] | None = []  # None: a push was of everything
+        self._parts: list[sl.IndexRanges] | None = []  # None: a push was of everything
         self._n_elements = n_elements
         self._weight = 0.0  # of pushes of everything
         self._weights: Vector | None = None  # (n_elements,) of the others
@@ -45,12 +39,12 @@ class RoundSum:
         self.total: Vector = np.zeros(n_elements, dtype)
 
     @property
-    def touched(self) -> IndexRanges | None:
+    def touched(self) -> sl.IndexRanges | None:
         """What the round changes; None: everything."""
-        return None if self._parts is None else IndexRanges.union(self._parts)
+        return None if self._parts is None else sl.IndexRanges.union(self._parts)
 
     def add_work(
-        self, pushed: Vector, *, shard_slice: ShardSlice, touched: ShardSlice, weight: float
+        self, pushed: Vector, *, shard_slice: sl.ShardSlice, touched: sl.ShardSlice, weight: float
     ) -> Callable[[], None]:
         """Return the work that adds one push, or its words: of `touched`, out of the client's."""
         if self._parts is not None and touched.ranges is not None:
@@ -62,7 +56,7 @@ class RoundSum:
             numbers = pushed
             if pushed.dtype != self.total.dtype:
                 numbers = np.empty(shard_slice.n_elements, self.total.dtype)
-                convert(pushed, numbers, n_parameters=shard_slice.n_parameters)
+                sl.convert(pushed, numbers, n_parameters=shard_slice.n_parameters)
             if touched.ranges is None:
                 self._add(numbers, weight)
                 self._weight += weight
@@ -70,7 +64,7 @@ class RoundSum:
             compact = numbers
             if shard_slice.ranges is None:  # of a client that holds everything
                 compact = np.empty(touched.n_elements, numbers.dtype)
-                RangeCopier(touched.ranges).gather(as_tensor(numbers), as_tensor(compact))
+                sl.RangeCopier(touched.ranges).gather(sl.as_tensor(numbers), sl.as_tensor(compact))
             spread = np.zeros(self._n_elements, numbers.dtype)
             touched.scatter(compact, spread)
             self._add(spread, weight)

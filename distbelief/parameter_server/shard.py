@@ -472,11 +472,12 @@ class Shard:
         self._sessions.incarnation = promote.term
         clients = tuple(backup.clients.values())
         unheard = [rl.Address(one.name) for one in clients if one.name not in self._deferred]
+        changed = rp.PrimaryChanged(shard_incarnation=promote.term)
         text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
             rl.Report(text=text),
             *self._serve(clients, now),
-            *map(self._sessions.primary_changed, unheard),
+            *(rl.Send(receiver=name, message=changed) for name in unheard),
             *self._primary.promote(promote, now),
         ]
 

@@ -282,9 +282,6 @@ class IndexRanges:
         starts = self.offsets[at] + inner.starts - self.starts[at]
         return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
 
-    def n_below(self, stop: int) -> int:
-        return self.clipped(0, stop).n_elements
-
     def overlaps(self, other: "IndexRanges") -> bool:
         after = np.searchsorted(self.stops, other.starts, side="right")
         some = after < len(self.starts)
