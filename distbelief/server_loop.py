@@ -34,6 +34,7 @@ from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import ANOTHER, REFUSED
 from distbelief.worker import loop_worker as lw
 
 
@@ -124,7 +125,7 @@ class ClientSession:
         """Join the server; JobError if it does not allow this host's key."""
 
         def is_decided() -> bool:
-            if not self._worker.has_joined and self._transport.is_refused(SUPERVISOR):
+            if not self._worker.has_joined and self._transport.has_failed(SUPERVISOR, REFUSED):
                 raise JobError(
                     f"{self._user}: the server at {self.address.endpoint} does not allow this "
                     f"host's key. On the server: distbelief keys allow {self._key} NAME"
@@ -154,7 +155,7 @@ class ClientSession:
             "Is it running, and is this the address that it prints now? A server in "
             "another directory has another run=."
         )
-        if self._transport.has_other_key(SUPERVISOR):
+        if self._transport.has_failed(SUPERVISOR, ANOTHER):
             hint = (
                 "The process that listens there has not the key in the address: use the "
                 "address that the server prints now."

@@ -338,11 +338,12 @@ class _Rule(
     ) -> None:
         """Update parameters, (n,), and state in place by one push; the gradient stays.
 
-        n is a multiple of 64. The clock counts earlier pushes of these parameters (`StepCounts`).
-        ValueError if sizes or dtypes differ.
+        The clock counts earlier pushes of these parameters (`StepCounts`).
         """
-        _check_vectors(self, parameters, gradient, state)
         n = len(parameters)
+        others = gradient, *state.values()
+        assert all((len(v), v.dtype) == (n, parameters.dtype) for v in others), (n, others)
+        assert n % ALIGNMENT == 0, n  # or results would depend on the number of shards
         in_pieces = self.several_passes or self.clip_value is not None
         step = _PIECE if in_pieces else max(n, 1)
         for start in range(0, n, step):
@@ -529,17 +530,3 @@ def _denominator_min(dtype: torch.dtype) -> float:
     # number (about 1e-19 or 1e-154) changes no bit of a root of squares unless all gradients were
     # below 1e-12 (float32), and then keeps the step far below the learning rate.
     return math.sqrt(torch.finfo(dtype).tiny)
-
-
-def _check_vectors(
-    rule: _Rule, parameters: Vector, gradient: Vector, state: Mapping[str, Vector]
-) -> None:
-    n = len(parameters)
-    for name, vector in {"gradient": gradient, **state}.items():
-        if vector.shape != (n,) or vector.dtype != parameters.dtype:
-            raise ValueError(
-                f"rule {rule.name!r}: {name} has shape {vector.shape} and dtype "
-                f"{vector.dtype}, the parameters ({n},) and {parameters.dtype}"
-            )
-    if n % ALIGNMENT:
-        raise ValueError(f"rule {rule.name!r}: {n} parameters; use a multiple of {ALIGNMENT}")

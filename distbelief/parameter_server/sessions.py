@@ -322,7 +322,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
-            **self._tick_counters(),
+            **(self._tick_counters() if self.counts_ticks else {}),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -705,15 +705,9 @@ class Sessions:
             self._floor = slowest.tick or 0
 
     def _tick_counters(self) -> dict[str, float]:
-        if not self.counts_ticks:
-            return {}
         ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
-        gap = max(ticks, default=0) - min(ticks, default=0)
-        return {
-            "workers_in": float(len(ticks)),
-            "floor": float(self._floor),
-            "clock_gap": float(gap),
-        }
+        gap = float(max(ticks, default=0) - min(ticks, default=0))
+        return {"workers_in": float(len(ticks)), "floor": float(self._floor), "clock_gap": gap}
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:

@@ -37,14 +37,7 @@ from distbelief.parameter_server.replication import (
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import (
-    Finished,
-    SaveCheckpoint,
-    ShardCommand,
-    Stop,
-    push_fetch as pf,
-    replication as rp,
-)
+from distbelief.protocol import batch as bt, membership as ms, push_fetch as pf, replication as rp
 from distbelief.roles import role as rl
 
 
@@ -54,7 +47,12 @@ __all__ = ["Shard", "ShardConfig"]
 ClientMessage = pf.Fetch | pf.FetchAck | pf.PushBlock | pf.Push
 ReplicationMessage = rp.Promote | FromPrimary | FromBackup
 ShardMessage = (
-    pf.OpenSession | ClientMessage | ReplicationMessage | ShardCommand | SaveCheckpoint | Stop
+    pf.OpenSession
+    | ClientMessage
+    | ReplicationMessage
+    | bt.ShardCommand
+    | ms.SaveCheckpoint
+    | ms.Stop
 )
 
 _ABSENT: Final = "absent:"
@@ -231,7 +229,7 @@ class Shard:
         self._memory.release(self._values.region)
         if self._abandoned is not None:
             return [rl.Exit(error=self._abandoned)]  # an error exit makes the launcher restart it
-        finished = Finished(counters=dict(self.status()[1]))
+        finished = ms.Finished(counters=dict(self.status()[1]))
         return [rl.Send(receiver=stopped_by, message=finished), rl.Exit()]
 
     def _lost(self, event: rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
@@ -258,12 +256,12 @@ class Shard:
                 actions = self._replicate(event, message, now)
             case pf.Fetch() | pf.FetchAck() | pf.PushBlock() | pf.Push():
                 actions = self._serve_client(event, message, now)
-            case ShardCommand():
+            case bt.ShardCommand():
                 actions = self._commands.take(event, message)
-            case SaveCheckpoint():
+            case ms.SaveCheckpoint():
                 self._is_sealed = self._is_sealed or message.last
                 actions = self._save(event.sender, message.label)
-            case Stop():
+            case ms.Stop():
                 actions = self._stop(event.sender)
             case _:
                 actions = self._replicate(event, message, now)

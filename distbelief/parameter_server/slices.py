@@ -568,9 +568,8 @@ class TensorCopier:
         self._padding: list[tuple[int, int, bool]] = []
         for index, start, stop, place in pieces:
             if isinstance(place, IndexRanges):
-                first = int(place.starts[0]) if len(place.starts) else 0
-                is_buffer = first >= n_parameters
-                copier = RangeCopier(place.shifted(-n_parameters) if is_buffer else place)
+                is_buffer = bool(len(place.starts)) and int(place.starts[0]) >= n_parameters
+                copier = RangeCopier(place.shifted(-n_parameters if is_buffer else 0))
                 self._pieces[index] = start, stop, is_buffer, copier
                 continue
             is_buffer = place >= n_parameters

@@ -320,27 +320,12 @@ class ShardPush:
         )
 
     def issue(
-        self,
-        staged: StageTarget,
-        *,
-        n_gradients: int,
-        samples: int,
-        commit_token: int,
-        tick: int | None,
-        n_samples: int | None,
-        is_open: bool,
+        self, staged: StageTarget, *, is_open: bool, **counts: pf.Ticks
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
-        push = msgspec.structs.replace(
-            staged.push,
-            n_gradients=n_gradients,
-            samples=samples,
-            commit_token=commit_token,
-            tick=msgspec.UNSET if tick is None else tick,
-            n_samples=msgspec.UNSET if n_samples is None else n_samples,
-        )
+        push = msgspec.structs.replace(staged.push, **counts)
         in_flight = OutgoingPush(push, staged.values, Window(len(self._slice.bounds)))
         self._in_flight.append(in_flight)
         self._move(in_flight)
