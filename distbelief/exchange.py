@@ -216,11 +216,9 @@ class Exchange(ServerLoop):
             then - now if trains else None
             for trains, now, then in zip(self._trained, values, anchor, strict=True)
         ]
-        self._push(
-            changes,
-            n_gradients=self._n_unsent,
-            samples=self._samples,
-            clocks=self._session.client.clocks,
+        clocks = self._session.client.clocks
+        self._issue(
+            self._stage(changes, n_gradients=self._n_unsent, samples=self._samples, clocks=clocks)
         )
         torch._foreach_copy_(self._of(anchor), self._of(values))
         self._n_unsent = 0

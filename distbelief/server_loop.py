@@ -34,6 +34,7 @@ from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import ANOTHER, REFUSED
 from distbelief.worker import loop_worker as lw
 
 
@@ -125,7 +126,7 @@ class ClientSession:
         """Join the server; JobError if it does not allow this host's key."""
 
         def is_decided() -> bool:
-            if not self._worker.has_joined and self._transport.is_refused(SUPERVISOR):
+            if not self._worker.has_joined and self._transport.has_failed(SUPERVISOR, REFUSED):
                 raise JobError(
                     f"{self._user}: the server at {self.address.endpoint} does not allow this "
                     f"host's key. On the server: distbelief keys allow {self._key} NAME"
@@ -155,7 +156,7 @@ class ClientSession:
             "Is it running, and is this the address that it prints now? A server in "
             "another directory has another run=."
         )
-        if self._transport.has_other_key(SUPERVISOR):
+        if self._transport.has_failed(SUPERVISOR, ANOTHER):
             hint = (
                 "The process that listens there has not the key in the address: use the "
                 "address that the server prints now."
@@ -281,18 +282,6 @@ class ServerLoop:
             self._session.command(Computed(name=lw.STEP_OUT), self._timeout_seconds)
             self._is_in = False
 
-    def _push(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        *,
-        n_gradients: int,
-        samples: int,
-        clocks: tuple[int, ...],
-    ) -> None:
-        """Push these, one for each parameter; None: it does not move, as in torch."""
-        push = self._stage(tensors, n_gradients=n_gradients, samples=samples, clocks=clocks)
-        self._issue(push)
-
     def _stage(
         self,
         tensors: Sequence[torch.Tensor | None],
@@ -301,7 +290,10 @@ class ServerLoop:
         samples: int,
         clocks: tuple[int, ...],
     ) -> lw.StagedPush:
-        """Copy a push to where `_issue` sends it from; the tensors may change then."""
+        """Copy a push to where `_issue` sends it from; the tensors may change then.
+
+        One tensor for each parameter; None: it does not move, as in torch.
+        """
         session = self._session
         self._wait(lambda: session.client.can_push, "room for a push")
         outcome = session.client.stage(

@@ -32,7 +32,7 @@ from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.zmq_transport import ANOTHER, REFUSED, ZmqTransport
 
 
 INCARNATION: Final = 1  # the name is new each time
@@ -87,13 +87,13 @@ class SupervisorMonitor:
         if self._dial_at is not None and now >= self._dial_at:
             self._dial_at = None
             self.dial()
-        if self._transport.is_refused(SUPERVISOR):
+        if self._transport.has_failed(SUPERVISOR, REFUSED):
             self._dial_at = now + DIAL_SECONDS
             self._show(
                 f"{where} rejects the key of this host; run there: "
                 f"distbelief keys allow {self._key} NAME --role host"
             )
-        elif self._transport.has_other_key(SUPERVISOR) and not is_known:
+        elif self._transport.has_failed(SUPERVISOR, ANOTHER) and not is_known:
             self._show(
                 f"the process at {where} has another key than this address, or none: "
                 "use the address that `distbelief train --listen` prints there"

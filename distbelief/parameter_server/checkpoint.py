@@ -134,13 +134,10 @@ class CheckpointWriter:
         # After the waiting checkpoints, save once more if the values are newer.
         self.saves_unsaved = False
         self._last = ""
-        self._clock = 0  # of the newest checkpoint, or of the restored one
-
-    def begin_at(self, clock: int) -> None:
-        self._clock = clock
+        self.clock = 0  # of the newest checkpoint, or of the restored one
 
     def begin_next(self, *, clock: int) -> str | None:
-        if self.saves_unsaved and not self.waiting and clock != self._clock:
+        if self.saves_unsaved and not self.waiting and clock != self.clock:
             self.saves_unsaved = False  # one attempt only: the shard is about to exit
             self.waiting.append((rl.NEWEST, rl.SUPERVISOR))
         return self.waiting[0][0] if self.waiting else None
@@ -162,7 +159,7 @@ class CheckpointWriter:
         label, requester = self.waiting.popleft()
         error = event.error
         if error is None:
-            self._last, self._clock = label, clock
+            self._last, self.clock = label, clock
         saved = _saved(requester, label, clock=clock, error=error)
         if label != rl.NEWEST:
             return [saved]

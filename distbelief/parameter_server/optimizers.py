@@ -14,7 +14,7 @@ element by element with torch's fused kernels, so S shards give the bits of one 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, cast, final
@@ -52,27 +52,27 @@ from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice,
 # as each replica's steps.
 
 
+def _check(
+    struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
+) -> None:
+    """Raise ValueError if one of these fields, of those that the struct has, does not fit."""
+    for field in fields.split():
+        value = getattr(struct, field, None)
+        if value is not None and not fits(value):
+            raise ValueError(f"{user}: {field} is {value}; use {use}")
+
+
 class _Schedule(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
     n_warm_up: int = 0  # pushes over which the rate first rises
 
     def __post_init__(self) -> None:
-        name = self.__struct_config__.tag
-        for field, least in (("n_warm_up", 0), ("n_pushes", 1)):
-            n = getattr(self, field, least)
-            if n < least:
-                raise ValueError(
-                    f"schedule {name!r}: {field} is {n}; "
-                    f"use a whole number of pushes, {least} or more"
-                )
-        decay, floor = getattr(self, "decay", 1.0), getattr(self, "floor", 0.0)
-        if not 0.0 < decay <= 1.0:
-            raise ValueError(
-                f"schedule {name!r}: decay is {decay}; use a number above 0, and at most 1"
-            )
-        if not 0.0 <= floor <= 1.0:
-            raise ValueError(f"schedule {name!r}: floor is {floor}; use a number from 0 to 1")
+        user = f"schedule {self.__struct_config__.tag!r}"
+        _check(self, user, "n_warm_up", lambda n: n >= 0, "a whole number of pushes, 0 or more")
+        _check(self, user, "n_pushes", lambda n: n >= 1, "a whole number of pushes, 1 or more")
+        _check(self, user, "decay", lambda x: 0.0 < x <= 1.0, "a number above 0, and at most 1")
+        _check(self, user, "floor", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
 
     def factor(self, clock: int) -> float:
         if clock < self.n_warm_up:
@@ -235,9 +235,8 @@ class StepCounts:
         if not part.n_pushes:
             del self._parts[shard_slice.key]
         return (
-            f"the parts of its clients need {n} stripes; the most is {N_STRIPES_MAX}, and "
-            f"{slices.N_STRIPES_MAX} for one client: partition all replicas alike, or use "
-            "more shards"
+            f"its clients need {n} stripes, of {N_STRIPES_MAX} at most, and "
+            f"{slices.N_STRIPES_MAX} for one: partition replicas alike, or use more shards"
         )
 
     def add(self, shard_slice: ShardSlice, *, n_pushes: int = 1) -> None:
@@ -323,24 +322,14 @@ class _Rule(
                 f"rule {self.name!r}: schedule is {self.schedule!r}; use one of "
                 "distbelief.parameter_server.optimizers, as in Cosine(n_pushes=1)"
             )
-        for field in ("learning_rate", "weight_decay", "epsilon", "initial_accumulator"):
-            value = getattr(self, field, 0.0)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(
-                    f"rule {self.name!r}: {field} is {value}; use a finite number, 0 or more"
-                )
-        for field in ("momentum", "smoothing", "beta1", "beta2"):
-            value = getattr(self, field, 0.0)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(
-                    f"rule {self.name!r}: {field} is {value}; "
-                    "use a number from 0 up to, not including, 1"
-                )
-        if self.clip_value is not None and not 0.0 < self.clip_value < math.inf:
-            raise ValueError(
-                f"rule {self.name!r}: clip_value is {self.clip_value}; "
-                "use a number above 0, or leave it out"
-            )
+        user = f"rule {self.name!r}"
+        finite = "learning_rate weight_decay epsilon initial_accumulator"
+        _check(self, user, finite, lambda x: 0.0 <= x < math.inf, "a finite number, 0 or more")
+        below_1 = "a number from 0 up to, not including, 1"
+        _check(self, user, "momentum smoothing beta1 beta2", lambda x: 0.0 <= x < 1.0, below_1)
+        _check(self, user, "dampening", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
+        above_0 = "a number above 0, or leave it out"
+        _check(self, user, "clip_value", lambda x: 0.0 < x < math.inf, above_0)
 
     @property
     def name(self) -> str:
@@ -374,11 +363,12 @@ class _Rule(
     ) -> None:
         """Update parameters, (n,), and state in place by one push; the gradient stays.
 
-        n is a multiple of 64. The clock counts earlier pushes of these parameters (`StepCounts`).
-        ValueError if sizes or dtypes differ.
+        The clock counts earlier pushes of these parameters (`StepCounts`).
         """
-        _check_vectors(self, parameters, gradient, state)
         n = len(parameters)
+        others = gradient, *state.values()
+        assert all((len(v), v.dtype) == (n, parameters.dtype) for v in others), (n, others)
+        assert n % ALIGNMENT == 0, n  # or results would depend on the number of shards
         in_pieces = self.several_passes or self.clip_value is not None
         step = _PIECE if in_pieces else max(n, 1)
         for start in range(0, n, step):
@@ -424,10 +414,6 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.dampening <= 1.0:
-            raise ValueError(
-                f"rule 'momentum': dampening is {self.dampening}; use a number from 0 to 1"
-            )
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
                 f"rule 'momentum': nesterov is true with momentum {self.momentum} and "
@@ -658,21 +644,3 @@ def _denominator_min(dtype: torch.dtype) -> float:
     # number (about 1e-19 or 1e-154) changes no bit of a root of squares unless all gradients were
     # below 1e-12 (float32), and then keeps the step far below the learning rate.
     return math.sqrt(torch.finfo(dtype).tiny)
-
-
-def _check_vectors(
-    rule: _Rule, parameters: Vector, gradient: Vector, state: Mapping[str, Vector]
-) -> None:
-    n = len(parameters)
-    for name, vector in {"gradient": gradient, **state}.items():
-        if vector.shape != (n,) or vector.dtype != parameters.dtype:
-            raise ValueError(
-                f"rule {rule.name!r}: {name} has shape {vector.shape} and dtype "
-                f"{vector.dtype}, the parameters ({n},) and {parameters.dtype}; "
-                "they must agree"
-            )
-    if n % ALIGNMENT:
-        raise ValueError(
-            f"rule {rule.name!r}: {n} parameters; use a multiple of {ALIGNMENT}, so that "
-            "results do not depend on the number of shards"
-        )

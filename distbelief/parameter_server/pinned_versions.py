@@ -172,7 +172,7 @@ class PinnedVersions:
             slice(*whole.sent_range(piece.start, stop, dtype=version.values.dtype))
         ]
         n_parameters = whole.n_parameters_within(piece.start, stop)
-        work = partial(_copy, source, target, n_parameters=n_parameters)
+        work = partial(convert, source, target, n_parameters=n_parameters)
         return work, Cost(n_bytes=float(source.nbytes + target.nbytes))
 
     def copied(self, n_elements: int, now: Seconds) -> list[Action]:
@@ -274,8 +274,3 @@ class PinnedVersions:
             if version.n_readers == 0 and version is not self.copying:
                 return version
         return None
-
-
-def _copy(source: Vector, target: Vector, *, n_parameters: int) -> int:
-    convert(source, target, n_parameters=n_parameters)
-    return len(source)

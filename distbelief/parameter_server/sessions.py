@@ -32,19 +32,11 @@ import numpy as np
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.parameter_server import slices as sl
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.slices import (
-    N_PUSH_BUFFERS,
-    NOTHING,
-    WORD,
-    IndexRanges,
-    ShardSlice,
-    push_buffer_bytes,
-    push_buffer_views,
-)
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf, replication as rp
+from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
 
@@ -66,15 +58,15 @@ class PartialStaleness:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
+        self._recent: deque[tuple[int, sl.ShardSlice]] = deque(maxlen=_N_KEPT)
         self._in_parts = False  # whether any push was not of everything
         self._known: dict[tuple[bytes, bytes], bool] = {}
 
-    def add(self, shard_slice: ShardSlice, *, clock: int) -> None:
+    def add(self, shard_slice: sl.ShardSlice, *, clock: int) -> None:
         self._in_parts |= shard_slice.ranges is not None
         self._recent.append((clock, shard_slice))
 
-    def since(self, shard_slice: ShardSlice, *, fetched_clock: int, clock: int) -> int:
+    def since(self, shard_slice: sl.ShardSlice, *, fetched_clock: int, clock: int) -> int:
         """Return how many pushes these elements received between two clocks."""
         n_pushes = clock - fetched_clock
         # As long as every push covers everything, the clock is exact.
@@ -86,7 +78,7 @@ class PartialStaleness:
             n_pushes -= not self._overlap(shard_slice, other)
         return n_pushes
 
-    def _overlap(self, one: ShardSlice, other: ShardSlice) -> bool:
+    def _overlap(self, one: sl.ShardSlice, other: sl.ShardSlice) -> bool:
         if one.key == other.key or one.ranges is None or other.ranges is None:
             return True
         keys = (one.key, other.key)
@@ -123,13 +115,13 @@ class PushBuffer:
         """Store a block if it is the next one: the sender repeats the others."""
         self.lend(block.sequence, block.payload)
         if block.block_index == self.received:
-            room = self.memory.view(WORD) if self.words else self.memory
+            room = self.memory.view(sl.WORD) if self.words else self.memory
             stop = self.size + block.values.size
             room[self.size : stop] = block.values
             self.size = stop
             self.received += 1
 
-    def values(self, shard_slice: ShardSlice) -> Vector:
+    def values(self, shard_slice: sl.ShardSlice) -> Vector:
         """Return all numbers, or words, of a push of this slice."""
         return shard_slice.room(self.memory, words=self.words)
 
@@ -150,7 +142,7 @@ class Session:
     # Whether this incarnation has opened a session with this shard incarnation.
     opened: bool = False
     connected: bool = True  # whether the client is there, as far as the shard knows
-    shard_slice: ShardSlice = NOTHING  # what it fetches and pushes of the shard's vector
+    shard_slice: sl.ShardSlice = sl.NOTHING  # what it fetches and pushes of the shard's vector
     push_buffers: tuple[PushBuffer, ...] = ()  # two if it pushes, none if it only fetches
     region: str = ""  # where they lie; "" for memory of the shard that blocks fill
     parameters_region: str = ""  # where it can read the values; "" for blocks only
@@ -192,7 +184,7 @@ class Session:
     def next_complete(self) -> PushBuffer | None:
         if not self.push_buffers:
             return None
-        push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
+        push_buffer = self.push_buffers[(self.watermark + 1) % sl.N_PUSH_BUFFERS]
         if push_buffer.sequence != self.watermark + 1 or push_buffer.push is None:
             return None
         # In shared memory the client has filled the buffer before it sends Push.
@@ -219,18 +211,20 @@ class Session:
         if not self.push_buffers:
             raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
         # An unconfirmed push keeps its buffer, because the backup may still read it there.
-        if not self.watermark < sequence <= self.confirmed + N_PUSH_BUFFERS:
+        if not self.watermark < sequence <= self.confirmed + sl.N_PUSH_BUFFERS:
             raise RemoteProtocolError(
                 f"{self.name} sent push {sequence}; its buffers have room for pushes "
-                f"{self.watermark + 1} to {self.confirmed + N_PUSH_BUFFERS}"
+                f"{self.watermark + 1} to {self.confirmed + sl.N_PUSH_BUFFERS}"
             )
-        return self.push_buffers[sequence % N_PUSH_BUFFERS]
+        return self.push_buffers[sequence % sl.N_PUSH_BUFFERS]
 
 
 # --- all clients ---
 
 
-def _n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[int, int]) -> int:
+def _n_holding(
+    shard_slice: sl.ShardSlice, others: list[sl.ShardSlice], part: tuple[int, int]
+) -> int:
     """Return how many of these slices hold one and the same element of a slice, at most.
 
     Only elements in this part of the vector count. The ranks of a partitioned replica hold each
@@ -242,7 +236,7 @@ def _n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[in
     if not inner.n_elements:
         return max(1, len(others))
     all_ranges = [inner, *(other.within(*part) for other in others)]
-    bounds = IndexRanges.ends(all_ranges)
+    bounds = sl.IndexRanges.ends(all_ranges)
     counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
     return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
 
@@ -331,7 +325,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
-            **self._tick_counters(),
+            **(self._tick_counters() if self.counts_ticks else {}),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -445,7 +439,7 @@ class Sessions:
 
     def _lend_push_buffers(self, client: Session, region: str, *, shared: bool) -> str | None:
         n_elements, dtype = client.shard_slice.n_elements, client.shard_slice.dtype
-        n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
+        n_bytes = sl.push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
         warning = memory = None
         if shared:
             name = f"{region}-{self._n_regions}"
@@ -457,7 +451,7 @@ class Sessions:
                 warning = f"{client.name} pushes by messages, not shared memory: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
-        one, other = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
+        one, other = sl.push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
         client.push_buffers = PushBuffer(one), PushBuffer(other)
         return warning
 
@@ -470,7 +464,7 @@ class Sessions:
         busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
         return any(one.client.name == name for one in busy)
 
-    def n_averaged(self, shard_slice: ShardSlice) -> int:
+    def n_averaged(self, shard_slice: sl.ShardSlice) -> int:
         """Return over how many clients the buffers of this slice are averaged."""
         pushing = [
             client.shard_slice
@@ -723,15 +717,9 @@ class Sessions:
             self._floor = slowest.tick or 0
 
     def _tick_counters(self) -> dict[str, float]:
-        if not self.counts_ticks:
-            return {}
         ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
-        gap = max(ticks, default=0) - min(ticks, default=0)
-        return {
-            "workers_in": float(len(ticks)),
-            "floor": float(self._floor),
-            "clock_gap": float(gap),
-        }
+        gap = float(max(ticks, default=0) - min(ticks, default=0))
+        return {"workers_in": float(len(ticks)), "floor": float(self._floor), "clock_gap": gap}
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
@@ -758,11 +746,6 @@ class Sessions:
             behind=behind,
         )
         return Send(receiver=client.name, message=opened)
-
-    def primary_changed(self, receiver: Address) -> Send:
-        """Tell a client of the former primary that this copy serves it now."""
-        changed = PrimaryChanged(shard_incarnation=self.incarnation)
-        return Send(receiver=receiver, message=changed)
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
         """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""

@@ -628,17 +628,10 @@ class ParameterClient:
         actions: list[rl.Action] = []
         if outcome.finite:
             self._n_pushed += 1
-            tick, n_samples = self._end_tick(samples) if not commit_token else (None, None)
+            counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
+            counts |= {} if commit_token else self._end_tick(samples)
             for link, target in zip(self._links.values(), targets, strict=True):
-                messages = link.pushing.issue(
-                    target,
-                    n_gradients=n_gradients,
-                    samples=samples,
-                    commit_token=commit_token,
-                    tick=tick,
-                    n_samples=n_samples,
-                    is_open=link.is_open,
-                )
+                messages = link.pushing.issue(target, is_open=link.is_open, **counts)
                 actions += [*link.send(messages, now), *link.wait(now)]
         else:
             self._n_non_finite += 1
@@ -722,15 +715,17 @@ class ParameterClient:
         is_gated = (slowest.floor or 0) < needed
         self._waits_since = (is_gated and slowest.behind) or rl.Address(""), now
 
-    def _end_tick(self, samples: int) -> tuple[int | None, int | None]:
+    def _end_tick(self, samples: int) -> dict[str, int]:
         """Return the ticks ended with this push, and the samples in it, if shards count ticks."""
         before, self._samples_before = self._samples_before, samples
         if not self._counting:
-            return None, None
-        if self._tick is not None:
-            self._tick += 1
-            self._gap_max = max(self._gap_max, self._gap)
-        return self._tick, max(samples - (self.samples if before is None else before), 0)
+            return {}
+        n_samples = {"n_samples": max(samples - (self.samples if before is None else before), 0)}
+        if self._tick is None:
+            return n_samples
+        self._tick += 1
+        self._gap_max = max(self._gap_max, self._gap)
+        return n_samples | {"tick": self._tick}
 
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
         """End no further tick until `enter`: nobody waits for this worker."""

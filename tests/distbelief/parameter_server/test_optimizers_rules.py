@@ -480,24 +480,18 @@ def test_a_schedule_by_its_name_alone_is_refused() -> None:
         SGD(learning_rate=1.0, schedule="cosine")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("gradient", "message"),
-    [
-        (np.zeros(64), r"gradient has .* float64, the parameters \(64,\) and float32"),
-        (np.zeros(128, np.float32), r"gradient has shape \(128,\) .* \(64,\)"),
-    ],
-)
-def test_vectors_that_do_not_fit_are_named(gradient: Vector, message: str) -> None:
+@pytest.mark.parametrize("gradient", [np.zeros(64), np.zeros(128, np.float32)])
+def test_vectors_that_do_not_fit_are_a_bug(gradient: Vector) -> None:
     rule = Adagrad(learning_rate=0.1)
     values = np.zeros(64, np.float32)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError):
         rule.apply(values, gradient, rule.state(64, np.float32), clock=0)
-    with pytest.raises(ValueError, match="sum_of_squares has shape"):
+    with pytest.raises(AssertionError):
         rule.apply(values, values.copy(), rule.state(128, np.float32), clock=0)
 
 
 def test_a_vector_that_is_not_aligned_is_refused() -> None:
     """Its last elements would be rounded otherwise than on another shard."""
     values = np.zeros(65, np.float32)
-    with pytest.raises(ValueError, match=r"65 parameters; .* a multiple of 64"):
+    with pytest.raises(AssertionError):
         SGD(learning_rate=0.1).apply(values, values.copy(), {}, clock=0)

@@ -323,7 +323,7 @@ def test_a_shard_refuses_parts_whose_counts_need_too_much_room(
 ) -> None:
     monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 4)
     machines = Machines(SGD(learning_rate=1.0), shared=False, pushers=[LEFT])
-    with pytest.raises(JobError, match="need 6 stripes; the most is 4"):
+    with pytest.raises(JobError, match="need 6 stripes, of 4 at most"):
         machines.add(RIGHT)
     machines.bench.kill(RIGHT)
     machines.add(READER, ITEMS[RIGHT])  # it only fetches: nothing is written down
