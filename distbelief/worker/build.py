@@ -5,7 +5,7 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -46,11 +46,10 @@ from distbelief.worker.local_executor import (
     WholeSteps,
     loss_and_metric,
 )
-from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
-from distbelief.worker.training import Items, Trainer, TrainingObjective
+from distbelief.worker.training import Items, TrainingObjective
 from distbelief.worker.transfers import RankLink
 
 
@@ -170,18 +169,13 @@ def whole_replica(
     model = executor.model
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     # The executor clips, by torch's own function.
-    trainer = Trainer(
-        Items(values=model.values, trained=model.trained, averages=model.averages),
-        config.pace,
-        clip_norm=None,
-        n_ranks=1,
-        is_whole=True,
-        local_steps=local_steps(config, model.values, model.trained, shapes=model.shapes),
-    )
     objective = TrainingObjective(
         config,
+        Items(values=model.values, trained=model.trained, averages=model.averages),
         client=client,
-        trainer=trainer,
+        n_ranks=1,
+        is_whole=True,
+        shapes=model.shapes,
         n_steps=batch_plan.n_steps,
         progress_seconds=progress_seconds,
     )
@@ -197,18 +191,6 @@ def whole_replica(
             config, batch_plan, await_begin=await_begin, samples_max=samples_max
         ),
     )
-
-
-def local_steps(
-    config: DownpourSettings,
-    values: Sequence[torch.Tensor],
-    trained: Set[int],
-    *,
-    shapes: Sequence[Sequence[int]],  # of the values
-) -> LocalSteps | None:
-    if config.inner is None:
-        return None
-    return LocalSteps(config.inner, {item: values[item] for item in sorted(trained)}, shapes=shapes)
 
 
 def training_leader(
@@ -554,20 +536,13 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     n_ranks = split.plan.cluster.n_machines
-    values = zeros_of(flow, parts.dtype)
-    shapes = [region.shape for _, region in flow.items]
-    trainer = Trainer(
-        Items(values=values, trained=flow.trained, counts=flow.counts),
-        config.pace,
-        clip_norm=config.clip_norm,
-        n_ranks=n_ranks,
-        is_whole=False,
-        local_steps=local_steps(config, values, flow.trained, shapes=shapes),
-    )
     objective = TrainingObjective(
         config,
+        Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
         client=parts.client,
-        trainer=trainer,
+        n_ranks=n_ranks,
+        is_whole=False,
+        shapes=[region.shape for _, region in flow.items],
         n_steps=batch_plan.n_steps,
         progress_seconds=progress_seconds(context),
     )
