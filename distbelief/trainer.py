@@ -27,7 +27,7 @@ from rich.console import Console
 
 from distbelief.cluster.listen import JobAddress, JoinServer
 from distbelief.cluster.ray import RayHosts
-from distbelief.config.algorithms import algorithm_of, find, roster_of
+from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
 from distbelief.core import files
@@ -68,6 +68,7 @@ from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.worker.build import roster_of
 
 
 CHECK: Final = Address("check")
@@ -101,7 +102,7 @@ def supervisor_config(
     verdict: VerdictOf = getattr(algorithm, "verdict", done)
     assert answer.task.train is not None
     return SupervisorConfig(
-        roster=tuple((e.name, e.kind) for e in roster_of(job, n_machines=answer.n_machines)),
+        roster=tuple(roster_of(job, n_machines=answer.n_machines)),
         stop=StopRules(
             job.stop,
             n_train=answer.task.train.n_samples,

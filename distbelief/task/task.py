@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, Literal, final
+from typing import Annotated, Final, Literal, NamedTuple, final
 
 import msgspec
 import torch
@@ -88,18 +88,15 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 # --- roles ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RosterEntry:
+# "machine": a rank above 0 of a replica or the evaluator
+Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator"]
+
+
+class RosterEntry(NamedTuple):
     """One role of a job."""
 
     name: str  # "shard-0" (its second copy: "shard-0b"), "replica-1", "evaluator"
-    kind: Literal[
-        "shard",
-        "replica",
-        "evaluator",
-        "machine",  # a rank above 0 of a replica or the evaluator
-        "coordinator",
-    ]
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,16 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import final
 
 import msgspec
 import torch
 from torch import nn
 
+from distbelief.config.algorithms import coordinator_of
+from distbelief.config.job import Job
 from distbelief.core.vectors import Vector
 from distbelief.data import DataShard, Indices, rebuilt
 from distbelief.errors import JobError, LocalProtocolError
@@ -30,11 +32,11 @@ from distbelief.parameter_server.replication import all_copy_names, copy_names, 
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.role import Address, Role, Seconds
+from distbelief.roles.role import Role, Seconds
 from distbelief.task import dry_run, task as tk
 from distbelief.task.initializers import reader
 from distbelief.task.losses import LOSS_METRIC, OWN, Metric
-from distbelief.task.task import BuildContext, RosterEntry
+from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
@@ -53,36 +55,74 @@ from distbelief.worker.training import Items, TrainingObjective
 from distbelief.worker.transfers import RankLink
 
 
-def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
-    return [
-        RosterEntry(name=name, kind="shard")
-        for k in range(n_shards)
-        for name in copy_names(k, shard_copies)
-    ]
+def roster(
+    *,
+    n_replicas: int,
+    n_shards: int,
+    shard_copies: int = 1,
+    evaluates: bool = True,
+    n_machines: int | None = None,
+    coordinator: str | None = None,
+) -> list[RosterEntry]:
+    """Return the roles of a job: shards first, since all others need them.
+
+    If a plan splits the model, replicas and evaluator have `n_machines` ranks each.
+    """
+    shards = [name for k in range(n_shards) for name in copy_names(k, shard_copies)]
+    entries = [RosterEntry(name, "shard") for name in shards]
+    if coordinator is not None:
+        entries.append(RosterEntry(coordinator, "coordinator"))
+    groups: list[tuple[str, Kind]] = [(f"replica-{r}", "replica") for r in range(n_replicas)]
+    groups += [(EVALUATORS, "evaluator")] * evaluates
+    for group, kind in groups:
+        if n_machines is None:
+            entries.append(RosterEntry(group, kind))
+            continue
+        leader, *others = member_names(group, n_machines)
+        entries += [RosterEntry(leader, kind), *(RosterEntry(name, "machine") for name in others)]
+    return entries
 
 
-def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry]:
-    """Return the replicas of a roster; `n_machines` is the number of ranks of each, if any."""
-    groups = [f"replica-{r}" for r in range(n_replicas)]
-    if n_machines is None:
-        return [RosterEntry(name=group, kind="replica") for group in groups]
-    return [m for g in groups for m in _group(g, "replica", n_machines)]
+def roster_of(job: Job, *, n_machines: int | None = None) -> list[RosterEntry]:
+    """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
+    return roster(
+        n_replicas=job.cluster.replicas,
+        n_shards=job.cluster.shards,
+        shard_copies=job.cluster.shard_copies,
+        evaluates=job.data.test is not None,
+        n_machines=n_machines,
+        coordinator=coordinator_of(job),
+    )
 
 
-def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
-    """Return the evaluators of a roster; `n_machines` is the number of ranks, if any."""
-    return _group(EVALUATORS, "evaluator", 1 if n_machines is None else n_machines)
-
-
-def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -> list[RosterEntry]:
-    leader, *others = member_names(group, n_machines)
-    ranks = [RosterEntry(name=name, kind="machine") for name in others]
-    return [RosterEntry(name=leader, kind=kind), *ranks]
-
-
-def shard_names(context: BuildContext) -> set[Address]:
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
-    return {*shards, *backups}
+def build_role(
+    name: str,
+    *,
+    context: BuildContext,
+    shard: Callable[[], Role],
+    replica: Callable[[int], Role],
+    rank: Callable[["Split"], Role],
+    coordinator: Callable[[], Role] | None = None,
+) -> Role:
+    """Return the role of this name; LocalProtocolError if the job has none."""
+    kind, _, index = name.partition("-")
+    copies = all_copy_names(context.n_shards, context.shard_copies)
+    if context.plan is not None and group_rank_of(name) is not None:
+        return rank(Split.of(context))
+    match kind:
+        case "shard" if any(name in of for of in copies):
+            return shard()
+        case "replica" if index.isdecimal() and int(index) < context.n_replicas:
+            return replica(int(index))
+        case "coordinator" if not index and coordinator is not None:
+            return coordinator()
+        case "evaluator" if not index:
+            return build_evaluator(context)
+        case _:
+            raise LocalProtocolError(
+                f"no role {name!r} in a job of {context.n_shards} shards and "
+                f"{context.n_replicas} replicas"
+            )
 
 
 def build_shard(

@@ -16,6 +16,7 @@ from distbelief.parameter_server.optimizers import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.roles.role import Compute, Role, Started
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
+from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import EvaluationObjective
 from distbelief.worker.local_executor import FlatModel
@@ -67,8 +68,8 @@ def test_a_mistake_in_the_table_is_named(table: dict[str, object], claim: str) -
 
 
 def test_the_roster_has_shards_first() -> None:
-    roster = DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2)
-    assert [(entry.name, entry.kind) for entry in roster] == [
+    roster = wb.roster(n_replicas=2, n_shards=2)
+    assert roster == [
         ("shard-0", "shard"),
         ("shard-1", "shard"),
         ("replica-0", "replica"),
@@ -76,12 +77,12 @@ def test_the_roster_has_shards_first() -> None:
         ("evaluator", "evaluator"),
     ]
     # Without test data there is no evaluator.
-    roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=1, evaluates=False)
+    roster = wb.roster(n_replicas=1, n_shards=1, evaluates=False)
     assert [entry.kind for entry in roster] == ["shard", "replica"]
 
 
 def test_the_copies_of_a_shard_come_together() -> None:
-    roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=2, shard_copies=2)
+    roster = wb.roster(n_replicas=1, n_shards=2, shard_copies=2)
     names = [entry.name for entry in roster if entry.kind == "shard"]
     assert names == ["shard-0", "shard-0b", "shard-1", "shard-1b"]
     for entry in roster:
@@ -134,7 +135,7 @@ def test_a_replica_with_other_data_than_the_job_is_rejected() -> None:
 
 def test_every_role_of_the_roster_can_be_built() -> None:
     objectives = {"replica": TrainingObjective, "evaluator": EvaluationObjective}
-    for entry in DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2):
+    for entry in wb.roster(n_replicas=2, n_shards=2):
         role = build(entry.name, context())
         if entry.kind == "shard":
             assert isinstance(role, Shard)
