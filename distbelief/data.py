@@ -331,8 +331,6 @@ class DataShard:
     seed: int  # of the orders
 
     def __post_init__(self) -> None:
-        if not 0 <= self.replica_index < self.n_replicas:
-            raise ValueError(f"replica_index is {self.replica_index} of {self.n_replicas} replicas")
         if self.n_samples < self.n_replicas:
             raise JobError(
                 f"{self.n_replicas} replicas but {self.n_samples} training samples: "

@@ -17,13 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final, Self, final
 
 import msgspec
 from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
 
 from distbelief.cluster.listen import JobAddress, JoinServer
 from distbelief.cluster.ray import RayHosts
@@ -55,7 +57,6 @@ from distbelief.run.metrics_file import (
     read_metrics,
 )
 from distbelief.run.model_file import write_model
-from distbelief.run.result import Run
 from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
@@ -64,6 +65,7 @@ from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import installed_imports
+from distbelief.task.task import build_model
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
@@ -139,10 +141,9 @@ def run_preflight(
     Its result goes beside the request; `tell` receives what is being done. JobError if the user has
     to fix the job; DistBeliefError if it cannot run for another reason.
     """
-    answer, mark = request.with_name(".answer.json"), prepared_mark(request)
+    mark = prepared_mark(request)
     content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
-        answer=str(answer),
         initial_file=str(initial_file.absolute()),
         plan=str(plan.absolute()),
     )
@@ -163,7 +164,7 @@ def run_preflight(
         tell(f"{stage if started else 'Importing torch'} ...")
         select.select([launcher.fileno()], [], [], _LOOK_SECONDS)
         ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
-    found = read_result(answer)
+    found = read_result(request)
     if found is None:
         reason = ends[0].reason.removesuffix(f" (see {log})")
         raise JobError(
@@ -229,7 +230,8 @@ class Trainer:
         self._console = console
         tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         self._log = RunLog(run.log_file(SUPERVISOR), SUPERVISOR, tell=tell)
-        self._initial_file = run.path / "initial.safetensors"
+        self._log.log("info", f"begins in {run.path}")
+        self.initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
         self._previous = PreviousRun()
@@ -258,7 +260,7 @@ class Trainer:
                     self._launcher,
                     job,
                     self._memory.directory / ".question.json",
-                    initial_file=self._initial_file,
+                    initial_file=self.initial_file,
                     plan=run.plan_file,
                     log=run.log_file(CHECK),
                     tell=status.update,
@@ -384,13 +386,11 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        machines = hosting.ray_hosts(
-            self._job,
-            address,
-            n_machines=self._preflight.n_machines or 1,
-            directory=self._run.path.absolute() / "joined",
-        )
-        self._ray_hosts = stack.enter_context(machines)
+        if hosting.on_ray:
+            n_machines = self._preflight.n_machines or 1
+            self._ray_hosts = hosts = hosting.ray_hosts(self._job, n_machines=n_machines)
+            stack.callback(hosts.close)
+            hosts.start(str(address), directory=self._run.path.absolute() / "joined")
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
@@ -454,12 +454,31 @@ class Trainer:
 
         self._try_write(draw)
 
-    def __enter__(self) -> Self:
-        self._log.log("info", f"begins in {self._run.path}")
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._initial_file.unlink(missing_ok=True)
+@final
+@dataclass(frozen=True)
+class Run:
+    """A job that has ended."""
+
+    directory: Path
+    summary: Summary
+    exit_code: int  # 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP
+    job: Job  # as it ran
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, in evaluation mode."""
+        path = self.directory / "model.safetensors"
+        if self.summary.model_error is not None:  # a file of an earlier session may exist
+            raise StorageError(f"{self.directory}: {self.summary.model_error}")
+        if not path.is_file():
+            raise StorageError(
+                f"{path} does not exist: the run ended before anything was trained "
+                f"({self.summary.error or self.summary.stop_reason})"
+            )
+        module = build_model(self.job.model)
+        module.load_state_dict(load_file(path))
+        return module.eval()
 
 
 def train(  # noqa: PLR0913 -- a front door: all but the first are options
@@ -523,9 +542,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             has_ranks=job.cluster.is_split,
             modules=(find(job.algorithm_name).module, *modules),
         )
-        trainer = stack.enter_context(
-            Trainer(job, run, memory=memory, launcher=launcher, console=console)
-        )
+        trainer = Trainer(job, run, memory=memory, launcher=launcher, console=console)
+        stack.callback(trainer.initial_file.unlink, missing_ok=True)
         try:
             trainer.get_ready(from_scratch=from_scratch)
         except BaseException:

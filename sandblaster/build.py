@@ -52,7 +52,7 @@ _FREE: Final = frozenset(
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
     n_examples = len(context.train_data()) if context.n_train is None else context.n_train
     shards, _ = all_copy_names(context.n_shards, 1)
-    rounding = float(np.finfo(wb.layout_of(context).dtype).eps) / 2.0
+    rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
             chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
@@ -200,7 +200,7 @@ def build_rank(
     context = wb.with_data(context)
     parts = wb.replica_parts(place, context=context, split=split, batch=("portion", config.portion))
     flow = parts.flow
-    view = PartialView(wb.layout_of(context), flow.items)
+    view = PartialView(context.layout, flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
     objective, plan = _objective(
         worker_config(config, context),

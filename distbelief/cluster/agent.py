@@ -25,7 +25,7 @@ from distbelief.core import files
 from distbelief.core.reliable import Silence
 from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
 from distbelief.launch.local import PREPARE, LocalLauncher
-from distbelief.launch.preflight import VERDICT_BYTES_MAX, verdict_file
+from distbelief.launch.preflight import read_result
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
 from distbelief.transport.config import ListenConfig
@@ -435,14 +435,12 @@ class AgentStorage:
         return patience
 
     def verdict(self) -> str | None:
-        try:
-            with verdict_file(self.spec).open("rb") as file:
-                text = file.read(VERDICT_BYTES_MAX).decode(errors="replace")
-        except FileNotFoundError:
-            return f"trying out the job failed here: see {self.directory}"
-        except OSError as error:
-            raise files.explained(error, self.spec, doing="read") from error
-        return text or None
+        found = read_result(self.spec)
+        return (
+            f"trying out the job failed here: see {self.directory}"
+            if found is None
+            else found.error
+        )
 
     def clear(self) -> None:
         """Remove the shared memory of the previous run."""

@@ -2,8 +2,6 @@
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, final
@@ -117,26 +115,15 @@ class JoinServer:
             connect(is_local=self.reach.is_local)
         return replace(self, reach=self.reach.pinned())
 
-    @contextmanager
-    def ray_hosts(
-        self, job: Job, address: JobAddress, *, n_machines: int, directory: Path
-    ) -> Iterator[RayHosts | None]:
-        """Let Ray start hosts, if the job asks for it, while the context lasts."""
-        if not self.on_ray:
-            yield None
-            return
-        hosts = RayHosts.of(
+    def ray_hosts(self, job: Job, *, n_machines: int) -> RayHosts:
+        """Return the hosts that Ray is to provide."""
+        return RayHosts.of(
             job,
             n_hosts=max(1, self.n_hosts),
             n_machines=n_machines,
             slots_here=self.slots_here(job),
             keys="" if self.reach.keys is None else self.reach.keys.directory,
         )
-        try:
-            hosts.start(str(address), directory=directory)
-            yield hosts
-        finally:
-            hosts.close()
 
     def lines(self, address: JobAddress) -> list[str]:
         """Return how to join, for the user."""

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from distbelief.config.job import Job
 from distbelief.core import formatting
-from distbelief.errors import StorageError
-from distbelief.run.directory import RunDirectory
 from distbelief.supervisor.view import HostView, JobView, filled
 
 
@@ -139,16 +137,6 @@ def summarise(
 
 def summary_text(summary: Summary) -> str:
     return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
-
-
-def read_summary(run: RunDirectory) -> Summary | None:
-    """Return the summary of a run that has ended, or None."""
-    try:
-        return msgspec.json.decode(run.summary_file.read_bytes(), type=Summary)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StorageError(f"{run.summary_file} cannot be read: {error}") from None
 
 
 def final_table(summary: Summary) -> Group:

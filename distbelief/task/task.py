@@ -104,7 +104,7 @@ class BuildContext:
     """What an algorithm's `build` may use to make one role, in that role's process."""
 
     task: TaskSpec
-    layout: Layout | None  # of the model's tensors on the shards; None without a parameter server
+    layout: Layout  # of the model's tensors on the shards
     n_replicas: int
     n_shards: int
     # Of the evaluation subset (the order of samples has its own, in the algorithm's table; initial
@@ -203,19 +203,15 @@ def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
 
 
 def prepare_data(task: TaskSpec) -> None:
-    for table, spec in task.data.items():
-        prepare(spec, table=table)
+    """Call the function `prepare` beside each data factory, if there is one, with its arguments.
 
-
-def prepare(spec: DataSpec, *, table: str) -> None:
-    """Call the function `prepare` beside a data factory, if there is one, with its arguments.
-
-    It runs once, so that the roles need not do the same work (a download, an index) in parallel.
+    They run once, so that the roles need not do the same work (a download, an index) in parallel.
     """
-    resolve(spec.factory, table=table)
-    module_name = spec.factory.partition(":")[0]
-    if hasattr(sys.modules[module_name], "prepare"):
-        call_factory(f"{module_name}:prepare", spec.arguments, table=table)
+    for table, spec in task.data.items():
+        resolve(spec.factory, table=table)
+        module_name = spec.factory.partition(":")[0]
+        if hasattr(sys.modules[module_name], "prepare"):
+            call_factory(f"{module_name}:prepare", spec.arguments, table=table)
 
 
 def build_loss(task: TaskSpec) -> Loss:

@@ -145,9 +145,6 @@ class BatchSlice:
 class Reader(Protocol):
     """Reads what one rank needs of a batch, in the data executor."""
 
-    @property
-    def reads_nothing(self) -> bool: ...
-
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice: ...
 
     def read_bytes(self, n_samples: int) -> float:
@@ -230,7 +227,7 @@ class SlicePrefetch:
     """
 
     def __init__(self, reader: Reader | None, plan: BatchPlan, *, reuses: bool = False) -> None:
-        self._reader = None if reader is None or reader.reads_nothing else reader
+        self._reader = reader
         self._plan = plan
         self._reuses = reuses
         self._held: dict[int, BatchSlice] = {}

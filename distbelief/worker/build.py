@@ -25,7 +25,7 @@ from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
-from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
@@ -50,9 +50,8 @@ from distbelief.worker.local_executor import (
 )
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import RankConfig, Replica
-from distbelief.worker.steps import StepRunner
+from distbelief.worker.steps import RankLink, StepRunner
 from distbelief.worker.training import Items, TrainingObjective
-from distbelief.worker.transfers import RankLink
 
 
 def roster(
@@ -128,7 +127,7 @@ def build_role(
 def build_shard(
     name: str, *, rule: UpdateRule, context: BuildContext, policy: ExchangePolicy = DOWNPOUR
 ) -> Role:
-    layout, path = layout_of(context), context.initial_file
+    layout, path = context.layout, context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
 
     def initialise() -> Vector:
@@ -316,7 +315,7 @@ def build_client(
     numbers: Numbers = "float32",
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
-    layout = layout_of(context)
+    layout = context.layout
     if numbers == "bfloat16" and layout.dtype.itemsize == 8:
         raise JobError(
             '[algorithm.exchange] numbers is "bfloat16" and the model of float64: use "float32", '
@@ -331,17 +330,6 @@ def build_client(
         backups=backups,
         selection=None if flow is None else PartialView(layout, flow.items),
     )
-
-
-def layout_of(context: BuildContext) -> Layout:
-    """Return the layout of the parameters on the shards, or raise LocalProtocolError."""
-    if context.layout is None:
-        raise LocalProtocolError("these roles need the layout of the parameters")
-    if context.layout.n_shards != context.n_shards:
-        raise LocalProtocolError(
-            f"a layout of {context.layout.n_shards} shards in a job of {context.n_shards}"
-        )
-    return context.layout
 
 
 @final
@@ -394,11 +382,9 @@ def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
     """Return the rank of this name, or raise LocalProtocolError if the job has none."""
     rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
-    if rank is None or rank.machine >= n_machines:
-        raise LocalProtocolError(f"no rank {name!r} in a plan for {n_machines}")
-    is_replica = rank.replica is not None and rank.replica < context.n_replicas
-    if rank.group != EVALUATORS and not is_replica:
-        raise LocalProtocolError(f"no rank {name!r} in a job of {context.n_replicas} replicas")
+    n_replicas = context.n_replicas
+    if rank is None or rank.machine >= n_machines or (rank.replica or 0) >= n_replicas:
+        raise LocalProtocolError(f"no rank {name!r} in a job of {n_replicas} x {n_machines} ranks")
     return rank
 
 
@@ -448,7 +434,9 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
             training=training,
             seed=seed,
         ),
-        slices=batches.SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
+        slices=batches.SlicePrefetch(
+            None if parts.reader.reads_nothing else parts.reader, batch_plan, reuses=n_ranks == 1
+        ),
         objective=objective,
         shapes=[region.shape for _, region in flow.items],
         leader=leader if rank.machine == 0 else None,
@@ -499,7 +487,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
 
 
 def dtype_of(context: BuildContext) -> torch.dtype:
-    is_double = layout_of(context).dtype.itemsize == 8
+    is_double = context.layout.dtype.itemsize == 8
     return torch.float64 if is_double else torch.float32
 
 
@@ -552,7 +540,7 @@ def replica_parts(
         )
     flow = ex.with_counts(
         dataflow(split.compiled(), rank.machine, loss=split.graph.outputs[-1]),
-        {spec.name for spec in layout_of(context).tensors},
+        {spec.name for spec in context.layout.tensors},
     )
     dtype, dataset = dtype_of(context), context.train_data()
     return RankBuild(

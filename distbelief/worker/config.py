@@ -48,11 +48,6 @@ class Pace:
     overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
     sends_delta: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("n_fetch", "n_push"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-
     @property
     def sums_gradients(self) -> bool:
         """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
@@ -117,8 +112,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        _ = self.pace  # checks n_fetch and n_push
-        for name in ("batch_size", "non_finite_limit", "max_steps"):
+        for name in ("n_fetch", "n_push", "batch_size", "non_finite_limit", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")

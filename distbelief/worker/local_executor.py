@@ -8,7 +8,7 @@ step is one piece of work.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import nn
@@ -186,8 +186,6 @@ class LocalExecutor:
         self._bytes_per_sample = 0.0  # once a batch has been read
 
     # --- reading ---
-
-    reads_nothing: Final = False
 
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
         batch = read_batch(self._dataset, [int(index) for index in samples.indices])

@@ -49,13 +49,6 @@ class JobMemberConfig:
     # The member exits after so long without any message of the supervisor.
     patience_seconds: rl.Seconds = PATIENCE_SECONDS
 
-    def __post_init__(self) -> None:
-        if not 0 < self.heartbeat_seconds < self.patience_seconds:
-            raise ValueError(
-                f"heartbeat_seconds is {self.heartbeat_seconds} and patience_seconds "
-                f"{self.patience_seconds}; use more than 0, and a patience of several heartbeats"
-            )
-
 
 def new_peers(
     peers: wire.Peers, known: Mapping[str, int]

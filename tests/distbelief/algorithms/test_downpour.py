@@ -92,11 +92,7 @@ def test_the_copies_of_a_shard_come_together() -> None:
 
 
 def context(
-    *,
-    shard_copies: int = 1,
-    n_layout_shards: int = 2,
-    test: bool = True,
-    initial_file: str | None = None,
+    *, shard_copies: int = 1, test: bool = True, initial_file: str | None = None
 ) -> BuildContext:
     data = DataSpec(factory=f"{HERE}:frames")
     task = TaskSpec(
@@ -108,7 +104,7 @@ def context(
     model = FlatModel(build_model(task.model))
     return BuildContext(
         task=task,
-        layout=Layout.of(model.specs(), n_shards=n_layout_shards),
+        layout=Layout.of(model.specs(), n_shards=2),
         n_replicas=2,
         n_shards=2,
         shard_copies=shard_copies,
@@ -150,10 +146,6 @@ def test_what_does_not_fit_the_job_is_rejected() -> None:
             build(name, context())
     with pytest.raises(JobError, match=r"needs held-out data: give \[data.test\]"):
         build("evaluator", context(test=False))
-    with pytest.raises(LocalProtocolError, match="a layout of 3 shards in a job of 2"):
-        build("shard-0", context(n_layout_shards=3))
-    with pytest.raises(LocalProtocolError, match="need the layout"):
-        build("shard-0", replace(context(), layout=None))
 
 
 def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
+from distbelief.parameter_server.layout import Layout
 from distbelief.partition import choose
 from distbelief.partition.choose import draw, plan_for_job
 from distbelief.program.plan import Plan, load
@@ -107,7 +108,7 @@ def test_ranks_read_the_graph_in_the_plan(
     monkeypatch.setattr(task_module, "capture", None)
     context = BuildContext(
         task=job().task,
-        layout=None,
+        layout=Layout.of([], n_shards=1),
         n_replicas=1,
         n_shards=1,
         seed=0,
