@@ -230,8 +230,7 @@ class Trainer:
         self._console = console
         tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         self._log = RunLog(run.log_file(SUPERVISOR), SUPERVISOR, tell=tell)
-        self._log.log("info", f"begins in {run.path}")
-        self.initial_file = run.path / "initial.safetensors"
+        self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
         self._previous = PreviousRun()
@@ -260,7 +259,7 @@ class Trainer:
                     self._launcher,
                     job,
                     self._memory.directory / ".question.json",
-                    initial_file=self.initial_file,
+                    initial_file=self._initial_file,
                     plan=run.plan_file,
                     log=run.log_file(CHECK),
                     tell=status.update,
@@ -454,6 +453,13 @@ class Trainer:
 
         self._try_write(draw)
 
+    def __enter__(self) -> Self:
+        self._log.log("info", f"begins in {self._run.path}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._initial_file.unlink(missing_ok=True)
+
 
 @final
 @dataclass(frozen=True)
@@ -542,8 +548,9 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             has_ranks=job.cluster.is_split,
             modules=(find(job.algorithm_name).module, *modules),
         )
-        trainer = Trainer(job, run, memory=memory, launcher=launcher, console=console)
-        stack.callback(trainer.initial_file.unlink, missing_ok=True)
+        trainer = stack.enter_context(
+            Trainer(job, run, memory=memory, launcher=launcher, console=console)
+        )
         try:
             trainer.get_ready(from_scratch=from_scratch)
         except BaseException:

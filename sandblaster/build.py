@@ -18,7 +18,7 @@ from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import EVALUATORS, member_names
-from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeSteps
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.training import Items
 from sandblaster.config import SandblasterSettings
@@ -125,11 +125,12 @@ def whole_worker(
         names=member_names("replica", 1),
         await_begin=await_begin,
     )
+    executor.n_bytes = objective.step_bytes
     return Replica(
         RankConfig(group="replica"),
         client=client,
         # No step follows an install: the version of the parameters is checked first.
-        executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=False),
+        executor=executor,
         slices=SlicePrefetch(executor, plan, reuses=True),
         objective=objective,
         leader=wb.leader_on_request(n_ranks=1),

@@ -41,13 +41,7 @@ from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
-from distbelief.worker.local_executor import (
-    FlatModel,
-    LocalEvaluator,
-    LocalExecutor,
-    WholeSteps,
-    loss_and_metric,
-)
+from distbelief.worker.local_executor import FlatModel, LocalExecutor, loss_and_metric
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import RankLink, StepRunner
@@ -160,14 +154,14 @@ def build_evaluator(context: BuildContext) -> Role:
     )
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
-        LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
+        LocalExecutor(model, dataset, loss=loss, metric=metric, names=names),
         client=build_client(context, pushes=False),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
     )
 
 
 def whole_evaluator(
-    executor: LocalEvaluator,
+    executor: LocalExecutor,
     *,
     client: ParameterClient,
     kinds: Sequence[Indices],
@@ -177,7 +171,7 @@ def whole_evaluator(
     return Replica(
         RankConfig(group=EVALUATORS),
         client=client,
-        executor=WholeSteps(executor, n_bytes=float, follows_install=False),
+        executor=executor,
         slices=batches.SlicePrefetch(None, batch_plan),
         objective=EvaluationObjective(client=client, values=model.values, batch_plan=batch_plan),
         leader=leader_on_request(n_ranks=1),
@@ -218,12 +212,12 @@ def whole_replica(
         n_steps=batch_plan.n_steps,
         progress_seconds=progress_seconds,
     )
+    executor.n_bytes = objective.step_bytes
+    executor.follows_install = not config.pace.sends_delta
     return Replica(
         RankConfig(group="replica"),
         client=client,
-        executor=WholeSteps(
-            executor, n_bytes=objective.step_bytes, follows_install=not config.pace.sends_delta
-        ),
+        executor=executor,
         slices=batches.SlicePrefetch(executor, batch_plan),
         objective=objective,
         leader=training_leader(

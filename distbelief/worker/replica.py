@@ -30,7 +30,7 @@ from distbelief.parameter_server.client.client import ParameterClient, ShardRepl
 from distbelief.roles import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, SlicePrefetch
 from distbelief.worker.group import GroupLeader, Outgoing, member_names
-from distbelief.worker.local_executor import WholeSteps
+from distbelief.worker.local_executor import LocalExecutor
 from distbelief.worker.objective import STEP, LocalNorm, Objective, StepOutcome
 from distbelief.worker.steps import StepRunner
 
@@ -121,7 +121,7 @@ class Replica:
         config: RankConfig,
         *,
         client: ParameterClient,  # of the shards that hold what the rank keeps
-        executor: WholeSteps | StepRunner,
+        executor: LocalExecutor | StepRunner,
         slices: SlicePrefetch,
         objective: Objective,
         leader: GroupLeader | None,  # on rank 0

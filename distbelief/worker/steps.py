@@ -202,7 +202,7 @@ class _Open:
 
 @final
 class StepRunner:
-    """Runs the steps of one rank, one after the other; `WholeSteps` does so with a whole model."""
+    """Runs the steps of one rank; `LocalExecutor` runs those of a whole model."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from distbelief.task import dry_run
 from distbelief.task.losses import METRICS, Metric
 from distbelief.worker.build import whole_evaluator
 from distbelief.worker.evaluator import CHUNK, held_out
-from distbelief.worker.local_executor import FlatModel, LocalEvaluator
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from tests.distbelief.examples import Frames, failing_function, net
 from tests.distbelief.parameter_server.pair import scatter
 from tests.distbelief.worker.bench import RoleBench
@@ -37,7 +37,7 @@ class Bench(RoleBench):
         self.dataset = Frames(n_samples=50)
         names = dry_run.Names(model="net", loss="cross_entropy", data="data.test", metric="m")
         self.role = self.evaluator = whole_evaluator(
-            LocalEvaluator(model, self.dataset, loss=loss, metric=metric, names=names),
+            LocalExecutor(model, self.dataset, loss=loss, metric=metric, names=names),
             client=self.client,
             kinds=held_out(50, subset=subset, seed=seed),
             chunk=chunk,
