@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.client.client import Numbers
+from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.serve.address import ServerAddress, exchange_policy
 from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
@@ -78,8 +78,7 @@ class Exchange(ServerLoop):
     ) -> None:
         if not isinstance(cast("object", inner), torch.optim.Optimizer):
             raise JobError(
-                f"Exchange: inner is {inner!r}; use an optimizer of torch, such as "
-                "torch.optim.SGD(net.parameters(), lr=0.1)"
+                f"Exchange: inner is {inner!r}; use an optimizer such as torch.optim.SGD(...)"
             )
         if isinstance(inner, DownpourSGD):
             raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
@@ -119,8 +118,8 @@ class Exchange(ServerLoop):
         """
         if len(self._parameters()) != self._n_parameters:
             raise JobError(
-                "Exchange: a group of parameters was added to the inner optimizer; the server "
-                f"knows the {self._n_parameters} that it began with: pass all of them at once"
+                "Exchange: a group of parameters was added to the inner optimizer: "
+                "pass all of them at once"
             )
         self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
@@ -161,9 +160,7 @@ class Exchange(ServerLoop):
         inner, every = state_dict.get("inner"), state_dict.get("every")
         if not isinstance(inner, dict) or not isinstance(every, int):
             raise JobError(
-                f"Exchange: a state with {', '.join(map(str, state_dict)) or 'nothing'} is not "
-                "one of Exchange.state_dict(); that of the inner optimizer goes to "
-                "exchange.inner.load_state_dict()"
+                f"Exchange: not a state of an Exchange: {', '.join(map(str, state_dict))}"
             )
         self.inner.load_state_dict(inner)
         if self._policy.every == "auto":  # otherwise as it was given here
@@ -260,10 +257,7 @@ def _policy(server: ExchangePolicy, preset: str | None, **given: object) -> Exch
         usual |= {"every": 64, "send": "delta"}
     policy = exchange_policy("Exchange", usual, preset, **given)
     if policy.send == "gradient":
-        raise JobError(
-            f"Exchange: preset {preset!r} sends gradients, and there is an inner optimizer: use "
-            "distbelief.DownpourSGD, or another preset"
-        )
+        raise JobError(f"Exchange: preset {preset!r} sends gradients: use distbelief.DownpourSGD")
     for name in ("staleness", "round", "weight", "damping"):
         own, others = getattr(policy, name), getattr(server, name)
         if own != others:

@@ -11,7 +11,6 @@ import torch
 from distbelief.data import Samples
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
-from distbelief.parameter_server.replication import all_copy_names
 from distbelief.roles.role import Address, Role
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
@@ -51,7 +50,7 @@ _FREE: Final = frozenset(
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
     n_examples = len(context.train_data()) if context.n_train is None else context.n_train
-    shards, _ = all_copy_names(context.n_shards, 1)
+    shards = [Address(f"shard-{k}") for k in range(context.n_shards)]
     rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(

@@ -166,8 +166,7 @@ class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             raise ValueError(
-                f"tensors {twice} are given more than once; give each its own name "
-                "(of a tied tensor, give one name only)"
+                f"tensors {twice} are given more than once; give each (and tied ones) one name"
             )
 
 
@@ -236,10 +235,7 @@ class PartialView:
 
     A rank of a model-parallel replica holds the regions of its partition and talks only to the
     shards that hold some of them. No element is held twice; regions and views may be empty.
-
-    Raises:
-        ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
-            into too many pieces.
+    ValueError if a tensor or region does not exist, or they cut a shard into too many pieces.
     """
 
     def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]] | None = None) -> None:
@@ -348,8 +344,7 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Pi
         for other in others:
             if (items[other][1] & region).n_elements:
                 raise ValueError(
-                    f"regions {items[other][1]} and {region} of tensor {name!r} overlap: "
-                    "each element is held once"
+                    f"regions {items[other][1]} and {region} of tensor {name!r} overlap"
                 )
         others.append(item_index)
     return [
@@ -381,9 +376,8 @@ def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
         return IndexRanges.whole(0, 0)
     if len(starts) > N_RANGES_MAX:
         raise ValueError(
-            f"region {region} of a tensor of shape {shape} is {len(starts)} separate "
-            f"runs of elements; the most is {N_RANGES_MAX}: cut it along an earlier "
-            "dimension"
+            f"region {region} of a tensor of shape {shape} has {len(starts)} runs of elements, "
+            f"at most {N_RANGES_MAX}: cut it along an earlier dimension"
         )
     return IndexRanges.of(starts, starts + run)
 
@@ -393,8 +387,7 @@ def _united(pieces: Sequence[Piece], *, k: int) -> IndexRanges:
     n = len(ranges.stripes()) // 4
     if n > N_STRIPES_MAX or len(ranges.starts) > N_RANGES_MAX:
         raise ValueError(
-            f"the regions cut the vector of shard {k} into {len(ranges.starts)} ranges "
-            f"or {n} stripes; the most is {N_RANGES_MAX} or {N_STRIPES_MAX}: use more "
-            "shards, or cut tensors along their first dimension"
+            f"the regions cut shard {k} into {len(ranges.starts)} ranges or {n} stripes, of "
+            f"{N_RANGES_MAX} or {N_STRIPES_MAX} at most: use more shards"
         )
     return ranges

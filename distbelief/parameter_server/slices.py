@@ -192,8 +192,7 @@ class IndexRanges:
         """Return the ranges of these stripes; RemoteProtocolError if they do not fit `size`."""
         if words.dtype != np.int64 or len(words) % _WORDS:
             raise RemoteProtocolError(
-                f"{len(words)} numbers of {words.dtype} are not stripes: a stripe has "
-                f"{_WORDS} numbers of int64"
+                f"{len(words)} numbers of {words.dtype} are not stripes of {_WORDS} int64 each"
             )
         n = len(words) // _WORDS
         if n > N_STRIPES_MAX:
@@ -212,8 +211,7 @@ class IndexRanges:
         if not in_range.all():
             i = int(np.argmin(in_range))
             raise RemoteProtocolError(
-                f"stripe (start {starts[i]}, length {lengths[i]}, stride {strides[i]}, "
-                f"count {counts[i]}) does not fit a vector of {size} elements"
+                f"stripe {stripes[i].tolist()} does not fit a vector of {size} elements"
             )
         n_ranges = sum(counts.tolist())
         if n_ranges > N_RANGES_MAX:
@@ -531,14 +529,11 @@ def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
     name, n_elements = size
     if tensor.shape != (n_elements,):
         raise ValueError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)}; flatten it to "
-            f"({n_elements},), and give tensors in the layout's order (by name)"
+            f"tensor {name!r} has shape {tuple(tensor.shape)}; flatten it to ({n_elements},), "
+            "and give tensors in the layout's order (by name)"
         )
     if tensor.is_complex():
-        raise ValueError(
-            f"tensor {name!r} is {tensor.dtype}, and shards hold real numbers: "
-            "make it a real one with torch.view_as_real"
-        )
+        raise ValueError(f"tensor {name!r} is {tensor.dtype}: make it real with torch.view_as_real")
 
 
 _TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
@@ -631,8 +626,7 @@ class TensorCopier:
         """Copy the elements of a vector, or its words, into `tensors`; other elements stay."""
         if len(tensors) != len(self._sizes):
             raise ValueError(
-                f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: "
-                "give all of them, in its order (whole tensors are sorted by name)"
+                f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: give all of them"
             )
         both = parts(vector, self._n_parameters)
         with torch.no_grad():
@@ -717,8 +711,7 @@ class SeqlockVector:
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
         if region.nbytes != n_bytes:
             raise RemoteProtocolError(
-                f"region {name!r} has {region.nbytes} bytes, not the {n_bytes} of "
-                f"{n_elements} elements of {dtype}: both sides must use one layout"
+                f"region {name!r} has {region.nbytes} bytes, not {n_bytes}: use one layout"
             )
         return cls(name, region, dtype=dtype)
 
@@ -772,8 +765,7 @@ def push_buffer_views(
     n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
     if region.nbytes != n_bytes:
         raise RemoteProtocolError(
-            f"a region of push buffers has {region.nbytes} bytes, not the {n_bytes} of "
-            f"{N_PUSH_BUFFERS} times {n_elements} elements of {dtype}: use one layout"
+            f"push buffers have {region.nbytes} bytes, not {n_bytes}: use one layout"
         )
     whole = region[: N_PUSH_BUFFERS * n_elements * dtype.itemsize].view(dtype)
     return whole[:n_elements], whole[n_elements:]

@@ -23,7 +23,7 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageEr
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.optimizers import State, StepCounts
-from distbelief.parameter_server.rounds import WHOLE, RoundSum, Share
+from distbelief.parameter_server.rounds import RoundSum
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
@@ -35,6 +35,7 @@ from distbelief.parameter_server.slices import (
     padded,
     parts,
 )
+from distbelief.protocol import replication as rp
 from distbelief.roles.role import Cost, Snapshot
 
 
@@ -213,8 +214,7 @@ class ShardStore:
                 )
             if state.values.shape != vector.shape:
                 raise LocalProtocolError(
-                    f"initial values of shard {config.index} have shape "
-                    f"{state.values.shape}, not {vector.shape}"
+                    f"shard {config.index}: {state.values.shape} values, not {vector.shape}"
                 )
             vector[:] = state.values
             # Drop the separate array now: push buffers come next, and memory is short.
@@ -303,7 +303,7 @@ class ShardStore:
         n_clients: int,  # over which buffers are averaged
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
         touched: ShardSlice | None = None,  # what the push changes; None: all of the part
-        share: Share = WHOLE,
+        share: rp.Share = rp.WHOLE,
     ) -> tuple[Callable[[], None], Cost]:
         """Return the work that applies a push, or adds it to a round, and its cost."""
         shard_slice = shard_slice or self.slice_table.whole
@@ -313,7 +313,7 @@ class ShardStore:
         return self._begin_apply(pushed, shard_slice, touched, n_clients, scale=share.scale)
 
     def _begin_in_round(
-        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: Share
+        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: rp.Share
     ) -> tuple[Callable[[], None], Cost]:
         assert share.weight is not None
         if self._round is None:

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
+from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import COPIES_MAX
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
@@ -79,16 +79,14 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         """Parse an address, as `str` writes it, or raise JobError."""
         if not isinstance(text, str):
             raise JobError(
-                f"server is {text!r}, which is no address: use "
-                "ParameterServer(...).address, or the address that `distbelief serve` prints"
+                f"server is {text!r}: use ParameterServer(...).address, or one that `serve` prints"
             )
         try:
             return cls._read(text)
         except (KeyError, ValueError, JobError):
             raise JobError(
-                f"{text!r} is no address of a parameter server: use "
-                "ParameterServer(...).address, or the address that `distbelief serve` "
-                "prints, such as tcp://10.0.0.1:7700?key=…&run=…&shards=2"
+                f"{text!r} is no address of a parameter server: use ParameterServer(...).address, "
+                "or what `distbelief serve` prints, as tcp://10.0.0.1:7700?key=…&run=…&shards=2"
             ) from None
 
     @classmethod
@@ -123,8 +121,7 @@ def exchange_policy(
 ) -> ExchangePolicy:
     """Return the usual choices, replaced by a preset's, replaced by those given (not None).
 
-    Raises:
-        JobError: one of them is not valid, or two exclude each other.
+    JobError if one of them is not valid, or two exclude each other.
     """
     table = dict(usual)
     try:
@@ -142,14 +139,10 @@ def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpe
     for index, parameter in enumerate(parameters):
         if not isinstance(cast("object", parameter), torch.Tensor):
             raise JobError(
-                f"parameter {index} is a {type(parameter).__name__}, not a parameter: "
-                "give net.parameters()"
+                f"parameter {index} is a {type(parameter).__name__}: give net.parameters()"
             )
         if parameter.dtype != torch.float32:
-            raise JobError(
-                f"parameter {index} is {parameter.dtype}: a parameter server keeps "
-                "float32; use net.float()"
-            )
+            raise JobError(f"parameter {index} is {parameter.dtype}: use net.float()")
         shape = tuple(parameter.shape)
         specs.append(TensorSpec(name=f"{index:06d}", shape=shape, kind="parameter"))
     if not specs:

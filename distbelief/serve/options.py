@@ -90,8 +90,7 @@ def listen_config(
     parsed = _BIND.fullmatch(bind)
     if parsed is None or (parsed["port"] != "*" and int(parsed["port"]) > 65535):
         raise JobError(
-            f"{option} {bind!r} is no address: write for example tcp://10.0.0.1:7700, or "
-            "tcp://0.0.0.0:7700 for all interfaces"
+            f"{option} {bind!r} is no address: write tcp://10.0.0.1:7700, or tcp://0.0.0.0:7700"
         )
     if keys is not None and insecure:
         raise JobError("--insecure and --keys exclude each other: leave out one of them")
@@ -103,9 +102,8 @@ def listen_config(
     is_loopback = ipaddress.IPv4Address(number).is_loopback
     if is_named and is_loopback:
         raise JobError(
-            f"{option} {bind}: {parsed['host']} is {number} here, which no other host can "
-            "reach: give the IP address of an interface, or tcp://0.0.0.0:7700 for all; "
-            "tcp://127.0.0.1:7700 is for this host alone"
+            f"{option} {bind}: {parsed['host']} is {number} here, for this host alone: give the IP "
+            "address of an interface, or tcp://0.0.0.0:7700 for all"
         )
     # Without key files, the address contains the secret of a key pair made for this run.
     has_secret = key_config is None and (insecure or is_loopback)

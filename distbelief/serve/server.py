@@ -13,8 +13,8 @@ import torch
 from distbelief.config.presets import expand
 from distbelief.core.files import Scratch
 from distbelief.errors import JobError, PeerLostError
+from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.replication import COPIES_MAX
 from distbelief.serve.address import SHARDS_MAX, exchange_policy, parameter_specs
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.transport.shared_memory import FileMemory
@@ -73,8 +73,7 @@ class ParameterServer:
             raise JobError(f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}")
         if not 1 <= shard_copies <= COPIES_MAX:
             raise JobError(
-                f"ParameterServer: shard_copies is {shard_copies}; use 1, or "
-                f"{COPIES_MAX} for a backup of each shard"
+                f"ParameterServer: shard_copies is {shard_copies}; use 1, or 2 for backups"
             )
         exchange = exchange_policy(
             "ParameterServer",
@@ -89,8 +88,7 @@ class ParameterServer:
             rule = msgspec.convert(expand({"preset": preset})["rule"], type=UpdateRule)
         if not isinstance(rule, UpdateRule):
             raise JobError(
-                f"ParameterServer: rule is {rule!r}; use an update rule, such as "
-                "distbelief.Adagrad(learning_rate=0.02)"
+                f"ParameterServer: rule is {rule!r}; use one, as distbelief.SGD(learning_rate=0.1)"
             )
         if isinstance(params, torch.nn.Module):
             raise JobError("ParameterServer: give it net.parameters(), not net")
@@ -142,8 +140,8 @@ class ParameterServer:
         snapshots = directory / "snapshots"
         if any(snapshots.rglob("*.safetensors")):  # the shards would restore them
             raise JobError(
-                f"ParameterServer: directory {directory} holds the checkpoints of an earlier "
-                f"server or run: use another directory, or remove {snapshots}"
+                f"ParameterServer: directory {directory} holds checkpoints: use another, or remove "
+                f"{snapshots}"
             )
         request.write_initial(self._parameters)
         file = directory / "request.json"

@@ -11,8 +11,8 @@ import numpy as np
 from distbelief.core import vectors
 from distbelief.core.vectors import n_blocks
 from distbelief.errors import LocalProtocolError
+from distbelief.parameter_server.config import shard_of
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.replication import shard_of
 from distbelief.roles.role import Address, Cost, Executor, Seconds
 from distbelief.simulation.cpu import Demand, Processor
 from distbelief.simulation.event_queue import check_numbers

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, final, get_args
 
-from distbelief.parameter_server.replication import shard_of
+from distbelief.parameter_server.config import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import Address, Seconds
 from distbelief.worker.group import group_rank_of

@@ -22,13 +22,18 @@ from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import (
+    ClientConfig,
+    Numbers,
+    ShardConfig,
+    copy_names,
+    shard_of,
+)
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
@@ -48,6 +53,10 @@ from distbelief.worker.steps import RankLink, StepRunner
 from distbelief.worker.training import Items, TrainingObjective
 
 
+def shard_names(n_shards: int, shard_copies: int) -> list[str]:
+    return [name for k in range(n_shards) for name in copy_names(k, shard_copies)]
+
+
 def roster(
     *,
     n_replicas: int,
@@ -61,8 +70,7 @@ def roster(
 
     If a plan splits the model, replicas and evaluator have `n_machines` ranks each.
     """
-    shards = [name for k in range(n_shards) for name in copy_names(k, shard_copies)]
-    entries = [RosterEntry(name, "shard") for name in shards]
+    entries = [RosterEntry(name, "shard") for name in shard_names(n_shards, shard_copies)]
     if coordinator is not None:
         entries.append(RosterEntry(coordinator, "coordinator"))
     groups: list[tuple[str, Kind]] = [(f"replica-{r}", "replica") for r in range(n_replicas)]
@@ -99,11 +107,10 @@ def build_role(
 ) -> Role:
     """Return the role of this name; LocalProtocolError if the job has none."""
     kind, _, index = name.partition("-")
-    copies = all_copy_names(context.n_shards, context.shard_copies)
     if context.plan is not None and group_rank_of(name) is not None:
         return rank(Split.of(context))
     match kind:
-        case "shard" if any(name in of for of in copies):
+        case "shard" if name in shard_names(context.n_shards, context.shard_copies):
             return shard()
         case "replica" if index.isdecimal() and int(index) < context.n_replicas:
             return replica(int(index))
@@ -315,14 +322,11 @@ def build_client(
             '[algorithm.exchange] numbers is "bfloat16" and the model of float64: use "float32", '
             "or convert the model"
         )
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes, numbers=numbers),
-        layout=layout,
-        shards=shards,
+        PartialView(layout, None if flow is None else flow.items),
         memory=context.memory,
-        backups=backups,
-        selection=None if flow is None else PartialView(layout, flow.items),
+        shard_copies=context.shard_copies,
     )
 
 

@@ -17,9 +17,9 @@ from torch import nn
 import distbelief
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, Numbers, ShardConfig
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.shard import Shard
@@ -72,8 +72,7 @@ class Server:
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
                 ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-                layout=self.layout,
-                shards=self.shards,
+                PartialView(self.layout),
                 memory=memory,
             )
             join = Join(endpoint="", host=memory.host, pid=0)

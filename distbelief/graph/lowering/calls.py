@@ -44,7 +44,10 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **{
         f"{kind}{n}d": range(-n, 0)
         for n in (1, 2, 3)
-        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+        for kind in (
+            *("upsample_nearest", "_upsample_nearest_exact"),
+            *("adaptive_avg_pool", "adaptive_max_pool"),
+        )
     },
     "upsample_linear1d": (-1,),
     "upsample_bilinear2d": (-2, -1),

@@ -98,7 +98,7 @@ class Machines:
         if items is not None:
             self.items[name] = items
         selection = self.selection(name) if name in self.items else None
-        self.bench.add_client(name, selection=selection)
+        self.bench.add_client(name, view=selection)
         self.bench.settle()
 
     def selection(self, name: Address) -> PartialView:
@@ -249,7 +249,7 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
     bench.add_shard()
     bench.settle()
     empty = PartialView(bench.layout, [("w", Region(((5, 5),)))])
-    client = bench.add_client(LEFT, selection=empty)
+    client = bench.add_client(LEFT, view=empty)
     assert not bench.messages
     assert client.ready
     assert client.can_push
@@ -264,13 +264,6 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
     assert client.can_push
     assert client.counters()["pushes_acknowledged"] == 1
     assert not bench.messages
-
-
-def test_a_selection_is_of_the_clients_layout() -> None:
-    bench = Bench(layout=layout_of())
-    other = PartialView(layout_of(n_shards=2), [])
-    with pytest.raises(ValueError, match="the selection has layout"):
-        bench.add_client(LEFT, selection=other)
 
 
 def hello_of(machines: Machines, words: list[int]) -> OpenSession:
@@ -451,7 +444,7 @@ def test_what_was_not_put_into_a_draft_is_zero_but_buffers_must_be() -> None:
     machines.push(LEFT, [torch.ones(spec.n_elements) for spec in SPECS])
     draft = client.draft(fetched_clocks=[1])
     draft.put(0, torch.ones(1400))
-    with pytest.raises(LocalProtocolError, match="tensor 0 of 3 does not exist or is in"):
+    with pytest.raises(LocalProtocolError, match="tensor 0 of 3 is put twice"):
         draft.put(0, torch.ones(1400))
     with pytest.raises(LocalProtocolError, match="buffer 'm' was not put"):
         draft.finish()

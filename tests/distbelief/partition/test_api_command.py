@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
     [
         ((), "net", "name the function that makes it and the shape"),
         (("--input", "5", "--machines", "two"), "net", "has no numbers of machines"),
-        (("--input", "5"), "number", "returns a int"),
+        (("--input", "5"), "number", "returned 5, not an nn.Module"),
         (("--input", "5"), "missing", "has no 'missing'"),
         (("--input", "5"), "Branching", "depends on the values of its data"),
         (("--input", "5"), "Custom", "torch.autograd.Function"),
