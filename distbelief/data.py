@@ -122,7 +122,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[Path, torch.Tensor]) -> "Batch":
-        """Return the batch that has these tensors."""
         found = rebuilt(tensors)
         assert isinstance(found, Fields), found
         both = found.get("batch")
@@ -148,14 +147,12 @@ class Batch(NamedTuple):
                 return (self.inputs,), {}
 
     def run(self, module: nn.Module) -> object:
-        """Return what a model's forward returns."""
         arguments, keywords = self.arguments(module)
         result: object = module(*arguments, **keywords)
         return result
 
 
 def n_samples_of(value: object) -> int:
-    """Return the number of samples of inputs or targets."""
     return len(next(iter(tensors_of(value).values())))
 
 
@@ -428,7 +425,6 @@ class BatchCursor:
         self._begin = 0
 
     def batch(self, position: int, batch_size: int) -> Indices:
-        """Return the indices of the batch that begins at this position."""
         epoch, offset = divmod(position, len(self._data_shard))
         if epoch != self._epoch:
             self._epoch, self._positions = epoch, self._data_shard.positions(epoch)

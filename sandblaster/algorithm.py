@@ -28,7 +28,6 @@ _NO_RULE: Final = SGD(learning_rate=1.0)
 class SandblasterAlgorithm:
     """The object of the entry point: settings, and how to build each role."""
 
-    name: Final = "sandblaster"
     coordinator: Final = COORDINATOR
     config: Final = SandblasterSettings  # of the [algorithm] table, without its `name`
     fields: Final = (  # metrics it reports besides samples, loss and metric

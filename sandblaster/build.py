@@ -16,9 +16,9 @@ from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.group import EVALUATORS, member_names
+from distbelief.worker.group import EVALUATORS, GroupRank, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.replica import RankConfig, Replica
+from distbelief.worker.replica import Replica
 from distbelief.worker.training import Items
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
@@ -126,7 +126,7 @@ def whole_worker(
     )
     executor.n_bytes = objective.step_bytes
     return Replica(
-        RankConfig(group="replica"),
+        GroupRank("replica", 0),
         client=client,
         # No step follows an install: the version of the parameters is checked first.
         executor=executor,

@@ -17,9 +17,6 @@ from distbelief.worker.local_steps import OF_WHOLE_TENSORS
 
 @final
 class DownpourAlgorithm:
-    """The object of the entry point."""
-
-    name: Final = "downpour"  # as in the job file
     coordinator: Final = None
     config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
     # Metrics that it reports besides samples, loss and metric.

@@ -43,8 +43,6 @@ _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """Options of `distbelief join`."""
-
     address: str  # as `distbelief train --listen` prints it
     keys: Path | None  # directory of this host's keys; None for a run without keys
     cores: int | None = None  # to use; None for all
@@ -128,7 +126,6 @@ class RunningRoles:
         return is_assigned
 
     def drop(self) -> list[rl.Action]:
-        """Forget all assignments and end all processes."""
         self._assigned, self.ended = {}, {}
         return [rl.Terminate(name=name) for name in self.running]
 
@@ -182,7 +179,6 @@ class HostAgent:
         self._silence = Silence()
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for."""
         match event:
             case rl.Started():
                 self._silence.start(now)
@@ -204,7 +200,6 @@ class HostAgent:
         return actions
 
     def status(self) -> tuple[str, dict[str, float]]:
-        """Return the state of the host, and how many roles run."""
         if self._leaves_at is not None:
             state = "leaving"
         elif self._run is None:
@@ -214,7 +209,6 @@ class HostAgent:
         return state, {"roles": float(len(self._roles.running))}
 
     def is_supervisor_silent(self, now: rl.Seconds) -> bool:
-        """Return whether a job that has taken this host is silent now."""
         was_of_one = self.was_taken and not self._config.stays
         return was_of_one and self._silence.silent(now) > _ALONE_SECONDS
 
@@ -443,7 +437,6 @@ class AgentStorage:
         )
 
     def clear(self) -> None:
-        """Remove the shared memory of the previous run."""
         if self.memory is not None:
             self.memory.remove_all()
             self.memory = None

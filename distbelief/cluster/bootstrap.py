@@ -39,7 +39,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
-    """Return the encoded job spec of a run."""
     portable = msgspec.structs.replace(
         spec,
         supervisor="",
@@ -118,7 +117,6 @@ class FileDownload:
         return bytes(self._content) if is_whole else None
 
     def ask(self, now: Seconds) -> FileRequest:
-        """Return the request for the next chunk."""
         self._backoff.due = now + self._backoff.pause
         return FileRequest(offset=len(self._content))
 

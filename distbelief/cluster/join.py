@@ -117,7 +117,6 @@ class SupervisorMonitor:
 
 
 def join(options: JoinOptions, *, tell: Tell) -> int:
-    """Offer this host until it ends; return the exit code."""
     address = JobAddress.parse(options.address)
     reach = _reach(address, options)
     keys = reach.keys

@@ -86,7 +86,6 @@ class JoinServer:
         return msgspec.structs.replace(self.reach, keys=keys)
 
     def cluster(self, job: Job, spec: RoleSpec, *, plan: Path | None) -> ClusterConfig:
-        """Return how a job uses the hosts that join."""
         return ClusterConfig(
             run=secrets.token_hex(4),
             job_spec=write_job_spec(spec, plan=plan),
@@ -103,7 +102,6 @@ class JoinServer:
         return cores // job.cluster.threads
 
     def address(self, endpoint: str) -> JobAddress:
-        """Return the address where other hosts join a supervisor that listens at `endpoint`."""
         place = Endpoint.parse(endpoint)
         host = own_address() if place.host == ANYWHERE else place.host
         return JobAddress(host=host, port=place.port, key=place.key, secret=self.reach.secret)
@@ -116,7 +114,6 @@ class JoinServer:
         return replace(self, reach=self.reach.pinned())
 
     def ray_hosts(self, job: Job, *, n_machines: int) -> RayHosts:
-        """Return the hosts that Ray is to provide."""
         return RayHosts.of(
             job,
             n_hosts=max(1, self.n_hosts),
@@ -126,7 +123,6 @@ class JoinServer:
         )
 
     def lines(self, address: JobAddress) -> list[str]:
-        """Return how to join, for the user."""
         keys = "" if address.secret else " --keys ~/.distbelief/keys"
         lines = [f'hosts join by: distbelief join "{address}"{keys}']
         if self.reach.is_open:

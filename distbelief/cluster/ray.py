@@ -169,7 +169,6 @@ class RayHosts:
         return texts
 
     def close(self) -> None:
-        """Release Ray's resources, once the hosts have seen that the job is over."""
         if self._group is None:
             return
         import ray  # noqa: PLC0415 -- an extra

@@ -30,9 +30,6 @@ class Algorithm(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def config(self) -> type[msgspec.Struct]: ...
 
     @property
@@ -57,7 +54,6 @@ def coordinator_of(job: "Job") -> str | None:
 
 
 def check_cluster(job: "Job") -> None:
-    """Reject a cluster that the algorithm cannot use."""
     check = getattr(algorithm_of(job), "check_cluster", None)
     if check is not None:
         check(job.cluster, job.algorithm)

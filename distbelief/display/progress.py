@@ -55,7 +55,6 @@ class WaitProgress:
             self._print(what)
 
     def tell(self, view: JobView) -> None:
-        """Show the progress of the present run."""
         share = view.progress or 0.0
         self._bar.update(self._task, completed=self._n_done + min(share, 0.999))
         now = time.monotonic()
@@ -136,7 +135,6 @@ class ProgressLine:
                 live.stop()
 
     def update(self, view: JobView) -> None:
-        """Show the latest view and its new messages."""
         for message in view.messages:
             if message.number > self._n_shown:
                 self._n_shown = message.number

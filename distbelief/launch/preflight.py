@@ -38,16 +38,12 @@ ANSWER_BYTES_MAX: Final = 1 << 26
 
 
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to check."""
-
     job: msgspec.Raw  # as JSON
     initial_file: str  # file for the module's initial values, if they are needed
     plan: str  # file for the plan, if replicas are split; its picture goes beside it
 
 
 class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the check found."""
-
     error: str | None = None  # what is wrong with the job; then the other fields do not count
     is_users: bool = False  # whether the user can fix it
     tensors: tuple[TensorSpec, ...] = ()  # of the model
@@ -132,7 +128,6 @@ def prepared_mark(request: Path) -> Path:
 
 
 def read_result(request: Path) -> PreflightResult | None:
-    """Return the result, or None if there is none."""
     try:
         with answer_file(request).open("rb") as file:
             return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=PreflightResult)

@@ -183,7 +183,6 @@ def _write(line: str) -> None:
 
 
 def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
-    """Return what the roles of a job are built from."""
     return BuildContext(
         task=job.task,
         layout=Layout(spec.layout),

@@ -31,8 +31,6 @@ STATUS_BYTES_MAX: Final = 1 << 22
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of status.json."""
-
     name: str  # of the job
     pid: int  # process of the supervisor
     written: float  # seconds since 1970 (UTC)
@@ -158,7 +156,6 @@ class RunDirectory:
             temporary.replace(self.status_file)
 
     def read_status(self) -> Status | None:
-        """Return the last status written, or None if there is none yet."""
         try:
             with self.status_file.open("rb") as file:
                 content = file.read(STATUS_BYTES_MAX)

@@ -77,7 +77,6 @@ class MetricsFile:
             raise files.explained(error, self._path, doing="write") from error
 
     def append(self, measurement: Measurement) -> None:
-        """Write one line to the operating system."""
         assert self._file is not None, "open() comes first"
         line = msgspec.json.encode(measurement) + b"\n"
         try:

@@ -44,8 +44,6 @@ _ALIGNMENT: Final = 8  # of the data, as in safetensors
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Type, shape and place of one tensor in the file."""
-
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]

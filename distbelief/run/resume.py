@@ -335,8 +335,6 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A run that a job can resume."""
-
     previous: PreviousRun  # its state
     store: CheckpointStore  # the checkpoints of its shards, for the job's numbers
     notes: tuple[str, ...] = ()  # lines for the user

@@ -21,8 +21,6 @@ _PACKAGES = ("distbelief", "torch", "numpy", "pyzmq", "msgspec", "safetensors")
 
 
 class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and identity of one data set."""
-
     n_samples: int  # its length
     fingerprint: str | None = None  # hash of its content, if it has an attribute of that name
 
@@ -105,7 +103,6 @@ def summarise(
     error: str | None = None,
     model_error: str | None = None,
 ) -> Summary:
-    """Return the summary of a job from its last view."""
     seconds = view.training_seconds or view.seconds
     algorithm = job.algorithm
     seeds = {"model": job.model.seed, "evaluation": job.evaluation.seed}

@@ -62,7 +62,6 @@ class SupervisorConfig:
     def cause_of_death(
         self, record: RoleRecord, now: Seconds, *, dead_after: Seconds
     ) -> str | None:
-        """Return why a silent role counts as dead, if it does."""
         silence, building = now - record.heard_at, now - record.launched_at
         if record.presence is Presence.LAUNCHED and silence > self.start_seconds_max:
             return f"has sent nothing for {silence:.0f} s since it was started"

@@ -34,7 +34,6 @@ class ClusterConfig:
     leave_seconds_max: Seconds = 20.0  # for a replica to end its step when its host leaves
 
     def slots_of(self, offer: Offer) -> int:
-        """Return how many processes of replicas a host may run."""
         if self.device != "cpu":
             return offer.devices.count(self.device)
         return offer.cores // self.threads

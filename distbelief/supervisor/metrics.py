@@ -16,8 +16,6 @@ from distbelief.supervisor.view import HISTORY_MAX, JobView, Point
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousTotals:
-    """Totals of the previous sessions of this run."""
-
     view: JobView = field(default_factory=JobView)  # the last one
     # Of each replica, in the values of all shards
     samples: Mapping[str, int] = field(default_factory=dict)
@@ -48,7 +46,6 @@ class JobMetrics:
         return sum(self.samples_of.values())
 
     def seconds(self, now: Seconds) -> Seconds:
-        """Return how long the job has run, previous sessions included."""
         end = now if self.ended_at is None else self.ended_at
         return self.before.seconds + end - self.started_at
 

@@ -216,7 +216,6 @@ class Scheduler:
         self._waiting[record.name] = record.incarnation
 
     def terminate(self, name: rl.Address) -> None:
-        """End the process of a role."""
         self._waiting.pop(name, None)
         self._moving.pop(name, None)
         if self.hosts.leave(name) in {None, self.hosts.here}:
@@ -278,7 +277,6 @@ class Scheduler:
     # --- hosts
 
     def receive(self, event: rl.Received) -> None:
-        """Handle a message of a host."""
         message, host = event.message, self.hosts.joined.get(event.sender)
         if self._cluster is None or not isinstance(message, HostToSupervisor):
             raise RemoteProtocolError(
@@ -326,7 +324,6 @@ class Scheduler:
             del joined[gone]
 
     def _assign(self, host: Host) -> None:
-        """Send a host the complete list of what it runs."""
         assert self._cluster is not None
         host.changed = False
         assigned = tuple(
@@ -339,7 +336,6 @@ class Scheduler:
     def _release(
         self, host: Host, reason: str, *, again: bool = False, refused: bool = False
     ) -> None:
-        """End this incarnation of a host."""
         incarnation, reason = host.offer.incarnation, reason[:2048]
         message = wire.Release(incarnation=incarnation, again=again, reason=reason, refused=refused)
         self._out.send(host.name, message)
@@ -493,7 +489,6 @@ class Scheduler:
             self._moved(name, "did not end in time, and has left")
 
     def release_all(self) -> None:
-        """Tell all hosts that the job is over."""
         reason = self._shutdown.error or self._shutdown.reason or "it is over"
         for host in self.hosts.joined.values():
             if host.present:

@@ -37,7 +37,6 @@ class StopRules:
         self.total_samples: int | None = min(limits, default=None)
 
     def reason(self, view: JobView) -> str | None:
-        """Return why the job is over, or None if it is not."""
         table, total = self._table, self.total_samples
         if total is not None and view.samples >= total:
             if table.epochs is not None and total != table.samples:

@@ -49,7 +49,6 @@ def scores_path(outputs: object) -> Path:
 
 
 def scores_of(outputs: object) -> torch.Tensor:
-    """Return the tensor at `scores_path`."""
     return tensors_of(outputs)[scores_path(outputs)]
 
 
@@ -164,7 +163,6 @@ def is_named(loss: str) -> bool:
 
 
 def loss_function(name: str) -> Loss:
-    """Return the loss of this name or import path."""
     if name == OWN:
         return own_loss
     if ":" in name:

@@ -29,7 +29,6 @@ from distbelief.task.losses import Loss, Metric
 
 
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
-    """Return the description of a data set's first sample."""
     return Sample.of(read_batch(dataset, [0], table=table))
 
 
@@ -39,8 +38,6 @@ SEED_MAX: Final = 2**63 - 1  # torch takes no more
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [model]."""
-
     factory: str  # import path "package.module:function" of a function that returns the nn.Module
     arguments: dict[str, object] = {}  # its keyword arguments
     # "module" (as the factory leaves it), "seed" (drawn on the shards from the same distributions,
@@ -60,15 +57,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [data.train] or [data.test]: a factory of a map-style data set."""
-
     factory: str
     arguments: dict[str, object] = {}
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Model, data, loss and metric."""
-
     model: ModelSpec  # table [model]
     train: DataSpec  # table [data.train]
     test: DataSpec | None = None  # table [data.test]; without it nothing is evaluated
@@ -80,7 +73,6 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def data(self) -> dict[str, DataSpec]:
-        """The data by table."""
         test = {} if self.test is None else {"data.test": self.test}
         return {"data.train": self.train} | test
 
@@ -93,8 +85,6 @@ Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator"]
 
 
 class RosterEntry(NamedTuple):
-    """One role of a job."""
-
     name: str  # "shard-0" (its second copy: "shard-0b"), "replica-1", "evaluator"
     kind: Kind
 
@@ -215,7 +205,6 @@ def prepare_data(task: TaskSpec) -> None:
 
 
 def build_loss(task: TaskSpec) -> Loss:
-    """Return the loss as f(outputs, targets) -> mean over samples (a 0-d tensor)."""
     return losses.loss_function(task.loss)
 
 
@@ -288,7 +277,6 @@ def graph_with_loss(
 
 
 def _with_whole_loss(graph: LayerGraph, sample: Sample, reason: str) -> LayerGraph:
-    """Return the graph with a user's loss as one layer."""
     builder = Builder.of(graph)
     given = [layer for layer in graph.layers if layer.kind == INPUT]
     for entry in sample.entries[len(given) :]:

@@ -26,8 +26,6 @@ N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchIndices:
-    """The samples of one step."""
-
     position: int  # number of samples before them
     indices: Indices  # (n_samples,) in the data set
 

@@ -48,7 +48,7 @@ from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, loss_and_metric
 from distbelief.worker.objective import Objective
-from distbelief.worker.replica import RankConfig, Replica
+from distbelief.worker.replica import Replica
 from distbelief.worker.steps import RankLink, StepRunner
 from distbelief.worker.training import Items, TrainingObjective
 
@@ -148,7 +148,6 @@ def build_shard(
 
 
 def build_evaluator(context: BuildContext) -> Role:
-    """Return the evaluator of unpartitioned models."""
     task = context.task
     dataset = context.test_data()
     sample = tk.sample_of(dataset, table="data.test")
@@ -176,7 +175,7 @@ def whole_evaluator(
 ) -> Replica:
     batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
     return Replica(
-        RankConfig(group=EVALUATORS),
+        GroupRank(EVALUATORS, 0),
         client=client,
         executor=executor,
         slices=batches.SlicePrefetch(None, batch_plan),
@@ -222,7 +221,7 @@ def whole_replica(
     executor.n_bytes = objective.step_bytes
     executor.follows_install = not config.pace.sends_delta
     return Replica(
-        RankConfig(group="replica"),
+        GroupRank("replica", 0),
         client=client,
         executor=executor,
         slices=batches.SlicePrefetch(executor, batch_plan),
@@ -333,8 +332,6 @@ def build_client(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a model is partitioned."""
-
     plan: Plan
     graph: LayerGraph  # of the model, its loss last
     # Layers that are computed whole; they may lie on the meta device.
@@ -350,7 +347,6 @@ class Split:
         return hashlib.sha256(text).hexdigest()[:16]
 
     def compiled(self) -> Compiled:
-        """Return the plan compiled for the samples of one micro-batch."""
         return compile_plan(
             self.graph,
             self.plan.placements,
@@ -420,9 +416,9 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
         seed_gradient=seed_gradient,
     )
     return Replica(
-        RankConfig(
-            group=rank.group, machine=rank.machine, n_machines=n_ranks, plan=split.fingerprint
-        ),
+        rank,
+        n_ranks=n_ranks,
+        plan=split.fingerprint,
         client=parts.client,
         executor=StepRunner(
             executor,

@@ -81,8 +81,6 @@ class Pace:
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [algorithm] of a job with name = "downpour"."""
-
     loss: str  # torch's name of it, or an import path (see `task.losses`)
     batch_size: int  # samples of one step of one replica
     rule: UpdateRule  # how the shards apply a push: { name = "adagrad", learning_rate = 0.02 }

@@ -105,7 +105,6 @@ class EvaluationObjective(Objective):
 
     @override
     def close(self, step_result: StepResult) -> object:
-        """Compute loss and metric of the outputs, as work."""
         if step_result.scores is not None or self._score is None or not step_result.outputs:
             return step_result.scores
         outputs = [value for _, _, value in step_result.outputs]

@@ -25,8 +25,6 @@ Close = Callable[[StepResult], object]  # uses the result of a step, as work
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """The result of one piece of a step's work."""
-
     generation: int  # in which the work was started
     sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
     found: StepResult | None = None  # after the last piece of a step

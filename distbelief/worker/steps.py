@@ -47,8 +47,6 @@ class StreamKey(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block of one message of a program."""
-
     step: int
     micro_batch: int
     way: int

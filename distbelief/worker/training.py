@@ -139,8 +139,6 @@ def blame_of(sample: int | None) -> str | None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """The result of a step's work."""
-
     is_finite: bool  # whether the gradient is finite on all ranks, as far as that was checked
     staged: PushResult | None = None  # the push, if gradients were staged
     blame: str | None = None  # a sentence on a bad sample, if one was found
@@ -149,8 +147,6 @@ class Closed:
 @final
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """The current step."""
-
     number: int
     scheduled: int  # its number among all steps of the replica, those of earlier lives included
     counts: bool  # whether its gradient is needed: the shards do not have it yet
