@@ -183,7 +183,7 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
             read = [dataset[index] for index in wanted]
     except Exception as error:  # the user's code may raise anything
         raise JobError(
-            f"[{table}] reading samples {_shown(wanted)} failed: {type(error).__name__}: {error}"
+            f"[{table}] reading {shown_samples(wanted)} failed: {type(error).__name__}: {error}"
         ) from error
     if isinstance(read, tuple | Mapping):
         return _whole_batch(read, wanted, table=table)
@@ -301,9 +301,13 @@ def _kind(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _shown(indices: Sequence[int]) -> str:
-    few = ", ".join(map(str, indices[:5]))
-    return few if len(indices) <= 5 else f"{few}, ... ({len(indices)} in all)"
+def shown_samples(indices: Sequence[int]) -> str:
+    """Return "samples 3 to 9", or the first few of them."""
+    n, first = len(indices), indices[0]
+    if n > 1 and list(indices) == list(range(first, first + n)):
+        return f"samples {first} to {indices[-1]}"
+    few = ", ".join(map(str, indices[: 4 if n <= 4 else 3]))
+    return f"samples {few}" if n <= 4 else f"samples {few}, ... ({n} in all)"
 
 
 # --- data shards ---
@@ -326,13 +330,6 @@ class DataShard:
     replica_index: int
     n_replicas: int
     seed: int  # of the orders
-
-    def __post_init__(self) -> None:
-        if self.n_samples < self.n_replicas:
-            raise JobError(
-                f"{self.n_replicas} replicas but {self.n_samples} training samples: "
-                "each replica needs at least one (use fewer replicas, or more data)"
-            )
 
     @property
     def start(self) -> int:

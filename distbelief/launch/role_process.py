@@ -155,17 +155,14 @@ def _run_role(
 
         store = CheckpointStore(Path(spec.snapshots), report=warn)
         node = RoleRunner(member, transport=transport, log=report, store=store)
-        _end_when_abandoned(node)
+        if threading.current_thread() is threading.main_thread():
+            why = "the supervisor was killed"
+            lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason=why)
+            signal.signal(ABANDONED, lambda _number, _frame: node.post(lost))
         error = node.run()
         if error is not None and not member.reported_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     return error
-
-
-def _end_when_abandoned(node: RoleRunner) -> None:
-    lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(ABANDONED, lambda _number, _frame: node.post(lost))
 
 
 def import_from(job: Job) -> None:

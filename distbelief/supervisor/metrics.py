@@ -91,10 +91,8 @@ class JobMetrics:
         """Store an evaluation, on the usual subset or on all held-out samples."""
         found = replace(self._known, metric=message.metric, held_out_loss=message.loss)
         best = found.best_metric
-        is_better = message.metric > best if best is not None else True
-        if best is not None and not self._higher_is_better:
-            is_better = message.metric < best
-        if is_better and math.isfinite(message.metric):
+        sign = 1.0 if self._higher_is_better else -1.0
+        if (best is None or sign * message.metric > sign * best) and math.isfinite(message.metric):
             seconds = self.seconds(now)
             found = replace(found, best_metric=message.metric, best_metric_seconds=seconds)
         self._known = found

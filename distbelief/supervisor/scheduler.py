@@ -410,7 +410,7 @@ class Scheduler:
             return None
         beside = [r for r in map(self._members.get, host.roles) if r is not None]
         group = [record, *self._members.ranks_with(record), *beside]
-        works = any(r.has_trained for r in group)
+        works = any(r.progressed or r.counters.get("samples", 0.0) > 0 for r in group)
         is_now = host.roles.get(record.name) == record.incarnation
         return None if works or record.group == FIRST or not is_now else host
 

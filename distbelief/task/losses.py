@@ -146,13 +146,9 @@ def top5(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return _top(outputs, targets, k=min(5, outputs.shape[1]))
 
 
-def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.mse_loss(outputs, targets.to(outputs.dtype))
-
-
 METRICS: Final[dict[str, _OfTensors]] = {
     "accuracy": accuracy,
-    "mse": mean_squared_error,
+    "mse": lambda outputs, targets: functional.mse_loss(outputs, targets.to(outputs.dtype)),
     "top5": top5,
 }
 

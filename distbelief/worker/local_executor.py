@@ -66,7 +66,11 @@ class FlatModel:
         self._trained = [
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
-        self._buffers = _owners_of_buffers(module)
+        self._buffers = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
         self.averages = [
             index
             for index, tensor in enumerate(self._tensors)
@@ -141,14 +145,6 @@ def _tensors_of(module: nn.Module, *, shared: bool = False) -> dict[str, torch.T
     tensors.update(module.named_parameters(remove_duplicate=not shared))
     tensors.update(module.named_buffers(remove_duplicate=not shared))
     return {name: tensor for name, tensor in tensors.items() if name in saved}
-
-
-def _owners_of_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    return [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
 
 
 def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:

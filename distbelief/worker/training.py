@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.core.formatting import duration
+from distbelief.data import shown_samples
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
@@ -191,15 +192,6 @@ class Counters:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reported:
-    generation: int = 0
-    at: Seconds = -math.inf
-    steps: int = 0
-    done: GroupProgress = field(default_factory=GroupProgress)
-
-
-@final
 class TrainingObjective(Objective):
     """Trains; see `worker.objective.Objective`.
 
@@ -254,7 +246,9 @@ class TrainingObjective(Objective):
         self._staging = False
         self._loss = 0.0  # of the last step
         self._n_bad_in_row = 0
-        self._reported = _Reported()
+        self._reported_at: Seconds = -math.inf
+        self._reported_steps = 0  # of all generations
+        self._reported = 0, GroupProgress()  # the newest generation, and what it had done
 
     @property
     @override
@@ -456,7 +450,7 @@ class TrainingObjective(Objective):
     def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
         if result.staged is not None:
             self._client.abandon()
-        samples = _samples(step.batch_slice.samples.indices.tolist())
+        samples = shown_samples(step.batch_slice.samples.indices.tolist())
         text = (
             f"step {self.counters.steps}: the gradient of {samples} is NaN or infinite (loss "
             f"{self._loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
@@ -551,25 +545,24 @@ class TrainingObjective(Objective):
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report progress to the supervisor, at most every `progress_seconds`."""
-        reported = self._reported
-        pauses = now - reported.at < self._progress_seconds
+        pauses = now - self._reported_at < self._progress_seconds
         if pauses and not (final or leader.is_held):
             return [], []
         done = leader.generation_done()
+        generation, before = self._reported
         # A new generation counts from zero; steps of earlier ones stay counted.
-        if reported.generation != leader.generation:
-            reported = self._reported = _Reported(
-                generation=leader.generation, at=reported.at, steps=reported.steps
-            )
-        n_of_loss = done.samples - reported.done.samples
-        if n_of_loss + done.no_loss - reported.done.no_loss <= 0:
+        if generation != leader.generation:
+            before = GroupProgress()
+            self._reported = leader.generation, before
+        n_of_loss = done.samples - before.samples
+        if n_of_loss + done.no_loss - before.no_loss <= 0:
             return [], []
-        steps = reported.steps + max(done.steps - reported.done.steps, 0)
-        self._reported = _Reported(generation=leader.generation, at=now, steps=steps, done=done)
+        self._reported_at, self._reported = now, (leader.generation, done)
+        self._reported_steps += max(done.steps - before.steps, 0)
         progress = Progress(
-            step=steps,
+            step=self._reported_steps,
             samples=done.position + done.samples + done.no_loss,
-            loss=(done.loss - reported.done.loss) / n_of_loss if n_of_loss else math.nan,
+            loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
             seconds_computing=self._seconds,
             seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
         )
@@ -684,11 +677,3 @@ class TrainingObjective(Objective):
             if item in step_result.averages:
                 after[count] = self.values[count] + 1
         return after
-
-
-def _samples(indices: Sequence[int]) -> str:
-    n, first = len(indices), indices[0]
-    if n > 1 and list(indices) == list(range(first, first + n)):
-        return f"samples {first} to {indices[-1]}"
-    few = ", ".join(map(str, indices[: 4 if n <= 4 else 3]))
-    return f"samples {few}" if n <= 4 else f"samples {few}, ... ({n} in all)"

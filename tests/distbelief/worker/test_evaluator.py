@@ -167,7 +167,7 @@ def test_errors_of_the_data_set_are_passed_on() -> None:
     bench = Bench()
     bench.dataset.inputs = torch.zeros(3, 4)
     bench.ask(Evaluate(request=1, whole=True))
-    with pytest.raises(JobError, match=r"\[data.test\] reading samples 0, 1"):
+    with pytest.raises(JobError, match=r"\[data.test\] reading samples 0 to 49"):
         bench.run()
 
 
