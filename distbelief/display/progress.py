@@ -113,13 +113,6 @@ class ProgressLine:
         self._phase = ""
         self._next_line = 0.0
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def start(self) -> None:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             # Only `update` refreshes it: no background thread.

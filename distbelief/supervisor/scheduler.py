@@ -11,7 +11,7 @@ more; after `dead_seconds` its roles count as lost and start elsewhere.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, final
@@ -151,15 +151,7 @@ def takes_slots(record: RoleRecord) -> bool:
     return record.trains and record.kind != "coordinator"
 
 
-class Ended(Protocol):
-    """What the supervisor does when a role has ended on another host.
-
-    `at_once`: the role will say nothing more.
-    """
-
-    def __call__(
-        self, name: rl.Address, incarnation: int, reason: str, *, at_once: bool = False
-    ) -> None: ...
+Ended = Callable[[rl.Address, int, str], None]  # name, incarnation, reason
 
 
 @final
@@ -173,7 +165,8 @@ class Scheduler:
         shutdown: Shutdown,
         *,
         stable_seconds: rl.Seconds,
-        on_end: Ended,
+        on_end: Ended,  # of a role on another host
+        on_loss: Ended,  # the same, and the role will say nothing more
         cluster: ClusterConfig | None,
         policy: PlacementPolicy,
     ) -> None:
@@ -182,6 +175,7 @@ class Scheduler:
         self._shutdown = shutdown
         self._stable_seconds = stable_seconds
         self._on_end = on_end
+        self._on_loss = on_loss
         self._cluster = cluster
         self._policy = policy
         self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
@@ -435,7 +429,7 @@ class Scheduler:
         host, record = self.hosts.leave(name), self._members.get(name)
         if host is not None and record is not None:
             record.restarts_in_a_row = 0
-            self._on_end(name, record.incarnation, reason, at_once=True)
+            self._on_loss(name, record.incarnation, reason)
 
     # --- hosts that leave
 

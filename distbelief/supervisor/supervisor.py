@@ -15,6 +15,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, final
 
 from distbelief import protocol as wire
@@ -104,6 +105,7 @@ class Supervisor:
             self.shutdown,
             stable_seconds=config.stable_seconds,
             on_end=self._ended,
+            on_loss=partial(self._ended, at_once=True),
             cluster=cluster,
             policy=policy or ReplicasAnywhere(),
         )
