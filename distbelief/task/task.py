@@ -310,10 +310,9 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     target = sample.target
     if task.loss.removesuffix("_loss") == "mse" and target is not None and target.is_integer:
         raise JobError(
-            f"[algorithm] loss {task.loss} compares element by element, but targets of "
-            f"[data.train] are integers of shape {list(target.shape)}: return "
-            "floating-point targets of the outputs' shape, or use loss = "
-            "'cross_entropy' for class labels"
+            f"[algorithm] loss {task.loss} compares element by element, but [data.train] has "
+            f"integers {list(target.shape)} as targets: return floats like the outputs, or use "
+            "loss = 'cross_entropy' for class labels"
         )
     captured = capture_task(task, sample)
     saved = {spec.name for spec in captured.specs}
@@ -321,9 +320,8 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
         for use in layer.tensors.values():
             if use.name not in saved:
                 raise JobError(
-                    f"[model] {task.model.factory}: {use.name!r}, which layer "
-                    f"{layer.name!r} needs, is not saved with the model, so ranks cannot "
-                    "get it from the shards: register it by register_buffer without "
+                    f"[model] {task.model.factory}: {use.name!r} of layer {layer.name!r} is not "
+                    "saved with the model: register it by register_buffer without "
                     "persistent=False, or use one process per replica (partitions = 1)"
                 )
     return captured

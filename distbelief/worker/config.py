@@ -145,10 +145,9 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.rule.adaptive and n_fetch > 1 and self.local_learning_rate is None and not is_delta:
             key = "n_fetch" if self.n_fetch > 1 else "exchange.every"
             raise ValueError(
-                f"{key} is {n_fetch} and rule {self.rule.name!r} adapts its "
-                "rate on the shards; between fetches a replica takes plain SGD steps, "
-                "at a rate that only you can choose: give local_learning_rate, or use "
-                f"{key} = 1"
+                f"{key} is {n_fetch} and rule {self.rule.name!r} adapts its rate on the shards; "
+                "a replica's own steps between fetches need a rate: give local_learning_rate, or "
+                f"use {key} = 1"
             )
 
     @property
