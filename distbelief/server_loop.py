@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import index
@@ -62,6 +62,7 @@ class ClientSession:
         user: str,  # the class whose session it is, for errors
         keys: str | Path | None = None,  # directory of this host's keys, for an address with a key
         numbers: Numbers = "float32",
+        frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
     ) -> None:
         self.address = address
         self._user = user
@@ -79,7 +80,7 @@ class ClientSession:
         layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
         self.client = ParameterClient(
             ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-            PartialView(layout),
+            PartialView(layout, frozen={layout.tensors[place].name for place in frozen}),
             memory=memory,
             shard_copies=address.shard_copies,
         )
@@ -200,13 +201,14 @@ class ServerLoop:
         *,
         timeout_seconds: float,
         keys: str | Path | None,
+        frozen: Collection[int] = (),
     ) -> None:
         """Join the server, take part in its ticks, and fetch its values."""
         user = type(self).__name__
         self._timeout_seconds = _seconds(timeout_seconds, user)
         self._policy = policy
         self._session = ClientSession(
-            parameters, address, user=user, keys=keys, numbers=policy.numbers
+            parameters, address, user=user, keys=keys, numbers=policy.numbers, frozen=frozen
         )
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)

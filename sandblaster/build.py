@@ -34,13 +34,13 @@ WINDOW_CHUNKS_MIN: Final = 64
 
 _FREE: Final = frozenset(
     {
-        "gradient_tolerance",
+        "tolerance",
         "value_tolerance",
         "value_iterations",
-        "n_iterations_max",
-        "n_evaluations_max",
+        "max_iterations",
+        "max_evaluations",
         "rounding",
-        "n_history",
+        "history",
         "sufficient_decrease",
         "curvature",
     }
@@ -83,7 +83,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     module.train()
     model = FlatModel(module)
     n_examples = len(context.train_data())
-    client = wb.build_client(context, pushes=True)
+    client = wb.build_client(context, pushes=True, frozen=())
     chunks = whole_worker(
         worker_config(config, context),
         client=client,

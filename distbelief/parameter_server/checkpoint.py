@@ -20,7 +20,7 @@ from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, Segment
-from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
+from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule, initial_state
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import CheckpointSaved, Count, SessionRecord
 from distbelief.roles import role as rl
@@ -76,7 +76,7 @@ def reshard(
         )
     n_gradient, size = new.n_gradient(k), new.shard_size(k)
     values: Vector = np.zeros(size, new.dtype)
-    state = rule.state(n_gradient, new.dtype)
+    state = initial_state(rule, new, k)
     moves = list(_moves(old, new, k))
     for source, start, stop, offset in moves:
         here = slice(offset, offset + stop - start)
@@ -200,7 +200,7 @@ def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
             "index": str(config.index),
             "incarnation": str(state.incarnation),
             "clock": str(state.clock),
-            "rule": config.rule.name,
+            "rule": config.rule.label,
             "clients": msgspec.json.encode(clients).decode(),
             "steps": msgspec.json.encode(state.steps.to_wire().tolist()).decode(),
         },
@@ -241,7 +241,7 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
         ("format", FORMAT, "it was written by another version"),
         ("layout", layout.fingerprint, "resume with the model and number of shards of its run"),
         ("index", str(index), "it belongs to another shard"),
-        ("rule", config.rule.name, "resume with that rule, or start a new run"),
+        ("rule", config.rule.label, "resume with that rule, or start a new run"),
     ):
         if snapshot.facts.get(name) != value:
             raise error(f"{name} is {snapshot.facts.get(name)!r}, not {value!r}: {fix}")
@@ -261,7 +261,7 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
         raise error(
             f"its incarnation is {facts.incarnation}, the shard's {incarnation}: count on from it"
         )
-    state = config.rule.state(n_gradient, layout.dtype)
+    state = initial_state(config.rule, layout, index)
     unknown = snapshot.arrays.keys() - {_VALUES, *(f"state.{name}" for name in state)}
     if unknown:
         raise error(f"arrays {sorted(unknown)} are unknown to this shard")

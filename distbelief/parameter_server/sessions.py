@@ -157,7 +157,7 @@ class Session:
     queued: bool = False  # whether it is in the queue of complete pushes
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
-    n_samples: int = 0  # of its last push
+    n_samples: int | None = None  # of its last push
     told: int = 0  # the floor that it was told last
     entries: int = 0  # how often this incarnation has entered or left
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
@@ -202,7 +202,7 @@ class Session:
         """Note that `push` is in the values; `held` if the backup does not have it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
-        self.n_samples = push.n_samples or 0
+        self.n_samples = None if push.n_samples is msgspec.UNSET else push.n_samples
         self.samples = push.samples
         self.staleness = staleness
         if held:
@@ -298,7 +298,10 @@ class Sessions:
         self.applying: PushInProgress | None = None
         self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
         self._folded: list[PushInProgress] = []  # added to it
-        self._quorum_at: Seconds | None = None  # since when the next round has its quorum
+        # When the next round ends without those that are late; None: not by time.
+        self.round_due: Seconds | None = None
+        self._round_began: Seconds | None = None
+        self._round_seconds: Seconds = 0.0  # that the last round took
         self._staleness = Staleness()
         self._partial_staleness = PartialStaleness()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
@@ -532,13 +535,13 @@ class Sessions:
     def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
         """Return the next push to apply, or to add to a round; `is_last`: no more come."""
         if not self._round and self._may_take(now, is_last=is_last):
-            self._take_queued()
+            self._take_queued(now)
         if not self._round:
             return None
         self.applying = self._round.popleft()
         return self.applying
 
-    def _take_queued(self) -> None:
+    def _take_queued(self, now: Seconds) -> None:
         """Take the oldest complete push, or those of a round in the order of their names."""
         in_round = self._config.policy.round is not None
         taken: list[PushInProgress] = []
@@ -559,7 +562,8 @@ class Sessions:
                 replace(one, share=msgspec.structs.replace(one.share, n_to_follow=len(taken) - n))
                 for n, one in enumerate(taken, 1)
             ]
-            self._quorum_at = None
+            began = now if self._round_began is None else self._round_began
+            self.round_due, self._round_began, self._round_seconds = None, now, now - began
         self._round += taken
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
@@ -614,14 +618,6 @@ class Sessions:
         """Whether some pushes of a round are added, and others are not."""
         return bool(self._folded)
 
-    @property
-    def grace_until(self) -> Seconds | None:
-        """When the next round ends, without those that are late; None: not by time."""
-        policy = self._config.policy.round
-        if policy is None or self._quorum_at is None:
-            return None
-        return self._quorum_at + policy.grace_seconds
-
     def _may_take(self, now: Seconds, *, is_last: bool) -> bool:
         """Return whether the complete pushes make a round, if there are rounds."""
         policy = self._config.policy.round
@@ -629,16 +625,31 @@ class Sessions:
             return True
         if self.awaits_clients or not self.queue:
             return False
-        inside = [client for client in self._clients.values() if client.is_in]
+        # Those whose last push waits here have left.
+        members = [client for client in self._clients.values() if client.is_in or client.queued]
         # A client that is too far ahead begins no tick: it may wait for a push of this very round.
-        if all(client.queued or self._is_gated(client) for client in inside):
+        missing = [one for one in members if not (one.queued or self._is_gated(one))]
+        if not missing:
             return True
-        if sum(client.queued for client in inside) < math.ceil(policy.quorum * len(inside) - 1e-9):
-            self._quorum_at = None
-            return False
-        if self._quorum_at is None:
-            self._quorum_at = now
-        return now >= self._quorum_at + policy.grace_seconds
+        due = now + policy.grace_seconds
+        n_queued = sum(client.queued for client in members)
+        if n_queued < math.ceil(policy.quorum * len(members) - 1e-9):
+            # Whoever has ended the tick of a push that waits here may wait, too: for a push at
+            # another shard, whose last round was of others. So nobody could make the quorum. Late
+            # pushes wait for the others' next ones first.
+            if not all((one.tick or 0) >= self._first_tick for one in missing):
+                self.round_due = None
+                return False
+            due += 2 * self._round_seconds
+        self.round_due = due if self.round_due is None else min(self.round_due, due)
+        return now >= self.round_due
+
+    @property
+    def _first_tick(self) -> int:
+        """The least tick that a complete push ends."""
+        buffers = [self._clients[name].next_complete() for name in self.queue]
+        pushes = [one.push for one in buffers if one is not None and one.push is not None]
+        return min((push.tick or self._floor + 1 for push in pushes), default=self._floor + 1)
 
     def _is_gated(self, client: Session) -> bool:
         staleness = self._config.policy.staleness
@@ -646,7 +657,7 @@ class Sessions:
 
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
-        n_samples = push.n_samples or 1
+        n_samples = 1 if push.n_samples is msgspec.UNSET else push.n_samples
         if policy.round is not None:
             return rp.Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
         if policy.weight == "sum" and policy.damping == "none":
@@ -660,8 +671,9 @@ class Sessions:
             scale /= n_clients
         elif policy.weight == "samples":
             # A client that has pushed nothing yet is taken for one like this.
-            known = [n_samples, *(one.n_samples or n_samples for one in others)]
-            scale *= n_samples * len(known) / (sum(known) * n_clients)
+            pushed = (one.n_samples for one in others)
+            known = [n_samples, *(n_samples if n is None else n for n in pushed)]
+            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
         if policy.damping == "inverse":
             scale /= 1 + staleness
         elif policy.damping == "excess":

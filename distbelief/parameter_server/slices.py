@@ -281,6 +281,11 @@ class IndexRanges:
         starts = self.offsets[at] + inner.starts - self.starts[at]
         return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
 
+    def intersection(self, other: "IndexRanges") -> "IndexRanges":
+        bounds = IndexRanges.ends([self, other])
+        both = self.mask(bounds) & other.mask(bounds)
+        return IndexRanges.of(bounds[:-1][both], bounds[1:][both])
+
     def n_below(self, stop: int) -> int:
         return self.clipped(0, stop).n_elements
 
@@ -400,6 +405,11 @@ class ShardSlice:
         # By block, for parameters and buffers.
         self._copiers: dict[int, tuple[RangeCopier, RangeCopier]] = {}
         self._copier: RangeCopier | None = None  # for all blocks at once
+
+    @property
+    def all_stripes(self) -> Indices:
+        """The ranges as on the wire, of everything too."""
+        return IndexRanges.whole(0, self._size).stripes() if self.stripes is None else self.stripes
 
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:

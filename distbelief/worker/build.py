@@ -5,7 +5,7 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -46,7 +46,7 @@ from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
-from distbelief.worker.local_executor import FlatModel, LocalExecutor, loss_and_metric
+from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.objective import Objective
 from distbelief.worker.replica import Replica
 from distbelief.worker.steps import RankLink, StepRunner
@@ -161,7 +161,7 @@ def build_evaluator(context: BuildContext) -> Role:
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
         LocalExecutor(model, dataset, loss=loss, metric=metric, names=names),
-        client=build_client(context, pushes=False),
+        client=build_client(context, pushes=False, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
     )
 
@@ -259,11 +259,12 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     context = with_data(context)
     module = tk.build_model(context.task.model)
     module.train()
+    model, numbers = FlatModel(module), config.exchange.numbers
     return whole_replica(
         config,
-        client=build_client(context, pushes=True, numbers=config.exchange.numbers),
+        client=build_client(context, pushes=True, frozen=model.frozen, numbers=numbers),
         executor=local_executor(
-            FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
+            model, context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
         data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
@@ -311,6 +312,7 @@ def build_client(
     context: BuildContext,
     *,
     pushes: bool,
+    frozen: Collection[str],  # parameters that do not train
     flow: Dataflow | None = None,
     numbers: Numbers = "float32",
 ) -> ParameterClient:
@@ -323,7 +325,7 @@ def build_client(
         )
     return ParameterClient(
         ClientConfig(pushes=pushes, numbers=numbers),
-        PartialView(layout, None if flow is None else flow.items),
+        PartialView(layout, None if flow is None else flow.items, frozen=frozen),
         memory=context.memory,
         shard_copies=context.shard_copies,
     )
@@ -337,6 +339,7 @@ class Split:
     # Layers that are computed whole; they may lie on the meta device.
     modules: Mapping[str, nn.Module]
     device: str = "cpu"  # on which ranks compute: "cpu", "cuda"
+    frozen: frozenset[str] = frozenset()  # parameters that do not train
 
     @property
     def fingerprint(self) -> str:
@@ -369,7 +372,9 @@ class Split:
         assert context.sample is not None
         loss = tk.loss_module(graph, context.sample, task.loss) if has_loss else None
         modules = tk.modules_of(graph, module, loss)
-        return cls(plan=plan, graph=graph, modules=modules, device=context.device)
+        return cls(
+            plan=plan, graph=graph, modules=modules, device=context.device, frozen=frozen_of(module)
+        )
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
@@ -451,7 +456,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     outputs = frozenset(compiled.graph.outputs)
     flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
     dtype = dtype_of(context)
-    client = build_client(context, pushes=False, flow=flow)
+    client = build_client(context, pushes=False, frozen=split.frozen, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
     batch_plan = batches.EvaluationPlan(kinds, chunk=plan.batch)
     reader = batches.SliceReader(
@@ -520,6 +525,7 @@ def replica_parts(
     split: Split,
     batch: tuple[str, int],
     numbers: Numbers = "float32",
+    frozen: Collection[str] = (),
 ) -> RankBuild:
     """Return the parts of a rank.
 
@@ -540,7 +546,7 @@ def replica_parts(
     return RankBuild(
         flow=flow,
         dtype=dtype,
-        client=build_client(context, pushes=True, flow=flow, numbers=numbers),
+        client=build_client(context, pushes=True, frozen=frozen, flow=flow, numbers=numbers),
         reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
@@ -553,7 +559,9 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     context = with_data(context)
     batch = "batch_size", config.batch_size
     numbers = config.exchange.numbers
-    parts = replica_parts(rank, context=context, split=split, batch=batch, numbers=numbers)
+    parts = replica_parts(
+        rank, context=context, split=split, batch=batch, numbers=numbers, frozen=split.frozen
+    )
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)

@@ -459,7 +459,8 @@ class ShardFetch:
         self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
     ) -> None:
         self._config, self._memory = config, memory
-        self._view, self._index, self._slice = view, index, view.slices[index]
+        self._later, self._index = view, index  # once frozen tensors are here
+        self._view, self._slice = view.first, view.first.slices[index]
         self._payload: pf.Payload = msgspec.UNSET  # of this request
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
@@ -508,6 +509,7 @@ class ShardFetch:
 
     def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
         self.wanted = True
+        exact |= self._view is not self._later  # frozen ones come once
         rounds = self._config.numbers == "bfloat16" and not exact
         self._payload = "bfloat16" if rounds else msgspec.UNSET
         self._torn_since = None
@@ -579,6 +581,9 @@ class ShardFetch:
         self.clock = clock
         if reader.published is not None:
             self.bytes_in += self._slice.n_elements * self._slice.dtype.itemsize
+        if self._view is not self._later:
+            self._view, self._slice = self._later, self._later.slices[self._index]
+            self._copier = self._copier and self._view.copier(self._index)
 
     def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
         """Note a torn read; after `seconds_max` of them, fetch by blocks.
@@ -610,6 +615,7 @@ class ShardFetch:
             shard_incarnation=self._shard_incarnation,
             credit=self._config.credit_blocks,
             payload=self._payload,
+            holds=msgspec.UNSET if self._view is self._later else self._slice.all_stripes,
         )
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
