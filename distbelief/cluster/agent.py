@@ -55,8 +55,6 @@ class JoinOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HostAgentConfig:
-    """What a host offers, and its time limits."""
-
     offer: wire.Offer  # its incarnation is set for each offer
     stays: bool = False  # whether it waits for another job when one is over
     heartbeat_seconds: rl.Seconds = 0.5  # between two reports to the supervisor

@@ -31,8 +31,6 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, 
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the roles of a run need on another host."""
-
     spec: RoleSpec  # as for roles of the supervisor's host
     plan: str | None = None  # text of the plan, if replicas are split over several ranks
     shares: bool = True  # whether roles of one host share memory

@@ -70,8 +70,6 @@ class JobAddress:
 @final
 @dataclass(frozen=True, kw_only=True)
 class JoinServer:
-    """How a job accepts hosts."""
-
     reach: ListenConfig  # where its supervisor listens
     n_hosts: int = 0  # hosts to wait for before it begins
     hosts_seconds: float = 600.0  # for them; then it begins with those that are there

@@ -36,7 +36,6 @@ class RayMachine:
     """The actor: one host that joins."""
 
     def join(self, options: JoinOptions) -> int:
-        """Run the host until the job is over; return the exit code."""
         from distbelief.cluster.join import join  # noqa: PLC0415 -- on Ray's node
 
         return join(options, tell=print)

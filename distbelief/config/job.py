@@ -156,8 +156,6 @@ class DataTables(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One job, checked and resolved."""
-
     model: ModelSpec
     data: DataTables
     algorithm_name: str
@@ -225,8 +223,6 @@ class _Learns(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Judgement of a coordinator's end."""
-
     reason: str  # why it has ended, for the user
     failed: bool = False  # whether the job has failed with it
 

@@ -26,8 +26,6 @@ LINE_SECONDS: Final = 5.0  # between two plain lines
 
 @final
 class WaitProgress:
-    """Progress of a number of simulated runs, as a context manager."""
-
     def __init__(self, console: Console, *, n_runs: int) -> None:
         self._console = console
         self._n_runs = n_runs
@@ -94,8 +92,6 @@ def local_time() -> dt.datetime:
 
 @final
 class ProgressLine:
-    """Shows the views of one job as they come."""
-
     def __init__(
         self,
         name: str,  # of the job

@@ -79,8 +79,6 @@ SPEC_BYTES_MAX: Final = 1 << 26
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of all role processes of one run."""
-
     job: msgspec.Raw  # the job as JSON (`Job.to_json`)
     run: str = ""  # id of the run, which is in every message
     supervisor: str = ""  # address of the supervisor

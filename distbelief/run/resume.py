@@ -183,8 +183,6 @@ _SIZE_MAX: Final = 1 << 62  # more elements than any shard has
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousRun:
-    """State of a run at the end of its previous sessions."""
-
     before: PreviousTotals = field(default_factory=PreviousTotals)  # totals
     incarnation: int = 1  # above all that any checkpoint contains
     label: int = 1  # number of the next checkpoint

@@ -80,7 +80,6 @@ class Host:
 
     @classmethod
     def of(cls, name: Address, offer: Offer, now: Seconds) -> Self:
-        """Return the record of a host that has just offered itself."""
         # The label goes to terminals: no control characters.
         label = _UNPRINTABLE.sub("?", offer.label) or "nameless"
         host = cls(name=name, offer=offer, label=label, since=now)
@@ -93,7 +92,6 @@ class Host:
 
     @property
     def takes_roles(self) -> bool:
-        """Whether more roles may be placed here."""
         return self.ready and not (self.leaving or self.is_silent or self.is_blocked)
 
     @property

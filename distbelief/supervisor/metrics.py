@@ -50,7 +50,6 @@ class JobMetrics:
         return self.before.seconds + end - self.started_at
 
     def view(self, now: Seconds) -> JobView:
-        """Return the metrics as a view of the job, without its roles and hosts."""
         end = now if self.ended_at is None else self.ended_at
         since = end if self.training_since is None else self.training_since
         return replace(

@@ -42,7 +42,6 @@ class Evaluations:
         self._next_at = now + self._every  # the first one comes a period after training begins
 
     def due(self, now: Seconds) -> Evaluate | None:
-        """Return the next request, if its time has come."""
         if self.waits or now < self._next_at:
             return None
         return self.ask(now, whole=False)

@@ -186,7 +186,6 @@ class Scheduler:
     # --- start
 
     def start(self) -> None:
-        """Begin to wait for as many hosts as the job wants."""
         if self._cluster is not None:
             self._begins_at = self._out.now + self._cluster.hosts_seconds_max
             if self._cluster.n_hosts:

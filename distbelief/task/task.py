@@ -188,7 +188,6 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
 
 
 def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
-    """Return the training data, and the held-out data if there are any, by table."""
     return {table: build_dataset(spec, table=table) for table, spec in task.data.items()}
 
 

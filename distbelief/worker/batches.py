@@ -152,8 +152,6 @@ class Reader(Protocol):
 
 @final
 class SliceReader:
-    """Reads the input regions that a partition needs."""
-
     def __init__(
         self,
         dataset: Dataset,  # gives the inputs of the graph, in order

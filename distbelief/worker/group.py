@@ -68,8 +68,6 @@ def group_rank_of(name: str) -> GroupRank | None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """What a group has done in the current generation."""
-
     steps: int = 0
     position: int = 0  # in the data, of its first step
     loss: float = 0.0  # sum over `samples`

@@ -39,8 +39,6 @@ _TEXT_MAX = 8192  # characters of an error or a warning
 
 @dataclass(frozen=True, kw_only=True)
 class JobMemberConfig:
-    """Identity of a member, and how it keeps in touch."""
-
     name: str  # of the role
     endpoint: str = ""  # address of its driver ("" in a simulation)
     host: str = ""  # roles with equal host share memory; "" shares with no one

@@ -59,8 +59,6 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Epoch:
-    """What one rank knows of the current generation."""
-
     phase: Phase = Phase.ALONE
     granted: int = 0  # steps that the rank may take
     is_last: bool = False  # no more will be granted

@@ -166,8 +166,6 @@ class Step:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """The tensors that a replica, or one rank of it, keeps."""
-
     values: Sequence[torch.Tensor]  # flat
     trained: frozenset[int]  # with a gradient; the others are pushed as they are
     counts: Mapping[int, int] = field(default_factory=dict)  # running average -> its step counter
