@@ -38,9 +38,8 @@ if TYPE_CHECKING:
         RMSprop as RMSprop,
     )
     from distbelief.partition.api import plan as plan
-    from distbelief.run.result import Run as Run
     from distbelief.serve.server import ParameterServer as ParameterServer
-    from distbelief.trainer import train as train
+    from distbelief.trainer import Run as Run, train as train
 
 # Names are imported on first use, so that `import distbelief` alone does not load torch.
 _NAMES = {
@@ -57,9 +56,8 @@ _NAMES = {
         "RMSprop",
     ),
     "distbelief.partition.api": ("plan",),
-    "distbelief.run.result": ("Run",),
     "distbelief.serve.server": ("ParameterServer",),
-    "distbelief.trainer": ("train",),
+    "distbelief.trainer": ("Run", "train"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -217,7 +217,6 @@ FILE_BYTES_MAX: Final = 1 << 20  # job files are written by hand: a longer one i
 
 
 def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Job:
-    """Return the job of the file at `path`."""
     text = _read_text(Path(path))
     return parse_job(text, path=path, overrides=overrides)
 
@@ -242,7 +241,6 @@ def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[st
 
 
 def job_from_json(text: bytes) -> Job:
-    """Return the job that `Job.to_json` wrote."""
     try:
         return resolve(msgspec.json.decode(text, type=dict[str, object]), file="job")
     except (TableError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -80,7 +80,6 @@ class TableError(JobFileError):
 
 
 def decode(value: object, struct: type[S], *, path: Path) -> S:
-    """Return the table `value` as a `struct`."""
     table = as_table(value, path)
     _check_keys(table, _kind(struct), path)
     try:

@@ -26,7 +26,6 @@ def job_view(
     hosts: HostTable,
     now: Seconds,
 ) -> JobView:
-    """Return the view of the job at one moment: its metrics, roles and hosts."""
     before, view, stop = metrics.before, metrics.view(now), config.stop
     coordinator, shards = members.coordinator, members.of("shard")
     applied, lost, stale = failover.pushes_applied, failover.pushes_lost, shards

@@ -136,10 +136,6 @@ class RoleRecord:
         return presence is not Presence.FINISHED and presence is not Presence.LEFT_OUT
 
     @property
-    def has_trained(self) -> bool:
-        return self.progressed or self.counters.get("samples", 0.0) > 0
-
-    @property
     def has_joined(self) -> bool:
         return self.entry is not None and self.presence is Presence.PRESENT
 

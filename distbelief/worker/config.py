@@ -48,11 +48,6 @@ class Pace:
     overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
     sends_delta: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("n_fetch", "n_push"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-
     @property
     def sums_gradients(self) -> bool:
         """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
@@ -86,8 +81,6 @@ class Pace:
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [algorithm] of a job with name = "downpour"."""
-
     loss: str  # torch's name of it, or an import path (see `task.losses`)
     batch_size: int  # samples of one step of one replica
     rule: UpdateRule  # how the shards apply a push: { name = "adagrad", learning_rate = 0.02 }
@@ -117,8 +110,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        _ = self.pace  # checks n_fetch and n_push
-        for name in ("batch_size", "non_finite_limit", "max_steps"):
+        for name in ("n_fetch", "n_push", "batch_size", "non_finite_limit", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")
@@ -155,9 +147,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             key = "n_fetch" if self.n_fetch > 1 else "exchange.every"
             why = "has groups" if rule.groups else "adapts its rate on the shards"
             raise ValueError(
-                f"{key} is {n_fetch} and rule {rule.name!r} {why}; between fetches a replica takes "
-                "plain SGD steps, at a rate that only you can choose: give local_learning_rate, or "
-                f"use {key} = 1"
+                f"{key} is {n_fetch} and rule {rule.name!r} {why}; a replica's own steps between "
+                f"fetches need a rate: give local_learning_rate, or use {key} = 1"
             )
 
     @property
