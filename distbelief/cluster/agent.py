@@ -1,9 +1,9 @@
 """The agent on a host: offers it to a job, and runs the processes of the roles assigned to it.
 
-    OFFERING --Assignments--> downloading --job spec--> preparing --> READY
-        ^  |                                                            |
-        |  +--> over: nothing listens where its job did                 |
-        +------------ Release, or silence of the supervisor ------------+
+    OFFERING --Assignments--> probing --rate--> downloading --job spec--> preparing --> READY
+        ^  |                                                                             |
+        |  +--> over: nothing listens where its job did                                  |
+        +----------------- Release, or silence of the supervisor ------------------------+
 
 DIRECTORY/RUN/logs/ROLE.log       log of each role
 DIRECTORY/RUN/snapshots/          checkpoints of shards that ran here
@@ -25,12 +25,15 @@ from distbelief.core.reliable import Silence
 from distbelief.errors import DistBeliefError, RemoteProtocolError
 from distbelief.launch.local import PREPARE, LocalLauncher
 from distbelief.launch.preflight import read_result
+from distbelief.protocol.hosts import JOB_SPEC, PROBE
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 
 
+PROBE_SECONDS: Final = 0.15  # enough to measure the link
+PROBE_SECONDS_MAX: Final = 3.0  # a lost chunk ends the measurement
 _TIMER: Final = "host:beat"
 _STORE: Final = "host:store"
 _VERDICT: Final = "host:verdict"
@@ -105,7 +108,8 @@ class HostAgent:
         self._incarnation = 0
         self._run: str | None = None  # whose roles it runs
         self.was_taken = False  # by a job, in this incarnation or an earlier one
-        self._download: FileDownload | None = None  # of the job spec
+        self._download: FileDownload | None = None  # of the probe, then of the job spec
+        self._bandwidth = 0.0  # of the link, as measured
         self._ready = False
         self._to_prepare = False  # as soon as an older process has ended
         self._refusal: str | None = None
@@ -188,6 +192,7 @@ class HostAgent:
             ready=self._ready,
             leaving=self._leaves_at is not None,
             refusal=self._refusal,
+            bandwidth=self._bandwidth,
             ended=tuple(self._ended.values()),
         )
         return _to_supervisor(report)
@@ -237,9 +242,7 @@ class HostAgent:
         self._silence.heard(now)
         if self._run is None:
             self._run, self.was_taken = message.run, True
-            self._download = FileDownload()
-            ask = _to_supervisor(self._download.ask(now))
-            return [_said("taken", detail=message.run), ask]
+            return [_said("taken", detail=message.run), self._begin_download(PROBE, now)]
         assigned: dict[rl.Address, int] = {}
         for role in message.assignments:
             if _NAME.fullmatch(role.name) is None or role.name == PREPARE:
@@ -261,19 +264,35 @@ class HostAgent:
             return self._exit(message.reason)
         return [_said("released", reason=message.reason), *self._exit(None)]
 
+    def _begin_download(self, document: str, now: rl.Seconds) -> rl.Action:
+        self._download = FileDownload(document, now)
+        return _to_supervisor(self._download.ask(now))
+
     def _ask_again(self, now: rl.Seconds) -> list[rl.Action]:
-        again = None if self._download is None else self._download.ask_again(now)
+        download = self._download
+        if download is None:
+            return []
+        if download.document == PROBE and now - download.begun_at > PROBE_SECONDS_MAX:
+            return [self._probed(download, now)]
+        again = download.ask_again(now)
         return [] if again is None else [_to_supervisor(again)]
+
+    def _probed(self, probe: FileDownload, now: rl.Seconds) -> rl.Action:
+        self._bandwidth = probe.rate
+        return self._begin_download(JOB_SPEC, now)
 
     def _take_chunk(self, chunk: wire.FileChunk, now: rl.Seconds) -> list[rl.Action]:
         download = self._download
         if download is None:
             return []
         self._silence.heard(now)  # a duplicate counts too: it shows that the link works
-        if not download.take(chunk):
+        if not download.take(chunk, now):
             return []
         content = download.content
-        if content is not None:
+        if download.document == PROBE:
+            if content is not None or now - download.begun_at >= PROBE_SECONDS:
+                return [self._probed(download, now)]
+        elif content is not None:
             name = f"{_STORE}:{self._incarnation}"
             return [rl.Compute(name=name, work=lambda: self._storage.store_job_spec(content))]
         return [_to_supervisor(download.ask(now))]

@@ -15,7 +15,7 @@ from distbelief.cluster.ray import RayHosts, connect
 from distbelief.config.job import Job
 from distbelief.errors import JobError
 from distbelief.launch.role_process import RoleSpec
-from distbelief.supervisor.hosts import ClusterConfig
+from distbelief.supervisor.hosts import ClusterConfig, StepTime
 from distbelief.transport.address import ANYWHERE, Endpoint, number_of, own_address
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair, public_key
@@ -92,6 +92,7 @@ class JoinServer:
             slots_here=self.slots_here(job),
             threads=job.cluster.threads,
             device=job.cluster.device,
+            step=StepTime.of(job),
         )
 
     def slots_here(self, job: Job) -> int:

@@ -19,6 +19,7 @@ from typing import Final, Protocol, final
 from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
+from distbelief.protocol.hosts import JOB_SPEC, PROBE, PROBE_BYTES
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
@@ -35,6 +36,7 @@ N_HOSTS_MAX: Final = 1024
 OFFER_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
 
 _UNLIMITED: Final = 1 << 30  # slots of a job that runs on one host
+_PROBE_CONTENT: Final = bytes(PROBE_BYTES)
 
 
 class ShutdownStage(IntEnum):
@@ -340,7 +342,10 @@ class Scheduler:
             self._release(host, "it was silent for too long", again=True)
 
     def _send_chunk(self, cluster: ClusterConfig, host: Host, ask: wire.FileRequest) -> None:
-        chunk = wire.FileChunk.of(cluster.job_spec, ask.offset)
+        contents = {JOB_SPEC: cluster.job_spec, PROBE: _PROBE_CONTENT}
+        if ask.document not in contents:
+            raise RemoteProtocolError(f"{host.name} asked for {ask.document!r:.80}")
+        chunk = wire.FileChunk.of(ask.document, contents[ask.document], ask.offset)
         # Lent: a host that requests much and reads nothing must not make us hold copies.
         self._out.add(rl.Send(receiver=host.name, message=chunk, lent=True))
 
@@ -353,10 +358,10 @@ class Scheduler:
             self.reject(host, report.refusal)
             return
         if report.ready and not host.ready:
-            host.ready = True
+            host.ready, host.bandwidth = True, report.bandwidth
             host.slots = cluster.slots_of(host.offer)
-            host.grade = cluster.grade_of(host.offer)
-            self._out.log(LogEvent("host_ready", host=host.full_label, detail=host.speed()))
+            host.grade = cluster.grade_of(host.offer, host.bandwidth)
+            self._out.log(LogEvent("host_ready", host=host.full_label, detail=host.speeds()))
         for ended in report.ended:
             name = rl.Address(ended.name)
             if host.roles.get(name) != ended.incarnation:

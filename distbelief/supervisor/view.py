@@ -51,6 +51,7 @@ class HostView:
     state: str  # "preparing", "ready", "leaving", "gone"
     memory_bytes: int = 0
     flops: float | None = None  # a second, of one core
+    bandwidth: float | None = None  # bytes a second from the supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,15 +121,15 @@ def _joined(frames: Sequence[Frame]) -> bytes:
 
 def _chunk() -> Decoder:
     def read(data: bytes) -> None:
-        reading = FileDownload()
+        reading = FileDownload("d", 0.0)
         at = 0
         while at + _STEP.size <= len(data):
             offset, n_bytes, n = _STEP.unpack_from(data, at)
             at += _STEP.size
             content = Blob(data[at : at + n])
             at += n
-            piece = FileChunk(offset=offset, n_bytes=n_bytes, content=content)
-            reading.take(piece)
+            piece = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=content)
+            reading.take(piece, 1.0)
             reading.ask_again(1.0)
             whole = reading.content
             assert whole is None or len(whole) <= len(data)

@@ -128,6 +128,7 @@ def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
                 state="ready",
                 memory_bytes=16_000_000_000,
                 flops=4.2e10,
+                bandwidth=1.17e8,
             ),
             HostView(name="host-2", label="lab-3", cores=2, state="gone"),
         ),
@@ -139,10 +140,10 @@ def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
 
 MACHINES = """\
 
-host    state   cores    memory       a core
-────────────────────────────────────────────
-lab-2   ready       8   16.0 GB   42 GFLOP/s
-lab-3   gone        2       0 B            -
+host    state   cores    memory       a core   link from here
+─────────────────────────────────────────────────────────────
+lab-2   ready       8   16.0 GB   42 GFLOP/s         117 MB/s
+lab-3   gone        2       0 B            -                -
 """
 
 
