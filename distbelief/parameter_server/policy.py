@@ -117,8 +117,9 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         has_velocity = rule.name in {"momentum", "adam"}
         if self.send == "delta" and self.round is None and has_velocity and workers > 1:
             raise ValueError(
-                f'rule is {rule.name!r}, send is "delta" and deltas of {workers} workers are applied '
-                "one by one: the velocity would meet deltas from other anchors, and diverge: "
+                f'rule is {rule.name!r}, send is "delta" and deltas of {workers} workers are '
+                "applied one by one: the velocity would meet deltas from other anchors, and "
+                "diverge: "
                 'use rule = { name = "sgd", learning_rate = 1.0 }, or a round'
             )
 
