@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
+        DelayedNesterov as DelayedNesterov,
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
@@ -47,7 +48,14 @@ _NAMES = {
     "distbelief.forecast.api": ("simulate",),
     "distbelief.exchange": ("Exchange",),
     "distbelief.optimizer": ("DownpourSGD",),
-    "distbelief.parameter_server.optimizers": ("SGD", "Adagrad", "Adam", "Momentum", "RMSprop"),
+    "distbelief.parameter_server.optimizers": (
+        "SGD",
+        "Adagrad",
+        "Adam",
+        "DelayedNesterov",
+        "Momentum",
+        "RMSprop",
+    ),
     "distbelief.partition.api": ("plan",),
     "distbelief.run.result": ("Run",),
     "distbelief.serve.server": ("ParameterServer",),

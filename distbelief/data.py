@@ -60,6 +60,8 @@ def _leaves(value: object, path: Path, *, lists: bool = False) -> dict[Path, obj
         parts = [(name, getattr(value, name)) for name in names]
     elif isinstance(value, (tuple, list) if lists else tuple):
         parts = list(enumerate(value))
+    elif lists and hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        parts = [(n, part) for n, part in vars(value).items() if isinstance(part, torch.Tensor)]
     else:
         return {path: value}
     return {

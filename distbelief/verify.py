@@ -310,7 +310,14 @@ def verify(
             seed = step_seed(SEED, (computation.n_steps - 1) * plan.batch)
             single = _reference(module, batch, function, graph=graph, seed=seed)
             double = Batch.of({path: _double(value) for path, value in batch.tensors().items()})
-            exact = _reference(module.double(), double, function, graph=graph, seed=seed)
+            try:
+                exact = _reference(module.double(), double, function, graph=graph, seed=seed)
+            except RuntimeError as error:
+                why = str(error).splitlines()[0]
+                raise JobError(
+                    f"--verify compares with float64, in which this model cannot run: {why}. Those "
+                    "of transformers with experts can with experts_implementation='eager'"
+                ) from error
         finally:
             torch.set_num_threads(threads)
         errors = _compared(found, single, exact)

@@ -11,7 +11,6 @@ import torch
 from distbelief.data import Samples
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
-from distbelief.parameter_server.replication import all_copy_names
 from distbelief.roles.role import Address, Role
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
@@ -35,13 +34,13 @@ WINDOW_CHUNKS_MIN: Final = 64
 
 _FREE: Final = frozenset(
     {
-        "gradient_tolerance",
+        "tolerance",
         "value_tolerance",
         "value_iterations",
-        "n_iterations_max",
-        "n_evaluations_max",
+        "max_iterations",
+        "max_evaluations",
         "rounding",
-        "n_history",
+        "history",
         "sufficient_decrease",
         "curvature",
     }
@@ -51,7 +50,7 @@ _FREE: Final = frozenset(
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
     n_examples = len(context.train_data()) if context.n_train is None else context.n_train
-    shards, _ = all_copy_names(context.n_shards, 1)
+    shards = [Address(f"shard-{k}") for k in range(context.n_shards)]
     rounding = float(np.finfo(wb.layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
@@ -84,7 +83,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     module.train()
     model = FlatModel(module)
     n_examples = len(context.train_data())
-    client = wb.build_client(context, pushes=True)
+    client = wb.build_client(context, pushes=True, frozen=())
     chunks = whole_worker(
         worker_config(config, context),
         client=client,

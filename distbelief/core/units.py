@@ -75,10 +75,7 @@ def parse(value: object, dimension: Dimension) -> float:
         raise JobFileError(f"{value!r} is no quantity: write for example {example}")
     match = _PATTERN.fullmatch(value) if len(value) <= _TEXT_MAX else None
     if match is None:
-        raise JobFileError(
-            f'"{value[:_TEXT_MAX]}" is no quantity: write a number and a unit, for '
-            f"example {example}"
-        )
+        raise JobFileError(f'"{value[:_TEXT_MAX]}" is no quantity: write for example {example}')
     number, unit = match.groups()
     if unit is None:
         raise JobFileError(f'"{value}" has no unit: write "{number} {_BASE[dimension]}"')

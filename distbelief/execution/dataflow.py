@@ -262,7 +262,7 @@ class _FlowBuilder:
         if messages and kind == "partial":
             sums = operator_of(self._graph[name]).partial
             assert sums is not None, name
-            how = sums.combine
+            how = sums.combine(self._graph[name])
         if messages and kind == "partial_gradient":
             self._complete_gradient(self._graph[name])
         for message in messages:
@@ -325,7 +325,7 @@ class _FlowBuilder:
     def _add_combine(self, layer: Layer, region: Region) -> None:
         sums = operator_of(layer).partial
         assert sums is not None, layer.name
-        reads = (self._gather("partial", layer.name, region, how=sums.combine),)
+        reads = (self._gather("partial", layer.name, region, how=sums.combine(layer)),)
         slot = self._slot()
         seed = self._add_output(layer, region, slot)
         self._operations.append(ops.CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))

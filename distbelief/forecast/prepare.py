@@ -8,7 +8,6 @@ often it fetches and pushes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self, final
 
 import msgspec
@@ -34,9 +33,6 @@ from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_secon
 # From the kind of a role and the work that it asks for to the work that is done instead.
 Adapt = Callable[[str, Compute], Compute]
 
-# Calls the handling of an event, to measure it.
-Handled = Callable[[Callable[[], Sequence[Action]]], Sequence[Action]]
-
 
 @final
 @dataclass(slots=True, kw_only=True)
@@ -46,17 +42,13 @@ class CostedRole:
     kind: str
     role: Role
     adapt: Adapt
-    handled: Handled | None = None
 
     @property
     def accepts(self) -> frozenset[type]:
         return self.role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        if self.handled is None:
-            actions = self.role.handle(event, now)
-        else:
-            actions = self.handled(partial(self.role.handle, event, now))
+        actions = self.role.handle(event, now)
         if not any(isinstance(action, Compute) for action in actions):
             return actions
         return [
@@ -69,19 +61,12 @@ class CostedRole:
 
 
 def costed(
-    builders: Mapping[Address, Builder],
-    kinds: Mapping[Address, str],
-    *,
-    adapt: Adapt,
-    handled: Handled | None = None,
+    builders: Mapping[Address, Builder], kinds: Mapping[Address, str], *, adapt: Adapt
 ) -> dict[Address, Builder]:
     """Return builders of costed roles. The supervisor computes nothing and is not wrapped."""
 
     def build_with(name: Address, build: Builder) -> Builder:
-        def build_it(memory: Memory) -> Role:
-            return CostedRole(kind=kinds[name], role=build(memory), adapt=adapt, handled=handled)
-
-        return build_it
+        return lambda memory: CostedRole(kind=kinds[name], role=build(memory), adapt=adapt)
 
     return {
         name: build if kinds[name] == "supervisor" else build_with(name, build)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
 from unittest.mock import patch
 
 import torch
@@ -265,7 +265,7 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
         path = _innermost(error, module)
         while path and any(path.startswith(f"{other}.") or path == other for other in whole):
             path = path.rpartition(".")[0]
-        raise OpaqueError(path, _reason(error)) from error
+        raise OpaqueError(path, reason_of(error)) from error
     replace_noise(program.graph)
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
@@ -281,6 +281,9 @@ def _innermost(error: BaseException | None, module: nn.Module) -> str:
             found = paths.get(id(frame.f_locals.get("self")), found)
         error = error.__cause__ or error.__context__
     return found
+
+
+_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # torch has no types here
 
 
 class _NoStrayParameters(TorchFunctionMode):
@@ -299,6 +302,8 @@ class _NoStrayParameters(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if not is_inside():
+            if func == _DATA:  # torch.export does not see it
+                func = cast("Callable[[object], object]", torch.Tensor.detach)
             for value in pytree.tree_leaves((args, kwargs)):
                 if (
                     isinstance(value, nn.Parameter)
@@ -316,16 +321,15 @@ class _RefusedError(Exception):
     """The forward does what torch.export would not see."""
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return in a few words why torch.export refuses a function."""
     if isinstance(error, _RefusedError):
         return str(error)
     words = f"{type(error).__name__}: {error}"
     if "data-dependent" in words or "DataDependent" in words:
-        return "its forward depends on the values of its data (an `if`, a loop)"
+        return "it depends on the values of its data (an `if`, a loop, `.item()`)"
     if "specialized" in words or "Constraints violated" in words:
-        return (
-            "its forward needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
-        )
+        return "it needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
@@ -388,7 +392,7 @@ def _quietly() -> Iterator[None]:
 def _as_export_sees_it() -> Iterator[None]:
     # Refuses what torch.export does not see, and shows it what it would not.
     enter = torch.inference_mode.__enter__
-    apply = torch.autograd.Function.__dict__["apply"].__func__
+    apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, in Python or C
 
     def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():
@@ -400,7 +404,7 @@ def _as_export_sees_it() -> Iterator[None]:
             raise _RefusedError(
                 f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
             )
-        return apply(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)
 
     def as_told(_mask: object, is_causal: object = None, _size: object = None) -> bool:
         return bool(is_causal)  # torch's encoder looks at the values of its mask

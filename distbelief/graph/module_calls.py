@@ -134,7 +134,7 @@ class LeafCall:
         elif not wants_words and any(not x.is_floating_point() for x in inputs):
             hint = "It gets integers: embed them first, or give the input as floats"
         else:
-            hint = "Is the shape of the input right?"
+            hint = f"Is the shape of the input right, for any number of samples ({N_TRIED} here)?"
         why = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         why = why if type(error) is RuntimeError and why else f"{type(error).__name__}: {why}"
         what = f"{path} ({kind})" if path else kind

@@ -24,6 +24,7 @@ from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.parameter_server.optimizers import UpdateRule, check_groups
 from distbelief.run.summary import DataFacts, TaskFacts
 from distbelief.task import task as tasks
 from distbelief.task.forward import Sample
@@ -166,6 +167,12 @@ def _found(
     job: Job, written: str, model: FlatModel, datasets: Mapping[str, Dataset]
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
+    rule = getattr(job.algorithm, "rule", None)
+    if isinstance(rule, UpdateRule):
+        try:
+            check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
+        except ValueError as error:
+            raise JobError(f"[algorithm] {error}") from None
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     match task.model.initial:

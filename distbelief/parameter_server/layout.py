@@ -14,7 +14,7 @@ Names, shapes, kinds and the number of shards alone decide it. Parameters preced
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -166,8 +166,7 @@ class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             raise ValueError(
-                f"tensors {twice} are given more than once; give each its own name "
-                "(of a tied tensor, give one name only)"
+                f"tensors {twice} are given more than once; give each (and tied ones) one name"
             )
 
 
@@ -236,14 +235,22 @@ class PartialView:
 
     A rank of a model-parallel replica holds the regions of its partition and talks only to the
     shards that hold some of them. No element is held twice; regions and views may be empty.
+    ValueError if a tensor or region does not exist, or they cut a shard into too many pieces.
 
-    Raises:
-        ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
-            into too many pieces.
+    Tensors that are `frozen` come with the first fetch alone (`first`), and are never pushed.
     """
 
-    def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]] | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        items: Sequence[tuple[str, Region]] | None = None,
+        *,
+        frozen: Collection[str] = (),
+    ) -> None:
         self.layout = layout
+        self.first = PartialView(layout, items) if frozen else self
+        if frozen and items is None:
+            items = [(spec.name, Region.of(*spec.shape)) for spec in layout.tensors]
         self.is_whole = items is None  # else the items are names of tensors with a region each
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
         self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
@@ -252,11 +259,16 @@ class PartialView:
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
+        if frozen:
+            self._pieces = [
+                [piece for piece in pieces if self.tensors[piece[0]].name not in frozen]
+                for pieces in self._pieces
+            ]
         for k in range(layout.n_shards):
             if items is None:
                 ranges, held = None, layout.segments(k)
                 self._pieces.append([(s.tensor_index, s.start, s.stop, s.offset) for s in held])
-            elif self._pieces[k]:
+            elif self._pieces[k] or (frozen and k in self.first.slices):
                 ranges = _united(self._pieces[k], k=k)
             else:
                 continue
@@ -303,7 +315,10 @@ class PartialView:
         Padding goes with the tensor before it, so that ranges end at multiples of `ALIGNMENT` and
         update rules round as for the whole vector.
         """
-        assert self.is_whole
+        if not self.is_whole:
+            missing = [index for index, *_ in self._pieces[k] if tensors[index] is None]
+            assert not missing, f"a client of parts pushes all of them, not without {missing}"
+            return None
         segments = self.layout.segments(k)
         given = [one for one in segments if tensors[one.tensor_index] is not None]
         if len(given) == len(segments):
@@ -348,8 +363,7 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Pi
         for other in others:
             if (items[other][1] & region).n_elements:
                 raise ValueError(
-                    f"regions {items[other][1]} and {region} of tensor {name!r} overlap: "
-                    "each element is held once"
+                    f"regions {items[other][1]} and {region} of tensor {name!r} overlap"
                 )
         others.append(item_index)
     return [
@@ -381,9 +395,8 @@ def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
         return IndexRanges.whole(0, 0)
     if len(starts) > N_RANGES_MAX:
         raise ValueError(
-            f"region {region} of a tensor of shape {shape} is {len(starts)} separate "
-            f"runs of elements; the most is {N_RANGES_MAX}: cut it along an earlier "
-            "dimension"
+            f"region {region} of a tensor of shape {shape} has {len(starts)} runs of elements, "
+            f"at most {N_RANGES_MAX}: cut it along an earlier dimension"
         )
     return IndexRanges.of(starts, starts + run)
 
@@ -393,8 +406,7 @@ def _united(pieces: Sequence[Piece], *, k: int) -> IndexRanges:
     n = len(ranges.stripes()) // 4
     if n > N_STRIPES_MAX or len(ranges.starts) > N_RANGES_MAX:
         raise ValueError(
-            f"the regions cut the vector of shard {k} into {len(ranges.starts)} ranges "
-            f"or {n} stripes; the most is {N_RANGES_MAX} or {N_STRIPES_MAX}: use more "
-            "shards, or cut tensors along their first dimension"
+            f"the regions cut shard {k} into {len(ranges.starts)} ranges or {n} stripes, of "
+            f"{N_RANGES_MAX} or {N_STRIPES_MAX} at most: use more shards"
         )
     return ranges

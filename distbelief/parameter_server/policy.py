@@ -114,13 +114,13 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 'send is "delta" and inner is not given: local steps need an optimizer: give '
                 'inner = { name = "SGD", lr = 0.1 }, or use send = "gradient"'
             )
-        has_velocity = rule.name in {"momentum", "adam"}
-        if self.send == "delta" and self.round is None and has_velocity and workers > 1:
+        unfit = [one.name for one in rule.rules if one.name in {"momentum", "adam"}]
+        if self.send == "delta" and self.round is None and unfit and workers > 1:
             raise ValueError(
-                f'rule is {rule.name!r}, send is "delta" and deltas of {workers} workers are '
+                f'rule is {unfit[0]!r}, send is "delta" and deltas of {workers} workers are '
                 "applied one by one: the velocity would meet deltas from other anchors, and "
-                "diverge: "
-                'use rule = { name = "sgd", learning_rate = 1.0 }, or a round'
+                'diverge: use rule = { name = "sgd", learning_rate = 1.0 }, or '
+                f'"delayed_nesterov" with n_pushes = {workers}, or a round'
             )
 
 

@@ -10,7 +10,6 @@ their weights alone count. Buffers are averaged always.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
@@ -25,18 +24,6 @@ from distbelief.parameter_server.slices import (
     convert,
 )
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """How much one push counts."""
-
-    scale: float = 1.0  # multiplies the gradient of a push that is applied by itself
-    weight: float | None = None  # in its round; None: it is applied by itself
-    n_to_follow: int = 0  # pushes of the round after this one
-
-
-WHOLE: Final = Share()
 
 _PIECE: Final = 1 << 18  # elements added while they are in the cache
 

@@ -34,7 +34,6 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.rounds import WHOLE, Share
 from distbelief.parameter_server.slices import (
     N_PUSH_BUFFERS,
     NOTHING,
@@ -45,7 +44,7 @@ from distbelief.parameter_server.slices import (
     push_buffer_views,
 )
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf
+from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
 
@@ -257,7 +256,7 @@ class PushInProgress:
     push_buffer: PushBuffer
     push: pf.Push
     staleness: int
-    share: Share = WHOLE
+    share: rp.Share = rp.WHOLE
 
     @property
     def values(self) -> Vector:
@@ -344,8 +343,8 @@ class Sessions:
         fingerprint = self._config.layout.fingerprint
         if request.layout != fingerprint:
             return (
-                f"your layout is {request.layout}, the shard's {fingerprint}: "
-                "use the same model and number of shards on both sides"
+                f"your layout is {request.layout}, the shard's {fingerprint}: use one model and "
+                "number of shards on both sides"
             )
         try:
             shard_slice = self._values.slice_table.get(request.holds)
@@ -363,10 +362,7 @@ class Sessions:
                 f"{shard_slice.n_elements} others: restart the client to change what it holds"
             )
         if client is None and self._is_full and self._oldest_gone is None:
-            return (
-                f"it serves {len(self._clients)} clients, the limit n_clients_max: "
-                "use fewer clients, or raise it"
-            )
+            return f"it serves {len(self._clients)} clients: use fewer, or raise n_clients_max"
         return self._values.steps.register(shard_slice) if request.pushes else None
 
     def must_wait(self, event: Received, request: pf.OpenSession) -> bool:
@@ -496,8 +492,7 @@ class Sessions:
         push_buffer, index = client.push_buffer_of(sequence), message.block_index
         if client.region:
             raise RemoteProtocolError(
-                f"{client.name} sent a block of push {sequence}, but its push buffers "
-                f"are in shared memory ({client.region!r})"
+                f"{client.name} sent a block of push {sequence}, with buffers in shared memory"
             )
         words = message.payload == "bfloat16"
         client.shard_slice.check_block(index, message.values, words=words, sender=client.name)
@@ -516,8 +511,7 @@ class Sessions:
             return [self._answer_duplicate(client, sequence)]
         if message.fetched_clock > self._values.clock:
             raise RemoteProtocolError(
-                f"{client.name} sent fetched_clock {message.fetched_clock}; "
-                f"the shard's clock is {self._values.clock}"
+                f"{client.name} sent fetched_clock {message.fetched_clock} at {self._values.clock}"
             )
         reason = self._values.why_not(message.touches, client.shard_slice)
         if reason is not None:
@@ -525,8 +519,7 @@ class Sessions:
         push_buffer = client.push_buffer_of(sequence)
         if client.region and message.payload == "bfloat16":
             raise RemoteProtocolError(
-                f"{client.name} sent push {sequence} as bfloat16, but its push buffers "
-                f"are in shared memory ({client.region!r})"
+                f"{client.name} sent push {sequence} as bfloat16, with buffers in shared memory"
             )
         push_buffer.lend(sequence, message.payload)
         if push_buffer.push is None:
@@ -561,12 +554,12 @@ class Sessions:
                 staleness = self._partial_staleness.since(
                     client.shard_slice, fetched_clock=push.fetched_clock, clock=self._values.clock
                 )
-                share = WHOLE if push.commit_token else self._share_of(client, push, staleness)
+                share = rp.WHOLE if push.commit_token else self._share_of(client, push, staleness)
                 taken.append(PushInProgress(client, push_buffer, push, staleness, share))
         if in_round:
             taken.sort(key=lambda one: one.client.name)
             taken = [
-                replace(one, share=replace(one.share, n_to_follow=len(taken) - n))
+                replace(one, share=msgspec.structs.replace(one.share, n_to_follow=len(taken) - n))
                 for n, one in enumerate(taken, 1)
             ]
             began = now if self._round_began is None else self._round_began
@@ -662,13 +655,13 @@ class Sessions:
         staleness = self._config.policy.staleness
         return staleness is not None and (client.tick or 0) - staleness > self._floor
 
-    def _share_of(self, client: Session, push: pf.Push, staleness: int) -> Share:
+    def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
         n_samples = 1 if push.n_samples is msgspec.UNSET else push.n_samples
         if policy.round is not None:
-            return Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
+            return rp.Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
         if policy.weight == "sum" and policy.damping == "none":
-            return WHOLE
+            return rp.WHOLE
         others = [one for one in self._clients.values() if one.is_in and one is not client]
         slices = [client.shard_slice, *(one.shard_slice for one in others)]
         n_gradient = self._config.layout.n_gradient(self._config.index)
@@ -685,7 +678,7 @@ class Sessions:
             scale /= 1 + staleness
         elif policy.damping == "excess":
             scale /= 1 + max(staleness - (n_clients - 1), 0)
-        return Share(scale=scale)
+        return rp.Share(scale=scale)
 
     # ---------------------------------------------------------------------- ticks
 

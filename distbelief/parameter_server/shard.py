@@ -34,7 +34,6 @@ from distbelief.parameter_server.replication import (
     FromPrimary,
     Primary,
 )
-from distbelief.parameter_server.rounds import Share
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
@@ -356,10 +355,7 @@ class Shard:
             return [self._wait_for(client, now)]
         n_bytes = client.push_buffer_nbytes
         self._sessions.take_back(client)
-        text = (
-            f"{name} has been gone for {self._config.absence_seconds_max:g} s: released its "
-            f"push buffers ({n_bytes:,} bytes)"
-        )
+        text = f"{name} is gone for {self._config.absence_seconds_max:g} s: freed {n_bytes:,} bytes"
         return [rl.Report(text=text)]
 
     def _wait_for(self, client: Session, now: rl.Seconds) -> rl.SetTimer:
@@ -414,14 +410,11 @@ class Shard:
     ) -> list[rl.Action]:
         """Handle a message of the supervisor or of the other copy.
 
-        Raises:
-            RemoteProtocolError: The shard has no other copy, or the message is invalid.
-            DistBeliefError: This incarnation cannot continue; the next one restores a snapshot.
+        DistBeliefError if this incarnation cannot continue: the next one restores a snapshot.
         """
         if not self._config.is_replicated:
             raise RemoteProtocolError(
-                f"{event.sender} sent {type(message).__name__} to {self._name}, which "
-                "is the only copy of its shard"
+                f"{event.sender} sent {type(message).__name__} to {self._name}, the only copy"
             )
         match message:
             # A message for a former incarnation of this copy, delayed in the network.
@@ -434,8 +427,8 @@ class Shard:
                     return self._backup.handle(event.sender, message)
                 if isinstance(message, rp.StartSync) and message.term > self._primary.term:
                     raise DistBeliefError(
-                        f"{event.sender} is primary in term {message.term} and {self._name} was "
-                        f"in term {self._primary.term}: restart {self._name} to make it a backup"
+                        f"{event.sender} is primary in term {message.term}, {self._name} was in "
+                        f"{self._primary.term}: restart {self._name} to make it a backup"
                     )
                 return []
             case _ if self._backup is not None:
@@ -456,8 +449,7 @@ class Shard:
         if not backup.promote(promote.term):
             raise DistBeliefError(
                 f"{self._name} cannot become primary with {self._values.n_held} of "
-                f"{self._values.n_state_blocks} state blocks of {backup.primary}: restart it "
-                "from the newest snapshot"
+                f"{self._values.n_state_blocks} state blocks of {backup.primary}: restart it"
             )
         self._promotion = promote
         return []
@@ -471,8 +463,8 @@ class Shard:
             raise StorageError(self._unrestored)
         if backup.primary is None and promote.term <= self._restored_term:
             raise StorageError(
-                f"the snapshot of {self._name} has term {self._restored_term}, but Promote has "
-                f"term {promote.term}: continue the count of terms in a resumed run"
+                f"the snapshot of {self._name} has term {self._restored_term}, Promote "
+                f"{promote.term}: continue the count of terms in a resumed run"
             )
         self._backup = self._promotion = None
         self._former_primary = backup.primary
@@ -516,7 +508,7 @@ class Shard:
                     n_clients=max(1, message.n_pushing),
                     shard_slice=replicated.shard_slice,
                     touches=message.holds if message.touches else None,
-                    share=replicated.share,
+                    share=message.share,
                 )
             if self._promotion is None or not backup.is_drained:
                 return []
@@ -588,7 +580,7 @@ class Shard:
         n_clients: int,
         shard_slice: ShardSlice,
         touches: Vector | None,
-        share: Share,
+        share: rp.Share,
     ) -> list[rl.Action]:
         self._work = _Work.APPLY
         self._copied_last = False

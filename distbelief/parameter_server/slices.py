@@ -192,8 +192,7 @@ class IndexRanges:
         """Return the ranges of these stripes; RemoteProtocolError if they do not fit `size`."""
         if words.dtype != np.int64 or len(words) % _WORDS:
             raise RemoteProtocolError(
-                f"{len(words)} numbers of {words.dtype} are not stripes: a stripe has "
-                f"{_WORDS} numbers of int64"
+                f"{len(words)} numbers of {words.dtype} are not stripes of {_WORDS} int64 each"
             )
         n = len(words) // _WORDS
         if n > N_STRIPES_MAX:
@@ -212,8 +211,7 @@ class IndexRanges:
         if not in_range.all():
             i = int(np.argmin(in_range))
             raise RemoteProtocolError(
-                f"stripe (start {starts[i]}, length {lengths[i]}, stride {strides[i]}, "
-                f"count {counts[i]}) does not fit a vector of {size} elements"
+                f"stripe {stripes[i].tolist()} does not fit a vector of {size} elements"
             )
         n_ranges = sum(counts.tolist())
         if n_ranges > N_RANGES_MAX:
@@ -282,6 +280,11 @@ class IndexRanges:
         at = np.searchsorted(self.starts, inner.starts, side="right") - 1
         starts = self.offsets[at] + inner.starts - self.starts[at]
         return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
+
+    def intersection(self, other: "IndexRanges") -> "IndexRanges":
+        bounds = IndexRanges.ends([self, other])
+        both = self.mask(bounds) & other.mask(bounds)
+        return IndexRanges.of(bounds[:-1][both], bounds[1:][both])
 
     def n_below(self, stop: int) -> int:
         return self.clipped(0, stop).n_elements
@@ -402,6 +405,11 @@ class ShardSlice:
         # By block, for parameters and buffers.
         self._copiers: dict[int, tuple[RangeCopier, RangeCopier]] = {}
         self._copier: RangeCopier | None = None  # for all blocks at once
+
+    @property
+    def all_stripes(self) -> Indices:
+        """The ranges as on the wire, of everything too."""
+        return IndexRanges.whole(0, self._size).stripes() if self.stripes is None else self.stripes
 
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:
@@ -531,14 +539,11 @@ def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
     name, n_elements = size
     if tensor.shape != (n_elements,):
         raise ValueError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)}; flatten it to "
-            f"({n_elements},), and give tensors in the layout's order (by name)"
+            f"tensor {name!r} has shape {tuple(tensor.shape)}; flatten it to ({n_elements},), "
+            "and give tensors in the layout's order (by name)"
         )
     if tensor.is_complex():
-        raise ValueError(
-            f"tensor {name!r} is {tensor.dtype}, and shards hold real numbers: "
-            "make it a real one with torch.view_as_real"
-        )
+        raise ValueError(f"tensor {name!r} is {tensor.dtype}: make it real with torch.view_as_real")
 
 
 _TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
@@ -631,8 +636,7 @@ class TensorCopier:
         """Copy the elements of a vector, or its words, into `tensors`; other elements stay."""
         if len(tensors) != len(self._sizes):
             raise ValueError(
-                f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: "
-                "give all of them, in its order (whole tensors are sorted by name)"
+                f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: give all of them"
             )
         both = parts(vector, self._n_parameters)
         with torch.no_grad():
@@ -717,8 +721,7 @@ class SeqlockVector:
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
         if region.nbytes != n_bytes:
             raise RemoteProtocolError(
-                f"region {name!r} has {region.nbytes} bytes, not the {n_bytes} of "
-                f"{n_elements} elements of {dtype}: both sides must use one layout"
+                f"region {name!r} has {region.nbytes} bytes, not {n_bytes}: use one layout"
             )
         return cls(name, region, dtype=dtype)
 
@@ -772,8 +775,7 @@ def push_buffer_views(
     n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
     if region.nbytes != n_bytes:
         raise RemoteProtocolError(
-            f"a region of push buffers has {region.nbytes} bytes, not the {n_bytes} of "
-            f"{N_PUSH_BUFFERS} times {n_elements} elements of {dtype}: use one layout"
+            f"push buffers have {region.nbytes} bytes, not {n_bytes}: use one layout"
         )
     whole = region[: N_PUSH_BUFFERS * n_elements * dtype.itemsize].view(dtype)
     return whole[:n_elements], whole[n_elements:]

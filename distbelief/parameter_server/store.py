@@ -22,8 +22,14 @@ from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.optimizers import State, StepCounts
-from distbelief.parameter_server.rounds import WHOLE, RoundSum, Share
+from distbelief.parameter_server.optimizers import (
+    State,
+    StepCounts,
+    UpdateRule,
+    initial_state,
+    rules_on,
+)
+from distbelief.parameter_server.rounds import RoundSum
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
@@ -35,6 +41,7 @@ from distbelief.parameter_server.slices import (
     padded,
     parts,
 )
+from distbelief.protocol import replication as rp
 from distbelief.roles.role import Cost, Snapshot
 
 
@@ -161,7 +168,8 @@ class ShardStore:
         )
         self._pushed_slice: ShardSlice | None = self.slice_table.whole  # None: not applied yet
         self._round: RoundSum | None = None  # in progress
-        self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
+        self._slice_updates: dict[tuple[bytes, bytes, int, int, int], SliceUpdate] = {}
+        self._rules = rules_on(config.rule, layout, index)
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
         self.n_restored = 0  # whole pushes (`StepCounts.n_pushes`) that this incarnation began with
         self.steps = StepCounts()  # pushes that each element has received
@@ -207,14 +215,13 @@ class ShardStore:
                     incarnation=incarnation or 0,
                     clock=0,
                     values=initialise(),
-                    state=config.rule.state(self._n_gradient, self._dtype),
+                    state=initial_state(config.rule, config.layout, config.index),
                     clients=(),
                     steps=StepCounts(),
                 )
             if state.values.shape != vector.shape:
                 raise LocalProtocolError(
-                    f"initial values of shard {config.index} have shape "
-                    f"{state.values.shape}, not {vector.shape}"
+                    f"shard {config.index}: {state.values.shape} values, not {vector.shape}"
                 )
             vector[:] = state.values
             # Drop the separate array now: push buffers come next, and memory is short.
@@ -303,7 +310,7 @@ class ShardStore:
         n_clients: int,  # over which buffers are averaged
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
         touched: ShardSlice | None = None,  # what the push changes; None: all of the part
-        share: Share = WHOLE,
+        share: rp.Share = rp.WHOLE,
     ) -> tuple[Callable[[], None], Cost]:
         """Return the work that applies a push, or adds it to a round, and its cost."""
         shard_slice = shard_slice or self.slice_table.whole
@@ -313,7 +320,7 @@ class ShardStore:
         return self._begin_apply(pushed, shard_slice, touched, n_clients, scale=share.scale)
 
     def _begin_in_round(
-        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: Share
+        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: rp.Share
     ) -> tuple[Callable[[], None], Cost]:
         assert share.weight is not None
         if self._round is None:
@@ -356,45 +363,49 @@ class ShardStore:
         n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
         gradients, buffer_values = parts(pushed, shard_slice.n_parameters)
-        parameters = self._slice_update(touched, shard_slice, 0, n)
         buffers = self._slice_update(touched, shard_slice, n, n_here)
-        updates = [(self.clock, parameters)]
-        if rule.needs_clock:
-            clocks = self.steps.at(parameters.target, shard_slice=touched)
-            updates = [(clock, parameters) for clock, _ in clocks]
-            if len(clocks) > 1:
-                updates = [
-                    (clock, SliceUpdate(inner, shard_slice.positions_of(inner)))
-                    for clock, inner in clocks
-                ]
-        names = tuple(self.state)
+        updates: list[tuple[UpdateRule, int, SliceUpdate]] = []
+        for group, (one, _) in enumerate(self._rules):
+            parameters = self._slice_update(touched, shard_slice, 0, n, group=group)
+            clocks = [(self.clock, parameters.target)]
+            if rule.needs_clock:
+                clocks = self.steps.at(parameters.target, shard_slice=touched)
+            for clock, inner in clocks:
+                if len(clocks) > 1:
+                    parameters = SliceUpdate(inner, shard_slice.positions_of(inner))
+                updates.append((one, clock, parameters))
 
-        def update(clock: int, vectors: Sequence[Vector], gradient: Vector) -> None:
-            state = dict(zip(names, vectors[1:], strict=True))
+        def update(
+            rule: UpdateRule, clock: int, vectors: Sequence[Vector], gradient: Vector
+        ) -> None:
+            state = dict(zip(rule.state(0, self._dtype), vectors[1:], strict=True))
             if scale != 1.0:
                 gradient = gradient * gradient.dtype.type(scale)
             rule.apply(vectors[0], gradient, state, clock=clock)
 
         def work() -> None:
-            vectors = (values, *self.state.values())
-            for clock, slice_update in updates:
-                slice_update.apply(partial(update, clock), vectors, gradients)
+            for one, clock, slice_update in updates:
+                state = (self.state[name] for name in one.state(0, self._dtype))
+                slice_update.apply(partial(update, one, clock), (values, *state), gradients)
             buffers.apply(partial(_average, n_clients=n_clients), [values], buffer_values)
 
-        n_parameters, n_buffers = parameters.target.n_elements, buffers.target.n_elements
+        n_parameters = sum(one.target.n_elements for *_, one in updates)
+        n_buffers = buffers.target.n_elements
         # Read and write each vector, read the gradient.
-        n_passes = 3 + 2 * len(names)
+        n_passes = 3 + 2 * len(self.state)
         n_bytes = (n_parameters + n_buffers) * values.itemsize
         return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
 
     def _slice_update(
-        self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int
+        self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int, *, group: int = 0
     ) -> SliceUpdate:
-        key = touched.key, shard_slice.key, start, stop
+        key = touched.key, shard_slice.key, start, stop, group
         if key not in self._slice_updates:
             if len(self._slice_updates) >= _N_SLICE_UPDATES_MAX:
                 self._slice_updates.clear()
             inner = touched.within(start, stop)
+            if len(self._rules) > 1 and stop <= self._n_gradient:
+                inner = inner.intersection(self._rules[group][1])
             source = shard_slice.positions_of(inner)
             if start >= self._n_gradient:  # buffers, which are a vector of their own
                 source = source.shifted(-shard_slice.n_parameters)

@@ -318,7 +318,7 @@ class Trial(Protocol):
 
 def run(
     asked: Request,
-    make: Callable[[], object],
+    make: Callable[[], nn.Module],
     *,
     explain: Sequence[str] = (),
     out: Path | None = None,
@@ -329,8 +329,8 @@ def run(
 ) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
-    `make` makes the model, on the meta device, so that it takes no memory; `explain` names layers
-    whose candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
+    `make` makes the model, without memory for its parameters; `explain` names layers whose
+    candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
     tells what it is doing: if its result is wrong, the plan does not fit.
 
     Raises:
@@ -347,7 +347,7 @@ def run(
     with console.status("") as status:
         notify = _progress_line(console, status)
         notify("capturing the model")
-        planning = planning_request(_made(asked.model, make), asked, notify=notify)
+        planning = planning_request(make(), asked, notify=notify)
         for layer in explain:
             report.check_layer(planning.graph, layer)
         result = planning_result(
@@ -389,22 +389,6 @@ def _progress_line(console: Console, status: Status) -> Notify:
             print(what, file=sys.stderr, flush=True)  # noqa: T201 -- progress
 
     return notify
-
-
-def _made(name: str, make: Callable[[], object]) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            model = make()
-    except Exception as error:
-        raise GraphError(
-            f"{name}() failed: {type(error).__name__}: {error}. It is called "
-            "without arguments, on the meta device, where tensors have no values"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise GraphError(
-            f"{name} returns a {type(model).__name__}: it must return a torch.nn.Module"
-        )
-    return model
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -170,8 +170,7 @@ def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
     for k, answer in enumerate(answers):
         if len(answer) != len(combinations):
             raise RemoteProtocolError(
-                f"shard {k} answered a batch of {len(batch)} commands with "
-                f"{len(answer)} numbers; it measures {len(combinations)}"
+                f"shard {k} measured {len(answer)} numbers, not {len(combinations)}"
             )
     return tuple(
         combined(partials)

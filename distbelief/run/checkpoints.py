@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, StorageError
-from distbelief.parameter_server.replication import shard_of
+from distbelief.parameter_server.config import shard_of
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 
 

@@ -34,10 +34,9 @@ from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import reshard, restore, take
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.config import ShardConfig, shard_of
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
-from distbelief.parameter_server.replication import shard_of
 from distbelief.program.plan import Plan
 from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
-from distbelief.parameter_server.replication import other_copy
+from distbelief.parameter_server.config import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Action, Address, Seconds, Send, Terminate

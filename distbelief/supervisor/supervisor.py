@@ -601,7 +601,8 @@ class Supervisor:
         if any(replica.presence is Presence.FINISHED for replica in replicas):
             self.shutdown.begin("every replica has taken all its steps", self._now)
             return
-        whys = sorted({r.failure for r in replicas if r.failure})
+        ranks = [*replicas, *self.members.of("machine")]
+        whys = sorted({rank.failure for rank in ranks if rank.failure})
         error = ": ".join(["every replica is lost", *([", ".join(whys)] if whys else [])])
         self.shutdown.begin(error, self._now, error=error)
 

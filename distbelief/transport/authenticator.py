@@ -77,8 +77,8 @@ class DirectoryAuth:
         del inbox
         if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
             raise TransportError(
-                f"cannot listen at {endpoint}: {len(endpoint)} characters are more than "
-                f"{ENDPOINT_CHARACTERS_MAX}: set TMPDIR to a shorter directory"
+                f"cannot listen at {endpoint}: more than {ENDPOINT_CHARACTERS_MAX} characters: "
+                "set TMPDIR to a shorter directory"
             )
         self._descriptor = open_private(self._directory)
         name = self._name_in(endpoint)
@@ -118,8 +118,8 @@ class DirectoryAuth:
         directory, _, name = Endpoint.parse(endpoint).path.rpartition("/")
         if directory != str(self._directory) or _NAME.fullmatch(name) is None:
             raise TransportError(
-                f"{endpoint} is not in {self._directory}, where the members of this run "
-                "listen: members elsewhere need keys (`distbelief keys new`)"
+                f"{endpoint} is not in {self._directory}, where this run listens: members "
+                "elsewhere need keys (`distbelief keys new`)"
             )
         return name
 
@@ -390,15 +390,13 @@ class CurveAuth(_Encrypted):
     def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         if not endpoint.key:
             raise TransportError(
-                f"cannot connect to {peer} at {endpoint}: it uses no key and this side does; "
-                "use keys on both sides or on none"
+                f"cannot connect to {peer} at {endpoint}: it uses no key and this side does"
             )
         self._permissions.refresh()
         if not self._permissions.introduce(peer, endpoint.key):
             raise TransportError(
                 f"cannot connect to {peer} at {endpoint}: its key is not allowed to be a "
-                f"{peer.rpartition('-')[0] or peer}. To allow it, on the server's host: "
-                f"distbelief keys allow {endpoint.key} NAME"
+                f"{peer.rpartition('-')[0] or peer}: distbelief keys allow {endpoint.key} NAME"
             )
         self._pair.dial(outgoing, endpoint.key)
 
@@ -415,7 +413,7 @@ class CurveAuth(_Encrypted):
                 return Verdict(status=NOT_NOW, remark=text)
             role = " --role host" if self._permissions.is_of_job else ""
             text = (
-                f"rejected {address}: its key is not allowed. To allow it: "
+                f"rejected {address}: its key is not allowed: "
                 f"distbelief keys allow {key} NAME{role}"
             )
             return Verdict(status=REFUSED, remark=text)

@@ -5,7 +5,7 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -20,13 +20,18 @@ from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import (
+    ClientConfig,
+    Numbers,
+    ShardConfig,
+    copy_names,
+    shard_of,
+)
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
@@ -44,6 +49,7 @@ from distbelief.worker.local_executor import (
     LocalEvaluator,
     LocalExecutor,
     WholeSteps,
+    frozen_of,
     loss_and_metric,
 )
 from distbelief.worker.local_steps import LocalSteps
@@ -82,8 +88,7 @@ def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -
 
 
 def shard_names(context: BuildContext) -> set[Address]:
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
-    return {*shards, *backups}
+    return {Address(one.name) for one in shard_entries(context.n_shards, context.shard_copies)}
 
 
 def build_shard(
@@ -123,7 +128,7 @@ def build_evaluator(context: BuildContext) -> Role:
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
         LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
-        client=build_client(context, pushes=False),
+        client=build_client(context, pushes=False, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
     )
 
@@ -238,11 +243,12 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     context = with_data(context)
     module = tk.build_model(context.task.model)
     module.train()
+    model, numbers = FlatModel(module), config.exchange.numbers
     return whole_replica(
         config,
-        client=build_client(context, pushes=True, numbers=config.exchange.numbers),
+        client=build_client(context, pushes=True, frozen=model.frozen, numbers=numbers),
         executor=local_executor(
-            FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
+            model, context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
         data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
@@ -290,6 +296,7 @@ def build_client(
     context: BuildContext,
     *,
     pushes: bool,
+    frozen: Collection[str],  # parameters that do not train
     flow: Dataflow | None = None,
     numbers: Numbers = "float32",
 ) -> ParameterClient:
@@ -300,14 +307,11 @@ def build_client(
             '[algorithm.exchange] numbers is "bfloat16" and the model of float64: use "float32", '
             "or convert the model"
         )
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes, numbers=numbers),
-        layout=layout,
-        shards=shards,
+        PartialView(layout, None if flow is None else flow.items, frozen=frozen),
         memory=context.memory,
-        backups=backups,
-        selection=None if flow is None else PartialView(layout, flow.items),
+        shard_copies=context.shard_copies,
     )
 
 
@@ -332,6 +336,7 @@ class Split:
     # Layers that are computed whole; they may lie on the meta device.
     modules: Mapping[str, nn.Module]
     device: str = "cpu"  # on which ranks compute: "cpu", "cuda"
+    frozen: frozenset[str] = frozenset()  # parameters that do not train
 
     @property
     def fingerprint(self) -> str:
@@ -365,7 +370,9 @@ class Split:
         assert context.sample is not None
         loss = tk.loss_module(graph, context.sample, task.loss) if has_loss else None
         modules = tk.modules_of(graph, module, loss)
-        return cls(plan=plan, graph=graph, modules=modules, device=context.device)
+        return cls(
+            plan=plan, graph=graph, modules=modules, device=context.device, frozen=frozen_of(module)
+        )
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
@@ -447,7 +454,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     outputs = frozenset(compiled.graph.outputs)
     flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
     dtype = dtype_of(context)
-    client = build_client(context, pushes=False, flow=flow)
+    client = build_client(context, pushes=False, frozen=split.frozen, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
     batch_plan = batches.EvaluationPlan(kinds, chunk=plan.batch)
     reader = batches.SliceReader(
@@ -516,6 +523,7 @@ def replica_parts(
     split: Split,
     batch: tuple[str, int],
     numbers: Numbers = "float32",
+    frozen: Collection[str] = (),
 ) -> RankBuild:
     """Return the parts of a rank.
 
@@ -536,7 +544,7 @@ def replica_parts(
     return RankBuild(
         flow=flow,
         dtype=dtype,
-        client=build_client(context, pushes=True, flow=flow, numbers=numbers),
+        client=build_client(context, pushes=True, frozen=frozen, flow=flow, numbers=numbers),
         reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
@@ -549,7 +557,9 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     context = with_data(context)
     batch = "batch_size", config.batch_size
     numbers = config.exchange.numbers
-    parts = replica_parts(rank, context=context, split=split, batch=batch, numbers=numbers)
+    parts = replica_parts(
+        rank, context=context, split=split, batch=batch, numbers=numbers, frozen=split.frozen
+    )
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)

@@ -150,13 +150,14 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     "both say when to exchange: leave one of them out"
                 )
         n_fetch = self.pace.n_fetch
-        if self.rule.adaptive and n_fetch > 1 and self.local_learning_rate is None and not is_delta:
+        rule, has_rate = self.rule, self.local_learning_rate is not None or is_delta
+        if (rule.adaptive or rule.groups) and n_fetch > 1 and not has_rate:
             key = "n_fetch" if self.n_fetch > 1 else "exchange.every"
+            why = "has groups" if rule.groups else "adapts its rate on the shards"
             raise ValueError(
-                f"{key} is {n_fetch} and rule {self.rule.name!r} adapts its "
-                "rate on the shards; between fetches a replica takes plain SGD steps, "
-                "at a rate that only you can choose: give local_learning_rate, or use "
-                f"{key} = 1"
+                f"{key} is {n_fetch} and rule {rule.name!r} {why}; between fetches a replica takes "
+                "plain SGD steps, at a rate that only you can choose: give local_learning_rate, or "
+                f"use {key} = 1"
             )
 
     @property
@@ -175,6 +176,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def rate(self, clock: int) -> float:
         """Return the rate of local steps from parameters of this clock."""
         rate = self.local_learning_rate
-        if rate is None:  # no rate of an adaptive rule would fit a local step
-            rate = 0.0 if self.rule.adaptive else self.rule.learning_rate
+        if rate is None:  # no rate of an adaptive rule, or of several, would fit a local step
+            has_one = not (self.rule.adaptive or self.rule.groups)
+            rate = self.rule.learning_rate if has_one else 0.0
         return rate * self.rule.schedule.factor(clock)

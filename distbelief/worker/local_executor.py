@@ -37,14 +37,15 @@ class FlatModel:
     """A module's tensors as flat views, its gradients, and their accrued sum.
 
     Shared tensors count once, under their first name. Parameters that require no grad, and
-    buffers, are "buffers" to the shards: averaged, not updated. Buffers that the module does
-    not save (persistent=False) are left out.
+    buffers, are "buffers" to the shards: averaged, not updated. The former are fetched once and
+    never pushed. Buffers that the module does not save (persistent=False) are left out.
 
     Attributes:
         module: The user's model; this object owns its tensors from now on.
         values: Flat views of all tensors, in the order of `specs()`.
         averages: Items that a step changes in place: running averages.
         trained: Items with a gradient.
+        frozen: Names of parameters without one.
         shapes: Of all tensors.
         n_parameters: Number of trained elements.
     """
@@ -74,6 +75,7 @@ class FlatModel:
             if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
         ]
         self.trained = frozenset(self._trained)
+        self.frozen = frozen_of(module)
         self.shapes = [tensor.shape for tensor in self._tensors]
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
@@ -142,6 +144,11 @@ def _tensors_of(module: nn.Module, *, shared: bool = False) -> dict[str, torch.T
     tensors.update(module.named_parameters(remove_duplicate=not shared))
     tensors.update(module.named_buffers(remove_duplicate=not shared))
     return {name: tensor for name, tensor in tensors.items() if name in saved}
+
+
+def frozen_of(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that do not train."""
+    return frozenset(name for name, one in module.named_parameters() if not one.requires_grad)
 
 
 def _owners_of_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

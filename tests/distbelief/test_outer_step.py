@@ -8,6 +8,7 @@ Once as published, in a few lines; and once by torchft, where that is installed.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_the_published_outer_step_is_torchfts() -> None:
             take_steps(parameter, optimizer, index)
         found[index] = parameter.detach()
 
-    run_all([lambda index=index: replica(index) for index in range(N_REPLICAS)])
+    run_all([partial(replica, index) for index in range(N_REPLICAS)])
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], published(), rtol=1e-5, atol=1e-6)
 

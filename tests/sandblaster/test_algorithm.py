@@ -43,16 +43,13 @@ def settings(**keys: object) -> SandblasterSettings:
     ("keys", "method"),
     [
         ({}, LBFGS()),
-        ({"history": 3, "l2": 0.5}, LBFGS(n_history=3, l2=0.5)),
-        ({"tolerance": 0.1}, LBFGS(gradient_tolerance=0.1)),
+        ({"history": 3, "l2": 0.5}, LBFGS(history=3, l2=0.5)),
+        ({"tolerance": 0.1}, LBFGS(tolerance=0.1)),
         (
             {"method": "conjugate-gradient", "max_iterations": 7},
-            ConjugateGradient(n_iterations_max=7),
+            ConjugateGradient(max_iterations=7),
         ),
-        (
-            {"method": "gradient-descent", "max_evaluations": 7},
-            GradientDescent(n_evaluations_max=7),
-        ),
+        ({"method": "gradient-descent", "max_evaluations": 7}, GradientDescent(max_evaluations=7)),
         (
             {"method": "owl-qn", "l1": 0.1, "value_tolerance": 0.0},
             OWLQN(l1=0.1, value_tolerance=0.0),

@@ -33,7 +33,7 @@ from tests.simulation import invariants as iv
 from tests.simulation.invariants import Invariant, Scene
 from tests.simulation.scenarios import Play, Scenario, scenario_of, set_for
 from tests.simulation.variants import Patch, Variant
-from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker
+from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker, marks_of
 
 
 def policy_of(seed: int) -> ExchangePolicy:
@@ -219,7 +219,7 @@ class OneShare(Invariant):
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if self.scene.serving(happening) is None:
             return
-        life, marks = (happening.name, happening.incarnation), iv.marks_of(shard)
+        life, marks = (happening.name, happening.incarnation), marks_of(shard)
         before = self._before.get(life)
         self._before[life] = marks.copy()
         if before is None:

@@ -22,11 +22,10 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.client import ClientConfig
+from distbelief.parameter_server.config import ClientConfig, copy_names, other_copy
 from distbelief.parameter_server.layout import ElementType
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import copy_names, other_copy
 from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
@@ -378,13 +377,12 @@ class Play:
 
         def build_worker(memory: Memory) -> Worker:
             return Worker(
-                [names[0] for names in scenario.twins],
                 layout,
                 memory,
                 ledger=self.ledger,
                 n_wanted=scenario.n_wanted,
                 config=replace(scenario.client, numbers=numbers),
-                backups=[name for names in scenario.twins for name in names[1:]],
+                shard_copies=scenario.n_twins,
                 policy=scenario.policy,
             )
 

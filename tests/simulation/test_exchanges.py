@@ -112,8 +112,17 @@ def test_shards_that_leave_out_different_workers_end_all_the_same(seed: int) -> 
     of them waited for its acknowledgement and pushed nothing, so no shard had a quorum again.
     """
     policy = ExchangePolicy(send="delta", every=2, round=Round(quorum=0.75), weight="samples")
-    sizes = {"n_workers": 4, "n_shards": 3, "n_twins": 1, "n_wanted": 16}
-    scenario = replace(scenario_of(seed), **sizes, hosts="own", rule=PLAIN, faults=(), saves=())
+    scenario = replace(
+        scenario_of(seed),
+        n_workers=4,
+        n_shards=3,
+        n_twins=1,
+        n_wanted=16,
+        hosts="own",
+        rule=PLAIN,
+        faults=(),
+        saves=(),
+    )
     play_under(policy, scenario)
 
 

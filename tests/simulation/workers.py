@@ -21,15 +21,15 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.rounds import WHOLE, Share
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol.replication import WHOLE, Share
 from distbelief.roles import role as rl
 from distbelief.worker.local_steps import LocalSteps
 
@@ -173,14 +173,13 @@ class Worker:
 
     def __init__(
         self,
-        shards: Sequence[rl.Address],
         layout: Layout,
         memory: Memory,
         *,
         ledger: Ledger,
         n_wanted: int,
         config: ClientConfig | None = None,
-        backups: Sequence[rl.Address] = (),
+        shard_copies: int = 1,
         partial: bool = False,
         policy: ExchangePolicy = DOWNPOUR,
     ) -> None:
@@ -189,11 +188,9 @@ class Worker:
         region = Region(((0, n_rows), (0, self._n_columns)))
         self.client = ParameterClient(
             config or ClientConfig(pushes=True),
-            layout=layout,
-            shards=shards,
+            PartialView(layout, [("marks", region)] if partial else None),
             memory=memory,
-            backups=backups,
-            selection=PartialView(layout, [("marks", region)]) if partial else None,
+            shard_copies=shard_copies,
         )
         self.state = "greeting"
         self.samples = 0

@@ -13,7 +13,6 @@ import torch
 from distbelief.graph.graph import Builder, Layer, Option
 from distbelief.graph.lowering.operation import Operation, by_name, lowers, plain_name
 from distbelief.graph.lowering.values import (
-    SYMBOLS,
     Encoder,
     Filled,
     Held,
@@ -22,6 +21,7 @@ from distbelief.graph.lowering.values import (
     Value,
     factor,
     is_mask,
+    refuse_symbols,
 )
 from distbelief.graph.lowering.views import lined_up
 from distbelief.graph.region import Shape
@@ -44,7 +44,10 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **{
         f"{kind}{n}d": range(-n, 0)
         for n in (1, 2, 3)
-        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+        for kind in (
+            *("upsample_nearest", "_upsample_nearest_exact"),
+            *("adaptive_avg_pool", "adaptive_max_pool"),
+        )
     },
     "upsample_linear1d": (-1,),
     "upsample_bilinear2d": (-2, -1),
@@ -101,8 +104,7 @@ def _elementwise(
 
 def _number(given: object) -> object:
     # Tensors of one number stay in the call, without dimensions.
-    if isinstance(given, SYMBOLS):
-        raise NotSplitError("it depends on the batch size")
+    refuse_symbols([given])
     if isinstance(given, Filled):
         return replace(given, shape=())
     if isinstance(given, torch.Tensor) and given.numel() == 1:
@@ -112,8 +114,7 @@ def _number(given: object) -> object:
 
 def _along(op: Operation, word: str | Sequence[int]) -> object:
     arguments = dict(op.arguments)
-    if any(isinstance(given, SYMBOLS) for given in arguments.values()):
-        raise NotSplitError("it depends on the batch size")
+    refuse_symbols(arguments.values())
     # Indices that the forward makes stay in the call.
     words = [w for w, given in arguments.items() if isinstance(given, Value | Held | Filled)]
     values = [op.context.as_value(arguments[w]) for w in words]

@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.operation import Context, Operation
 from distbelief.graph.lowering.values import (
-    SYMBOLS,
     Encoder,
     NotSplitError,
     Results,
     Value,
     batch_of,
     factor,
+    refuse_symbols,
 )
 from distbelief.graph.module_calls import LeafCall, OpaqueError
 from distbelief.graph.ops.call import evaluated
@@ -44,11 +44,8 @@ def call_whole(operation: Operation, reason: str) -> object:
         NotSplitError: It cannot be called so; its module can be opaque.
         GraphError: It mixes samples.
     """
-    numbers = operation.arguments.values()
-    if torch.Tag.pointwise in operation.target.tags and any(
-        isinstance(n, SYMBOLS) for n in numbers
-    ):
-        raise NotSplitError(f"{reason}: it depends on the batch size")
+    if torch.Tag.pointwise in operation.target.tags:
+        refuse_symbols(operation.arguments.values())
     encoder = Encoder(operation.builder)
     text = encoder.text([], operation.arguments)
     result = operation.result

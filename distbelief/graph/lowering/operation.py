@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final, final
 
 import torch
@@ -207,6 +207,8 @@ def lowers_module(*kinds: object) -> Callable[[ModuleRule], ModuleRule]:
 
 # --- torch's names ---
 
+_HERE: Final = str(Path(__file__).parents[1])
+
 
 def plain_name(target: Any) -> str:  # noqa: ANN401 -- an operation
     """Return the name of the operation that changes nothing: aten.relu_.default, relu.default."""
@@ -228,7 +230,7 @@ def by_name(target: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> di
 def place_of(node: fx.Node, *, is_short: bool = False) -> str:
     """Return the user's source line of an operation, in brackets; in short, without folders."""
     lines = re.findall(r'File "(.+?)", line (\d+)', str(node.meta.get("stack_trace", "")))
-    own = [each for each in lines if "module_calls" not in each[0]]
+    own = [each for each in lines if not each[0].startswith(_HERE)]
     if not own:
         return ""
     file, line = own[-1]

@@ -10,7 +10,7 @@ So a view that only moves the batch is no layer.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
@@ -24,11 +24,21 @@ from distbelief.graph.ops.call import packed
 _N_CHARACTERS_MAX: Final = 1 << 20  # of a constant that stands in the graph
 
 
-SYMBOLS: Final = (torch.SymInt, torch.SymFloat)  # numbers that depend on the batch size
+SYMBOLS: Final = (torch.SymInt, torch.SymFloat)  # numbers that depend on batch size or data
 
 
 class NotSplitError(Exception):
     """An operation has no split rule for these arguments."""
+
+
+def refuse_symbols(given: Iterable[object]) -> None:
+    """Raise `NotSplitError` if there is a number that depends on the batch size, or on data."""
+    for number in given:
+        if isinstance(number, SYMBOLS):
+            names = number.node.expr.free_symbols
+            of_data = any(str(name).startswith(("u", "zuf")) for name in names)
+            what = "the values of its data (`.item()`)" if of_data else "the batch size"
+            raise NotSplitError(f"it depends on {what}")
 
 
 @final

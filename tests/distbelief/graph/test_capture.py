@@ -353,6 +353,7 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     # Regression: the numbers themselves were taken for True and False.
     "numbers as a mask": (lambda x: x + (x.relu().bool() & x.to(torch.bool)[:, :1]).to(x), (4,)),
     "detached": (lambda x: x * x.detach(), (4,)),
+    "data": (lambda x: x * (x * 2).data, (4,)),
     "implicit dimension": (functional.softmax, (4,)),
     "a product for each sample": (lambda x: torch.bmm(x[:, :, None], x[:, None, :]), (4,)),
     "an element of a constant": (lambda x: x * torch.arange(4.0)[2] + torch.ones(2, 4).sum(), (4,)),

@@ -150,7 +150,16 @@ def branching_forward() -> nn.Module:
     return nn.Sequential(layer, nn.Tanh())
 
 
-VALUES = "its forward depends on the values of its data"
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).view(2, x.shape[0] // 2, 4).transpose(0, 1).reshape(x.shape)
+
+
+def test_a_view_that_needs_an_even_batch_is_not_blamed_on_the_shape_alone() -> None:
+    with pytest.raises(GraphError, match=r"right, for any number of samples \(3 here\)"):
+        capture(Applied(halved), [InputSpec(shape=(4,))])
+
+
+VALUES = "it depends on the values of its data"
 
 
 def test_what_torch_cannot_run_without_values_is_refused_with_its_module() -> None:

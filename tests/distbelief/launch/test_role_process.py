@@ -149,7 +149,7 @@ def test_damage_to_a_checkpoint_is_told_not_suffered(tmp_path: Path) -> None:
         again.connect()
         failed = again.wait_for(wire.Failed)
     assert isinstance(failed, wire.Failed)
-    assert "continue the count of incarnations in a resumed run" in failed.error
+    assert "count on from it" in failed.error
     assert not failed.culprit_is_job
 
 

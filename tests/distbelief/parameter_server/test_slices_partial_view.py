@@ -187,7 +187,7 @@ def test_what_cannot_be_selected_is_named(items: Items, what: str) -> None:
 def test_regions_of_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(40, 6)
     monkeypatch.setattr(module, "N_RANGES_MAX", 39)
-    with pytest.raises(ValueError, match="is 40 separate runs of elements"):
+    with pytest.raises(ValueError, match="has 40 runs of elements"):
         PartialView(layout, [("w", Region(((0, 40), (0, 3))))])
     halves = [Region(((0, 20), (0, 3))), Region(((20, 40), (3, 5)))]
     with pytest.raises(ValueError, match="shard 0 into 40 ranges or 2 stripes"):

@@ -125,7 +125,7 @@ def test_ranges_that_overlap_are_refused() -> None:
     [
         ([0, 1, 1], "3 numbers of int64 are not stripes"),
         ([0, 1, 1, 1] * (module.N_STRIPES_MAX + 1), "the most is"),
-        ([-1, 1, 1, 1], r"stripe \(start -1, length 1, stride 1, count 1\) does not fit"),
+        ([-1, 1, 1, 1], r"stripe \[-1, 1, 1, 1\] does not fit"),
         ([0, 0, 1, 1], "does not fit a vector of 200"),
         ([0, 1, 1, 0], "does not fit"),
         ([200, 1, 1, 1], "does not fit"),

@@ -440,6 +440,28 @@ def test_steps_per_push_are_shown_where_there_are_several() -> None:
     assert desk.view.figures == {"steps_per_push": 260 / 8}
 
 
+def test_waits_are_shown_by_culprit_where_replicas_wait_for_each_other() -> None:
+    roster: list[tuple[str, Kind]] = [
+        ("shard-0", "shard"),
+        *((f"replica-{n}", "replica") for n in range(4)),
+    ]
+    desk = a_job(roster)
+    desk.join()
+    desk.beat("replica-0", "busy", clock_gap=2.0, clock_gap_max=4.0, **{"waits_replica-1": 1.5})
+    desk.beat("replica-2", "busy", clock_gap=1.0, clock_gap_max=1.0, **{"waits_replica-1": 2.0})
+    desk.restart("replica-2")  # what it has waited stays counted
+    desk.beat("replica-2", "busy", **{"waits_replica-1": 0.5, "waits_replica-3": 7.0})
+    desk.beat("replica-3", "busy", **{f"waits_replica-{n}": 0.25 for n in (0, 2, 4)})
+    assert desk.view.figures == {
+        "clock_gap": 2.0,
+        "clock_gap_max": 4.0,
+        "seconds_waited": 11.75,
+        "seconds_waited_for_replica-3": 7.0,
+        "seconds_waited_for_replica-1": 4.0,
+        "seconds_waited_for_replica-0": 0.25,
+    }
+
+
 def test_last_counters_of_a_shard_are_counted(desk: Desk) -> None:
     desk.join()
     applied(desk, "shard-0", 7)

@@ -1,6 +1,7 @@
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -355,7 +356,9 @@ def test_a_loss_with_a_name_takes_one_tensor_of_each() -> None:
 
 def test_the_loss_of_the_model_is_its_field_or_comes_first() -> None:
     loss, value = loss_function("model"), torch.ones(())
-    for outputs in ({"logits": torch.ones(3), "loss": value}, (value, torch.ones(3)), value):
+    fields = SimpleNamespace(loss=value, logits=torch.ones(3))
+    named = {"logits": torch.ones(3), "loss": value}
+    for outputs in (named, (value, torch.ones(3)), value, fields):
         assert loss(outputs, None) is value
     with pytest.raises(JobError, match=r"it returned logits: does the data set give the labels"):
         loss({"logits": torch.ones(3), "loss": None}, None)

@@ -17,7 +17,6 @@ from tests.distbelief.graph.ops.comparison import (
     check,
     close,
     composite_of,
-    layer_of,
     leaf,
     parts_of,
     random,
@@ -90,7 +89,9 @@ def test_a_maximum_without_a_gradient_in_parts_is_the_whole(
 
 def test_a_maximum_with_a_gradient_is_not_cut_where_it_is_taken() -> None:
     x = torch.zeros(1, 2, 3, dtype=torch.float64, requires_grad=True)
-    layer = layer_of("maximum", (2,), (2, 3), dims=(1,), keep=False, gradient=True)
+    layer = reduction_layer(
+        "maximum", [source("x", 2, 3)], function="maximum", dims=[1], keep=False, gradient=True
+    )
     for parts in [[layer.region], layer.region.cut(0, [1.0, 1.0])]:
         assert_parts_equal([layer], {"maximum": parts}, x.amax(2), {"x": x})
     partial = operator_of(layer).partial
