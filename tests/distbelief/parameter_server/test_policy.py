@@ -22,6 +22,7 @@ RULES = [
     {"name": "momentum", "learning_rate": 0.7},
     {"name": "adagrad", "learning_rate": 0.1},
     {"name": "rmsprop", "learning_rate": 0.1},
+    {"name": "delayed_nesterov", "learning_rate": 0.7, "n_pushes": 4},
     {"name": "adam", "learning_rate": 0.1},
 ]
 INNER = [None, {"name": "SGD", "lr": 0.1}]
