@@ -117,10 +117,10 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         unfit = [one.name for one in rule.rules if one.name in {"momentum", "adam"}]
         if self.send == "delta" and self.round is None and unfit and workers > 1:
             raise ValueError(
-                f"rule is {unfit[0]!r} and deltas of {workers} workers are applied one by one: "
-                "the velocity would meet deltas from other anchors, and diverge: use rule = "
-                '{ name = "sgd", learning_rate = 1.0 }, or "delayed_nesterov" with '
-                f"n_pushes = {workers}, or a round"
+                f'rule is {unfit[0]!r}, send is "delta" and deltas of {workers} workers are '
+                "applied one by one: the velocity would meet deltas from other anchors, and "
+                'diverge: use rule = { name = "sgd", learning_rate = 1.0 }, or '
+                f'"delayed_nesterov" with n_pushes = {workers}, or a round'
             )
 
 

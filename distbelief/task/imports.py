@@ -97,7 +97,10 @@ def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
     for end in range(1, name.count(".") + 2):
         if below is None:
             return None
-        spec = PathFinder.find_spec(".".join(name.split(".")[:end]), list(below))
+        try:
+            spec = PathFinder.find_spec(".".join(name.split(".")[:end]), list(below))
+        except KeyError:  # a folder without __init__.py, whose parent must be imported first
+            return None
         if spec is None:
             return None
         below = spec.submodule_search_locations

@@ -173,6 +173,14 @@ def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) ->
     assert installed_imports([name], [str(tmp_path)]) == ()
 
 
+def test_a_folder_without_init_ends_the_search_of_its_modules(tmp_path: Path) -> None:
+    """Regression: KeyError: 'pack', before the job had begun."""
+    (tmp_path / "pack" / "parts").mkdir(parents=True)
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "parts" / "nets.py").write_text("import msgspec\n")
+    assert installed_imports(["pack.parts.nets"], [str(tmp_path)]) == ()
+
+
 # ---------------------------------------------------------------------- check
 
 
