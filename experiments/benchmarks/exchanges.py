@@ -1,16 +1,17 @@
 """Loss against samples, bytes and time for all presets of `distbelief presets`; stragglers; kills.
 
-    python experiments/benchmarks/exchanges.py [--only text] [--draw FOLDER] [--small]
+    python experiments/benchmarks/exchanges.py [--only PART ...] [--draw FOLDER] [--small]
 
 Four replicas and a shard in *virtual time*, with real gradients of a small net on a real task:
 `text`, the next letter of Python's documentation, and `speech`, the phone states of the demo. Steps
 and bytes are priced as those of the paper's speech net (see `simulated.courses`), so nothing here
 depends on the machine, and everything follows from the seeds.
 
-Each preset has three rates a factor of three apart, the same for all with one optimizer on a task.
-All are tried with seed 0 at 100 Mbit/s; the one with the least held-out loss after `--gradients`
-batches goes on with two more seeds, and with seed 0 at 1 Gbit/s. Presets with local steps run twice
-as long: samples cost them little. `one process` is plain torch with AdamW, without a link.
+Each preset has three rates a factor of three apart, the same for all with one optimizer on a task,
+but for `dpplee3-asgd`. All are tried with seed 0 at 100 Mbit/s; the one with the least held-out
+loss after `--gradients` batches goes on with two more seeds, and with seed 0 at 1 Gbit/s. Presets
+with local steps run twice as long: samples cost them little. `one process` is plain torch with
+AdamW, without a link.
 
     straggler    one of 4 replicas takes 5 times as long for each step; no limit by the link
     kill         replica 3 of `decoupled-diloco` dies within a round, at three moments
@@ -63,8 +64,10 @@ from experiments.figures.results import code_of, fingerprint, keep, kept, slug
 
 
 TASKS: Final = ("text", "speech")
+PARTS: Final = (*TASKS, "straggler", "kill")
 RATES: Final[Mapping[str, tuple[float, ...]]] = {
     "text sgd": (0.2, 0.6, 1.8),
+    "text dpplee3-asgd": (0.02, 0.06, 0.2),  # four times ten steps are added up: more diverges
     "speech sgd": (0.02, 0.06, 0.2),
     **{f"{task} adagrad": (0.01, 0.03, 0.09) for task in TASKS},
     **{f"{task} adamw": (0.001, 0.003, 0.009) for task in TASKS},
@@ -77,7 +80,12 @@ STRAGGLING: Final = ("decoupled-diloco", "local", "ssp", "horovod", "downpour")
 STRAGGLER_SECONDS: Final = 120.0
 KILLED: Final = Address("replica-3")
 KILLED_AT: Final = (35.0, 59.0, 83.0)  # a round takes some 21 seconds
-SMALL: Final = {"gradients": 64, "only": ["text"], "presets": ["downpour", "local"], "seeds": 1}
+SMALL: Final = {
+    "gradients": 64,
+    "only": ["text", "straggler", "kill"],
+    "presets": ["downpour", "local"],
+    "seeds": 1,
+}
 _CODE: Final = "experiments/benchmarks/simulated"
 _FOLDER: Final = Path(__file__).parents[2] / "runs" / "exchanges"
 
@@ -133,7 +141,7 @@ class Found:
 
 
 def found_of(runs: Runs, task: str, preset: str, seeds: Sequence[int]) -> Found:
-    rates = RATES[f"{task} {optimizer_of(preset).lower()}"]
+    rates = RATES.get(f"{task} {preset}") or RATES[f"{task} {optimizer_of(preset).lower()}"]
     tried = {rate: runs.course(task, preset, rate=rate, seed=seeds[0]) for rate in rates}
     samples = runs.gradients * BATCH
     rate = min(tried, key=lambda each: tried[each].loss_at(samples))
@@ -155,6 +163,7 @@ def row(one: Found, targets: Sequence[float], samples: int) -> dict[str, str]:
     cells = {
         "rate": f"{one.rate:g}",
         "loss": f"{fmean(losses):.3f} ± {(max(losses) - min(losses)) / 2:.3f}",
+        "at its end": f"{fmean(course.points[-1][2] for course in one.slow):.3f}",
         "MB per sample": f"{one.slow[0].bytes_per_sample / 1e6:.2f}",
     }
     for name, courses in (("100 Mbit/s", one.slow), ("1 Gbit/s", one.fast)):
@@ -252,18 +261,19 @@ def draw(task: str, found: Mapping[str, Found], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", nargs="*", default=[*TASKS], choices=TASKS, help="tasks")
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS, metavar="PART")
     parser.add_argument("--presets", nargs="+", default=[*PRESETS], choices=PRESETS)
     parser.add_argument("--gradients", type=int, default=1200, help="of all replicas together")
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--draw", type=Path, help="folder for exchanges_TASK.png")
     options = measurement.options_of(parser, arguments, small=SMALL)
     samples, names = options.gradients * BATCH, [*options.presets, ALONE]
-    n_runs = len(options.only) * (len(names) * (3 + options.seeds) - 1)
+    tasks = [task for task in TASKS if task in options.only]
+    n_runs = len(tasks) * (len(names) * (3 + options.seeds) - 1)
     figures: dict[str, float] = {}
     with Preparation() as preparation:
         runs = Runs(gradients=options.gradients, preparation=preparation, n_left=n_runs)
-        for task in options.only:
+        for task in tasks:
             seeds = SEEDS[: options.seeds]
             found = {name: found_of(runs, task, name, seeds) for name in names}
             first = found[names[0]]  # Downpour
@@ -275,12 +285,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.draw is not None:
                 draw(task, found, options.draw / f"exchanges_{task}.png")
         seconds = 30.0 if options.small else STRAGGLER_SECONDS
-        for preset in STRAGGLING[-1:] if options.small else STRAGGLING:
-            share = share_with_straggler(preparation, preset, seconds)
-            figures[f"straggler_{preset.replace('-', '_')}"] = share
-            print(f"straggler: {preset} {share:.3f}", flush=True)
-        moments = KILLED_AT[:1] if options.small else KILLED_AT
-        figures |= killed(preparation, max(seconds, moments[-1] + 30), moments)
+        if "straggler" in options.only:
+            for preset in STRAGGLING[-1:] if options.small else STRAGGLING:
+                share = share_with_straggler(preparation, preset, seconds)
+                figures[f"straggler_{preset.replace('-', '_')}"] = share
+                print(f"straggler: {preset} {share:.3f}", flush=True)
+        if "kill" in options.only:
+            moments = KILLED_AT[:1] if options.small else KILLED_AT
+            figures |= killed(preparation, max(seconds, moments[-1] + 30), moments)
     measurement.conclude("exchanges", figures)
 
 

@@ -240,14 +240,14 @@ def alone(task: str, *, rate: float, seed: int, gradients: int) -> Course:
     torch.manual_seed(seed)
     net = {"text": small_tasks.text_net, "speech": small_tasks.speech_net}[task]()
     load = {"text": small_tasks.text, "speech": small_tasks.frames}[task]
-    data, test = load("train"), load("test")
+    data, test = load("train"), load("test")  # type: ignore[operator]
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
     order = torch.cat(
         [torch.randperm(len(data)) for _ in range(1 + gradients * BATCH // len(data))]
     )
     points: list[tuple[float, int, float]] = []
     for step in range(1, gradients + 1):
-        inputs, targets = data.__getitems__(order[(step - 1) * BATCH : step * BATCH])  # type: ignore[arg-type]
+        inputs, targets = data.__getitems__(order[(step - 1) * BATCH : step * BATCH])
         optimizer.zero_grad()
         functional.cross_entropy(net(inputs), targets).backward()
         optimizer.step()
