@@ -153,6 +153,7 @@ class Session:
     told: int = 0  # the floor that it was told last
     entries: int = 0  # how often this incarnation has entered or left
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
+    n_beside: int = 0  # clients that were in with it, itself included, when one of them left
 
     @classmethod
     def of(cls, record: SessionRecord) -> "Session":
@@ -656,10 +657,9 @@ class Sessions:
             return rp.Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
         if policy.weight == "sum" and policy.damping == "none":
             return rp.WHOLE
-        others = [one for one in self._clients.values() if one.is_in and one is not client]
-        slices = [client.shard_slice, *(one.shard_slice for one in others)]
-        n_gradient = self._config.layout.n_gradient(self._config.index)
-        n_clients = _n_holding(client.shard_slice, slices, (0, n_gradient))
+        others = self._others_in(client)
+        n_clients = max(self._n_with(client, others), client.n_beside)
+        client.n_beside = 0
         scale = 1.0
         if policy.weight == "mean":
             scale /= n_clients
@@ -674,6 +674,13 @@ class Sessions:
             scale /= 1 + max(staleness - (n_clients - 1), 0)
         return rp.Share(scale=scale)
 
+    def _others_in(self, client: Session) -> list[Session]:
+        return [one for one in self._clients.values() if one.is_in and one is not client]
+
+    def _n_with(self, client: Session, others: list[Session]) -> int:
+        slices = [client.shard_slice, *(one.shard_slice for one in others)]
+        return _n_holding(client.shard_slice, slices, (0, self._buffers[0]))
+
     # ---------------------------------------------------------------------- ticks
 
     def _enter(self, client: Session, request: pf.OpenSession) -> None:
@@ -683,6 +690,10 @@ class Sessions:
         client.entries = entries
         is_known = not (client.tick is msgspec.UNSET and request.tick is msgspec.UNSET)
         if entries % 2 == 0:
+            # What they have done together, and not pushed yet, counts as before: or the last pushes
+            # of workers that end together would count 1/4 + 1/3 + 1/2 + 1.
+            for one in [client, *self._others_in(client)] if client.is_in else []:
+                one.n_beside = max(one.n_beside, self._n_with(one, self._others_in(one)))
             client.tick = msgspec.UNSET
         elif is_known or not self.awaits_clients:  # a new one waits until there is a floor
             client.tick = max(client.tick or 0, request.tick or 0, self._floor)

@@ -92,10 +92,18 @@ class Objective:
         """Whether a step may begin before a fetch that is due has come."""
         return False
 
-    def enter(self, now: Seconds) -> list[Action]:
-        """A step is wanted: others may have to wait for this worker from now on, or it for them."""
-        del now
+    def enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
+        """A step is wanted: others may have to wait for this worker from now on, or it for them.
+
+        Unless it is `gated`, it waits for nobody.
+        """
+        del now, gated
         return []
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is accrued that is not pushed yet."""
+        return False
 
     def leave(self, now: Seconds) -> list[Action]:
         """There is no step to take for now: nobody needs to wait for this worker."""

@@ -298,12 +298,18 @@ class TrainingObjective(Objective):
         return self._has_values and not (is_late or local_steps.is_held)
 
     @override
-    def enter(self, now: Seconds) -> list[Action]:
-        return self._client.enter(now, staleness=self._config.exchange.staleness)
+    def enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
+        return self._client.enter(now, staleness=self._config.exchange.staleness if gated else None)
+
+    @property
+    @override
+    def owes(self) -> bool:
+        return self._total.n_gradients > 0
 
     @override
     def leave(self, now: Seconds) -> list[Action]:
-        return self._client.leave(now)
+        # Nobody must fold a round, or count the workers present, without a push under way.
+        return self._client.leave(now) if self.all_pushes_applied else []
 
     @override
     def may_fetch(self, *, ahead: bool) -> bool:

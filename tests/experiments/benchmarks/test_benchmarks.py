@@ -43,6 +43,10 @@ FIGURES: dict[str, set[str]] = {
             for figure in ("samples_per_second", "cpu_seconds_per_1000", "bytes")
         ),
     },
+    "exchanges": {
+        *("text_local_loss", "text_local_loss_alone", "straggler_downpour"),
+        *("kill_steps", "kill_wait", "kill_wait_undisturbed"),
+    },
     "hostile": {"throughput_kept", "kept_flood", "kept_burn"},
     "lan": {"beyond_downpour", "beyond_worst"},
     "links": {

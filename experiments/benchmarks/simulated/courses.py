@@ -1,0 +1,266 @@
+"""A preset in virtual time: four replicas train a small net at the price of the speech net.
+
+The roles are the real ones, and gradients are real. Bytes, and the seconds of a step, are those of
+the net of 41,777,152 parameters: 167 MB each way, and 0.2 s for a step (`links.py` has the same
+two). What the simulator makes of such figures is compared with real runs in `simulation.py`.
+
+    replica-0 ... replica-3   a host each, with one card
+    shard, evaluator          a host with one card; evaluations use no card
+
+Virtual time runs `TIME_SCALE` times as fast, because heartbeats do not scale; seconds here are
+those of the large net.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, cast
+
+import msgspec
+import torch
+from torch.nn import functional
+
+from distbelief.config.load import parse_job
+from distbelief.config.presets import PRESETS, Table
+from distbelief.core.memory import Memory
+from distbelief.forecast.prepare import Preparation, PreparedJob
+from distbelief.forecast.run import FinishedRun, run_simulated
+from distbelief.program.cluster import Cluster, Machine
+from distbelief.roles.role import (
+    ALL_MESSAGES,
+    SUPERVISOR,
+    Action,
+    Address,
+    Computed,
+    Event,
+    Role,
+    Seconds,
+)
+from distbelief.simulation.driver import Builder
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.machines import ClusterOptions, CostScale
+from distbelief.simulation.placement import options_for
+from distbelief.worker.objective import STEP
+from experiments.benchmarks.simulated import small_tasks
+from experiments.figures.task import Held
+
+
+N_PARAMETERS: Final = 41_777_152
+STEP_SECONDS: Final = 0.2
+N_REPLICAS: Final = 4
+BATCH: Final = 32
+TIME_SCALE: Final = 20.0
+MEMORY_RATE: Final = 1e10  # bytes a second
+N_BLOCKS: Final = 32  # of a push or a fetch; the large net has 160
+N_EVALUATIONS: Final = 24  # of a course, about
+ALONE: Final = "one process"
+# Of one process: a step, and AdamW, as a replica with local steps pays for it
+ALONE_SECONDS: Final = STEP_SECONDS + 8 * 4 * N_PARAMETERS / MEMORY_RATE
+_DATA: Final = {"text": "text", "speech": "frames"}
+_TASKS: Final = "experiments.benchmarks.simulated.small_tasks"
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    points: tuple[tuple[float, int, float], ...]  # seconds, samples, held-out loss
+    seconds: float
+    samples: int
+    bytes_per_sample: float  # both ways
+    error: str | None = None  # why it failed: it has diverged
+
+    def loss_at(self, samples: int) -> float:
+        """Return the held-out loss after so many samples, between two evaluations if need be."""
+        if self.error is not None or not self.points:
+            return math.inf
+        before = self.points[0]
+        for point in self.points:
+            if point[1] >= samples:
+                share = (samples - before[1]) / max(1, point[1] - before[1])
+                return before[2] + share * (point[2] - before[2])
+            before = point
+        return before[2]
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return when an evaluation first found this loss or less."""
+        return next((seconds for seconds, _, found in self.points if found <= loss), None)
+
+
+@dataclass(slots=True)
+class Watched:
+    """A replica, and when its steps began and ended, in all incarnations."""
+
+    accepts = ALL_MESSAGES
+
+    role: Role
+    steps: list[tuple[Seconds, Seconds]]
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Computed) and event.name == STEP:
+            self.steps.append((now - event.seconds, now))
+        return self.role.handle(event, now)
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return self.role.status()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """The hosts of a job, and the steps of its replicas."""
+
+    bits_per_second: float
+    steps: dict[Address, list[tuple[Seconds, Seconds]]] = field(default_factory=dict)
+
+    def n_needed(self, prepared: PreparedJob) -> int:
+        del prepared
+        return N_REPLICAS + 1
+
+    def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
+        def watched(name: Address, build: Builder) -> Builder:
+            def build_it(memory: Memory) -> Role:
+                return Watched(build(memory), self.steps.setdefault(name, []))
+
+            return build_it
+
+        kinds = prepared.kinds
+        return {
+            name: watched(name, build) if kinds[name] == "replica" else build
+            for name, build in prepared.builders().items()
+        }
+
+    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+        n_small = prepared.layout.shard_size(0)
+        size = N_PARAMETERS / n_small
+        one = Machine(
+            flops=6.0 * n_small * BATCH / STEP_SECONDS * TIME_SCALE,
+            memory_rate=MEMORY_RATE * TIME_SCALE,
+            bandwidth=self.bits_per_second / 8 * TIME_SCALE,
+        )
+        # Four pushes of all replicas at a time must not wait for the memory of one core.
+        server = msgspec.structs.replace(one, memory_rate=N_REPLICAS * one.memory_rate)
+        machines = (*[one] * N_REPLICAS, server)
+        cluster = Cluster(name="hosts", machines=machines, latency=5e-6)
+        places = {
+            name: int(name.partition("-")[2]) if kind == "replica" else N_REPLICAS
+            for name, kind in prepared.kinds.items()
+        }
+        scales = dict.fromkeys(places, CostScale(n_bytes=size, frame_bytes=size))
+        scales[Address("evaluator")] = CostScale(flops=0.0, n_bytes=0.0, frame_bytes=size)
+        return replace(
+            options_for(cluster, places, share_memory=False),
+            scales=scales,
+            block_bytes=-(-n_small // N_BLOCKS) * 4,
+            start=(SUPERVISOR,),
+            faults=tuple(faults),
+            trace="order",
+            codec=False,
+        )
+
+
+def exchange_of(preset: str) -> Table:
+    return cast("Table", PRESETS[preset].get("exchange", {}))
+
+
+def optimizer_of(preset: str) -> str:
+    """Return the optimizer whose rate is chosen: the inner one, or else the shards' rule."""
+    if preset == ALONE:
+        return "AdamW"
+    table = cast("Table", PRESETS[preset].get("inner", PRESETS[preset]["rule"]))
+    return str(table["name"])
+
+
+def expected_seconds(preset: str, bits_per_second: float, gradients: int) -> float:
+    """Return roughly how long so many gradients take, to spread evaluations over them."""
+    exchange = exchange_of(preset)
+    n_bytes = 4 * N_PARAMETERS / cast("int", exchange.get("every", 1))
+    n_bytes *= 0.5 if exchange.get("numbers") == "bfloat16" else 1.0
+    ways = 2.0 if "staleness" in exchange else 1.0
+    return gradients * (STEP_SECONDS / N_REPLICAS + 8 * ways * n_bytes / bits_per_second)
+
+
+def job_text(
+    task: str, preset: str, *, rate: float, seed: int, every: Seconds, stop: Mapping[str, object]
+) -> str:
+    """Return the job file; `every`: seconds between evaluations."""
+    data = f'{{ factory = "{_TASKS}:{_DATA[task]}", arguments = {{ part = "%s" }} }}'
+    chosen = "inner = { lr" if "inner" in PRESETS[preset] else "rule = { learning_rate"
+    grace = cast("Table", exchange_of(preset).get("round", {})).get("grace_seconds")
+    scaled = f"round = {{ grace_seconds = {cast('float', grace) / TIME_SCALE} }}" if grace else ""
+    return f"""
+[model]
+factory = "{_TASKS}:{task}_net"
+seed = {seed}
+[data]
+train = {data % "train"}
+test = {data % "test"}
+[algorithm]
+name = "downpour"
+preset = "{preset}"
+loss = "cross_entropy"
+batch_size = {BATCH}
+seed = {seed}
+{chosen} = {rate} }}
+exchange = {{ {scaled} }}
+[cluster]
+replicas = {N_REPLICAS}
+[evaluation]
+every = "{every / TIME_SCALE} s"
+[stop]
+{"".join(f"{key} = {value}" for key, value in stop.items())}
+[output]
+directory = "unused"
+snapshot_every = "10 h"
+"""
+
+
+def run(
+    preparation: Preparation, text: str, hosts: Hosts, *, seed: int, faults: Sequence[Fault] = ()
+) -> tuple[Course, FinishedRun]:
+    job = parse_job(text, path="exchanges.toml")
+    ended = run_simulated(preparation.stage(job), hosts, seed=seed, faults=faults)
+    outcome = ended.outcome
+    begun = outcome.seconds - outcome.training_seconds
+    points: list[tuple[float, int, float]] = []
+    for point in outcome.history:
+        loss = point.held_out_loss
+        if loss is not None and not (points and points[-1][2] == loss):  # the same evaluation
+            points.append(((point.seconds - begun) * TIME_SCALE, point.samples, loss))
+    course = Course(
+        points=tuple(points),
+        seconds=outcome.training_seconds * TIME_SCALE,
+        samples=outcome.samples,
+        bytes_per_sample=outcome.traffic["replica - shard"] / max(1, outcome.samples),
+        error=outcome.error,
+    )
+    return course, ended
+
+
+def alone(task: str, *, rate: float, seed: int, gradients: int) -> Course:
+    """Train in one process by torch's AdamW."""
+    torch.manual_seed(seed)
+    net = {"text": small_tasks.text_net, "speech": small_tasks.speech_net}[task]()
+    load = {"text": small_tasks.text, "speech": small_tasks.frames}[task]
+    data, test = load("train"), load("test")  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
+    order = torch.cat(
+        [torch.randperm(len(data)) for _ in range(1 + gradients * BATCH // len(data))]
+    )
+    points: list[tuple[float, int, float]] = []
+    for step in range(1, gradients + 1):
+        inputs, targets = data.__getitems__(order[(step - 1) * BATCH : step * BATCH])
+        optimizer.zero_grad()
+        functional.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+        if step % max(1, gradients // N_EVALUATIONS) == 0:
+            points.append((step * ALONE_SECONDS, step * BATCH, _held_out(net, test)))
+    return Course(
+        points=tuple(points),
+        seconds=gradients * ALONE_SECONDS,
+        samples=gradients * BATCH,
+        bytes_per_sample=0.0,
+    )
+
+
+@torch.no_grad()
+def _held_out(net: torch.nn.Module, test: Held) -> float:
+    return float(functional.cross_entropy(net(test.inputs), test.targets))
