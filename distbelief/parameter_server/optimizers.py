@@ -328,7 +328,9 @@ class _Rule(
         below_1 = "a number from 0 up to, not including, 1"
         _check(self, user, "momentum smoothing beta1 beta2", lambda x: 0.0 <= x < 1.0, below_1)
         _check(self, user, "dampening", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
+        n_workers = "1 or more, such as the number of workers"
         above_0 = "a number above 0, or leave it out"
+        _check(self, user, "n_pushes", lambda n: n >= 1, n_workers)
         _check(self, user, "clip_value", lambda x: 0.0 < x < math.inf, above_0)
 
     @property
@@ -440,15 +442,6 @@ class DelayedNesterov(_Rule, frozen=True, tag="delayed_nesterov"):
 
     n_pushes: int  # about the number of workers
     momentum: float = 0.9
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_pushes < 1:
-            raise ValueError(
-                f"rule 'delayed_nesterov': n_pushes is {self.n_pushes}; use 1 or more, such as "
-                "the number of workers"
-            )
 
     @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:

@@ -176,11 +176,15 @@ class IndexRanges:
 
     @classmethod
     def union(cls, parts: Iterable["IndexRanges"]) -> "IndexRanges":
-        """Return the union of disjoint ranges; ValueError if two overlap."""
         none = cls(np.zeros(0, np.int64), np.zeros(0, np.int64))
         all_parts = [none, *parts]
         starts = np.concatenate([part.starts for part in all_parts])
-        return cls.of(starts, np.concatenate([part.stops for part in all_parts]))
+        order = np.argsort(starts, kind="stable")
+        stops = np.concatenate([part.stops for part in all_parts])[order]
+        ends = np.maximum.accumulate(stops)
+        # What an earlier one has counts once.
+        starts = np.maximum(starts[order], np.append(0, ends[:-1])[: len(ends)])
+        return cls.of(starts, np.maximum(starts, stops))
 
     @classmethod
     def whole(cls, start: int, stop: int) -> "IndexRanges":

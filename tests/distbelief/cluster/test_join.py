@@ -20,7 +20,7 @@ from distbelief.roles.role import SUPERVISOR
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.zmq_transport import ANOTHER, ZmqTransport
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -106,7 +106,7 @@ def monitor(
     port: int, said: list[str], *, host: str = LOOPBACK, other_key: bool = False
 ) -> SupervisorMonitor:
     """Return what watches a supervisor that may have another key than expected."""
-    transport = SimpleNamespace(is_refused=lambda _: False, has_other_key=lambda _: other_key)
+    transport = SimpleNamespace(has_failed=lambda _, kinds: other_key and kinds == ANOTHER)
     return SupervisorMonitor(
         cast("ZmqTransport", transport),
         key="k",
