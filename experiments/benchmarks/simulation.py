@@ -27,12 +27,10 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
 import argparse
 import gc
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
@@ -324,11 +322,6 @@ def large(*, small: bool) -> dict[str, float]:
     virtual = built.cluster.now
     print(f"Sandblaster: {n} messages, {virtual:.0f} virtual s in {seconds:.0f} s")
     return {"sandblaster_seconds": seconds}
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":
