@@ -1,4 +1,4 @@
-"""What a joining host downloads in chunks: a probe of the link's bandwidth, and the job spec.
+"""The job spec, which a joining host downloads in chunks.
 
     host                             supervisor
       | FileRequest (offset 0) --->    |
@@ -31,15 +31,12 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, 
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the roles of a run need on another host."""
-
     spec: RoleSpec  # as for roles of the supervisor's host
     plan: str | None = None  # text of the plan, if replicas are split over several ranks
     shares: bool = True  # whether roles of one host share memory
 
 
 def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
-    """Return the encoded job spec of a run."""
     portable = msgspec.structs.replace(
         spec,
         supervisor="",
@@ -97,21 +94,17 @@ def _relocated(value: object, bases: list[str], here: str) -> object:
             return value
 
 
-DOCUMENT_BYTES_MAX: Final = 1 << 26
+JOB_SPEC_BYTES_MAX: Final = 1 << 26
 ASK_SECONDS: Final = 1.0  # without a chunk, until it is requested again
 
 
 @final
 class FileDownload:
-    """A document, as far as it has come; one chunk is under way at a time."""
+    """The job spec, as far as it has come; one chunk is under way at a time."""
 
-    def __init__(self, document: str, now: Seconds) -> None:
-        self.document = document
-        self.begun_at = now
-        self.rate = 0.0  # bytes a second of the fastest chunk; 0.0 before there is one
+    def __init__(self) -> None:
         self._content = bytearray()
         self._n_bytes: int | None = None
-        self._asked_at = now
         # The pause doubles over the whole download: on a slow link, repeated answers would delay
         # the next chunk.
         self._backoff = Backoff(first=ASK_SECONDS, longest=math.inf)
@@ -122,34 +115,30 @@ class FileDownload:
         return bytes(self._content) if is_whole else None
 
     def ask(self, now: Seconds) -> FileRequest:
-        """Return the request for the next chunk."""
-        self._asked_at = now
         self._backoff.due = now + self._backoff.pause
-        return FileRequest(document=self.document, offset=len(self._content))
+        return FileRequest(offset=len(self._content))
 
     def ask_again(self, now: Seconds) -> FileRequest | None:
         """Return the request again if no chunk has come for long."""
         if self._n_bytes == len(self._content) or now < self._backoff.due:
             return None
         self._backoff.repeat(now)
-        return FileRequest(document=self.document, offset=len(self._content))
+        return FileRequest(offset=len(self._content))
 
-    def take(self, chunk: FileChunk, now: Seconds) -> bool:
+    def take(self, chunk: FileChunk) -> bool:
         """Append a chunk; return whether it is new. RemoteProtocolError if it makes no sense."""
-        if chunk.document != self.document or chunk.offset != len(self._content):
+        if chunk.offset != len(self._content):
             return False  # answer to a repeated request
         end = chunk.offset + len(chunk.content)
         known = chunk.n_bytes if self._n_bytes is None else self._n_bytes
-        is_sound = known == chunk.n_bytes <= DOCUMENT_BYTES_MAX and end <= known
+        is_sound = known == chunk.n_bytes <= JOB_SPEC_BYTES_MAX and end <= known
         if not is_sound or (end < known and not chunk.content):
             raise RemoteProtocolError(
-                f"{len(chunk.content)} bytes of {self.document} at {chunk.offset}, of "
-                f"{chunk.n_bytes} (before: {self._n_bytes}); {DOCUMENT_BYTES_MAX} at most"
+                f"{len(chunk.content)} bytes of the job spec at {chunk.offset}, of "
+                f"{chunk.n_bytes} (before: {self._n_bytes}); {JOB_SPEC_BYTES_MAX} at most"
             )
         if self._n_bytes == len(self._content):
             return False
         self._n_bytes = known
         self._content += chunk.content.content
-        # At least a microsecond: the rate must be finite.
-        self.rate = max(self.rate, len(chunk.content) / max(now - self._asked_at, 1e-6))
         return True

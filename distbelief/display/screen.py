@@ -237,17 +237,15 @@ def _hosts(hosts: Sequence[HostView]) -> Table:
     table = _table()
     table.add_column("host", no_wrap=True, overflow="ellipsis", max_width=16)
     table.add_column("state", no_wrap=True, overflow="ellipsis")
-    for name in ("cores", "memory", "a core", "link from here"):
+    for name in ("cores", "memory", "a core"):
         table.add_column(name, justify="right", no_wrap=True)
     for host in hosts:
-        rate = host.bandwidth
         table.add_row(
             Text(host.label),
             Text(host.state, "yellow" if host.state in _GONE else ""),
             f"{host.cores:,}",
             formatting.size(host.memory_bytes),
             formatting.speed(host.flops),
-            formatting.DASH if rate is None else f"{formatting.size(rate)}/s",
         )
     return table
 

@@ -13,7 +13,7 @@ from typing import Self, final
 import msgspec
 import torch
 
-from distbelief.config.algorithms import Algorithm, check_cluster, find, load, roster_of
+from distbelief.config.algorithms import Algorithm, check_cluster, find, load
 from distbelief.config.job import Job
 from distbelief.core.files import Scratch
 from distbelief.core.memory import Memory, PrivateMemory
@@ -27,6 +27,7 @@ from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare_data
 from distbelief.trainer import check_data, supervisor_config
+from distbelief.worker.build import roster_of
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 

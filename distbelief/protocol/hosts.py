@@ -3,14 +3,14 @@
 host                          supervisor
   | Offer ------------------->  |   so many cores; use them
   | <-------------- Assignments |   of this run
-  | FileRequest, <--- FileChunk |   the job's files
+  | FileRequest, <--- FileChunk |   the job spec (`cluster.bootstrap`)
   | HostReport -------------->  |   ready; from now on twice a second
   | <-------------- Assignments |   run these roles, and no others
   | HostReport -------------->  |   that role has ended
   | <------------------ Release |   the job is over
 """
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 
@@ -19,15 +19,7 @@ from distbelief.protocol.fields import AnyMessage, Blob, Count, Name, Rate, Text
 
 
 CHUNK_BYTES_MAX = 1 << 19
-"""Bytes of a file in one message."""
-
-JOB_SPEC: Final = "brief"
-"""The document that says what roles of the run need (see `cluster.bootstrap`)."""
-
-PROBE: Final = "probe"
-"""A document of zeros: by its chunks a host measures how fast they arrive."""
-
-PROBE_BYTES: Final = 8 * CHUNK_BYTES_MAX
+"""Bytes of the job spec in one message."""
 
 N_ASSIGNMENTS_MAX = 4096
 
@@ -84,7 +76,6 @@ class HostReport(AnyMessage, frozen=True):
     refusal: Text | None  # why this host cannot run roles of this job
     # Assigned roles that have ended; repeated until they are not assigned any more.
     ended: Annotated[tuple[RoleEnded, ...], msgspec.Meta(max_length=N_ASSIGNMENTS_MAX)]
-    bandwidth: Rate = 0.0  # bytes per second from the supervisor
 
 
 class Release(AnyMessage, frozen=True):
@@ -97,25 +88,23 @@ class Release(AnyMessage, frozen=True):
 
 
 class FileRequest(AnyMessage, frozen=True):
-    """Host -> supervisor: send this part of a file."""
+    """Host -> supervisor: send this part of the job spec."""
 
-    document: Name
     offset: Count
 
 
 class FileChunk(AnyMessage, frozen=True):
-    """Supervisor -> host: a part of a file."""
+    """Supervisor -> host: a part of the job spec."""
 
-    document: Name
     offset: Count
-    n_bytes: Count  # of the whole file
+    n_bytes: Count  # of the whole
     content: Blob
 
     @classmethod
-    def of(cls, document: str, content: bytes, offset: int) -> "FileChunk":
+    def of(cls, content: bytes, offset: int) -> "FileChunk":
         """Return the chunk at this offset; RemoteProtocolError if the offset is behind the end."""
         n_bytes = len(content)
         if offset > n_bytes:
-            raise RemoteProtocolError(f"offset {offset} of {document}: it has {n_bytes} bytes")
+            raise RemoteProtocolError(f"offset {offset} of a job spec of {n_bytes} bytes")
         chunk = Blob(memoryview(content)[offset : offset + CHUNK_BYTES_MAX])
-        return cls(document=document, offset=offset, n_bytes=n_bytes, content=chunk)
+        return cls(offset=offset, n_bytes=n_bytes, content=chunk)

@@ -6,50 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self, final
 
-from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
-from distbelief.worker.config import DownpourSettings, Pace
 
 
-_OPERATIONS: Final = 6.0  # of each parameter, a sample
-_BYTES: Final = 4.0  # of each parameter, in a fetch or a push
 _ALIKE: Final = math.log(1.25)  # hosts that differ less have the same grade
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Rough cost of one replica's step per parameter: enough to rank hosts.
-
-    A dense net needs 6 floating point operations per parameter and sample (2 forward, 4 backward;
-    Dean et al. 2012 train such nets), and 4 bytes on the link for each fetch and each push. So only
-    the batch decides whether a slow link or a slow processor is worse. In convolutions, which use a
-    parameter more than once, the link counts for too much.
-    """
-
-    operations: float = 1.0  # floating point operations
-    n_bytes: float = 0.0  # bytes on the link to the shards
-
-    @classmethod
-    def of(cls, job: Job) -> "StepTime":
-        """Return the cost for a job; each mini-batch of a batch algorithm counts as one fetch."""
-        table = job.algorithm
-        pace = table.pace if isinstance(table, DownpourSettings) else Pace()
-        n_bytes = _BYTES * (1.0 / pace.n_fetch + 1.0 / pace.n_push)
-        return cls(operations=_OPERATIONS * job.batch_size, n_bytes=n_bytes)
-
-    def grade(self, *, flops: float, bandwidth: float) -> int | None:
-        """Return the grade of a host, lower is faster; None if unknown. Bandwidth 0.0: no limit."""
-        if not flops:
-            return None
-        # The host reports this number: below 1 it makes no sense.
-        seconds = self.operations / max(flops, 1.0)
-        seconds += self.n_bytes / max(bandwidth, 1.0) if bandwidth else 0.0
-        return round(math.log(seconds) / _ALIKE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +27,6 @@ class ClusterConfig:
     slots_here: int  # processes of replicas that the supervisor's own host may run
     threads: int = 1  # of each process
     device: str = "cpu"  # on which they compute
-    step: StepTime = field(default_factory=StepTime)  # cost of a replica's step, to rank hosts
     silent_seconds: Seconds = 3.0  # after which a host gets nothing more
     # After which it counts as lost; below the supervisor's own limit, so that the roles there are
     # not given up one by one
@@ -71,16 +34,16 @@ class ClusterConfig:
     leave_seconds_max: Seconds = 20.0  # for a replica to end its step when its host leaves
 
     def slots_of(self, offer: Offer) -> int:
-        """Return how many processes of replicas a host may run."""
         if self.device != "cpu":
             return offer.devices.count(self.device)
         return offer.cores // self.threads
 
-    def grade_of(self, offer: Offer, bandwidth: float) -> int | None:
-        """Return the grade of a host for this job (`StepTime.grade`); None if unknown."""
-        if self.device != "cpu":  # only CPU cores were measured
+    def grade_of(self, offer: Offer) -> int | None:
+        """Return the grade of a host's speed, lower is faster; None if unknown."""
+        # Only CPU cores are measured; below 1 the number makes no sense.
+        if self.device != "cpu" or offer.flops < 1.0:
             return None
-        return self.step.grade(flops=offer.flops * self.threads, bandwidth=bandwidth)
+        return -round(math.log(offer.flops) / _ALIKE)
 
 
 HERE: Final = Address("here")  # the supervisor's own host
@@ -102,7 +65,6 @@ class Host:
     label: str = ""  # for display; "" for the supervisor's own host
     since: Seconds = 0.0  # first offer of this incarnation, by our clock
     silence: Silence = field(default_factory=Silence)
-    bandwidth: float = 0.0  # bytes a second from here, as it reports; 0.0: not measured
     present: bool = True  # False: lost, until it offers a new incarnation
     ready: bool = False
     refused: bool = False
@@ -112,13 +74,12 @@ class Host:
     deaths: list[Address] = field(default_factory=list)  # early deaths there, in a row
     slots: int = 0  # for processes of replicas
     used: int = 0  # slots in use; more than there are, where a role had to run somewhere
-    grade: int | None = None  # of its speed (`StepTime.grade`), lower is faster; None if unknown
+    grade: int | None = None  # of its speed, lower is faster; None if unknown
     roles: dict[Address, int] = field(default_factory=dict)  # incarnation of each that runs there
     changed: bool = False  # roles changed since its assignments were last sent
 
     @classmethod
     def of(cls, name: Address, offer: Offer, now: Seconds) -> Self:
-        """Return the record of a host that has just offered itself."""
         # The label goes to terminals: no control characters.
         label = _UNPRINTABLE.sub("?", offer.label) or "nameless"
         host = cls(name=name, offer=offer, label=label, since=now)
@@ -131,7 +92,6 @@ class Host:
 
     @property
     def takes_roles(self) -> bool:
-        """Whether more roles may be placed here."""
         return self.ready and not (self.leaving or self.is_silent or self.is_blocked)
 
     @property
@@ -143,14 +103,10 @@ class Host:
         gpus = f"{len(self.offer.devices)} GPUs, " if self.offer.devices else ""
         return gpus + formatting.size(self.offer.memory_bytes)
 
-    def speeds(self) -> str:
-        """Return the measurements: "41 GFLOP/s a core, 117 MB/s from here"."""
-        parts = []
-        if self.offer.flops:
-            parts.append(f"{formatting.speed(self.offer.flops)} a core")
-        if self.bandwidth:
-            parts.append(f"{formatting.size(self.bandwidth)}/s from here")
-        return ", ".join(parts) or "not measured"
+    def speed(self) -> str:
+        """Return the measurement: "41 GFLOP/s a core"."""
+        flops = self.offer.flops
+        return f"{formatting.speed(flops)} a core" if flops else "not measured"
 
     def view(self) -> HostView:
         states = {
@@ -168,7 +124,6 @@ class Host:
             state=next(state for state, holds in states.items() if holds),
             memory_bytes=self.offer.memory_bytes,
             flops=self.offer.flops or None,
-            bandwidth=self.bandwidth or None,
         )
 
 

@@ -33,8 +33,6 @@ MESSAGES_MAX = 50  # the latest ones
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleView:
-    """One role."""
-
     name: str  # "shard-0"
     state: str  # as it reports it ("computing"), or the supervisor's view ("restarting")
     rate: float | None = None  # samples/s of a replica, pushes applied/s of a shard
@@ -47,15 +45,12 @@ class RoleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostView:
-    """One host that has joined."""
-
     name: str  # "host-3f2a9c01"
     label: str  # for display
     cores: int
     state: str  # "preparing", "ready", "leaving", "gone"
     memory_bytes: int = 0
     flops: float | None = None  # a second, of one core
-    bandwidth: float | None = None  # bytes a second from the supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +80,6 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """The whole job at one moment."""
-
     now: Seconds = 0.0  # the supervisor's clock; only differences mean anything
     seconds: Seconds = 0.0  # how long the job has run, previous sessions included
     # The part of `seconds` since the first replica began to train in each session; samples are

@@ -57,11 +57,13 @@ from distbelief.task.task import (
     build_dataset,
     build_model,
 )
+from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.simulated.truth import CASES, truth
 from sandblaster.algorithm import SANDBLASTER
+from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
 
 
@@ -114,7 +116,7 @@ def downpour(
     settings = DownpourSettings(
         loss="cross_entropy", batch_size=BATCH, rule=Adagrad(learning_rate=0.01), max_steps=steps
     )
-    roster = DOWNPOUR.roster(settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
+    roster = wb.roster(n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
     build = partial(DOWNPOUR.build, config=settings)
     names = [Address(entry.name) for entry in roster]
     return _built(names, build, n_shards=n_shards, priced=priced, n_ending=n_replicas, spent=spent)
@@ -135,7 +137,9 @@ def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
         portion=portion,
         portions_per_set=1,
     )
-    roster = SANDBLASTER.roster(settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
+    roster = wb.roster(
+        n_replicas=n_replicas, n_shards=n_shards, evaluates=False, coordinator=COORDINATOR
+    )
     build = partial(SANDBLASTER.build, config=settings)
     names = [Address(entry.name) for entry in roster]
     built = partial(_built, names, build, n_shards=n_shards, priced=True, n_ending=1)

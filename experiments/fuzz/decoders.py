@@ -45,7 +45,7 @@ from distbelief.program.plan import decode, encode, plan_for
 from distbelief.protocol import Blob, FileChunk, Message
 from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import HOST
-from distbelief.run.directory import RunDirectory, Status, status_in
+from distbelief.run.directory import Status, status_in
 from distbelief.run.metrics_file import Measurement, measurements_in
 from distbelief.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.serve.address import ServerAddress
@@ -121,15 +121,15 @@ def _joined(frames: Sequence[Frame]) -> bytes:
 
 def _chunk() -> Decoder:
     def read(data: bytes) -> None:
-        reading = FileDownload("d", 0.0)
+        reading = FileDownload()
         at = 0
         while at + _STEP.size <= len(data):
             offset, n_bytes, n = _STEP.unpack_from(data, at)
             at += _STEP.size
             content = Blob(data[at : at + n])
             at += n
-            piece = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=content)
-            reading.take(piece, 1.0)
+            piece = FileChunk(offset=offset, n_bytes=n_bytes, content=content)
+            reading.take(piece)
             reading.ask_again(1.0)
             whole = reading.content
             assert whole is None or len(whole) <= len(data)
@@ -322,11 +322,8 @@ def _status() -> Decoder:
 
 
 def _cut() -> Decoder:
-    run = RunDirectory(Path("run"), lock=None)
-    return Decoder(
-        seeds=_json(*_samples_of(CheckpointSet)),
-        decode=partial(checkpoint_set_in, file=_PATH, run=run),
-    )
+    decode = partial(checkpoint_set_in, file=_PATH)
+    return Decoder(seeds=_json(*_samples_of(CheckpointSet)), decode=decode)
 
 
 def _samples_of(kind: type) -> list[object]:

@@ -1,4 +1,4 @@
-"""What hosts download: documents in chunks, the rate of the link, the job spec of a run."""
+"""What hosts download: the job spec of a run, in chunks."""
 
 from collections import deque
 from pathlib import Path
@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.cluster.bootstrap import (
     ASK_SECONDS,
-    DOCUMENT_BYTES_MAX,
+    JOB_SPEC_BYTES_MAX,
     FileDownload,
     localized,
     read_job_spec,
@@ -32,14 +32,14 @@ from tests.distbelief.jobs import speech
     times=st.lists(st.integers(0, 2), max_size=40),
 )
 def test_a_document_arrives_in_spite_of_losses(content: bytes, size: int, times: list[int]) -> None:
-    now, reading = 0.0, FileDownload("d", 0.0)
+    now, reading = 0.0, FileDownload()
     ask = reading.ask(now)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosts, "CHUNK_BYTES_MAX", size)
         for n in [*times, *[1] * 200]:
-            chunk = FileChunk.of("d", content, ask.offset)
+            chunk = FileChunk.of(content, ask.offset)
             for _ in range(n):
-                if reading.take(chunk, now):
+                if reading.take(chunk):
                     ask = reading.ask(now)
             now += 2 * now + ASK_SECONDS  # longer than any pause so far
             ask = reading.ask_again(now) or ask
@@ -55,21 +55,21 @@ def test_a_slow_link_does_not_fill_with_the_same_chunk(chunk_seconds: float) -> 
     waits for came after them.
     """
     content, heartbeat_seconds, free_at, n_sent = bytes(6 * CHUNK_BYTES_MAX), 0.5, 0.0, 0
-    reading = FileDownload("d", 0.0)
+    reading = FileDownload()
     coming: deque[tuple[float, FileChunk]] = deque()
 
     def send(ask: FileRequest | None, now: float) -> None:
         nonlocal free_at, n_sent
         if ask is not None:
             free_at, n_sent = max(now, free_at) + chunk_seconds, n_sent + 1
-            coming.append((free_at, FileChunk.of("d", content, ask.offset)))
+            coming.append((free_at, FileChunk.of(content, ask.offset)))
 
     send(reading.ask(0.0), 0.0)
     for beat in range(round(30 * chunk_seconds / heartbeat_seconds)):
         now = beat * heartbeat_seconds
         while coming and coming[0][0] <= now:
             at, chunk = coming.popleft()
-            if reading.take(chunk, at) and reading.content is None:
+            if reading.take(chunk) and reading.content is None:
                 send(reading.ask(at), at)
         send(reading.ask_again(now), now)
     assert reading.content == content
@@ -78,36 +78,21 @@ def test_a_slow_link_does_not_fill_with_the_same_chunk(chunk_seconds: float) -> 
 
 @pytest.mark.parametrize(
     ("offset", "n_bytes", "content"),
-    [(0, 3, b"four"), (0, DOCUMENT_BYTES_MAX + 1, b"x"), (0, 1, b"")],
+    [(0, 3, b"four"), (0, JOB_SPEC_BYTES_MAX + 1, b"x"), (0, 1, b"")],
 )
 def test_a_chunk_that_makes_no_sense_is_refused(offset: int, n_bytes: int, content: bytes) -> None:
-    chunk = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=Blob(content))
-    with pytest.raises(RemoteProtocolError, match="bytes of d at 0"):
-        FileDownload("d", 0.0).take(chunk, 0.0)
+    chunk = FileChunk(offset=offset, n_bytes=n_bytes, content=Blob(content))
+    with pytest.raises(RemoteProtocolError, match="bytes of the job spec at 0"):
+        FileDownload().take(chunk)
 
 
 def test_a_document_does_not_change_its_length() -> None:
-    reading, ab = FileDownload("d", 0.0), Blob(b"ab")
-    assert reading.take(FileChunk(document="d", offset=0, n_bytes=4, content=ab), 1.0)
-    assert not reading.take(FileChunk(document="e", offset=2, n_bytes=4, content=ab), 1.0)
+    reading, ab = FileDownload(), Blob(b"ab")
+    assert reading.take(FileChunk(offset=0, n_bytes=4, content=ab))
     with pytest.raises(RemoteProtocolError, match="before: 4"):
-        reading.take(FileChunk(document="d", offset=2, n_bytes=5, content=ab), 1.0)
-    with pytest.raises(RemoteProtocolError, match="it has 3 bytes"):
-        FileChunk.of("d", b"abc", 4)
-
-
-@pytest.mark.parametrize("bandwidth", [1e5, 1.25e8, 1e15])
-def test_the_rate_is_that_of_the_fastest_chunk(bandwidth: float) -> None:
-    """Another program's turn is not the rate of the link."""
-    content, now = bytes(3 * CHUNK_BYTES_MAX), 0.0
-    probe = FileDownload("p", now)
-    for disturbed in (0.08, 0.0, 0.5):
-        ask = probe.ask(now)
-        now += CHUNK_BYTES_MAX / bandwidth + disturbed
-        assert probe.take(FileChunk.of("p", content, ask.offset), now)
-        again = FileChunk.of("p", content, ask.offset)
-        assert not probe.take(again, now + 1e-5)  # what comes twice does not count
-    assert probe.rate == pytest.approx(min(bandwidth, CHUNK_BYTES_MAX / 1e-6), rel=0.01)
+        reading.take(FileChunk(offset=2, n_bytes=5, content=ab))
+    with pytest.raises(RemoteProtocolError, match="a job spec of 3 bytes"):
+        FileChunk.of(b"abc", 4)
 
 
 def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> RoleSpec:

@@ -81,7 +81,7 @@ def test_what_is_sent_to_many_is_held_once() -> None:
     What waited for it was a copy for each: 1.3 GB in 40 s.
     """
     content = bytes(1000)
-    piece = FileChunk(document="d", offset=0, n_bytes=1000, content=Blob(content))
+    piece = FileChunk(offset=0, n_bytes=1000, content=Blob(content))
     for message in (piece, received(sent(piece))):
         header, frame = Codec(run="run").encode(message, sender="a", incarnation=1)
         assert len(header) < 100
@@ -92,7 +92,7 @@ def test_what_is_sent_to_many_is_held_once() -> None:
 
 
 def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
-    header, content = sent(FileChunk(document="d", offset=0, n_bytes=4, content=Blob(b"four")))
+    header, content = sent(FileChunk(offset=0, n_bytes=4, content=Blob(b"four")))
     with pytest.raises(RemoteProtocolError, match="no such array: 0, 'f4'"):
         received([header.replace(b"\xa2u1", b"\xa2f4"), content])
     header, content = sent(block(np.ones(1, np.float32)))
@@ -100,7 +100,7 @@ def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
         received([header.replace(b"\xa2f4", b"\xa2u1"), content])
     large = Blob(bytes(FRAME_BYTES_MAX + 1))
     with pytest.raises(LocalProtocolError, match="cannot send a Blob: only"):
-        sent(FileChunk(document="d", offset=0, n_bytes=0, content=large))
+        sent(FileChunk(offset=0, n_bytes=0, content=large))
 
 
 @given(message=messages, spoilings=st.lists(mutations, min_size=1, max_size=3))

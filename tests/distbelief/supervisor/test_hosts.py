@@ -3,12 +3,8 @@
 from hypothesis import given, strategies as st
 
 from distbelief.roles.role import Address
-from distbelief.supervisor.hosts import Host, HostTable, StepTime
+from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
 from tests.distbelief.supervisor.hosts import offer_of
-
-
-FAST, SLOW = 80e9, 20e9  # FLOP/s
-GIGABIT, TENTH = 1.25e8, 1.25e7  # bytes/s
 
 
 def table(here: int, *slots: int, grades: tuple[int | None, ...] = ()) -> HostTable:
@@ -93,26 +89,22 @@ def test_no_room_takes_more_than_its_slots(here: int, slots: list[int], groups: 
         assert len(host.roles) == host.used <= host.slots
 
 
-def test_a_large_batch_goes_by_the_processor_and_a_small_one_by_the_link() -> None:
-    for batch, is_processor in ((4096, True), (16, False)):
-        step = StepTime(operations=6.0 * batch, n_bytes=8.0)
-        quick = step.grade(flops=FAST, bandwidth=TENTH)
-        near = step.grade(flops=SLOW, bandwidth=GIGABIT)
-        assert quick is not None
-        assert near is not None
-        assert (quick < near) == is_processor
+def grade_of(flops: float, *, device: str = "cpu") -> int | None:
+    config = ClusterConfig(run="", job_spec=b"", slots_here=0, device=device)
+    return config.grade_of(offer_of("a", flops=flops))
 
 
 def test_hosts_that_hardly_differ_are_alike_and_unmeasured_ones_have_no_grade() -> None:
-    step = StepTime(operations=6.0 * 256, n_bytes=8.0)
-    assert len({step.grade(flops=FAST * f, bandwidth=GIGABIT) for f in (0.99, 1.0, 1.01)}) == 1
-    assert step.grade(flops=0.0, bandwidth=GIGABIT) is None
-    no_link = StepTime(operations=6.0 * 256)
-    assert step.grade(flops=FAST, bandwidth=0.0) == no_link.grade(flops=FAST, bandwidth=GIGABIT)
+    assert len({grade_of(70e9 * factor) for factor in (0.99, 1.0, 1.01)}) == 1
+    fast, slow = grade_of(80e9), grade_of(20e9)
+    assert fast is not None
+    assert slow is not None
+    assert fast < slow
+    assert grade_of(0.0) is None
+    assert grade_of(80e9, device="cuda") is None  # only CPU cores are measured
 
 
-@given(flops=st.floats(0.0, 1e18), bandwidth=st.floats(0.0, 1e18))
-def test_any_reported_speed_gives_a_grade(flops: float, bandwidth: float) -> None:
+@given(flops=st.floats(0.0, 1e18))
+def test_any_reported_speed_gives_a_grade(flops: float) -> None:
     """5e-324 operations a second took infinitely long, and the supervisor down."""
-    grade = StepTime(operations=6.0, n_bytes=8.0).grade(flops=flops, bandwidth=bandwidth)
-    assert (grade is None) == (flops == 0.0)
+    assert (grade_of(flops) is None) == (flops < 1.0)
