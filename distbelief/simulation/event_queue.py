@@ -134,14 +134,16 @@ class Timers:
         if entry is not self._entry:
             return  # an earlier entry has replaced this one
         due, self._entry = self._due, NEVER
-        name = min(due, key=due.__getitem__, default="")
-        is_due = bool(name) and due[name] <= entry
-        if is_due:
-            del due[name]
+        if not due:
+            return
+        name = min(due, key=due.__getitem__)
+        if due[name] > entry:
+            self._schedule(due[name])
+            return
+        del due[name]
         if due:
             self._schedule(min(due.values()))
-        if is_due:
-            self._fire(name)
+        self._fire(name)
 
 
 _N_DRAWN = 256

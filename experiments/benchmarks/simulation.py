@@ -1,6 +1,6 @@
-"""How fast and how true the simulated cluster is: its speed, its memory, its forecasts.
+"""How fast and how true the simulated cluster is: its speed, its forecasts.
 
-    python experiments/benchmarks/simulation.py [--only speed memory large truth]
+    python experiments/benchmarks/simulation.py [--only speed large truth]
         [--jobs alone two shards paused slowed split sandblaster] [--small]
                                 of `truth`: each some two minutes
 
@@ -15,9 +15,6 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
     messages_per_second_priced  the same, messages passed on, only their order noted
     driver_over_roles           time of the driver over that of the roles and their work, in
                                 the first
-    kilobytes_per_replica       priced; from 100 to 400 replicas on 20 shards, what each
-                                shard keeps for it included
-    memory_growth               that over the same from 25 to 100: 1 is linear in roles
     sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100
                                 batches, 8 shards
     step_time_error             simulated against real on this host, the worst of the
@@ -30,13 +27,10 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
 import argparse
 import gc
 import itertools
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
@@ -282,16 +276,13 @@ class Timed:
             self.spent.append(time.thread_time() - begun)
 
 
-N_REPLICAS: Final = (25, 100, 400)
-N_REPLICAS_SMALL: Final = (1, 2, 3)  # of which memory is looked at
-
 SMALL: Final = {"jobs": ("alone",)}  # and each part in small
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parts = ("speed", "memory", "large", "truth")
-    usual = ("speed", "memory", "truth")
+    parts = ("speed", "large", "truth")
+    usual = ("speed", "truth")
     parser.add_argument("--only", nargs="+", choices=parts, default=usual)
     parser.add_argument("--jobs", nargs="+", choices=CASES, default=tuple(CASES))
     options = measurement.options_of(parser, arguments, small=SMALL)
@@ -299,7 +290,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures: dict[str, float] = {}
     run: dict[str, Callable[[], dict[str, float]]] = {
         "speed": partial(speed, small=options.small),
-        "memory": partial(memory, small=options.small),
         "large": partial(large, small=options.small),
         "truth": partial(truth, options.jobs, small=options.small),
     }
@@ -329,27 +319,6 @@ def speed(*, small: bool) -> dict[str, float]:
     return figures
 
 
-def memory(*, small: bool) -> dict[str, float]:
-    """Take a step; what a replica takes must not depend on how many there are.
-
-    Each number of them in a process of its own: what one lets go of the next would use
-    again, and it would not be counted. What the first few take once is taken off.
-    """
-    context = multiprocessing.get_context("spawn")
-    taken = {}
-    few, some, many = N_REPLICAS_SMALL if small else N_REPLICAS
-    for n_replicas in (few, some, many):
-        with context.Pool(1) as pool:
-            taken[n_replicas] = pool.apply(_bytes_of, (n_replicas,))
-    per_replica = (taken[many] - taken[some]) / (many - some)
-    at_first = (taken[some] - taken[few]) / (some - few)
-    print(f"bytes of so many replicas and their pairs: {taken}", flush=True)
-    return {
-        "kilobytes_per_replica": per_replica / 1000,
-        "memory_growth": per_replica / max(1.0, at_first),
-    }
-
-
 def large(*, small: bool) -> dict[str, float]:
     built = sandblaster(*((4, 2) if small else (2000, 8)), batches=2 if small else 100)
     n, seconds = built.run()
@@ -357,21 +326,6 @@ def large(*, small: bool) -> dict[str, float]:
     virtual = built.cluster.now
     print(f"Sandblaster: {n} messages, {virtual:.0f} virtual s in {seconds:.0f} s")
     return {"sandblaster_seconds": seconds}
-
-
-def _bytes_of(n_replicas: int) -> int:
-    torch.set_num_threads(1)
-    downpour(1, 20, steps=1, priced=True).run()  # modules, buffers, data
-    gc.collect()
-    before = _resident_bytes()
-    built = downpour(n_replicas, 20, steps=1, priced=True)
-    built.run()
-    return _resident_bytes() - before
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -404,11 +404,13 @@ class ParameterClient:
         self._staleness = bf.Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
+        self._links_by_timer: dict[str, ShardLink] = {}
         for index in view.shards:
             copies = copy_names(index, shard_copies)
             link = ShardLink(config, view, index, copies, memory=memory, staleness=self._staleness)
             self._links[index] = link
             self._links_by_copy |= dict.fromkeys(copies, link)
+            self._links_by_timer[f"{TIMER}{index}"] = link
         self._installing: dict[int, bf.ShardReader] | None = None
         self._staging: list[bf.StageTarget] | None = None
         self._n_torn = 0  # torn reads, each of one shard
@@ -470,8 +472,8 @@ class ParameterClient:
         match event:
             case rl.PeerJoined(peer=peer) | rl.PeerLost(peer=peer):
                 return self._links_by_copy.get(peer)
-            case rl.TimerFired(name=name) if name.startswith(TIMER):
-                return self._links.get(int(name.removeprefix(TIMER)))
+            case rl.TimerFired(name=name):
+                return self._links_by_timer.get(name)
             case _:
                 return None
 

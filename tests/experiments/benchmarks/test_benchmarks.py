@@ -78,8 +78,8 @@ FIGURES: dict[str, set[str]] = {
         "straggler_without_backup",
     },
     "simulation": {
-        *("messages_per_second", "messages_per_second_priced", "memory_growth"),
-        *("kilobytes_per_replica", "step_time_error", "samples_per_second_error"),
+        *("messages_per_second", "messages_per_second_priced"),
+        *("step_time_error", "samples_per_second_error"),
         *("staleness_error", "bytes_differ", "others"),
     },
     "zoo": {*("models", "accepted", "agreeing"), *("split_share_worst", "plan_seconds_worst")},
