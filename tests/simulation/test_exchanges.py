@@ -17,7 +17,14 @@ import pytest
 
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from tests.distbelief.worker import test_local_steps as of_one_replica
-from tests.simulation.exchanges import VARIANTS, play_any, play_under, policy_of, without_one
+from tests.simulation.exchanges import (
+    VARIANTS,
+    play_any,
+    play_under,
+    policy_of,
+    with_late_messages,
+    without_one,
+)
 from tests.simulation.scenarios import scenario_of
 from tests.simulation.test_seeds import SELDOM, chunks, name, play_seeds
 from tests.simulation.variants import failure_of
@@ -31,10 +38,8 @@ CAUGHT_BY = {
     "idle workers hold the floor": 15,
     "own pushes are not awaited": 1,
     "no gate": 1,
-    "ticks count on arrival": 352,
     "reopened sessions tell no tick": 1,
     "floor rises before clients are back": 25,
-    "late open session enters again": 352,
     "floor is told once": 1,
     "round waits for gated clients": 176,
     "push counts twice in a round": 4,
@@ -54,11 +59,12 @@ CAUGHT_BY = {
 GATED = ExchangePolicy(send="delta", staleness=1)
 BY_SCENES: dict[str, Callable[[], object]] = {
     "the gone hold the floor": partial(without_one, GATED),
+    "late open session enters again": with_late_messages,
     "inner state is kept across a lost anchor": (
         of_one_replica.test_a_restart_drops_steps_and_state
     ),
 }
-"""What no random run can tell: there all that die come back, and steps have no state."""
+"""What random runs do not tell, or seldom: there all that die come back, steps have no state."""
 
 CHOICES = ("delta", "many local steps", "bfloat16", "gate", "round", "quorum", "weights", "damping")
 
