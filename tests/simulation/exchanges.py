@@ -479,7 +479,9 @@ def round_is_folded_in_order_of_arrival(patch: Patch) -> None:
             shares = [push.share for push in self._round]
             self._round.clear()
             self._round += [
-                replace(one, share=replace(one.share, n_to_follow=share.n_to_follow))
+                replace(
+                    one, share=msgspec.structs.replace(one.share, n_to_follow=share.n_to_follow)
+                )
                 for one, share in zip(taken, shares, strict=True)
             ]
 
