@@ -9,8 +9,8 @@ exchange.step()
 exchange.finish()
 """
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import chain, compress
 from pathlib import Path
 from typing import Literal, cast, final
 
@@ -101,9 +101,19 @@ class Exchange(ServerLoop):
         self._sends = "change"
         self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
         self._is_fetching = False
-        self._open(parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys)
-        self._anchor = [values.clone() for values in self._session.values]
-        self._fetched = [torch.empty_like(values) for values in self._anchor]
+        # Frozen parameters are fetched once, here, and never pushed.
+        self._trained = [one.requires_grad for one in parameters]
+        frozen = [place for place, trains in enumerate(self._trained) if not trains]
+        self._open(
+            parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys, frozen=frozen
+        )
+        self._anchor, self._fetched = (
+            [
+                values.clone() if trains else values
+                for values, trains in zip(self._session.values, self._trained, strict=True)
+            ]
+            for _ in range(2)
+        )
 
     def step(self, closure: Callable[[], float] | None = None, *, samples: int = 1) -> float | None:
         """Take a local step; exchange, if that is due.
@@ -120,6 +130,11 @@ class Exchange(ServerLoop):
             raise JobError(
                 "Exchange: a group of parameters was added to the inner optimizer: "
                 "pass all of them at once"
+            )
+        if [one.requires_grad for one in self._parameters()] != self._trained:
+            raise JobError(
+                "Exchange: requires_grad of a parameter has changed: call finish(), and make a new "
+                "Exchange"
             )
         self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
@@ -188,22 +203,24 @@ class Exchange(ServerLoop):
     def _parameters(self) -> list[torch.nn.Parameter]:
         return list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
 
+    def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those that train."""
+        return list(compress(tensors, self._trained))
+
     def _exchange(self) -> None:
         # The anchor is needed until the last fetch is merged: if the link is slower than `every`
         # steps, this is where the worker waits for it.
         self._end_exchange()
         values, anchor = self._session.values, self._anchor
         changes = [
-            then - now if parameter.requires_grad else None
-            for parameter, now, then in zip(self._parameters(), values, anchor, strict=True)
+            then - now if trains else None
+            for trains, now, then in zip(self._trained, values, anchor, strict=True)
         ]
-        self._push(
-            changes,
-            n_gradients=self._n_unsent,
-            samples=self._samples,
-            clocks=self._session.client.clocks,
+        clocks = self._session.client.clocks
+        self._issue(
+            self._stage(changes, n_gradients=self._n_unsent, samples=self._samples, clocks=clocks)
         )
-        torch._foreach_copy_(anchor, values)
+        torch._foreach_copy_(self._of(anchor), self._of(values))
         self._n_unsent = 0
         self._is_pushed = True
         self._pushed_at = self._session.now()
@@ -242,10 +259,10 @@ class Exchange(ServerLoop):
             step_seconds = self._compute_seconds / max(self._n_steps - 1, 1)
             self._every = fitting_every(self._exchange_seconds, step_seconds)
         self._is_pushed = self._is_fetching = False
-        values = self._session.values
+        values = self._of(self._session.values)
         # Exactly the fetched values where there was no step since the push.
-        torch._foreach_sub_(values, self._anchor)
-        torch._foreach_add_(values, self._fetched)
+        torch._foreach_sub_(values, self._of(self._anchor))
+        torch._foreach_add_(values, self._of(self._fetched))
         self._anchor, self._fetched = self._fetched, self._anchor
 
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import index
@@ -34,6 +34,7 @@ from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import ANOTHER, REFUSED
 from distbelief.worker import loop_worker as lw
 
 
@@ -62,6 +63,7 @@ class ClientSession:
         user: str,  # the class whose session it is, for errors
         keys: str | Path | None = None,  # directory of this host's keys, for an address with a key
         numbers: Numbers = "float32",
+        frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
     ) -> None:
         self.address = address
         self._user = user
@@ -79,7 +81,7 @@ class ClientSession:
         layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
         self.client = ParameterClient(
             ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-            PartialView(layout),
+            PartialView(layout, frozen={layout.tensors[place].name for place in frozen}),
             memory=memory,
             shard_copies=address.shard_copies,
         )
@@ -124,7 +126,7 @@ class ClientSession:
         """Join the server; JobError if it does not allow this host's key."""
 
         def is_decided() -> bool:
-            if not self._worker.has_joined and self._transport.is_refused(SUPERVISOR):
+            if not self._worker.has_joined and self._transport.has_failed(SUPERVISOR, REFUSED):
                 raise JobError(
                     f"{self._user}: the server at {self.address.endpoint} does not allow this "
                     f"host's key. On the server: distbelief keys allow {self._key} NAME"
@@ -154,7 +156,7 @@ class ClientSession:
             "Is it running, and is this the address that it prints now? A server in "
             "another directory has another run=."
         )
-        if self._transport.has_other_key(SUPERVISOR):
+        if self._transport.has_failed(SUPERVISOR, ANOTHER):
             hint = (
                 "The process that listens there has not the key in the address: use the "
                 "address that the server prints now."
@@ -200,13 +202,14 @@ class ServerLoop:
         *,
         timeout_seconds: float,
         keys: str | Path | None,
+        frozen: Collection[int] = (),
     ) -> None:
         """Join the server, take part in its ticks, and fetch its values."""
         user = type(self).__name__
         self._timeout_seconds = _seconds(timeout_seconds, user)
         self._policy = policy
         self._session = ClientSession(
-            parameters, address, user=user, keys=keys, numbers=policy.numbers
+            parameters, address, user=user, keys=keys, numbers=policy.numbers, frozen=frozen
         )
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
@@ -279,18 +282,6 @@ class ServerLoop:
             self._session.command(Computed(name=lw.STEP_OUT), self._timeout_seconds)
             self._is_in = False
 
-    def _push(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        *,
-        n_gradients: int,
-        samples: int,
-        clocks: tuple[int, ...],
-    ) -> None:
-        """Push these, one for each parameter; None: it does not move, as in torch."""
-        push = self._stage(tensors, n_gradients=n_gradients, samples=samples, clocks=clocks)
-        self._issue(push)
-
     def _stage(
         self,
         tensors: Sequence[torch.Tensor | None],
@@ -299,7 +290,10 @@ class ServerLoop:
         samples: int,
         clocks: tuple[int, ...],
     ) -> lw.StagedPush:
-        """Copy a push to where `_issue` sends it from; the tensors may change then."""
+        """Copy a push to where `_issue` sends it from; the tensors may change then.
+
+        One tensor for each parameter; None: it does not move, as in torch.
+        """
         session = self._session
         self._wait(lambda: session.client.can_push, "room for a push")
         outcome = session.client.stage(

@@ -28,9 +28,9 @@ from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.lowering.operation import by_name
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
+from distbelief.graph.ops.call import is_module
 from distbelief.graph.ops.dropout import Dropout, mask
 from distbelief.graph.ops.linear import Embedding
-from distbelief.graph.ops.opaque import Opaque
 from distbelief.graph.region import Region, Shape
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
@@ -370,7 +370,7 @@ def _n_words(graph: LayerGraph) -> int:
         layer.tensors["weight"].shape[0] for layer in graph.layers if layer.kind == Embedding.name
     ]
     hides = any(
-        layer.kind == Opaque.name and any(graph[name].is_integer for name in layer.inputs)
+        is_module(layer) and any(graph[name].is_integer for name in layer.inputs)
         for layer in graph.layers
     )
     return 1 if hides else min(known, default=1)

@@ -28,6 +28,7 @@ from distbelief.errors import StorageError
 # and mean nothing in another container that sees the same files.
 _PREFIX: Final = "distbelief-scratch-"
 _CLOSED: Final = -1
+SIBLINGS_MAX: Final = 10_000  # numbered directories in one
 
 
 @final
@@ -212,6 +213,16 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         force(made.parent)
+
+
+def make_numbered(parent: Path, prefix: str) -> Path:
+    """Make the next free directory PREFIX1, PREFIX2, ... in `parent`, and return it."""
+    for number in range(1, SIBLINGS_MAX):
+        path = parent / f"{prefix}{number}"
+        with suppress(FileExistsError):  # perhaps made just now, by another process
+            path.mkdir()
+            return path
+    raise StorageError(f"{parent} has {SIBLINGS_MAX} {prefix}*: remove some")
 
 
 def safetensors_error(error: SafetensorError) -> OSError:

@@ -72,6 +72,19 @@ class Call:
     tensors: Mapping[str, torch.Tensor]  # for each tensor the part that `uses` returns
     step: Step  # seed and mode of the step
 
+    @property
+    def module(self) -> nn.Module:
+        """The module of the model that the layer names.
+
+        GraphError if it is not given.
+        """
+        path = self.layer.text("module")
+        if path not in self.step.modules:
+            raise GraphError(
+                f"the module {path!r} of {self.layer.name!r} is not given: add it to Step.modules"
+            )
+        return self.step.modules[path]
+
 
 class PartialSums(ABC):
     """How an output is combined from parts of the first input."""
@@ -221,8 +234,7 @@ class _OnePart(Operator):
 def operator_of(layer: Layer) -> Operator:
     """Return the operator of a layer.
 
-    Raises:
-        GraphError: No operator of this name is registered.
+    GraphError if no operator of this name is registered.
     """
     try:
         return OPERATORS[layer.kind]
@@ -231,6 +243,13 @@ def operator_of(layer: Layer) -> Operator:
             f"layer {layer.name!r} has unknown operator {layer.kind!r}: import the "
             f"module that registers it (known: {', '.join(sorted(OPERATORS))})"
         ) from None
+
+
+def sums_of(layer: Layer) -> PartialSums:
+    """Return the partial sums of a layer that has some."""
+    sums = operator_of(layer).partial
+    assert sums is not None, layer.name
+    return sums
 
 
 def joined(graph: LayerGraph) -> frozenset[str]:

@@ -12,9 +12,8 @@ version (DB-16). Until `Publish`, pushes without a commit token are refused.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import assert_never, final
+from typing import assert_never, cast, final
 
 import numpy as np
 
@@ -31,11 +30,7 @@ from distbelief.protocol.vector_commands import Fill, Scalars
 from distbelief.roles import role as rl
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    scalars: Scalars = ()
-    error: str | None = None
+_Outcome = tuple[Scalars, str | None]  # what was measured, and the error
 
 
 @final
@@ -124,22 +119,20 @@ class CommandExecutor:
 
         def work() -> _Outcome:
             try:
-                return _Outcome(self._execute(command))
+                return self._execute(command), None
             except RemoteProtocolError as error:
-                return _Outcome(error=str(error))
+                return (), str(error)
 
         return rl.Compute(name="order", work=work, cost=cost)
 
     def computed(self, event: rl.Computed) -> list[rl.Action]:
         """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
         assert self.running is not None
-        assert isinstance(event.result, _Outcome), event.result
+        outcome = cast("_Outcome", event.result)
         task = self.running[1].task
         if isinstance(task, bt.BeginEvaluation | bt.Publish | bt.Checkpoint):
             self._values.end_push()
-        if isinstance(task, bt.Checkpoint) and event.result.error is None:
-            return []
-        return self._end(event.result)
+        return [] if isinstance(task, bt.Checkpoint) and outcome[1] is None else self._end(*outcome)
 
     def persisted(self, event: rl.Persisted) -> list[rl.Action]:
         assert self.running is not None
@@ -147,7 +140,7 @@ class CommandExecutor:
         assert isinstance(task, bt.Checkpoint)
         if event.error is None:
             self._savepoints.on_disk(task.cut)
-        return self._end(_Outcome(error=event.error))
+        return self._end((), event.error)
 
     def with_vectors(self, snapshot: rl.Snapshot) -> rl.Snapshot:
         """Add the named vectors to a snapshot that no coordinator requested, if that is consistent.
@@ -160,7 +153,7 @@ class CommandExecutor:
             return snapshot
         return self._savepoints.extend(snapshot, cut=cut)
 
-    def _end(self, outcome: _Outcome) -> list[rl.Action]:
+    def _end(self, scalars: Scalars, error: str | None) -> list[rl.Action]:
         assert self.running is not None
         (sender, command), self.running = self.running, None
         if command.epoch != self._epoch:
@@ -171,12 +164,12 @@ class CommandExecutor:
             epoch=command.epoch,
             number=command.number,
             clock=self._values.clock,
-            scalars=outcome.scalars,
+            scalars=scalars,
             n_chunks=self._sums.n_committed,
             n_examples=self._sums.n_examples,
             digest=self._sums.digest,
             cuts=self._savepoints.records() if isinstance(command.task, bt.BeginEpoch) else (),
-            error=outcome.error,
+            error=error,
         )
         return [rl.Send(receiver=sender, message=self._answer)]
 

@@ -73,9 +73,13 @@ def draw(
     if initial.distribution == "constant":
         values.fill(initial.value)
         return values
+    digest = hashlib.sha256(f"{seed}:{tensor}".encode()).digest()
+    key = np.frombuffer(digest, "<u8", count=2)
     for piece in range(start, stop, _PIECE):
         piece_stop = min(piece + _PIECE, stop)
-        uniforms = _uniforms(seed=seed, tensor=tensor, start=piece, stop=piece_stop)
+        count, skipped = divmod(piece, _DRAWS_PER_COUNT)
+        generator = np.random.Generator(np.random.Philox(key=key, counter=count))
+        uniforms = generator.random(skipped + piece_stop - piece)[skipped:]  # in [0, 1)
         if initial.distribution == "uniform":
             drawn = initial.low + (initial.high - initial.low) * uniforms
         else:
@@ -118,16 +122,6 @@ def shard_values_from(layout: Layout, k: int, read: Callable[[str, int, int], Ve
             )
         values[segment.offset : segment.offset + segment.n_elements] = found
     return values
-
-
-def _uniforms(
-    *, seed: int, tensor: str, start: int, stop: int
-) -> NDArray[np.float64]:  # (stop - start,), in [0, 1)
-    digest = hashlib.sha256(f"{seed}:{tensor}".encode()).digest()
-    key = np.frombuffer(digest, "<u8", count=2)
-    count, skipped = divmod(start, _DRAWS_PER_COUNT)
-    generator = np.random.Generator(np.random.Philox(key=key, counter=count))
-    return generator.random(skipped + stop - start)[skipped:]
 
 
 def _standard_normals(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -37,14 +37,7 @@ from distbelief.parameter_server.replication import (
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import (
-    Finished,
-    SaveCheckpoint,
-    ShardCommand,
-    Stop,
-    push_fetch as pf,
-    replication as rp,
-)
+from distbelief.protocol import batch as bt, membership as ms, push_fetch as pf, replication as rp
 from distbelief.roles import role as rl
 
 
@@ -54,7 +47,12 @@ __all__ = ["Shard", "ShardConfig"]
 ClientMessage = pf.Fetch | pf.FetchAck | pf.PushBlock | pf.Push
 ReplicationMessage = rp.Promote | FromPrimary | FromBackup
 ShardMessage = (
-    pf.OpenSession | ClientMessage | ReplicationMessage | ShardCommand | SaveCheckpoint | Stop
+    pf.OpenSession
+    | ClientMessage
+    | ReplicationMessage
+    | bt.ShardCommand
+    | ms.SaveCheckpoint
+    | ms.Stop
 )
 
 _ABSENT: Final = "absent:"
@@ -212,7 +210,7 @@ class Shard:
 
     def _initialised(self, state: ShardState, now: rl.Seconds) -> list[rl.Action]:
         self._values.initialised(state)
-        self._saves.begin_at(state.clock)
+        self._saves.clock = state.clock
         self._commands.ready()
         self._ready = True
         if self._backup is None:
@@ -231,7 +229,7 @@ class Shard:
         self._memory.release(self._values.region)
         if self._abandoned is not None:
             return [rl.Exit(error=self._abandoned)]  # an error exit makes the launcher restart it
-        finished = Finished(counters=dict(self.status()[1]))
+        finished = ms.Finished(counters=dict(self.status()[1]))
         return [rl.Send(receiver=stopped_by, message=finished), rl.Exit()]
 
     def _lost(self, event: rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
@@ -258,12 +256,12 @@ class Shard:
                 actions = self._replicate(event, message, now)
             case pf.Fetch() | pf.FetchAck() | pf.PushBlock() | pf.Push():
                 actions = self._serve_client(event, message, now)
-            case ShardCommand():
+            case bt.ShardCommand():
                 actions = self._commands.take(event, message)
-            case SaveCheckpoint():
+            case ms.SaveCheckpoint():
                 self._is_sealed = self._is_sealed or message.last
                 actions = self._save(event.sender, message.label)
-            case Stop():
+            case ms.Stop():
                 actions = self._stop(event.sender)
             case _:
                 actions = self._replicate(event, message, now)
@@ -472,11 +470,12 @@ class Shard:
         self._sessions.incarnation = promote.term
         clients = tuple(backup.clients.values())
         unheard = [rl.Address(one.name) for one in clients if one.name not in self._deferred]
+        changed = rp.PrimaryChanged(shard_incarnation=promote.term)
         text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
             rl.Report(text=text),
             *self._serve(clients, now),
-            *map(self._sessions.primary_changed, unheard),
+            *(rl.Send(receiver=name, message=changed) for name in unheard),
             *self._primary.promote(promote, now),
         ]
 
@@ -547,7 +546,7 @@ class Shard:
             actions += self._begin_push(push, now)
         elif may_copy:
             actions += self._begin_copy()
-        until = self._sessions.grace_until
+        until = self._sessions.round_due
         if until is not None and until != self._grace_until:
             self._grace_until = until
             actions.append(rl.SetTimer(name=_GRACE, at=until))

@@ -105,8 +105,8 @@ def parts(vector: Vector, n_parameters: int) -> tuple[Vector, Vector]:
     return vector[:n_parameters], buffers if buffers.flags.aligned else buffers.copy()
 
 
-def convert(source: Vector, target: Vector, *, n_parameters: int) -> None:
-    """Copy a vector, or its words, into another one, or into words."""
+def convert(source: Vector, target: Vector, *, n_parameters: int) -> int:
+    """Copy a vector, or its words, into another one, or into words; return the source's size."""
     parameters, buffers = parts(source, n_parameters)
     to_parameters, to_buffers = parts(target, n_parameters)
     if source.dtype == target.dtype:
@@ -116,6 +116,7 @@ def convert(source: Vector, target: Vector, *, n_parameters: int) -> None:
     else:
         decode(parameters, as_tensor(to_parameters))
     np.copyto(to_buffers, buffers)
+    return len(source)
 
 
 # --- ranges ---
@@ -281,8 +282,10 @@ class IndexRanges:
         starts = self.offsets[at] + inner.starts - self.starts[at]
         return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
 
-    def n_below(self, stop: int) -> int:
-        return self.clipped(0, stop).n_elements
+    def intersection(self, other: "IndexRanges") -> "IndexRanges":
+        bounds = IndexRanges.ends([self, other])
+        both = self.mask(bounds) & other.mask(bounds)
+        return IndexRanges.of(bounds[:-1][both], bounds[1:][both])
 
     def overlaps(self, other: "IndexRanges") -> bool:
         after = np.searchsorted(self.stops, other.starts, side="right")
@@ -400,6 +403,11 @@ class ShardSlice:
         # By block, for parameters and buffers.
         self._copiers: dict[int, tuple[RangeCopier, RangeCopier]] = {}
         self._copier: RangeCopier | None = None  # for all blocks at once
+
+    @property
+    def all_stripes(self) -> Indices:
+        """The ranges as on the wire, of everything too."""
+        return IndexRanges.whole(0, self._size).stripes() if self.stripes is None else self.stripes
 
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:
@@ -570,9 +578,8 @@ class TensorCopier:
         self._padding: list[tuple[int, int, bool]] = []
         for index, start, stop, place in pieces:
             if isinstance(place, IndexRanges):
-                first = int(place.starts[0]) if len(place.starts) else 0
-                is_buffer = first >= n_parameters
-                copier = RangeCopier(place.shifted(-n_parameters) if is_buffer else place)
+                is_buffer = bool(len(place.starts)) and int(place.starts[0]) >= n_parameters
+                copier = RangeCopier(place.shifted(-n_parameters if is_buffer else 0))
                 self._pieces[index] = start, stop, is_buffer, copier
                 continue
             is_buffer = place >= n_parameters

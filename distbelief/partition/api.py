@@ -47,8 +47,7 @@ from distbelief.program.step_cost import chrome_trace
 def examples_of(example: object) -> list[torch.Tensor]:
     """Return an example of each input, all with the same batch size.
 
-    Raises:
-        GraphError: `example` is no tensor and no sequence of tensors, or its shapes are wrong.
+    GraphError if `example` is no tensor and no sequence of tensors, or its shapes are wrong.
     """
     found = [example] if isinstance(example, torch.Tensor) else example
     if isinstance(found, Mapping):
@@ -173,8 +172,7 @@ class PlanningResult:
     def explain(self, layer: str) -> Table:
         """Return every split of a layer, for the most machines, and why it was not chosen.
 
-        Raises:
-            GraphError: there is no such layer.
+        GraphError if there is no such layer.
         """
         return report.show_alternatives(self.planned[-1], layer)
 
@@ -264,9 +262,8 @@ def plan(
         exactly: Use all machines, even if fewer were faster.
         profile: Scale the cluster's layer times by measured / estimated time on this machine.
 
-    Raises:
-        GraphError: the model cannot be captured, a pin is impossible, or the cluster has fewer
-            machines.
+    GraphError if the model cannot be captured, a pin is impossible, or the cluster has fewer
+    machines.
     """
     pins = pins or {}
     _check_types(
@@ -333,9 +330,8 @@ def run(
     candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
     tells what it is doing: if its result is wrong, the plan does not fit.
 
-    Raises:
-        GraphError: the model cannot be captured, a pin is impossible, or a count is too high.
-        StorageError: a file cannot be written.
+    GraphError if the model cannot be captured, a pin is impossible, or a count is too high.
+    StorageError if a file cannot be written.
     """
     console = _console(stderr=as_json)
     # Wrong paths and layers are reported now, not after minutes of planning.

@@ -18,7 +18,7 @@ from typing import Final, final
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
-from distbelief.graph.ops.opaque import Opaque
+from distbelief.graph.ops.call import is_module
 from distbelief.program.compiler import Compiled
 from distbelief.program.tasks import MessageKind, Task
 from distbelief.program.traffic import Traffic
@@ -229,7 +229,7 @@ def statistics_of(graph: LayerGraph) -> list[str]:
     return [
         layer.name
         for layer in graph.layers
-        if layer.kind == Opaque.name
+        if is_module(layer)
         or layer.options.get("unchecked")
         or (layer.name in single and not single.issuperset(layer.inputs))
     ]

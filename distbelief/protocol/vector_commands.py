@@ -147,13 +147,7 @@ def reads(command: Command) -> tuple[VectorName, ...]:
 
 def writes(command: Command) -> tuple[VectorName, ...]:
     """Return the vectors that `command` creates or changes."""
-    match command:
-        case Dot() | Gram() | Norm():
-            return ()
-        case Copy() | Fill() | Axpy() | LinearCombination() | Pointwise():
-            return (command.target,)
-        case _:
-            assert_never(command)
+    return () if isinstance(command, Dot | Gram | Norm) else (command.target,)
 
 
 def n_scalars(batch: Sequence[Command]) -> int:

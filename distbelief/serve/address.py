@@ -1,6 +1,6 @@
 """What a training loop needs to join a parameter server: its address, the names of tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self, cast
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -13,6 +13,7 @@ from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.optimizers import UpdateRule, check_groups, rule_of
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
@@ -131,6 +132,28 @@ def exchange_policy(
         return msgspec.convert(table, type=ExchangePolicy)
     except (msgspec.ValidationError, JobFileError) as error:
         raise JobError(f"{user}: {error}") from None
+
+
+def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
+    """Return a rule whose groups name tensors as `parameter_specs` does; no names: none are known.
+
+    Raises:
+        JobError: there are groups, and no names, or none that fits one of them.
+    """
+    if not rule.groups:
+        return rule
+    if not names:
+        raise JobError(
+            f"rule.groups has {', '.join(map(repr, rule.groups))}, and the parameters have no "
+            "names: give net.named_parameters()"
+        )
+    try:
+        check_groups(rule, names)
+    except ValueError as error:
+        raise JobError(str(error)) from None
+    found = {f"{index:06d}": rule_of(rule, name) for index, name in enumerate(names)}
+    groups = {place: one for place, one in found.items() if one is not rule}
+    return msgspec.structs.replace(rule, groups=groups)
 
 
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpec, ...]:

@@ -14,6 +14,7 @@ from distbelief.cluster.listen import JoinServer
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.serve.address import by_position
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.transport.address import number_of
 from distbelief.transport.config import KeyConfig, ListenConfig
@@ -36,6 +37,7 @@ def rule(
     options: Sequence[str],
     *,
     preset: str | None = None,
+    names: Sequence[str] = (),  # of the parameters
 ) -> UpdateRule:
     """Return an update rule, or a preset's, with options such as "momentum=0.9"."""
     usual = {} if preset is not None else {"name": "sgd", "learning_rate": 0.01}
@@ -55,7 +57,7 @@ def rule(
         raise JobError(f"--rule {table.get('name')}: {error}") from None
     except JobFileError as error:
         raise JobError(f"--{error}") from None
-    return made
+    return by_position(made, names)
 
 
 def join_server(

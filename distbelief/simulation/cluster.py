@@ -33,7 +33,7 @@ from distbelief.simulation.faults import (
     Supersede,
     TornSnapshot,
 )
-from distbelief.simulation.machines import ClusterOptions, blocks_of
+from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.storage import Disk, HostMemory
 from distbelief.simulation.trace import Trace, Traffic
 
@@ -110,7 +110,7 @@ class SimulatedCluster:
     ) -> bool:
         # Returns whether the condition holds; False if no event is due by `end`.
         event_queue, n_left = self._driver.event_queue, max_events
-        with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
+        with _seldom_collecting():
             self._start()
             while not condition():
                 if (next_time := event_queue.next_time) > end or next_time == math.inf:

@@ -334,8 +334,8 @@ class Driver:
 
     def _compute(self, process: SimulatedProcess, action: rl.Compute) -> None:
         machine, cost = process.machine, action.cost
-        if process.scale is not ONE:
-            cost = process.scale.of(cost, action.executor)
+        if process.scale is not ONE and action.executor is rl.Executor.COMPUTE:
+            cost = process.scale.of(cost)
 
         def demand() -> Demand:
             left = cost

@@ -144,17 +144,6 @@ class Timers:
             self._fire(name)
 
 
-def check_numbers(options: object, *, positive: str = "", finite: str = "") -> None:
-    """Raise ValueError unless these fields are above 0 (or None), or finite and at least 0."""
-    kind = type(options).__name__
-    for name in positive.split():
-        if (value := getattr(options, name)) is not None and not value > 0:
-            raise ValueError(f"{kind}.{name} is {value}; it must be above 0")
-    for name in finite.split():
-        if not 0 <= (value := getattr(options, name)) < math.inf:
-            raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0")
-
-
 _N_DRAWN = 256
 
 

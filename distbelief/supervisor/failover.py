@@ -88,7 +88,6 @@ class PrimaryElection:
         return []
 
     def heard(self, copy: Address, counters: Mapping[str, float], now: Seconds) -> list[Action]:
-        """Note a heartbeat of this copy's present incarnation."""
         if copy not in self._heard:
             return []
         self._heard[copy] = now
@@ -290,7 +289,6 @@ class ShardFailover:
             self._push_counts[record.shard].was_in_sync = election.primary is not None
 
     def reported(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> None:
-        """Handle what a copy reports of the other one."""
         election, name, term = self._elections.get(record.shard), record.name, message.term
         if election is None:
             return

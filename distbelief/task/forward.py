@@ -77,7 +77,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def target(self) -> InputSpec | None:
-        """The target, if it is one tensor."""
         return next((e.spec for e in self.entries if e.path == ("targets",)), None)
 
 

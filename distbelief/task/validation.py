@@ -113,8 +113,7 @@ def check_evaluation(task: TaskSpec, sample: Sample) -> None:
     difference = evaluation_difference(module, inputs, call=forward)
     if difference is not None:
         raise JobError(
-            f"{type(module).__name__} computes something else in evaluation mode than "
-            f"in training, but a plan covers only training: see {difference}. Let its "
-            "forward return the same in both modes, or use one process: `distbelief "
-            "predict --whole`, partitions = 1 for training"
+            f"{type(module).__name__} computes something else in evaluation mode than in "
+            f"training: see {difference}. Let its forward return the same in both, or use one "
+            "process: `distbelief predict --whole`, partitions = 1 for training"
         )

@@ -126,16 +126,13 @@ class DirectoryAuth:
 
 def open_private(directory: Path) -> int:
     """Return a descriptor of a directory that only this user may enter, or raise TransportError."""
-    descriptor = _CLOSED
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(directory, flags)
     except FileNotFoundError:
         why = "it does not exist; the process that made it has ended"
     except OSError as error:
-        why = str(error.strerror)
-        if directory.is_symlink():
-            why = "it is a symbolic link, which may lead anywhere"
+        why = "it is a symbolic link" if directory.is_symlink() else str(error.strerror)
     else:
         status = os.fstat(descriptor)
         mode = stat.S_IMODE(status.st_mode)

@@ -23,13 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol, Self, assert_never, final
 
-from distbelief.errors import (
-    DistBeliefError,
-    LocalProtocolError,
-    RemoteProtocolError,
-    StorageError,
-    TransportError,
-)
+from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError, TransportError
 from distbelief.protocol import Stop
 from distbelief.roles import role as rl
 from distbelief.transport.zmq_transport import Log, ZmqTransport
@@ -384,7 +378,8 @@ class RoleRunner:
             case rl.AssignName():
                 self._transport.assign_name(action.name, action.to)
             case rl.Terminate():
-                self._required_launcher().terminate(action.name)
+                assert self._launcher is not None
+                self._launcher.terminate(action.name)
             case rl.Exit():
                 self.halted, self.error = True, action.error
             case _:
@@ -397,18 +392,12 @@ class RoleRunner:
             self._log("error", str(error))
 
     def _launch(self, action: rl.Launch) -> None:
+        assert self._launcher is not None
         try:
-            self._required_launcher().launch(action.name, action.incarnation)
-        except LocalProtocolError:
-            raise
+            self._launcher.launch(action.name, action.incarnation)
         except DistBeliefError as error:
             lost = rl.PeerLost(peer=action.name, incarnation=action.incarnation, reason=str(error))
             self._posted.append(lost)
-
-    def _required_launcher(self) -> Launcher:
-        if self._launcher is None:
-            raise LocalProtocolError(f"{self._name} has no launcher")
-        return self._launcher
 
 
 @final

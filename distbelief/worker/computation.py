@@ -109,8 +109,6 @@ class SavedSamples:
 
 @final
 class FixedBatchPlan:
-    """All samples in every step."""
-
     def __init__(self, n_samples: int) -> None:
         self._indices: Indices = np.arange(n_samples, dtype=np.int64)
 

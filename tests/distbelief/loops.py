@@ -5,7 +5,7 @@ virtual time pass where the real one waits at a socket.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import cast
@@ -48,6 +48,7 @@ class Server:
         link: Link | None = None,
         numbers: Numbers = "float32",
         policy: ExchangePolicy = DOWNPOUR,
+        frozen: Collection[str] = (),  # names of parameters, of `Exchange` loops
     ) -> None:
         self.host = host
         self.policy = policy
@@ -72,7 +73,7 @@ class Server:
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
                 ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-                PartialView(self.layout),
+                PartialView(self.layout, frozen=frozen),
                 memory=memory,
             )
             join = Join(endpoint="", host=memory.host, pid=0)

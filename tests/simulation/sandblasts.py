@@ -81,7 +81,7 @@ from tests.simulation.random_faults import random_faults
 N_SAMPLES = 30
 N_INPUTS = 5
 SECONDS_PER_MINI_BATCH: Seconds = 2e-3
-METHOD = LBFGS(n_history=3, n_iterations_max=3, gradient_tolerance=1e-12)
+METHOD = LBFGS(history=3, max_iterations=3, tolerance=1e-12)
 ORDER_SEED = 11
 CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
 

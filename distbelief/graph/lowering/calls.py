@@ -34,7 +34,8 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "diff"), "dim"),
     **dict.fromkeys(("amin", "amax", "min", "max", "argmin", "argmax", "median", "mode"), "dim"),
     **dict.fromkeys(("prod", "any", "all", "logsumexp", "nansum", "sum", "mean"), "dim"),
-    **dict.fromkeys(("linalg_vector_norm", "norm", "count_nonzero", "std", "var"), "dim"),
+    **dict.fromkeys(("linalg_vector_norm", "norm", "count_nonzero"), "dim"),
+    **dict.fromkeys(("std", "var", "var_mean"), "dim"),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), "dim"),
     **dict.fromkeys(("glu", "index_select", "index_fill", "repeat_interleave"), "dim"),
     **dict.fromkeys(("flip", "roll"), "dims"),
@@ -62,8 +63,7 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
 def call_in_parts(op: Operation) -> object:
     """Add layers "call" that are split by the dimensions that an operation treats alike.
 
-    Raises:
-        NotSplitError: It is not known to treat any alike.
+    NotSplitError if it is not known to treat any alike.
     """
     packet = plain_name(op.target).partition(".")[0]
     if torch.Tag.nondeterministic_seeded in op.target.tags:

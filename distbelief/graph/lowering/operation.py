@@ -44,8 +44,7 @@ class Context:
     def as_value(self, given: object) -> Value:
         """Return a value for anything that is a tensor.
 
-        Raises:
-            NotSplitError: It is none.
+        NotSplitError if it is none.
         """
         if isinstance(given, Value):
             return given
@@ -127,8 +126,7 @@ class Operation:
     def plain(self, word: str) -> Value:
         """Return a value whose batch is first and alone.
 
-        Raises:
-            NotSplitError: It is arranged in another way.
+        NotSplitError if it is arranged in another way.
         """
         value = self.value(word)
         if not value.is_plain:
@@ -138,8 +136,7 @@ class Operation:
     def use(self, word: str) -> TensorUse | None:
         """Return a tensor of the model, None if there is none.
 
-        Raises:
-            NotSplitError: It is computed.
+        NotSplitError if it is computed.
         """
         given = self.arguments[word]
         if given is None:

@@ -64,8 +64,7 @@ class Value:
     def dim(self, given: int) -> int:
         """Return the layer's dimension for one of torch's.
 
-        Raises:
-            NotSplitError: It is the batch.
+        NotSplitError if it is the batch.
         """
         dim = given % max(1, self.n_dims)
         if dim == self.batch:
@@ -125,8 +124,7 @@ class Made:
     def row(self) -> torch.Tensor:
         """Return it for any number of samples; without them, but for what each has of its own.
 
-        Raises:
-            NotSplitError: Samples get different numbers.
+        NotSplitError if samples get different numbers.
         """
         batch = batch_of(self.result.shape)
         two, three = self.at(2), self.at(3)
@@ -175,8 +173,7 @@ class Results:
 def linear(extent: Any) -> tuple[int, int]:  # noqa: ANN401 -- an int or a symbol
     """Return a and b of an extent of a * n + b for n samples.
 
-    Raises:
-        NotSplitError: It is something else, such as half the batch size.
+    NotSplitError if it is something else, such as half the batch size.
     """
     if isinstance(extent, int):
         return 0, extent
@@ -190,8 +187,7 @@ def linear(extent: Any) -> tuple[int, int]:  # noqa: ANN401 -- an int or a symbo
 def factor(extent: object) -> int:
     """Return n of an extent of n samples; 0 if it does not depend on the batch.
 
-    Raises:
-        NotSplitError: It is something else, such as the batch size plus one.
+    NotSplitError if it is something else, such as the batch size plus one.
     """
     a, b = linear(extent)
     if a and b:

@@ -12,7 +12,7 @@ import torch
 from torch.func import functional_call
 from typing_extensions import override
 
-from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Call, Cut, Operator, Sums, Work
 from distbelief.graph.ops.call import step_numbers
 from distbelief.graph.region import Region
@@ -77,9 +77,6 @@ class Experts(Sums):
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        path = layer.text("module")
-        if path not in call.step.modules:
-            raise GraphError(f"the module {path!r} of {layer.name!r} is missing in Step.modules")
         routing, x, chosen = (value.flatten(0, -2) for value in call.inputs)
         first, last = call.region.intervals[-1]
         tokens, places = ((chosen >= first) & (chosen < last)).nonzero(as_tuple=True)
@@ -89,7 +86,7 @@ class Experts(Sums):
             factor = 0.0
         own = (chosen[tokens, places] - first).clamp(0, last - first - 1).unsqueeze(-1)
         weights = routing[tokens].gather(1, own) * factor
-        module = call.step.modules[path]
+        module = call.module
         n_experts = module.num_experts
         try:
             module.num_experts = last - first  # type: ignore[assignment] # not a tensor

@@ -1,9 +1,7 @@
 """Reductions over dimensions (sum, mean, variance, maximum), and softmax.
 
 All can be split over the dimensions that they reduce, as partial sums. A reduction over the batch
-gives one sample, (1, *shape), that broadcasts: the batch is never split over ranks. A maximum
-with a gradient is not split over the dimensions that it reduces: it would be unclear which of
-several equal values gets the gradient.
+gives one sample, (1, *shape), that broadcasts: the batch is never split over ranks.
 """
 
 import math
@@ -14,16 +12,13 @@ import torch
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.operator import Call, Combine, Cut, Operator, Sums, Work
+from distbelief.graph.operator import Call, Combine, Operator, Sums, Work
 from distbelief.graph.region import Region
 
 
 @final
 class Reduction(Sums):
-    """Sums, means and maxima over some dimensions; any box of x contributes to what it reduces to.
-
-    Equal maxima share the gradient.
-    """
+    """Sums, means and maxima over some dimensions; any box of x contributes to its part."""
 
     # inputs    x, and for some functions a statistic that broadcasts against x
     # options   function:
@@ -34,17 +29,12 @@ class Reduction(Sums):
     #           keep: whether they stay, with extent 1
     #           batch: whether samples are summed over too
     #           correction: subtracted from the count of a mean (1 in an unbiased "variance")
-    #           gradient: whether a maximum has one (softmax needs none); absent for others
+    #           gradient: False for a maximum, which softmax needs; absent for others
     name: ClassVar[str] = "reduction"
 
     @override
     def combine(self, layer: Layer) -> Combine:
         return "max" if layer.options["function"] == "maximum" else "sum"
-
-    @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        over = layer.integers("dims") if layer.options.get("gradient") else ()
-        return tuple(cut for cut in super().cuts(layer) if cut.dim not in over)
 
     @override
     def writes(self, layer: Layer, part: Region) -> Region:
@@ -83,8 +73,9 @@ class Reduction(Sums):
         own = tuple(dim + 1 for dim in layer.integers("dims"))
         dims = (0, *own) if layer.options["batch"] else own
         if function == "maximum":
-            x = x if layer.options["gradient"] else x.detach()
-            total = x.amax(dims, keepdim=True) if dims else x
+            total = x.detach().amax(dims, keepdim=True) if dims else x.detach()
+        elif function not in _SUMMANDS:
+            raise ValueError(f"{layer.name!r} has an unknown function {function!r}")
         else:
             summands = _SUMMANDS[function](call.inputs)
             total = summands.sum(dims, keepdim=True) if dims else summands
@@ -111,7 +102,6 @@ def reduction_layer(
     keep: bool = True,
     batch: bool = False,
     correction: int = 0,
-    gradient: bool = False,
 ) -> Layer:
     """Return a layer "reduction"; options as there."""
     shape = sources[0].shape
@@ -123,7 +113,7 @@ def reduction_layer(
         "correction": correction,
     }
     if function == "maximum":
-        options["gradient"] = gradient
+        options["gradient"] = False
     return Layer.of(
         name,
         Reduction.name,

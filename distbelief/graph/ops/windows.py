@@ -153,10 +153,7 @@ def window_sums(
 
         y[r, q] = sum over j of columns[j] (sum over i of rows[i] x[r s + i, q t + j])
 
-    x is (*maps, rows, columns); the strides are s and t.
-
-    Raises:
-        ValueError: No window fits.
+    x is (*maps, rows, columns); the strides are s and t. ValueError if no window fits.
     """
     sums: torch.Tensor = _WindowSums.apply(  # type: ignore[no-untyped-call]
         x, rows, columns, tuple(stride)

@@ -33,17 +33,9 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, MemoryGoneError, RemoteProtocolError
+from distbelief.parameter_server import slices as sl
 from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.slices import (
-    N_PUSH_BUFFERS,
-    WORD,
-    SeqlockVector,
-    ShardSlice,
-    TensorCopier,
-    convert,
-    push_buffer_views,
-)
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Seconds
 
@@ -97,7 +89,7 @@ class ShardMemory:
     def __init__(self, memory: Memory, view: PartialView, index: int) -> None:
         self._memory = memory
         self._slice, self._size = view.slices[index], view.layout.shard_size(index)
-        self.published: SeqlockVector | None = None  # the values; None: they come in blocks
+        self.published: sl.SeqlockVector | None = None  # the values; None: they come in blocks
         self.push_buffers: PushBuffers | None = None  # None: pushes go in blocks
         self._push_region = ""
         self._held: set[str] = set()  # names of regions to release
@@ -121,7 +113,7 @@ class ShardMemory:
                 published = None
                 if values_region:
                     self._held.add(values_region)
-                    published = SeqlockVector.attach(
+                    published = sl.SeqlockVector.attach(
                         self._memory, values_region, n_elements=self._size, dtype=dtype
                     )
             if push_region != self._push_region:
@@ -129,7 +121,7 @@ class ShardMemory:
                 if push_region:
                     self._held.add(push_region)
                     region = self._memory.attach(push_region)
-                    push_buffers = push_buffer_views(region, n_elements=n_elements, dtype=dtype)
+                    push_buffers = sl.push_buffer_views(region, n_elements=n_elements, dtype=dtype)
         except MemoryGoneError:
             self.n_failures += 1
             return False
@@ -181,7 +173,7 @@ PushMessage = TypeVar("PushMessage", pf.Push, rp.ReplicatePush)
 
 
 def payload_of(values: Vector) -> pf.Payload:
-    return "bfloat16" if values.dtype == WORD else msgspec.UNSET
+    return "bfloat16" if values.dtype == sl.WORD else msgspec.UNSET
 
 
 @final
@@ -200,7 +192,7 @@ class OutgoingPush(Generic[PushMessage]):
 
     def due(
         self,
-        held: ShardSlice,
+        held: sl.ShardSlice,
         *,
         sequence: int,
         shard_incarnation: int,
@@ -228,7 +220,7 @@ class OutgoingPush(Generic[PushMessage]):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTarget:
-    copier: TensorCopier
+    copier: sl.TensorCopier
     values: Vector  # (n_elements,), or words
     push: pf.Push  # without its counts
 
@@ -268,7 +260,7 @@ class ShardPush:
 
     @property
     def has_room(self) -> bool:
-        return self.issued + 1 - self.settled <= N_PUSH_BUFFERS
+        return self.issued + 1 - self.settled <= sl.N_PUSH_BUFFERS
 
     def agrees(self, opened: pf.SessionOpened) -> bool:
         """Return whether the shard knows every settled push; if not, open the session again."""
@@ -296,7 +288,7 @@ class ShardPush:
         self._by_blocks = self._push_buffers is None
         if self._push_buffers is None:
             if self._own_buffers is None:
-                memory = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
+                memory = np.zeros((sl.N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
                 words = self._config.numbers == "bfloat16"
                 one, other = (self._slice.room(part, words=words) for part in memory)
                 self._own_buffers = one, other
@@ -312,7 +304,7 @@ class ShardPush:
         """Return where to stage the next push; it changes `touched` tensors, or None for all."""
         assert self.has_room
         assert self._push_buffers is not None
-        values = self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS]
+        values = self._push_buffers[(self.issued + 1) % sl.N_PUSH_BUFFERS]
         return StageTarget(
             copier=self._copier,
             values=values,
@@ -328,27 +320,12 @@ class ShardPush:
         )
 
     def issue(
-        self,
-        staged: StageTarget,
-        *,
-        n_gradients: int,
-        samples: int,
-        commit_token: int,
-        tick: int | None,
-        n_samples: int | None,
-        is_open: bool,
+        self, staged: StageTarget, *, is_open: bool, **counts: pf.Ticks
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
-        push = msgspec.structs.replace(
-            staged.push,
-            n_gradients=n_gradients,
-            samples=samples,
-            commit_token=commit_token,
-            tick=msgspec.UNSET if tick is None else tick,
-            n_samples=msgspec.UNSET if n_samples is None else n_samples,
-        )
+        push = msgspec.structs.replace(staged.push, **counts)
         in_flight = OutgoingPush(push, staged.values, Window(len(self._slice.bounds)))
         self._in_flight.append(in_flight)
         self._move(in_flight)
@@ -393,9 +370,9 @@ class ShardPush:
     def _move(self, in_flight: OutgoingPush[pf.Push]) -> None:
         assert self._push_buffers is not None
         push = in_flight.message
-        buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
+        buffer = self._push_buffers[push.sequence % sl.N_PUSH_BUFFERS]
         if in_flight.values is not buffer:
-            convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
+            sl.convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
             in_flight.values = buffer
             push = in_flight.message = msgspec.structs.replace(push, payload=payload_of(buffer))
         if push.shard_incarnation != self._shard_incarnation:
@@ -434,7 +411,7 @@ class ShardReader:
     """What one install reads from one shard: a new session meanwhile changes nothing for it."""
 
     copy: Callable[[Sequence[torch.Tensor]], None]
-    published: SeqlockVector | None  # where it reads; None: blocks
+    published: sl.SeqlockVector | None  # where it reads; None: blocks
     clock: int | None  # of the blocks; None if there are more to come
     shard_incarnation: int  # that the values come from
     blocks: Sequence[Vector] = ()
@@ -459,11 +436,12 @@ class ShardFetch:
         self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
     ) -> None:
         self._config, self._memory = config, memory
-        self._view, self._index, self._slice = view, index, view.slices[index]
+        self._later, self._index = view, index  # once frozen tensors are here
+        self._view, self._slice = view.first, view.first.slices[index]
         self._payload: pf.Payload = msgspec.UNSET  # of this request
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
-        self._copier: TensorCopier | None = None  # of the published values, once there are some
+        self._copier: sl.TensorCopier | None = None  # of the published values, once there are some
         self._request = 0
         self._block_clock = 0
         self._block_incarnation = 0
@@ -508,6 +486,7 @@ class ShardFetch:
 
     def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
         self.wanted = True
+        exact |= self._view is not self._later  # frozen ones come once
         rounds = self._config.numbers == "bfloat16" and not exact
         self._payload = "bfloat16" if rounds else msgspec.UNSET
         self._torn_since = None
@@ -579,6 +558,9 @@ class ShardFetch:
         self.clock = clock
         if reader.published is not None:
             self.bytes_in += self._slice.n_elements * self._slice.dtype.itemsize
+        if self._view is not self._later:
+            self._view, self._slice = self._later, self._later.slices[self._index]
+            self._copier = self._copier and self._view.copier(self._index)
 
     def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
         """Note a torn read; after `seconds_max` of them, fetch by blocks.
@@ -610,6 +592,7 @@ class ShardFetch:
             shard_incarnation=self._shard_incarnation,
             credit=self._config.credit_blocks,
             payload=self._payload,
+            holds=msgspec.UNSET if self._view is self._later else self._slice.all_stripes,
         )
 
     def _ack(self, *, again: bool) -> pf.FetchAck:

@@ -417,6 +417,7 @@ class ParameterClient:
         # Ticks, where the shards count them.
         self._tick: int | None = None  # ended, of those in; None: not in, or not placed yet
         self._samples_before: int | None = None  # those of the last push
+        self._gap_max = 0  # ticks ahead of the slowest
         # The worker that is waited for, and since when.
         self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
         self._waits: dict[rl.Address, rl.Seconds] = {}  # by who was waited for
@@ -627,17 +628,10 @@ class ParameterClient:
         actions: list[rl.Action] = []
         if outcome.finite:
             self._n_pushed += 1
-            tick, n_samples = self._end_tick(samples) if not commit_token else (None, None)
+            counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
+            counts |= {} if commit_token else self._end_tick(samples)
             for link, target in zip(self._links.values(), targets, strict=True):
-                messages = link.pushing.issue(
-                    target,
-                    n_gradients=n_gradients,
-                    samples=samples,
-                    commit_token=commit_token,
-                    tick=tick,
-                    n_samples=n_samples,
-                    is_open=link.is_open,
-                )
+                messages = link.pushing.issue(target, is_open=link.is_open, **counts)
                 actions += [*link.send(messages, now), *link.wait(now)]
         else:
             self._n_non_finite += 1
@@ -673,6 +667,10 @@ class ParameterClient:
         """The ticks that this worker has ended; one that enters has those of the slowest."""
         return self._tick or 0
 
+    @property
+    def _gap(self) -> int:
+        return self.tick - min((link.floor or 0 for link in self._counting), default=0)
+
     def enter(self, now: rl.Seconds, *, staleness: int | None = None) -> list[rl.Action]:
         """Want to begin a tick at most `staleness` ahead of the slowest worker; None: at once.
 
@@ -682,7 +680,7 @@ class ParameterClient:
         if not counting or not self.ready:
             return []
         if staleness is not None:
-            self._count_wait(now)
+            self._count_wait(now, needed=self.tick - staleness)
         if self.unacknowledged:
             return []  # these pushes tell the tick
         if self._tick is None and all(link.tick is not None for link in counting):
@@ -708,21 +706,26 @@ class ParameterClient:
             is_placed and all(link.agrees and not link.waits_for_floor for link in counting)
         )
 
-    def _count_wait(self, now: rl.Seconds) -> None:
+    def _count_wait(self, now: rl.Seconds, *, needed: int) -> None:
         if self._waits_since is not None:
             culprit, since = self._waits_since
             self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
-        behind = min(self._counting, key=lambda link: link.floor or 0).behind
-        self._waits_since = behind or rl.Address(""), now
+        slowest = min(self._counting, key=lambda link: link.floor or 0)
+        # Not for another worker, if it is its own push that is not applied yet.
+        is_gated = (slowest.floor or 0) < needed
+        self._waits_since = (is_gated and slowest.behind) or rl.Address(""), now
 
-    def _end_tick(self, samples: int) -> tuple[int | None, int | None]:
+    def _end_tick(self, samples: int) -> dict[str, int]:
         """Return the ticks ended with this push, and the samples in it, if shards count ticks."""
         before, self._samples_before = self._samples_before, samples
         if not self._counting:
-            return None, None
-        if self._tick is not None:
-            self._tick += 1
-        return self._tick, max(samples - (self.samples if before is None else before), 0)
+            return {}
+        n_samples = {"n_samples": max(samples - (self.samples if before is None else before), 0)}
+        if self._tick is None:
+            return n_samples
+        self._tick += 1
+        self._gap_max = max(self._gap_max, self._gap)
+        return n_samples | {"tick": self._tick}
 
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
         """End no further tick until `enter`: nobody waits for this worker."""
@@ -749,13 +752,14 @@ class ParameterClient:
         A push to several shards counts once. `pushes_acknowledged` counts those that every shard
         has acknowledged, `pushes_lost` those that were acknowledged and then lost by a shard.
         Bytes count blocks and copies to and from shared memory. Where workers wait for each other,
-        `clock_gap` is how many ticks this one is ahead of the slowest, `waits_NAME` how many
-        seconds it waited for that worker.
+        `clock_gap` is how many ticks this one is ahead of the slowest (`clock_gap_max`: has been),
+        `waits_NAME` how many seconds it waited for that worker.
         """
         links = self._links.values()
         waits = {f"waits_{name}": seconds for name, seconds in self._waits.items() if name}
-        floor = min((link.floor or 0 for link in self._counting), default=0)
-        gap = {"clock_gap": float(self._tick - floor)} if self._tick is not None else {}
+        gap = {"clock_gap_max": float(self._gap_max)} if self._gap_max or waits else {}
+        if self._tick is not None:
+            gap["clock_gap"] = float(self._gap)
         return {
             "pushes_sent": float(self._n_pushed),
             "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),

@@ -51,7 +51,7 @@ def test_a_captured_model_computes_what_the_model_computes_whole_and_cut(name: s
     # Layers are kept whole with a reason, and only where they must.
     for layer, reason in (case.whole or {}).items():
         assert reason in graph[layer].whole
-        assert graph[layer].kind in {"whole", "call"}
+        assert graph[layer].kind == "call"
         assert operator_of(graph[layer]).work(graph[layer], graph[layer].region).forward > 0
 
 
@@ -305,7 +305,6 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
             + x.mean((1, 2)).unsqueeze(1).unsqueeze(1).expand(-1, 3, 4)
         ), (3, 4),
     ),
-    "variance": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4)),
     "adaptive pooling": (lambda x: functional.adaptive_avg_pool2d(x, (2, 1)), (2, 5, 4)),
     "average over windows": (
         lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False), (2, 5),
@@ -405,6 +404,9 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "filled in place": (lambda x: x.clone().index_fill_(1, torch.tensor([0, 2]), 0.5), (4, 3), 0),
     "scattered": (lambda x: torch.zeros_like(x).scatter_add_(1, x.argsort(1), x), (4, 3), 0),
     "gathered": (lambda x: x.gather(1, x.argsort(1)[:, :2]), (4, 3), 0),
+    "variance": (lambda x: x.var(dim=2, correction=0), (3, 4), 0),
+    "deviation": (lambda x: x.std(dim=1, keepdim=True), (3, 4), 0),
+    "variance of a whole sample": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4), 1),
     "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 0),
     "filled for all samples": (lambda x: torch.cat([x, torch.ones(x.size(0), 2)], 1), (4,), 0),
     "the number of samples in a shape": (
@@ -561,7 +563,7 @@ def test_layers_of_several_results_stay_layers() -> None:
 
     make = lambda: Applied(forward, lstm=nn.LSTM(4, 2, batch_first=True))  # noqa: E731
     graph = check(Case(make=make, shape=(4,)), whole=1)
-    assert graph["lstm"].kind in {"whole", "call"}
+    assert graph["lstm"].kind == "call"
 
 
 class Gates(nn.Module):

@@ -73,7 +73,7 @@ def test_parts_are_those_of_the_indices(
     start, stop = min(one, other), max(one, other)
     clipped = ranges.clipped(start, stop)
     assert indices_of(clipped) == [i for i in indices if start <= i < stop]
-    assert ranges.n_below(stop) == sum(i < stop for i in indices)
+    assert ranges.clipped(0, stop).n_elements == sum(i < stop for i in indices)
     assert indices_of(ranges.part(start, stop)) == indices[start:stop]
     places = indices_of(ranges.positions_of(clipped))
     assert [indices[place] for place in places] == indices_of(clipped)

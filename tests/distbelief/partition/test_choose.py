@@ -17,6 +17,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
+from distbelief.parameter_server.layout import Layout
 from distbelief.partition import choose
 from distbelief.partition.choose import draw, plan_for_job
 from distbelief.program.plan import Plan, load
@@ -109,7 +110,7 @@ def test_ranks_read_the_graph_in_the_plan(
     monkeypatch.setattr(task_module, "capture", None)
     context = BuildContext(
         task=job().task,
-        layout=None,
+        layout=Layout.of([], n_shards=1),
         n_replicas=1,
         n_shards=1,
         seed=0,
