@@ -9,7 +9,13 @@ from torch import nn
 
 from distbelief.graph.graph import Option, uses
 from distbelief.graph.lowering.calls import elementwise
-from distbelief.graph.lowering.operation import Context, Operation, lowers, lowers_module
+from distbelief.graph.lowering.operation import (
+    Context,
+    Operation,
+    lowers,
+    lowers_module,
+    plain_name,
+)
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
@@ -108,6 +114,26 @@ def adaptive_pool(op: Operation) -> object:
     return [found, None] if several else found
 
 
+@lowers(
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+)
+def resized(op: Operation) -> object:
+    value = op.plain("self" if "self" in op.arguments else "input")
+    # The factors, if any, stand in a list or each alone.
+    words = ("scales", "scales_d", "scales_h", "scales_w")
+    alone = [op.arguments[word] for word in words if op.arguments.get(word) is not None]
+    factors = op.arguments.get("scale_factors") or alone
+    if len(factors) not in {0, op.result.dim() - 2}:
+        raise NotSplitError("a dimension has a factor, another has none")
+    options: dict[str, Option] = {
+        "operation": plain_name(op.target).partition(".")[0],
+        "align": op.arguments.get("align_corners"),
+        "scales": ",".join(map(repr, factors)),
+    }
+    return op.add("resize", [value], _shape(op), options=options)
+
+
 @lowers("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 def enlarged(op: Operation) -> object:
     # (c, h, w) -> (c, h, 1, w, 1) -> (c, h, a, w, b) -> (c, h a, w b).
@@ -116,7 +142,7 @@ def enlarged(op: Operation) -> object:
     n_channels, *sizes = _shape(op)
     extents = value.layer.shape[1:]
     if any(size % extent for size, extent in zip(sizes, extents, strict=True)):
-        raise NotSplitError("the sizes are no multiples of the former")
+        return resized(op)
     thin, wide = [n_channels], [n_channels]
     for size, extent in zip(sizes, extents, strict=True):
         thin += [extent, 1]

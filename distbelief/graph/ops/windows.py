@@ -17,9 +17,113 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.graph.graph import Layer
+from distbelief.graph.graph import Layer, Option
 from distbelief.graph.operator import Call, Cut, Operator, Work
 from distbelief.graph.region import Interval, Region, Shape
+
+
+# --- resizing ---
+
+_FLOATS: Final = (torch.float32, torch.float64)
+
+
+@final
+class Resize(Operator):
+    """What `torch.nn.functional.interpolate` computes: each output is a sum over a few inputs."""
+
+    # Each dimension of space is resized by itself: output o is the sum of weights of its taps.
+    # Split in space, a part needs a halo of its input.
+    # input     (channels, *space), one to three dimensions of space
+    # options   operation: "upsample_bilinear2d"; align: its align_corners, None without one;
+    #           scales: the factors that it was given, separated by commas; "" for none
+    name: ClassVar[str] = "resize"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        spans = []
+        for dim, (start, stop) in enumerate(output.intervals[1:]):
+            places = [_taps(layer, dim, dtype)[0][start:stop].flatten() for dtype in _FLOATS]
+            found = torch.cat(places).tolist() or [0, -1]
+            spans.append((min(found), max(found) + 1))
+        return (Region((output.intervals[0], *spans)),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = 4.0 * len(output.intervals[1:]) * output.n_elements
+        read = self.reads(layer, output)[0].n_elements
+        return Work(forward=n, backward=n, n_elements=float(read + output.n_elements))
+
+    @override
+    def compute(self, call: Call) -> torch.Tensor:
+        layer, tile, outputs = call.layer, call.inputs[0], call.region.intervals[1:]
+        if outputs == layer.region.intervals[1:]:
+            return _resized(layer, tile)
+        (read,) = self.reads(layer, call.region)
+        for dim, (start, stop) in enumerate(outputs):
+            places, weights = _taps(layer, dim, tile.dtype)
+            places = (places[start:stop] - read.intervals[dim + 1][0]).to(tile.device)
+            weights = weights[start:stop].to(tile)
+            ones = (1,) * (len(outputs) - dim - 1)
+            parts = [
+                tile.index_select(dim + 2, place) * weight.view(-1, *ones)
+                for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True)
+            ]
+            tile = sum(parts[1:], parts[0])
+        return tile
+
+
+def _resized(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    options = (layer.text("operation"), layer.options["align"], _factors(layer))
+    return _by_torch(*options, x=x, sizes=layer.shape[1:])
+
+
+def _factors(layer: Layer) -> tuple[float | None, ...]:
+    words = layer.text("scales")
+    return tuple(map(float, words.split(","))) if words else (None,) * len(layer.shape[1:])
+
+
+def _by_torch(
+    operation: str, align: Option, factors: Sequence[float | None], x: torch.Tensor, sizes: Shape
+) -> torch.Tensor:
+    more = factors if align is None else (align, *factors)
+    result: torch.Tensor = getattr(torch.ops.aten, operation).default(x, list(sizes), *more)
+    return result
+
+
+def _taps(layer: Layer, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    # The inputs that each output reads along a dimension of space, and their weights: both
+    # (outputs, taps).
+    return _taps_of(
+        layer.text("operation"),
+        layer.options["align"],
+        _factors(layer),
+        dim=dim,
+        extent=layer.input_shapes[0][dim + 1],
+        size=layer.shape[dim + 1],
+        dtype=dtype if dtype in _FLOATS else _FLOATS[0],
+    )
+
+
+@lru_cache(maxsize=256)  # as for windows
+def _taps_of(
+    operation: str,
+    align: Option,
+    factors: tuple[float | None, ...],
+    *,
+    dim: int,
+    extent: int,
+    size: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # torch resizes the rows of the identity, as channels: so the weights are its own.
+    own = tuple(factor if i == dim else None for i, factor in enumerate(factors))
+    extents, sizes = ([n if i == dim else 1 for i in range(len(factors))] for n in (extent, size))
+    rows = torch.eye(extent, dtype=dtype, device="cpu").view(1, extent, *extents)
+    weights = _by_torch(operation, align, own, rows, tuple(sizes)).view(extent, size).T
+    has = (weights != 0).to(torch.int8)
+    places = has.topk(int(has.sum(1).max()), dim=1).indices
+    chosen = weights.gather(1, places)
+    return torch.where(chosen != 0, places, places[:, :1]), chosen
 
 
 # --- window sums ---

@@ -175,6 +175,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "in a row": (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Identity(), nn.Mish()), (4,)),
     "adaptive": (lambda: nn.AdaptiveMaxPool2d((2, 3)), (2, 5, 5)),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 3)),
+    "to corners": (lambda: nn.Upsample((7, 2), mode="bilinear", align_corners=True), (2, 3, 4)),
+    "bicubic": (lambda: nn.Upsample((4, 7), mode="bicubic"), (2, 6, 5)),
+    "trilinear": (lambda: nn.Upsample((4, 3, 2), mode="trilinear"), (1, 3, 2, 3)),
+    "nearest": (lambda: nn.Upsample(scale_factor=1.7), (2, 5, 3)),
+    "nearest, exact": (lambda: nn.Upsample((7, 3), mode="nearest-exact"), (2, 4, 5)),
     "flatten": (nn.Flatten, (2, 3)),
     "own mask for a module": (
         lambda: attending(
@@ -318,6 +323,9 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "narrowed": (lambda x: x.narrow(1, 1, 2) + x.select(2, 1).unsqueeze(2)[:, :2], (4, 2)),
     "padded": (lambda x: functional.pad(x, (1, 2, 0, 1), value=3.0), (2, 3)),
     "enlarged": (lambda x: functional.interpolate(x, scale_factor=3), (2, 3, 2)),
+    "smoothed": (
+        lambda x: functional.interpolate(x, (3, 4), mode="bilinear", antialias=True), (2, 7, 9),
+    ),
     "pooled": (
         lambda x: (
             functional.max_pool2d(x, 3, 2, ceil_mode=True)

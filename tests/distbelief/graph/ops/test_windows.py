@@ -4,10 +4,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
+from torch import nn
 from torch.nn import functional
 
+from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import Layer
+from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.windows import L2Pool2d, Weights, Window, gaussian, window_sums
+from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
     check,
     inputs_of,
@@ -300,3 +304,15 @@ def test_l2_pooling_of_silent_units_has_gradient_zero() -> None:
     assert x.grad is not None
     assert torch.equal(x.grad[..., :2], torch.zeros(1, 1, 2, 2))
     assert bool((x.grad[..., 2:] > 0).all())
+
+
+# --- resizing ---
+
+
+def test_half_of_a_resized_image_reads_half_and_a_halo() -> None:
+    """It read all of the image, so that only channels could be split."""
+    graph = capture(nn.Upsample(scale_factor=2, mode="bilinear"), [InputSpec(shape=(2, 16, 16))])
+    layer = graph[graph.outputs[0]]
+    (read,) = operator_of(layer).reads(layer, Region(((0, 2), (0, 16), (0, 32))))
+    assert read == Region(((0, 2), (0, 9), (0, 16)))
+    assert [cut.dim for cut in operator_of(layer).cuts(layer)] == [0, 1, 2]
