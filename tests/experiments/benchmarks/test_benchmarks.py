@@ -9,11 +9,12 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks import async_peers, parameter_server, planner, simulation
+from experiments.benchmarks import async_peers, parameter_server, planner, ray_hosts, simulation
 from experiments.benchmarks.async_peers import Entry
 from experiments.benchmarks.network.hosts import obstacle
 from tests.experiments.benchmarks.runs import FOLDER, figures_in, figures_of
@@ -73,6 +74,7 @@ FIGURES: dict[str, set[str]] = {
     "planner_against_runtime": {
         f"{figure}_speech" for figure in ("error", "rank", "regret", "plans", "void")
     },
+    "ray_hosts": {*("start_over_local", "throughput_over_local", "ended_well", "away_seconds")},
     "sandblaster": {
         *("evaluations_over_scipy", "overhead", "straggler_over_ideal", "wasted"),
         "straggler_without_backup",
@@ -173,6 +175,8 @@ def test_a_parameter_server_is_measured() -> None:
 def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
     if name in {"lan", "links"} and (why := obstacle()) is not None:
         pytest.skip(why)
+    if name == "ray_hosts":
+        pytest.importorskip("ray", reason="ray, an extra, is missing")
     if name == "zoo":
         pytest.importorskip("timm", reason="timm, an extra, is missing")
     figures = figures_of(name, "--small")
@@ -191,3 +195,10 @@ def test_an_asynchronous_peer_that_is_missing_says_so(capsys: pytest.CaptureFixt
     told = capsys.readouterr().out
     assert told.count("nobody -: not installed: pip install nobody==1") == 2
     assert figures_in(told, "async_peers").keys() == {"target_loss", "step_ms"}
+
+
+def test_without_ray_its_benchmark_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.cluster_utils", None)
+    with pytest.raises(SystemExit, match=r"pip install 'distbelief\[ray\]'"):
+        ray_hosts.main(["--small"])
