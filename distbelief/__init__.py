@@ -33,13 +33,13 @@ if TYPE_CHECKING:
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
+        DelayedNesterov as DelayedNesterov,
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
     from distbelief.partition.api import plan as plan
-    from distbelief.run.result import Run as Run
     from distbelief.serve.server import ParameterServer as ParameterServer
-    from distbelief.trainer import train as train
+    from distbelief.trainer import Run as Run, train as train
 
 # Names are imported on first use, so that `import distbelief` alone does not load torch.
 _NAMES = {
@@ -47,11 +47,17 @@ _NAMES = {
     "distbelief.forecast.api": ("simulate",),
     "distbelief.exchange": ("Exchange",),
     "distbelief.optimizer": ("DownpourSGD",),
-    "distbelief.parameter_server.optimizers": ("SGD", "Adagrad", "Adam", "Momentum", "RMSprop"),
+    "distbelief.parameter_server.optimizers": (
+        "SGD",
+        "Adagrad",
+        "Adam",
+        "DelayedNesterov",
+        "Momentum",
+        "RMSprop",
+    ),
     "distbelief.partition.api": ("plan",),
-    "distbelief.run.result": ("Run",),
     "distbelief.serve.server": ("ParameterServer",),
-    "distbelief.trainer": ("train",),
+    "distbelief.trainer": ("Run", "train"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

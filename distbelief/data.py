@@ -60,6 +60,8 @@ def _leaves(value: object, path: Path, *, lists: bool = False) -> dict[Path, obj
         parts = [(name, getattr(value, name)) for name in names]
     elif isinstance(value, (tuple, list) if lists else tuple):
         parts = list(enumerate(value))
+    elif lists and hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        parts = [(n, part) for n, part in vars(value).items() if isinstance(part, torch.Tensor)]
     else:
         return {path: value}
     return {
@@ -122,7 +124,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[Path, torch.Tensor]) -> "Batch":
-        """Return the batch that has these tensors."""
         found = rebuilt(tensors)
         assert isinstance(found, Fields), found
         both = found.get("batch")
@@ -148,14 +149,12 @@ class Batch(NamedTuple):
                 return (self.inputs,), {}
 
     def run(self, module: nn.Module) -> object:
-        """Return what a model's forward returns."""
         arguments, keywords = self.arguments(module)
         result: object = module(*arguments, **keywords)
         return result
 
 
 def n_samples_of(value: object) -> int:
-    """Return the number of samples of inputs or targets."""
     return len(next(iter(tensors_of(value).values())))
 
 
@@ -186,7 +185,7 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
             read = [dataset[index] for index in wanted]
     except Exception as error:  # the user's code may raise anything
         raise JobError(
-            f"[{table}] reading samples {_shown(wanted)} failed: {type(error).__name__}: {error}"
+            f"[{table}] reading {shown_samples(wanted)} failed: {type(error).__name__}: {error}"
         ) from error
     if isinstance(read, tuple | Mapping):
         return _whole_batch(read, wanted, table=table)
@@ -304,9 +303,13 @@ def _kind(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _shown(indices: Sequence[int]) -> str:
-    few = ", ".join(map(str, indices[:5]))
-    return few if len(indices) <= 5 else f"{few}, ... ({len(indices)} in all)"
+def shown_samples(indices: Sequence[int]) -> str:
+    """Return "samples 3 to 9", or the first few of them."""
+    n, first = len(indices), indices[0]
+    if n > 1 and list(indices) == list(range(first, first + n)):
+        return f"samples {first} to {indices[-1]}"
+    few = ", ".join(map(str, indices[: 4 if n <= 4 else 3]))
+    return f"samples {few}" if n <= 4 else f"samples {few}, ... ({n} in all)"
 
 
 # --- data shards ---
@@ -329,15 +332,6 @@ class DataShard:
     replica_index: int
     n_replicas: int
     seed: int  # of the orders
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.replica_index < self.n_replicas:
-            raise ValueError(f"replica_index is {self.replica_index} of {self.n_replicas} replicas")
-        if self.n_samples < self.n_replicas:
-            raise JobError(
-                f"{self.n_replicas} replicas but {self.n_samples} training samples: "
-                "each replica needs at least one (use fewer replicas, or more data)"
-            )
 
     @property
     def start(self) -> int:
@@ -430,7 +424,6 @@ class BatchCursor:
         self._begin = 0
 
     def batch(self, position: int, batch_size: int) -> Indices:
-        """Return the indices of the batch that begins at this position."""
         epoch, offset = divmod(position, len(self._data_shard))
         if epoch != self._epoch:
             self._epoch, self._positions = epoch, self._data_shard.positions(epoch)

@@ -9,8 +9,8 @@ exchange.step()
 exchange.finish()
 """
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import chain, compress
 from pathlib import Path
 from typing import Literal, cast, final
 
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.client.client import Numbers
+from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.serve.address import ServerAddress, exchange_policy
 from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
@@ -78,8 +78,7 @@ class Exchange(ServerLoop):
     ) -> None:
         if not isinstance(cast("object", inner), torch.optim.Optimizer):
             raise JobError(
-                f"Exchange: inner is {inner!r}; use an optimizer of torch, such as "
-                "torch.optim.SGD(net.parameters(), lr=0.1)"
+                f"Exchange: inner is {inner!r}; use an optimizer such as torch.optim.SGD(...)"
             )
         if isinstance(inner, DownpourSGD):
             raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
@@ -102,9 +101,19 @@ class Exchange(ServerLoop):
         self._sends = "change"
         self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
         self._is_fetching = False
-        self._open(parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys)
-        self._anchor = [values.clone() for values in self._session.values]
-        self._fetched = [torch.empty_like(values) for values in self._anchor]
+        # Frozen parameters are fetched once, here, and never pushed.
+        self._trained = [one.requires_grad for one in parameters]
+        frozen = [place for place, trains in enumerate(self._trained) if not trains]
+        self._open(
+            parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys, frozen=frozen
+        )
+        self._anchor, self._fetched = (
+            [
+                values.clone() if trains else values
+                for values, trains in zip(self._session.values, self._trained, strict=True)
+            ]
+            for _ in range(2)
+        )
 
     def step(self, closure: Callable[[], float] | None = None, *, samples: int = 1) -> float | None:
         """Take a local step; exchange, if that is due.
@@ -119,8 +128,13 @@ class Exchange(ServerLoop):
         """
         if len(self._parameters()) != self._n_parameters:
             raise JobError(
-                "Exchange: a group of parameters was added to the inner optimizer; the server "
-                f"knows the {self._n_parameters} that it began with: pass all of them at once"
+                "Exchange: a group of parameters was added to the inner optimizer: "
+                "pass all of them at once"
+            )
+        if [one.requires_grad for one in self._parameters()] != self._trained:
+            raise JobError(
+                "Exchange: requires_grad of a parameter has changed: call finish(), and make a new "
+                "Exchange"
             )
         self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
@@ -161,9 +175,7 @@ class Exchange(ServerLoop):
         inner, every = state_dict.get("inner"), state_dict.get("every")
         if not isinstance(inner, dict) or not isinstance(every, int):
             raise JobError(
-                f"Exchange: a state with {', '.join(map(str, state_dict)) or 'nothing'} is not "
-                "one of Exchange.state_dict(); that of the inner optimizer goes to "
-                "exchange.inner.load_state_dict()"
+                f"Exchange: not a state of an Exchange: {', '.join(map(str, state_dict))}"
             )
         self.inner.load_state_dict(inner)
         if self._policy.every == "auto":  # otherwise as it was given here
@@ -191,22 +203,24 @@ class Exchange(ServerLoop):
     def _parameters(self) -> list[torch.nn.Parameter]:
         return list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
 
+    def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those that train."""
+        return list(compress(tensors, self._trained))
+
     def _exchange(self) -> None:
         # The anchor is needed until the last fetch is merged: if the link is slower than `every`
         # steps, this is where the worker waits for it.
         self._end_exchange()
         values, anchor = self._session.values, self._anchor
         changes = [
-            then - now if parameter.requires_grad else None
-            for parameter, now, then in zip(self._parameters(), values, anchor, strict=True)
+            then - now if trains else None
+            for trains, now, then in zip(self._trained, values, anchor, strict=True)
         ]
-        self._push(
-            changes,
-            n_gradients=self._n_unsent,
-            samples=self._samples,
-            clocks=self._session.client.clocks,
+        clocks = self._session.client.clocks
+        self._issue(
+            self._stage(changes, n_gradients=self._n_unsent, samples=self._samples, clocks=clocks)
         )
-        torch._foreach_copy_(anchor, values)
+        torch._foreach_copy_(self._of(anchor), self._of(values))
         self._n_unsent = 0
         self._is_pushed = True
         self._pushed_at = self._session.now()
@@ -245,10 +259,10 @@ class Exchange(ServerLoop):
             step_seconds = self._compute_seconds / max(self._n_steps - 1, 1)
             self._every = fitting_every(self._exchange_seconds, step_seconds)
         self._is_pushed = self._is_fetching = False
-        values = self._session.values
+        values = self._of(self._session.values)
         # Exactly the fetched values where there was no step since the push.
-        torch._foreach_sub_(values, self._anchor)
-        torch._foreach_add_(values, self._fetched)
+        torch._foreach_sub_(values, self._of(self._anchor))
+        torch._foreach_add_(values, self._of(self._fetched))
         self._anchor, self._fetched = self._fetched, self._anchor
 
 
@@ -260,10 +274,7 @@ def _policy(server: ExchangePolicy, preset: str | None, **given: object) -> Exch
         usual |= {"every": 64, "send": "delta"}
     policy = exchange_policy("Exchange", usual, preset, **given)
     if policy.send == "gradient":
-        raise JobError(
-            f"Exchange: preset {preset!r} sends gradients, and there is an inner optimizer: use "
-            "distbelief.DownpourSGD, or another preset"
-        )
+        raise JobError(f"Exchange: preset {preset!r} sends gradients: use distbelief.DownpourSGD")
     for name in ("staleness", "round", "weight", "damping"):
         own, others = getattr(policy, name), getattr(server, name)
         if own != others:

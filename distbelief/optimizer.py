@@ -84,8 +84,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 raise JobError(f"DownpourSGD: {name} is {value!r}; use a whole number, 1 or more")
         if n_fetch > 1 and (learning_rate is None or learning_rate <= 0):
             raise JobError(
-                f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch};"
-                " between fetches a worker steps by itself: give it a rate above 0"
+                f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch}: between "
+                "fetches a worker steps by itself: give it a rate above 0"
             )
         torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
         self._parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -101,8 +101,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         policy = address.exchange
         if policy.send == "delta":
             raise JobError(
-                "DownpourSGD: the server's preset is of local steps, which are no gradients: use "
-                "distbelief.Exchange"
+                "DownpourSGD: the server takes local steps, not gradients: use distbelief.Exchange"
             )
         # A worker that waits for others waits for its own pushes, too.
         self._awaits_pushes |= policy.staleness is not None
@@ -174,8 +173,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, object]) -> None:
         if "_parameters" in self.__dict__:
             raise JobError(
-                "DownpourSGD: a group of parameters cannot be added: the server knows "
-                f"the {len(self._parameters)} that it began with; pass all of them at once"
+                "DownpourSGD: a group of parameters cannot be added: pass all of them at once"
             )
         _plain(super().add_param_group)(_Group(param_group))
 

@@ -88,10 +88,8 @@ def predict(
         whole: Compute in this process, even with a plan.
         tell: Receives a line when a rank is silent, and when it is back.
 
-    Raises:
-        JobError: there is no such run or model, or the inputs do not fit it.
-        DistBeliefError: a rank was silent for too long, or died.
-        StorageError: a file cannot be read or written.
+    JobError if there is no such run or model, or the inputs do not fit it. DistBeliefError if a
+    rank was silent for too long, or died. StorageError if a file cannot be read or written.
     """
     begun = time.monotonic()
     run = RunDirectory.open(directory, write=False)

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import index
@@ -25,26 +25,17 @@ import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, Numbers
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.loop_worker import (
-    ENTER,
-    FETCH,
-    FETCH_EXACTLY,
-    INSTALLED,
-    LEAVE,
-    PUSHED,
-    STEP_OUT,
-    LoopWorker,
-    StagedPush,
-)
+from distbelief.transport.zmq_transport import ANOTHER, REFUSED
+from distbelief.worker import loop_worker as lw
 
 
 TORN_WAIT_SECONDS = 1e-3
@@ -60,26 +51,19 @@ class ClientSession:
 
     Once `background` is used, everything but `check` and `close` needs to hold it.
 
-    Args:
-        parameters: The worker's parameters, in the order in which the server got them.
-        address: The server's address.
-        user: The class whose session it is, for errors.
-        keys: Directory of this host's keys, for an address with a key.
-        numbers: As they are sent to another host and back.
-
-    Raises:
-        JobError: the address, the keys or the parameters are not valid.
-        PeerLostError: a server on this host does not run.
+    JobError if address, keys or parameters are not valid; PeerLostError if a server on this host
+    does not run.
     """
 
     def __init__(
         self,
-        parameters: list[torch.nn.Parameter],
+        parameters: list[torch.nn.Parameter],  # in the order in which the server got them
         address: ServerAddress,
         *,
-        user: str,
-        keys: str | Path | None = None,
+        user: str,  # the class whose session it is, for errors
+        keys: str | Path | None = None,  # directory of this host's keys, for an address with a key
         numbers: Numbers = "float32",
+        frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
     ) -> None:
         self.address = address
         self._user = user
@@ -91,16 +75,15 @@ class ClientSession:
                 parameter.data = parameter.data.contiguous()
         # One flat tensor for each parameter, a view of its memory.
         self.values = [parameter.detach().view(-1) for parameter in parameters]
-        shards, backups = all_copy_names(address.n_shards, address.shard_copies)
         memory: Memory = PrivateMemory(host="")
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
+        layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
         self.client = ParameterClient(
             ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-            layout=Layout.of(parameter_specs(parameters), n_shards=address.n_shards),
-            shards=shards,
+            PartialView(layout, frozen={layout.tensors[place].name for place in frozen}),
             memory=memory,
-            backups=backups,
+            shard_copies=address.shard_copies,
         )
         self._log: list[str] = []
         listen = address.listen_config(keys)
@@ -122,7 +105,7 @@ class ClientSession:
             self._transport.close()
             raise
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
-        self._worker = LoopWorker(client=self.client, join=join)
+        self._worker = lw.LoopWorker(client=self.client, join=join)
         self.node = RoleRunner(self._worker, transport=self._transport, log=self._note)
         self.moves_blocks = not memory.host  # not through shared memory
         self._thread: BackgroundRunner | None = None
@@ -140,15 +123,10 @@ class ClientSession:
             self._log = [*self._log[-9:], text]
 
     def join(self, timeout_seconds: float) -> None:
-        """Join the server.
-
-        Raises:
-            JobError: the server does not allow this host's key.
-            PeerLostError: the server does not answer in time.
-        """
+        """Join the server; JobError if it does not allow this host's key."""
 
         def is_decided() -> bool:
-            if not self._worker.has_joined and self._transport.is_refused(SUPERVISOR):
+            if not self._worker.has_joined and self._transport.has_failed(SUPERVISOR, REFUSED):
                 raise JobError(
                     f"{self._user}: the server at {self.address.endpoint} does not allow this "
                     f"host's key. On the server: distbelief keys allow {self._key} NAME"
@@ -158,11 +136,7 @@ class ClientSession:
         self.wait(is_decided, "a first answer", timeout_seconds)
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
-        """Perform one command of the worker's role.
-
-        Raises:
-            PeerLostError: the server has ended, or the session is closed.
-        """
+        """Perform one command of the worker's role, or raise PeerLostError."""
         if self.closed or not self.node.tell(command):
             self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
 
@@ -174,11 +148,7 @@ class ClientSession:
             raise PeerLostError(f"{self._user}: server {self.address.endpoint}: {self.node.error}")
 
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
-        """Run the role until `until()` is true; `what` names the event in the error.
-
-        Raises:
-            PeerLostError: it does not happen in time, or the session is closed.
-        """
+        """Run the role until `until()` is true; PeerLostError, with `what`, if it never is."""
         if not self.closed and self.node.pump(until, timeout_seconds=timeout_seconds):
             return
         self.check()
@@ -186,7 +156,7 @@ class ClientSession:
             "Is it running, and is this the address that it prints now? A server in "
             "another directory has another run=."
         )
-        if self._transport.has_other_key(SUPERVISOR):
+        if self._transport.has_failed(SUPERVISOR, ANOTHER):
             hint = (
                 "The process that listens there has not the key in the address: use the "
                 "address that the server prints now."
@@ -208,7 +178,7 @@ class ClientSession:
 
     def _leave(self) -> None:
         if self._worker.has_joined:
-            self.node.tell(Computed(name=LEAVE))
+            self.node.tell(Computed(name=lw.LEAVE))
         self.node.close()
         self._transport.close()
 
@@ -232,13 +202,14 @@ class ServerLoop:
         *,
         timeout_seconds: float,
         keys: str | Path | None,
+        frozen: Collection[int] = (),
     ) -> None:
         """Join the server, take part in its ticks, and fetch its values."""
         user = type(self).__name__
         self._timeout_seconds = _seconds(timeout_seconds, user)
         self._policy = policy
         self._session = ClientSession(
-            parameters, address, user=user, keys=keys, numbers=policy.numbers
+            parameters, address, user=user, keys=keys, numbers=policy.numbers, frozen=frozen
         )
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
@@ -296,7 +267,7 @@ class ServerLoop:
         """Take part in ticks, if the server counts them; others may then wait for this worker."""
         if self._policy.counts_ticks and not self._is_in:
             self._wait(lambda: self._session.client.ready, "a session")
-            enter = Computed(name=ENTER, result=self._policy.staleness)
+            enter = Computed(name=lw.ENTER, result=self._policy.staleness)
             self._session.command(enter, self._timeout_seconds)
             self._is_in = True
             self._await_turn()
@@ -308,20 +279,8 @@ class ServerLoop:
 
     def _step_out(self) -> None:
         if self._is_in:
-            self._session.command(Computed(name=STEP_OUT), self._timeout_seconds)
+            self._session.command(Computed(name=lw.STEP_OUT), self._timeout_seconds)
             self._is_in = False
-
-    def _push(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        *,
-        n_gradients: int,
-        samples: int,
-        clocks: tuple[int, ...],
-    ) -> None:
-        """Push these, one for each parameter; None: it does not move, as in torch."""
-        push = self._stage(tensors, n_gradients=n_gradients, samples=samples, clocks=clocks)
-        self._issue(push)
 
     def _stage(
         self,
@@ -330,27 +289,29 @@ class ServerLoop:
         n_gradients: int,
         samples: int,
         clocks: tuple[int, ...],
-    ) -> StagedPush:
-        """Copy a push to where `_issue` sends it from; the tensors may change then."""
+    ) -> lw.StagedPush:
+        """Copy a push to where `_issue` sends it from; the tensors may change then.
+
+        One tensor for each parameter; None: it does not move, as in torch.
+        """
         session = self._session
         self._wait(lambda: session.client.can_push, "room for a push")
         outcome = session.client.stage(
             tensors, session.values, fetched_clocks=clocks, skip_missing=True
         )()
-        return StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
+        return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
 
-    def _issue(self, push: StagedPush) -> None:
-        self._session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
+    def _issue(self, push: lw.StagedPush) -> None:
+        self._session.command(Computed(name=lw.PUSHED, result=push), self._timeout_seconds)
         if not push.outcome.finite:
             which = ", ".join(str(int(name)) for name in push.outcome.culprits)
             raise JobError(
                 f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
-                f"{self._sends} of parameter {which} (from 0), which is not pushed: use a lower "
-                "learning rate, or clip"
+                f"{self._sends} of parameter {which} (from 0): use a lower learning rate, or clip"
             )
 
     def _begin_fetch(self, *, exact: bool = False) -> None:
-        name = FETCH_EXACTLY if exact else FETCH
+        name = lw.FETCH_EXACTLY if exact else lw.FETCH
         self._session.command(Computed(name=name), self._timeout_seconds)
 
     def _install(self, into: list[torch.Tensor]) -> bool:
@@ -358,7 +319,7 @@ class ServerLoop:
         session = self._session
         has_all = session.client.fetch_complete
         outcome = session.client.install(into)()
-        session.command(Computed(name=INSTALLED, result=outcome), self._timeout_seconds)
+        session.command(Computed(name=lw.INSTALLED, result=outcome), self._timeout_seconds)
         if outcome.torn and has_all:  # a torn fetch met a half-applied update
             session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
         return not outcome.torn
@@ -393,8 +354,7 @@ def follow(
 ) -> None:
     """Make values views of the parameters again where `parameter.data` was replaced.
 
-    Raises:
-        JobError: the new memory is of another type, size, or on another device.
+    JobError if the new memory is of another type, size, or on another device.
     """
     for place, (parameter, known) in enumerate(zip(parameters, values, strict=True)):
         if parameter.data_ptr() == known.data_ptr():

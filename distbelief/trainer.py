@@ -17,17 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final, Self, final
 
 import msgspec
 from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
 
 from distbelief.cluster.listen import JobAddress, JoinServer
 from distbelief.cluster.ray import RayHosts
-from distbelief.config.algorithms import algorithm_of, find, roster_of
+from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
 from distbelief.core import files
@@ -55,7 +57,6 @@ from distbelief.run.metrics_file import (
     read_metrics,
 )
 from distbelief.run.model_file import write_model
-from distbelief.run.result import Run
 from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
@@ -64,10 +65,12 @@ from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import installed_imports
+from distbelief.task.task import build_model
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.worker.build import roster_of
 
 
 CHECK: Final = Address("check")
@@ -101,7 +104,7 @@ def supervisor_config(
     verdict: VerdictOf = getattr(algorithm, "verdict", done)
     assert answer.task.train is not None
     return SupervisorConfig(
-        roster=tuple((e.name, e.kind) for e in roster_of(job, n_machines=answer.n_machines)),
+        roster=tuple(roster_of(job, n_machines=answer.n_machines)),
         stop=StopRules(
             job.stop,
             n_train=answer.task.train.n_samples,
@@ -138,10 +141,9 @@ def run_preflight(
     Its result goes beside the request; `tell` receives what is being done. JobError if the user has
     to fix the job; DistBeliefError if it cannot run for another reason.
     """
-    answer, mark = request.with_name(".answer.json"), prepared_mark(request)
+    mark = prepared_mark(request)
     content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
-        answer=str(answer),
         initial_file=str(initial_file.absolute()),
         plan=str(plan.absolute()),
     )
@@ -162,7 +164,7 @@ def run_preflight(
         tell(f"{stage if started else 'Importing torch'} ...")
         select.select([launcher.fileno()], [], [], _LOOK_SECONDS)
         ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
-    found = read_result(answer)
+    found = read_result(request)
     if found is None:
         reason = ends[0].reason.removesuffix(f" (see {log})")
         raise JobError(
@@ -383,13 +385,11 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        machines = hosting.ray_hosts(
-            self._job,
-            address,
-            n_machines=self._preflight.n_machines or 1,
-            directory=self._run.path.absolute() / "joined",
-        )
-        self._ray_hosts = stack.enter_context(machines)
+        if hosting.on_ray:
+            n_machines = self._preflight.n_machines or 1
+            self._ray_hosts = hosts = hosting.ray_hosts(self._job, n_machines=n_machines)
+            stack.callback(hosts.close)
+            hosts.start(str(address), directory=self._run.path.absolute() / "joined")
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
@@ -459,6 +459,32 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self._initial_file.unlink(missing_ok=True)
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A job that has ended."""
+
+    directory: Path
+    summary: Summary
+    exit_code: int  # 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP
+    job: Job  # as it ran
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, in evaluation mode."""
+        path = self.directory / "model.safetensors"
+        if self.summary.model_error is not None:  # a file of an earlier session may exist
+            raise StorageError(f"{self.directory}: {self.summary.model_error}")
+        if not path.is_file():
+            raise StorageError(
+                f"{path} does not exist: the run ended before anything was trained "
+                f"({self.summary.error or self.summary.stop_reason})"
+            )
+        module = build_model(self.job.model)
+        module.load_state_dict(load_file(path))
+        return module.eval()
 
 
 def train(  # noqa: PLR0913 -- a front door: all but the first are options

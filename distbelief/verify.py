@@ -28,9 +28,9 @@ from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.lowering.operation import by_name
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
+from distbelief.graph.ops.call import is_module
 from distbelief.graph.ops.dropout import Dropout, mask
 from distbelief.graph.ops.linear import Embedding
-from distbelief.graph.ops.opaque import Opaque
 from distbelief.graph.region import Region, Shape
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
@@ -310,7 +310,14 @@ def verify(
             seed = step_seed(SEED, (computation.n_steps - 1) * plan.batch)
             single = _reference(module, batch, function, graph=graph, seed=seed)
             double = Batch.of({path: _double(value) for path, value in batch.tensors().items()})
-            exact = _reference(module.double(), double, function, graph=graph, seed=seed)
+            try:
+                exact = _reference(module.double(), double, function, graph=graph, seed=seed)
+            except RuntimeError as error:
+                why = str(error).splitlines()[0]
+                raise JobError(
+                    f"--verify compares with float64, in which this model cannot run: {why}. Those "
+                    "of transformers with experts can with experts_implementation='eager'"
+                ) from error
         finally:
             torch.set_num_threads(threads)
         errors = _compared(found, single, exact)
@@ -363,7 +370,7 @@ def _n_words(graph: LayerGraph) -> int:
         layer.tensors["weight"].shape[0] for layer in graph.layers if layer.kind == Embedding.name
     ]
     hides = any(
-        layer.kind == Opaque.name and any(graph[name].is_integer for name in layer.inputs)
+        is_module(layer) and any(graph[name].is_integer for name in layer.inputs)
         for layer in graph.layers
     )
     return 1 if hides else min(known, default=1)

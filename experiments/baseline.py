@@ -21,7 +21,7 @@ from distbelief.config.job import Job
 from distbelief.config.load import load_job
 from distbelief.data import Dataset, read_batch
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.task.task import build_dataset, build_loss, build_metric, build_model, prepare
+from distbelief.task.task import build_dataset, build_loss, build_metric, build_model, prepare_data
 from experiments.benchmarks.measuring.measurement import show
 
 
@@ -120,8 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(job: Job, options: argparse.Namespace) -> None:
     if job.data.test is None:
         raise JobError(f"{options.job} has no [data.test]: add what to measure on")
-    prepare(job.data.train, table="data.train")
-    prepare(job.data.test, table="data.test")
+    prepare_data(job.task)
     n_train = len(build_dataset(job.data.train))
     n_samples = options.samples or round((job.stop.epochs or 1) * n_train)
     rate = options.learning_rate or LEARNING_RATES[options.rule]

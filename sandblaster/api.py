@@ -25,11 +25,10 @@ from distbelief.config.load import load_job, parse_job
 from distbelief.core.files import scratch
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory
-from distbelief.run.result import Run
 from distbelief.run.resume import check_same
 from distbelief.supervisor.view import JobView
 from distbelief.task.task import build_model
-from distbelief.trainer import HeldCallback, train
+from distbelief.trainer import HeldCallback, Run, train
 from sandblaster.config import MethodName
 from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem, plain

@@ -11,15 +11,14 @@ import torch
 from distbelief.data import Samples
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
-from distbelief.parameter_server.replication import all_copy_names
 from distbelief.roles.role import Address, Role
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.group import EVALUATORS, member_names
-from distbelief.worker.local_executor import FlatModel, LocalExecutor, WholeSteps
-from distbelief.worker.replica import RankConfig, Replica
+from distbelief.worker.group import EVALUATORS, GroupRank, member_names
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from distbelief.worker.replica import Replica
 from distbelief.worker.training import Items
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
@@ -35,13 +34,13 @@ WINDOW_CHUNKS_MIN: Final = 64
 
 _FREE: Final = frozenset(
     {
-        "gradient_tolerance",
+        "tolerance",
         "value_tolerance",
         "value_iterations",
-        "n_iterations_max",
-        "n_evaluations_max",
+        "max_iterations",
+        "max_evaluations",
         "rounding",
-        "n_history",
+        "history",
         "sufficient_decrease",
         "curvature",
     }
@@ -51,8 +50,8 @@ _FREE: Final = frozenset(
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
     n_examples = len(context.train_data()) if context.n_train is None else context.n_train
-    shards, _ = all_copy_names(context.n_shards, 1)
-    rounding = float(np.finfo(wb.layout_of(context).dtype).eps) / 2.0
+    shards = [Address(f"shard-{k}") for k in range(context.n_shards)]
+    rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
             chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
@@ -84,7 +83,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     module.train()
     model = FlatModel(module)
     n_examples = len(context.train_data())
-    client = wb.build_client(context, pushes=True)
+    client = wb.build_client(context, pushes=True, frozen=())
     chunks = whole_worker(
         worker_config(config, context),
         client=client,
@@ -125,11 +124,12 @@ def whole_worker(
         names=member_names("replica", 1),
         await_begin=await_begin,
     )
+    executor.n_bytes = objective.step_bytes
     return Replica(
-        RankConfig(group="replica"),
+        GroupRank("replica", 0),
         client=client,
         # No step follows an install: the version of the parameters is checked first.
-        executor=WholeSteps(executor, n_bytes=objective.step_bytes, follows_install=False),
+        executor=executor,
         slices=SlicePrefetch(executor, plan, reuses=True),
         objective=objective,
         leader=wb.leader_on_request(n_ranks=1),
@@ -200,7 +200,7 @@ def build_rank(
     context = wb.with_data(context)
     parts = wb.replica_parts(place, context=context, split=split, batch=("portion", config.portion))
     flow = parts.flow
-    view = PartialView(wb.layout_of(context), flow.items)
+    view = PartialView(context.layout, flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
     objective, plan = _objective(
         worker_config(config, context),

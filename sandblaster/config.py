@@ -12,7 +12,7 @@ rule = { name = "adagrad", learning_rate = 0.02 }
 """
 
 import math
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import msgspec
 
@@ -27,7 +27,12 @@ from sandblaster.optimizers.owlqn import OWLQN
 
 
 MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn"]
-METHODS: Final = get_args(MethodName)
+METHODS: Final[dict[str, type[AnyMethod]]] = {
+    "l-bfgs": LBFGS,
+    "conjugate-gradient": ConjugateGradient,
+    "gradient-descent": GradientDescent,
+    "owl-qn": OWLQN,
+}
 
 HISTORY: Final = 10
 
@@ -86,13 +91,8 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     seed: int = 0  # of the model's own randomness: each mini-batch's is equal at every point
 
     def __post_init__(self) -> None:
-        counts = ("history", "max_iterations", "max_evaluations", "portion", "portions_per_set")
-        for name in counts:
-            _at_least(1, name, getattr(self, name))
-        for name in ("tolerance", "value_tolerance", "l1", "l2"):
-            value: float | None = getattr(self, name)
-            if value is not None and not 0.0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; use a finite number, 0 or more")
+        _at_least(1, "portion", self.portion)
+        _at_least(1, "portions_per_set", self.portions_per_set)
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
         self._check_method()
@@ -119,24 +119,9 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
 
     def chosen(self) -> AnyMethod:
-        given = {
-            "gradient_tolerance": self.tolerance,
-            "n_iterations_max": self.max_iterations,
-            "n_evaluations_max": self.max_evaluations,
-            "value_tolerance": self.value_tolerance,
-            "l2": self.l2,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        match self.method:
-            case "l-bfgs":
-                return msgspec.convert(given | {"n_history": self.history}, LBFGS)
-            case "owl-qn":
-                given |= {"n_history": self.history, "l1": self.l1}
-                return msgspec.convert(given, OWLQN)
-            case "conjugate-gradient":
-                return msgspec.convert(given, ConjugateGradient)
-            case _:
-                return msgspec.convert(given, GradientDescent)
+        kind = METHODS[self.method]
+        given = {name: getattr(self, name, None) for name in kind.__struct_fields__}
+        return msgspec.convert({k: v for k, v in given.items() if v is not None}, kind)
 
     def chunk_sizes(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
         """Return how a batch is divided; coordinator and workers must agree on it."""

@@ -44,16 +44,6 @@ class WorkerConfig:
     retry_seconds: Seconds = 0.5  # seconds after which a busy worker repeats its report
     retry_seconds_max: Seconds = 4.0  # seconds after which an idle worker does
 
-    @property
-    def heartbeat_seconds(self) -> Seconds:
-        """Return the longest silence of a busy worker; the coordinator bears twice as much."""
-        return self.retry_seconds_max / 2
-
-    def __post_init__(self) -> None:
-        for name in ("retry_seconds", "retry_seconds_max"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
-
 
 # --- mini-batches ---
 
@@ -276,7 +266,8 @@ class GroupTasks:
         self._waiting: dict[int, set[int]] = {}  # by token: ranks that have not staged it
         self._is_due = True  # whether a report is due
         self._is_repeat = False  # and says nothing new
-        self._backoff = Backoff(config.retry_seconds, config.heartbeat_seconds)  # while it is busy
+        # The coordinator bears twice the longest silence of a busy worker.
+        self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max / 2)
 
     def start(self, incarnation: int) -> None:
         self._incarnation = incarnation

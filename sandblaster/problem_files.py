@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 from distbelief.core import files
 from distbelief.errors import JobError, StorageError
-from distbelief.run.directory import SIBLINGS_MAX, RunDirectory
+from distbelief.run.directory import RunDirectory
 from distbelief.task.imports import call_factory
 from distbelief.worker.local_executor import FlatModel
 
@@ -322,7 +322,7 @@ def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
         with RunDirectory.take(_made(problem_of(wanted))), _nothing_if_refused(wanted):
             yield wanted
         return
-    for number in range(1, SIBLINGS_MAX):
+    for number in range(1, files.SIBLINGS_MAX):
         suffix = "" if number == 1 else f".{number}"
         directory = wanted.with_name(f"{wanted.name}{suffix}")
         if _is_taken(directory):
@@ -338,7 +338,7 @@ def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
                 with _nothing_if_refused(directory):
                     yield directory
                 return
-    raise StorageError(f"{wanted} and {SIBLINGS_MAX} siblings exist: remove some")
+    raise StorageError(f"{wanted} and {files.SIBLINGS_MAX} siblings exist: remove some")
 
 
 def _is_taken(directory: Path) -> bool:

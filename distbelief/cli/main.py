@@ -305,7 +305,7 @@ def partition(  # noqa: PLR0913 -- options
         if verify:
             launcher.start()  # it imports torch while the plan is made
         from distbelief.partition import api, planner  # noqa: PLC0415 -- torch
-        from distbelief.task.imports import resolve  # noqa: PLC0415 -- start quickly
+        from distbelief.task.task import ModelSpec, build_on_meta  # noqa: PLC0415 -- torch
 
         o.look_up_modules_here()
         asked = planner.Request(
@@ -332,7 +332,7 @@ def partition(  # noqa: PLR0913 -- options
             )
         fits = api.run(
             asked,
-            resolve(model, table="model"),
+            partial(build_on_meta, ModelSpec(factory=model)),
             explain=explain or (),
             out=out,
             picture=picture,

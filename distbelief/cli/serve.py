@@ -9,7 +9,7 @@ from distbelief.cli import options as o
 from distbelief.errors import JobError
 
 
-RULES: Final = ("sgd", "momentum", "adagrad", "rmsprop", "adam")
+RULES: Final = ("sgd", "momentum", "delayed_nesterov", "adagrad", "rmsprop", "adam")
 
 
 @o.reported
@@ -85,10 +85,13 @@ def serve(  # noqa: PLR0913 -- options
     from distbelief.serve.server_process import ServerRequest, run_server  # noqa: PLC0415 -- torch
 
     o.look_up_modules_here()
-    parameters = list(options_module.model(model, seed=seed).parameters())
+    named = dict(options_module.model(model, seed=seed).named_parameters())
+    parameters = list(named.values())
     request = ServerRequest(
         tensors=parameter_specs(parameters),
-        rule=options_module.rule(rule, learning_rate, options or (), preset=preset),
+        rule=options_module.rule(
+            rule, learning_rate, options or (), preset=preset, names=list(named)
+        ),
         exchange=exchange_policy("--preset", {}, preset),
         n_shards=shards,
         shard_copies=shard_copies,

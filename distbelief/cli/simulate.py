@@ -44,11 +44,6 @@ def simulate(  # noqa: PLR0913 -- options
         "Compute the cost of work from its operations and bytes instead of measuring it on "
         "this host.",
     ),
-    priced: bool = o.flag(
-        "--priced",
-        "Simulate times and bytes only, without running the model. For clusters of "
-        "thousands of machines.",
-    ),
     as_json: bool = o.AS_JSON,
 ) -> int:
     """Forecast how a job would run on a cluster that you do not have.
@@ -82,7 +77,6 @@ def simulate(  # noqa: PLR0913 -- options
         seeds=tuple(range(seed, seed + seeds)),
         trace=trace,
         measures=not counted,
-        priced=priced,
     )
     succeeded = run_simulate.simulate(request, as_json=as_json)
     return 0 if succeeded else o.FAILED

@@ -12,7 +12,6 @@ DIRECTORY/RUN/snapshots/          checkpoints of shards that ran here
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, final
@@ -23,9 +22,9 @@ from distbelief import protocol as wire
 from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec
 from distbelief.core import files
 from distbelief.core.reliable import Silence
-from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
+from distbelief.errors import DistBeliefError, RemoteProtocolError
 from distbelief.launch.local import PREPARE, LocalLauncher
-from distbelief.launch.preflight import VERDICT_BYTES_MAX, verdict_file
+from distbelief.launch.preflight import read_result
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
@@ -35,7 +34,6 @@ from distbelief.transport.shared_memory import FileMemory
 
 PROBE_SECONDS: Final = 0.15  # enough to measure the link
 PROBE_SECONDS_MAX: Final = 3.0  # a lost chunk ends the measurement
-N_SIBLINGS_MAX: Final = 10_000  # run directories of one host
 _TIMER: Final = "host:beat"
 _STORE: Final = "host:store"
 _VERDICT: Final = "host:verdict"
@@ -46,8 +44,6 @@ _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """Options of `distbelief join`."""
-
     address: str  # as `distbelief train --listen` prints it
     keys: Path | None  # directory of this host's keys; None for a run without keys
     cores: int | None = None  # to use; None for all
@@ -62,8 +58,6 @@ class JoinOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HostAgentConfig:
-    """What a host offers, and its time limits."""
-
     offer: wire.Offer  # its incarnation is set for each offer
     stays: bool = False  # whether it waits for another job when one is over
     heartbeat_seconds: rl.Seconds = 0.5  # between two reports to the supervisor
@@ -75,65 +69,6 @@ class HostAgentConfig:
     # Silence after which a job whose port is closed is over; until then a supervisor that died may
     # be restarted
     over_seconds: rl.Seconds = 60.0
-
-
-@final
-class RunningRoles:
-    """The processes of one host, in all its incarnations.
-
-    `Assignments` is the complete list: a process that is not in it is ended, a role without a
-    process is started, once. So a lost message costs half a second. A process may outlive its
-    assignment; no other one of its name starts before it has ended.
-    """
-
-    def __init__(self) -> None:
-        self._assigned: dict[rl.Address, int] = {}
-        self.running: dict[rl.Address, int] = {}  # also of earlier incarnations, until they end
-        self.ended: dict[rl.Address, wire.RoleEnded] = {}  # kept until they are no longer assigned
-
-    def assign(self, message: wire.Assignments) -> None:
-        """Store the roles assigned to this host; `reconcile` acts on them."""
-        assigned: dict[rl.Address, int] = {}
-        for role in message.assignments:
-            if _NAME.fullmatch(role.name) is None or role.name == PREPARE:
-                raise RemoteProtocolError(f"a host cannot run a role {role.name!r:.80}")
-            assigned[rl.Address(role.name)] = role.incarnation
-        self._assigned = assigned
-        self.ended = {n: e for n, e in self.ended.items() if assigned.get(n) == e.incarnation}
-
-    def start(self, name: rl.Address, incarnation: int) -> list[rl.Action]:
-        """Start a process, unless an older one of its name must end first."""
-        if name in self.running:
-            return []
-        self.running[name] = incarnation
-        return [rl.Launch(name=name, incarnation=incarnation)]
-
-    def reconcile(self) -> list[rl.Action]:
-        """End what is not assigned; start what is and has not been started."""
-        actions: list[rl.Action] = [
-            rl.Terminate(name=name)
-            for name, incarnation in self.running.items()
-            if self._assigned.get(name) != incarnation
-        ]
-        for name, incarnation in self._assigned.items():
-            if name not in self.ended:
-                actions += self.start(name, incarnation)
-        return actions
-
-    def lose(self, event: rl.PeerLost) -> bool:
-        """Handle the end of a process; return whether its role is assigned."""
-        del self.running[event.peer]
-        is_assigned = self._assigned.get(event.peer) == event.incarnation
-        if is_assigned:
-            self.ended[event.peer] = wire.RoleEnded(
-                name=event.peer, incarnation=event.incarnation, reason=event.reason[:_REASON_MAX]
-            )
-        return is_assigned
-
-    def drop(self) -> list[rl.Action]:
-        """Forget all assignments and end all processes."""
-        self._assigned, self.ended = {}, {}
-        return [rl.Terminate(name=name) for name in self.running]
 
 
 class HostStorage(Protocol):
@@ -179,14 +114,16 @@ class HostAgent:
         self._to_prepare = False  # as soon as an older process has ended
         self._refusal: str | None = None
         self._leaves_at: rl.Seconds | None = None  # deadline, once it was asked to leave
-        self._roles = RunningRoles()
+        self._assigned: dict[rl.Address, int] = {}
+        self._running: dict[rl.Address, int] = {}  # also of earlier incarnations, until they end
+        # Kept until they are no longer assigned.
+        self._ended: dict[rl.Address, wire.RoleEnded] = {}
         self._patience: rl.Seconds = config.silence_seconds_max
         self._offered_since: rl.Seconds = 0.0
         # Of the supervisor; progress: a message to this incarnation.
         self._silence = Silence()
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for."""
         match event:
             case rl.Started():
                 self._silence.start(now)
@@ -208,17 +145,15 @@ class HostAgent:
         return actions
 
     def status(self) -> tuple[str, dict[str, float]]:
-        """Return the state of the host, and how many roles run."""
         if self._leaves_at is not None:
             state = "leaving"
         elif self._run is None:
             state = "offering"
         else:
             state = "ready" if self._ready else "preparing"
-        return state, {"roles": float(len(self._roles.running))}
+        return state, {"roles": float(len(self._running))}
 
     def is_supervisor_silent(self, now: rl.Seconds) -> bool:
-        """Return whether a job that has taken this host is silent now."""
         was_of_one = self.was_taken and not self._config.stays
         return was_of_one and self._silence.silent(now) > _ALONE_SECONDS
 
@@ -258,7 +193,7 @@ class HostAgent:
             leaving=self._leaves_at is not None,
             refusal=self._refusal,
             bandwidth=self._bandwidth,
-            ended=tuple(self._roles.ended.values()),
+            ended=tuple(self._ended.values()),
         )
         return _to_supervisor(report)
 
@@ -268,10 +203,10 @@ class HostAgent:
         self._ready = self._to_prepare = False
         self._patience = self._config.silence_seconds_max
         self._offered_since = now
-        return self._roles.drop()
+        return self._drop_roles()
 
     def _exit(self, error: str | None) -> list[rl.Action]:
-        return [*self._roles.drop(), rl.Exit(error=error)]
+        return [*self._drop_roles(), rl.Exit(error=error)]
 
     def _leave(self, message: wire.Message, now: rl.Seconds) -> list[rl.Action]:
         if not isinstance(message, wire.Stop):
@@ -291,7 +226,7 @@ class HostAgent:
         self._silence.heard(now, progress=False)
         match message:
             case wire.Assignments(incarnation=incarnation) if incarnation == self._incarnation:
-                return self._assigned(message, now)
+                return self._take_assignments(message, now)
             case wire.Release(incarnation=incarnation) if incarnation == self._incarnation:
                 return self._released(message, now)
             case wire.FileChunk():
@@ -301,15 +236,21 @@ class HostAgent:
             case _:
                 raise RemoteProtocolError(f"the supervisor sent a host {type(message).__name__}")
 
-    def _assigned(self, message: wire.Assignments, now: rl.Seconds) -> list[rl.Action]:
+    def _take_assignments(self, message: wire.Assignments, now: rl.Seconds) -> list[rl.Action]:
         if self._run not in {None, message.run}:  # the supervisor of another run
             return [*self._restart(now), *self._offer(now)]
         self._silence.heard(now)
         if self._run is None:
             self._run, self.was_taken = message.run, True
             return [_said("taken", detail=message.run), self._begin_download(PROBE, now)]
-        self._roles.assign(message)
-        return self._roles.reconcile() if self._ready else []
+        assigned: dict[rl.Address, int] = {}
+        for role in message.assignments:
+            if _NAME.fullmatch(role.name) is None or role.name == PREPARE:
+                raise RemoteProtocolError(f"a host cannot run a role {role.name!r:.80}")
+            assigned[rl.Address(role.name)] = role.incarnation
+        self._assigned = assigned
+        self._ended = {n: e for n, e in self._ended.items() if assigned.get(n) == e.incarnation}
+        return self._reconcile()
 
     def _released(self, message: wire.Release, now: rl.Seconds) -> list[rl.Action]:
         if self._leaves_at is not None:
@@ -379,19 +320,52 @@ class HostAgent:
         return [_said("refused", reason=why), self._report()]
 
     def _prepare(self) -> list[rl.Action]:
-        launches = self._roles.start(PREPARE, self._incarnation)
+        launches = self._start_role(PREPARE, self._incarnation)
         self._to_prepare = not launches
         return launches
 
     def _process_ended(self, event: rl.PeerLost) -> list[rl.Action]:
-        if self._roles.running.get(event.peer) != event.incarnation:
+        name, incarnation = event.peer, event.incarnation
+        if self._running.get(name) != incarnation:
             return []
-        is_assigned = self._roles.lose(event)
-        if event.peer == PREPARE:
-            return self._prepared(event.incarnation)
-        if is_assigned:
-            return [self._report()]
-        return self._roles.reconcile() if self._ready else []
+        del self._running[name]
+        if name == PREPARE:
+            return self._prepared(incarnation)
+        if self._assigned.get(name) != incarnation:
+            return self._reconcile()
+        reason = event.reason[:_REASON_MAX]
+        self._ended[name] = wire.RoleEnded(name=name, incarnation=incarnation, reason=reason)
+        return [self._report()]
+
+    # --- the processes of this host, in all its incarnations
+    #
+    # `Assignments` is the complete list: a process that is not in it is ended, a role without a
+    # process is started, once. So a lost message costs half a second. A process may outlive its
+    # assignment; no other one of its name starts before it has ended.
+
+    def _start_role(self, name: rl.Address, incarnation: int) -> list[rl.Action]:
+        if name in self._running:
+            return []
+        self._running[name] = incarnation
+        return [rl.Launch(name=name, incarnation=incarnation)]
+
+    def _reconcile(self) -> list[rl.Action]:
+        """End what is not assigned; start what is and has not been started."""
+        if not self._ready:
+            return []
+        actions: list[rl.Action] = [
+            rl.Terminate(name=name)
+            for name, incarnation in self._running.items()
+            if self._assigned.get(name) != incarnation
+        ]
+        for name, incarnation in self._assigned.items():
+            if name not in self._ended:
+                actions += self._start_role(name, incarnation)
+        return actions
+
+    def _drop_roles(self) -> list[rl.Action]:
+        self._assigned, self._ended = {}, {}
+        return [rl.Terminate(name=name) for name in self._running]
 
     def _prepared(self, incarnation: int) -> list[rl.Action]:
         if self._to_prepare:
@@ -427,7 +401,10 @@ class AgentStorage:
         self.clear()
         received = read_job_spec(job_spec)
         job, patience = localized(received.spec.job, self.code)
-        directory = _new_run_directory(self.directory)
+        with files.explaining(self.directory, doing="make a directory in"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            directory = files.make_numbered(self.directory, "")
+            (directory / "logs").mkdir()
         memory = self.memory = FileMemory.make()
         plan = None
         if received.plan is not None:
@@ -454,29 +431,14 @@ class AgentStorage:
         return patience
 
     def verdict(self) -> str | None:
-        try:
-            with verdict_file(self.spec).open("rb") as file:
-                text = file.read(VERDICT_BYTES_MAX).decode(errors="replace")
-        except FileNotFoundError:
-            return f"trying out the job failed here: see {self.directory}"
-        except OSError as error:
-            raise files.explained(error, self.spec, doing="read") from error
-        return text or None
+        found = read_result(self.spec)
+        return (
+            f"trying out the job failed here: see {self.directory}"
+            if found is None
+            else found.error
+        )
 
     def clear(self) -> None:
-        """Remove the shared memory of the previous run."""
         if self.memory is not None:
             self.memory.remove_all()
             self.memory = None
-
-
-def _new_run_directory(directory: Path) -> Path:
-    with files.explaining(directory, doing="make a directory in"):
-        directory.mkdir(parents=True, exist_ok=True)
-        for number in range(1, N_SIBLINGS_MAX):
-            candidate = directory / str(number)
-            with suppress(FileExistsError):  # perhaps made just now, by another join
-                candidate.mkdir()
-                (candidate / "logs").mkdir()
-                return candidate
-    raise JobError(f"{directory} has {N_SIBLINGS_MAX} runs: remove some")

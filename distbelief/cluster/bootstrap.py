@@ -31,15 +31,12 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, 
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the roles of a run need on another host."""
-
     spec: RoleSpec  # as for roles of the supervisor's host
     plan: str | None = None  # text of the plan, if replicas are split over several ranks
     shares: bool = True  # whether roles of one host share memory
 
 
 def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
-    """Return the encoded job spec of a run."""
     portable = msgspec.structs.replace(
         spec,
         supervisor="",
@@ -122,7 +119,6 @@ class FileDownload:
         return bytes(self._content) if is_whole else None
 
     def ask(self, now: Seconds) -> FileRequest:
-        """Return the request for the next chunk."""
         self._asked_at = now
         self._backoff.due = now + self._backoff.pause
         return FileRequest(document=self.document, offset=len(self._content))

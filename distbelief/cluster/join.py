@@ -7,7 +7,6 @@ computes nothing, and holds no values.
 import errno
 import os
 import secrets
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -32,11 +31,12 @@ from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.zmq_transport import ANOTHER, REFUSED, ZmqTransport
 
 
 INCARNATION: Final = 1  # the name is new each time
-PROBE_SECONDS: Final = 2.0  # between two probes, and for the answer to one
+PROBE_SECONDS: Final = 2.0  # between two probes
+ANSWER_SECONDS: Final = 0.2  # for the answer to one: the role waits meanwhile
 DIAL_SECONDS: Final = 3.0  # between two attempts after a rejection
 ONCE_SECONDS: Final = 1.5  # at the start, in which exactly one probe runs
 
@@ -45,7 +45,7 @@ Tell = Callable[[str], None]
 
 @final
 class SupervisorMonitor:
-    """Watches the connection to the supervisor; call `close` at the end.
+    """Watches the connection to the supervisor.
 
         the supervisor rejects the key    the user sees how to allow it; it retries
         another key listens there         the user is warned
@@ -53,7 +53,7 @@ class SupervisorMonitor:
                                           else the user is warned
 
     A link that is cut shows nothing, and may recover. ZeroMQ reconnects silently, so a TCP connect
-    that never blocks tells the two apart: a port where nothing listens refuses at once.
+    tells the two apart: a port where nothing listens refuses at once.
     """
 
     def __init__(self, transport: ZmqTransport, *, key: str, place: Endpoint, tell: Tell) -> None:
@@ -64,13 +64,7 @@ class SupervisorMonitor:
         self._shown: set[str] = set()
         self._begun_at = time.monotonic()
         self._dial_at: float | None = None
-        self._probe: socket.socket | None = None
         self._probed_at = -PROBE_SECONDS
-
-    def close(self) -> None:
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
 
     def dial(self) -> None:
         """Connect to the supervisor, also again: ZeroMQ gives up when it is rejected."""
@@ -87,13 +81,13 @@ class SupervisorMonitor:
         if self._dial_at is not None and now >= self._dial_at:
             self._dial_at = None
             self.dial()
-        if self._transport.is_refused(SUPERVISOR):
+        if self._transport.has_failed(SUPERVISOR, REFUSED):
             self._dial_at = now + DIAL_SECONDS
             self._show(
                 f"{where} rejects the key of this host; run there: "
                 f"distbelief keys allow {self._key} NAME --role host"
             )
-        elif self._transport.has_other_key(SUPERVISOR) and not is_known:
+        elif self._transport.has_failed(SUPERVISOR, ANOTHER) and not is_known:
             self._show(
                 f"the process at {where} has another key than this address, or none: "
                 "use the address that `distbelief train --listen` prints there"
@@ -106,24 +100,15 @@ class SupervisorMonitor:
         return None
 
     def nothing_listens(self, now: float) -> bool:
-        """Return whether the latest probe was refused; starts a new one when it is time."""
-        if now - self._probed_at >= PROBE_SECONDS:
-            self.close()
-            self._probed_at = now
-            self._probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            self._probe.settimeout(0.0)
-            error = self._probe.connect_ex((self._place.host, self._place.port))
-            if error not in {0, errno.EINPROGRESS}:  # without a route nothing is known
-                self.close()
-        poller = select.poll()
-        if self._probe is None:
+        """Try a TCP connect, if it is time; return whether nothing listens there."""
+        if now - self._probed_at < PROBE_SECONDS:
             return False
-        poller.register(self._probe, select.POLLOUT)
-        if not poller.poll(0):
-            return False
-        error = self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        self.close()
-        return error == errno.ECONNREFUSED
+        self._probed_at = now
+        try:
+            socket.create_connection((self._place.host, self._place.port), ANSWER_SECONDS).close()
+        except OSError as error:
+            return error.errno == errno.ECONNREFUSED  # without a route nothing is known
+        return False
 
     def _show(self, text: str) -> None:
         if text not in self._shown:
@@ -132,7 +117,6 @@ class SupervisorMonitor:
 
 
 def join(options: JoinOptions, *, tell: Tell) -> int:
-    """Offer this host until it ends; return the exit code."""
     address = JobAddress.parse(options.address)
     reach = _reach(address, options)
     keys = reach.keys
@@ -160,7 +144,6 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         )
         own_key = "" if keys is None else keys.public
         monitor = SupervisorMonitor(transport, key=own_key, place=place, tell=log.announce)
-        stack.callback(monitor.close)
         monitor.dial()
         storage = AgentStorage(
             supervisor=str(place),

@@ -2,8 +2,6 @@
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, final
@@ -72,8 +70,6 @@ class JobAddress:
 @final
 @dataclass(frozen=True, kw_only=True)
 class JoinServer:
-    """How a job accepts hosts."""
-
     reach: ListenConfig  # where its supervisor listens
     n_hosts: int = 0  # hosts to wait for before it begins
     hosts_seconds: float = 600.0  # for them; then it begins with those that are there
@@ -88,7 +84,6 @@ class JoinServer:
         return msgspec.structs.replace(self.reach, keys=keys)
 
     def cluster(self, job: Job, spec: RoleSpec, *, plan: Path | None) -> ClusterConfig:
-        """Return how a job uses the hosts that join."""
         return ClusterConfig(
             run=secrets.token_hex(4),
             job_spec=write_job_spec(spec, plan=plan),
@@ -106,7 +101,6 @@ class JoinServer:
         return cores // job.cluster.threads
 
     def address(self, endpoint: str) -> JobAddress:
-        """Return the address where other hosts join a supervisor that listens at `endpoint`."""
         place = Endpoint.parse(endpoint)
         host = own_address() if place.host == ANYWHERE else place.host
         return JobAddress(host=host, port=place.port, key=place.key, secret=self.reach.secret)
@@ -118,29 +112,16 @@ class JoinServer:
             connect(is_local=self.reach.is_local)
         return replace(self, reach=self.reach.pinned())
 
-    @contextmanager
-    def ray_hosts(
-        self, job: Job, address: JobAddress, *, n_machines: int, directory: Path
-    ) -> Iterator[RayHosts | None]:
-        """Let Ray start hosts, if the job asks for it, while the context lasts."""
-        if not self.on_ray:
-            yield None
-            return
-        hosts = RayHosts.of(
+    def ray_hosts(self, job: Job, *, n_machines: int) -> RayHosts:
+        return RayHosts.of(
             job,
             n_hosts=max(1, self.n_hosts),
             n_machines=n_machines,
             slots_here=self.slots_here(job),
             keys="" if self.reach.keys is None else self.reach.keys.directory,
         )
-        try:
-            hosts.start(str(address), directory=directory)
-            yield hosts
-        finally:
-            hosts.close()
 
     def lines(self, address: JobAddress) -> list[str]:
-        """Return how to join, for the user."""
         keys = "" if address.secret else " --keys ~/.distbelief/keys"
         lines = [f'hosts join by: distbelief join "{address}"{keys}']
         if self.reach.is_open:

@@ -36,7 +36,6 @@ class RayMachine:
     """The actor: one host that joins."""
 
     def join(self, options: JoinOptions) -> int:
-        """Run the host until the job is over; return the exit code."""
         from distbelief.cluster.join import join  # noqa: PLC0415 -- on Ray's node
 
         return join(options, tell=print)
@@ -169,7 +168,6 @@ class RayHosts:
         return texts
 
     def close(self) -> None:
-        """Release Ray's resources, once the hosts have seen that the job is over."""
         if self._group is None:
             return
         import ray  # noqa: PLC0415 -- an extra

@@ -4,20 +4,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from inspect import signature
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 
 from distbelief.config import toml
 from distbelief.core.formatting import nearest
-from distbelief.errors import JobError, JobFileError
+from distbelief.errors import JobFileError
 
 
 if TYPE_CHECKING:  # these import torch
     from distbelief.config.job import Job
     from distbelief.roles.role import Role
-    from distbelief.task.task import BuildContext, RosterEntry
+    from distbelief.task.task import BuildContext
 
 
 GROUP: Final = "distbelief.algorithms"  # entry-point group; each names an `Algorithm`
@@ -31,9 +30,6 @@ class Algorithm(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def config(self) -> type[msgspec.Struct]: ...
 
     @property
@@ -41,20 +37,9 @@ class Algorithm(Protocol):
         """Metrics it reports besides samples, loss and metric: counters of its coordinator."""
         ...
 
-    def roster(
-        self,
-        config: object,
-        *,
-        n_replicas: int,
-        n_shards: int,
-        shard_copies: int = 1,
-        evaluates: bool = True,
-        n_machines: int | None = None,
-    ) -> "list[RosterEntry]":
-        """Return the roles of a job.
-
-        `n_machines` is given only if replicas are split over several ranks by a plan.
-        """
+    @property
+    def coordinator(self) -> str | None:
+        """The name of the role that drives the shards; None if replicas push on their own."""
         ...
 
     def build(self, name: str, *, config: object, context: "BuildContext") -> "Role": ...
@@ -64,32 +49,11 @@ def algorithm_of(job: "Job") -> Algorithm:
     return load(find(job.algorithm_name))
 
 
-def roster_of(job: "Job", *, n_machines: int | None = None) -> "list[RosterEntry]":
-    """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
-    roster = algorithm_of(job).roster
-    options: dict[str, int] = {} if n_machines is None else {"n_machines": n_machines}
-    if not options.keys() <= signature(roster).parameters.keys():
-        raise JobError(
-            f"[cluster] partitions: algorithm {job.algorithm_name!r} cannot split a replica: "
-            "leave partitions, plan and device out"
-        )
-    return roster(
-        job.algorithm,
-        n_replicas=job.cluster.replicas,
-        n_shards=job.cluster.shards,
-        shard_copies=job.cluster.shard_copies,
-        evaluates=job.data.test is not None,
-        **options,
-    )
-
-
 def coordinator_of(job: "Job") -> str | None:
-    """Return the name of the role that drives the shards of this job, if there is one."""
-    return next((e.name for e in roster_of(job) if e.kind == "coordinator"), None)
+    return algorithm_of(job).coordinator
 
 
 def check_cluster(job: "Job") -> None:
-    """Reject a cluster that the algorithm cannot use."""
     check = getattr(algorithm_of(job), "check_cluster", None)
     if check is not None:
         check(job.cluster, job.algorithm)

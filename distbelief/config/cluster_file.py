@@ -11,6 +11,7 @@
 Machines are counted from 0 in the order of the file. `_File` and `Machine` list the other keys.
 """
 
+import errno
 import re
 import tomllib
 from collections.abc import Mapping
@@ -89,8 +90,6 @@ def load_cluster(name_or_path: str | Path) -> spec.Cluster:
         raise unknown from None
     except OSError as error:
         raise GraphError(f"{path}: the cluster cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a zero byte, for example
-        raise GraphError(f"{name_or_path!r} is not a path: {error}") from None
     try:
         return read_cluster(content, name=path.stem, directory=path.parent)
     except GraphError as error:
@@ -216,8 +215,6 @@ def _trace(table: object, directory: Path | None, *, n_machines: int) -> spec.Ou
         content = _content(directory / file, N_TRACE_BYTES_MAX)
     except OSError as error:
         raise GraphError(f"[trace] {file} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a zero byte, for example
-        raise GraphError(f"[trace] file = {file!r} is not a path: {error}") from None
     if len(content) > N_TRACE_BYTES_MAX:
         raise GraphError(f"[trace] {file} is larger than {N_TRACE_BYTES_MAX} bytes")
     try:
@@ -230,5 +227,8 @@ def _trace(table: object, directory: Path | None, *, n_machines: int) -> spec.Ou
 
 def _content(path: Path, n_bytes_max: int) -> bytes:
     # One byte more than allowed is requested: a file that grows cannot exhaust memory.
-    with path.open("rb") as opened:
-        return opened.read(n_bytes_max + 1)
+    try:
+        with path.open("rb") as opened:
+            return opened.read(n_bytes_max + 1)
+    except ValueError as error:  # a zero byte in the path
+        raise OSError(errno.EINVAL, str(error)) from None

@@ -33,8 +33,6 @@ PATIENCE_SECONDS_MIN: Final = 2.0  # several heartbeats, each of which the super
 
 
 class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [cluster]."""
-
     replicas: Processes = 1  # each with its own part of the data
     shards: Processes = 1
     # Processes that keep each shard: with 2, a backup takes over at once when the primary is lost,
@@ -95,8 +93,6 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [evaluation]."""
-
     # "accuracy", another known name, or an import path. None chooses by the loss ("accuracy" for
     # "cross_entropy"), and for your own loss by the targets ("accuracy" for whole numbers, else
     # "mse"). For your own function higher is better, unless it has higher_is_better = False.
@@ -133,8 +129,6 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OutputTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [output]."""
-
     directory: str  # run directory, relative to the current directory
     report_every: Seconds = 2.0  # between lines of progress
     # Between checkpoints. Under a coordinator, where all replicas wait for a checkpoint, longer if
@@ -157,15 +151,11 @@ class SourceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DataTables(msgspec.Struct, frozen=True, kw_only=True):
-    """Tables [data.train] and [data.test]."""
-
     train: DataSpec
     test: DataSpec | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One job, checked and resolved."""
-
     model: ModelSpec
     data: DataTables
     algorithm_name: str
@@ -202,7 +192,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return cast("_Learns", self.algorithm).batch_size
 
     def to_tables(self) -> dict[str, object]:
-        """Return the job as plain tables, quantities with their units."""
         source = {"file": self.source, "import_paths": list(self.import_paths)}
         return {
             "name": self.name,
@@ -228,16 +217,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Learns(Protocol):
-    """The part of [algorithm] that every algorithm has."""
-
     loss: str
     batch_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Judgement of a coordinator's end."""
-
     reason: str  # why it has ended, for the user
     failed: bool = False  # whether the job has failed with it
 

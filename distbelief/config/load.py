@@ -74,16 +74,18 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
             f"{', '.join(stop.__struct_fields__)}",
         )
     settings = {key: value for key, value in given["algorithm"].items() if key != "name"}
+    given_keys = settings
     if "exchange" in algorithm.config.__struct_fields__:
-        try:
-            settings = presets.expand(settings)
-        except JobFileError as error:
-            raise TableError(("algorithm", "preset"), f"[algorithm] {error}") from error
+        settings = _expanded(settings)
+    try:
+        decoded = tables.decode(settings, algorithm.config, path=("algorithm",))
+    except TableError as error:
+        raise _with_preset(error, given_keys) from None
     job = Job(
         model=_model(given["model"], base=base),
         data=_data(given["data"], base=base),
         algorithm_name=point.name,
-        algorithm=tables.decode(settings, algorithm.config, path=("algorithm",)),
+        algorithm=decoded,
         cluster=cluster,
         evaluation=evaluation,
         stop=stop,
@@ -102,6 +104,35 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     except JobError as error:
         raise TableError(("cluster",), str(error)) from None
     return job
+
+
+def _expanded(algorithm: dict[str, object]) -> dict[str, object]:
+    """Return the table [algorithm] with the keys of its preset."""
+    path = ("algorithm", "preset")
+    exchange = algorithm.get("exchange")
+    if isinstance(exchange, dict) and "preset" in exchange:
+        raise TableError(("algorithm", "exchange", "preset"), "'preset' belongs into [algorithm].")
+    try:
+        settings = presets.expand(algorithm)
+    except JobFileError as error:
+        raise TableError(path, f"[algorithm] {error}") from error
+    if "rule" not in settings:
+        raise TableError(
+            ("algorithm",),
+            "[algorithm] has neither rule nor preset: give "
+            'rule = { name = "adagrad", learning_rate = 0.02 }, or preset = "downpour"',
+        )
+    return settings
+
+
+def _with_preset(error: TableError, algorithm: Mapping[str, object]) -> TableError:
+    # A key that the user did not write must not stand in an error without a word on its origin.
+    keys = sorted(presets.filled(algorithm) - {"exchange"})
+    own = [key for key in keys if re.search(rf"(?<!['\w]){key}\b(?! of the)", error.text)]
+    if not own:
+        return error
+    preset = toml.excerpt(algorithm["preset"])
+    return TableError(error.path, f"{error.text} ({', '.join(own)}: from preset = {preset})")
 
 
 def _no_table(name: str) -> TableError:
@@ -186,7 +217,6 @@ FILE_BYTES_MAX: Final = 1 << 20  # job files are written by hand: a longer one i
 
 
 def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Job:
-    """Return the job of the file at `path`."""
     text = _read_text(Path(path))
     return parse_job(text, path=path, overrides=overrides)
 
@@ -211,7 +241,6 @@ def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[st
 
 
 def job_from_json(text: bytes) -> Job:
-    """Return the job that `Job.to_json` wrote."""
     try:
         return resolve(msgspec.json.decode(text, type=dict[str, object]), file="job")
     except (TableError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

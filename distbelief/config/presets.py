@@ -101,10 +101,25 @@ def expand(table: Table) -> dict[str, object]:
         return given
     if not isinstance(name, str) or name not in PRESETS:
         hint = nearest(str(name), PRESETS, only_close=True)
+        known = f"Known: {', '.join(PRESETS)}"
         raise JobFileError(
-            f"preset = {toml.excerpt(name)} is not known. {hint} Known: {', '.join(PRESETS)}"
+            " ".join(filter(None, [f"preset = {toml.excerpt(name)} is not known.", hint, known]))
         )
     return _merged(PRESETS[name], given)
+
+
+def filled(table: Table) -> set[str]:
+    """Return the keys of a table [algorithm] that its preset has filled, at any depth."""
+    return _filled(PRESETS.get(str(table.get("preset")), {}), table)
+
+
+def _filled(preset: Table, given: Table) -> set[str]:
+    keys = {key for key in preset if key not in given}
+    for key, value in preset.items():
+        own = given.get(key, {})
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            keys |= _filled(cast("Table", value), cast("Table", own))
+    return keys
 
 
 def _merged(preset: Table, given: Table) -> dict[str, object]:

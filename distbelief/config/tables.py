@@ -53,6 +53,8 @@ _PLACES = {
     "loss": "[algorithm]",
     "rule": "[algorithm]",
     "clip_norm": "[algorithm]",
+    "preset": "[algorithm]",
+    "groups": "[algorithm.rule]",
     "replicas": "[cluster]",
     "shards": "[cluster]",
     "partitions": "[cluster]",
@@ -78,7 +80,6 @@ class TableError(JobFileError):
 
 
 def decode(value: object, struct: type[S], *, path: Path) -> S:
-    """Return the table `value` as a `struct`."""
     table = as_table(value, path)
     _check_keys(table, _kind(struct), path)
     try:
@@ -166,6 +167,12 @@ def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
             place = f"{header(path[:-1])} {path[-1]}"
             raise TableError(path, f"{place} = {toml.excerpt(value)}: wants {wanted}")
     if not isinstance(value, dict):
+        return
+    if isinstance(kind, inspect.DictType):  # of tables, by names of the user's
+        for key, item in value.items():
+            if isinstance(kind.value_type, inspect.UnionType) and _tags(kind.value_type):
+                as_table(item, (*path, str(key)))
+            _check_keys(item, kind.value_type, (*path, str(key)))
         return
     if isinstance(kind, inspect.UnionType):
         structs: list[inspect.Type] = [

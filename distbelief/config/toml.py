@@ -23,7 +23,6 @@ def write(table: Table) -> str:
 
 
 def inline(value: object) -> str:
-    """Return one value as TOML."""
     match value:
         case bool():
             return "true" if value else "false"

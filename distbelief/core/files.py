@@ -13,7 +13,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -27,6 +27,8 @@ from distbelief.errors import StorageError
 # killed, and the next process removes it (`sweep`). Process ids would not do: they are reused,
 # and mean nothing in another container that sees the same files.
 _PREFIX: Final = "distbelief-scratch-"
+_CLOSED: Final = -1
+SIBLINGS_MAX: Final = 10_000  # numbered directories in one
 
 
 @final
@@ -48,20 +50,26 @@ class Scratch:
         if name is None:
             sweep(f"{_PREFIX}*", root=root)
             name = f"{_PREFIX}{secrets.token_hex(8)}"
-        path, draft = root / name, root / f".{name}"
         try:
-            draft.mkdir(mode=0o700)
-            held = lock(draft)
-            draft.rename(path)  # only now can `sweep` find it, and it is locked
+            return cls.in_place(root / name)
         except OSError as error:
-            raise StorageError(f"cannot make {path}: {error.strerror}") from error
+            raise StorageError(f"cannot make {root / name}: {error.strerror}") from error
+
+    @classmethod
+    def in_place(cls, path: Path) -> Self:
+        """Make this directory, or raise OSError."""
+        draft, held = path.with_name(f".{path.name}"), _CLOSED
+        draft.mkdir(mode=0o700)
+        with suppress(OSError):  # some file systems have no locks, and there `sweep` removes none
+            held = lock(draft)
+        draft.rename(path)  # only now can `sweep` find it, and it is locked
         return cls(path, held=held)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        if self.held >= 0:
+        if self.held != _CLOSED:
             os.close(self.held)
-            self.held = -1
+            self.held = _CLOSED
 
 
 @contextmanager
@@ -180,27 +188,12 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
 @contextmanager
 def _draft_beside(path: Path) -> Iterator[Path]:
     # The lock is on a directory: `fill` may replace the file, and a lock on it would be lost.
-    for left in path.parent.glob(f"{_DRAFT}*{TEMPORARY}"):
-        remove_if_free(left)
-    folder, held = _locked_draft(path.parent)
+    sweep(f"{_DRAFT}*{TEMPORARY}", root=path.parent)
+    draft = Scratch.in_place(path.with_name(f"{_DRAFT}{secrets.token_hex(8)}{TEMPORARY}"))
     try:
-        yield folder / "content"
+        yield draft.path / "content"
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if held is not None:
-            os.close(held)
-
-
-def _locked_draft(parent: Path) -> tuple[Path, int | None]:
-    while True:
-        folder = parent / f"{_DRAFT}{secrets.token_hex(8)}{TEMPORARY}"
-        folder.mkdir(mode=0o700)
-        try:
-            return folder, lock(folder)
-        except (BlockingIOError, FileNotFoundError):
-            continue  # another process removed it before it was locked
-        except OSError:  # some file systems have no locks
-            return folder, None
+        draft.remove()
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -220,6 +213,16 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         force(made.parent)
+
+
+def make_numbered(parent: Path, prefix: str) -> Path:
+    """Make the next free directory PREFIX1, PREFIX2, ... in `parent`, and return it."""
+    for number in range(1, SIBLINGS_MAX):
+        path = parent / f"{prefix}{number}"
+        with suppress(FileExistsError):  # perhaps made just now, by another process
+            path.mkdir()
+            return path
+    raise StorageError(f"{parent} has {SIBLINGS_MAX} {prefix}*: remove some")
 
 
 def safetensors_error(error: SafetensorError) -> OSError:

@@ -97,13 +97,9 @@ class PrivateMemory:
     """
 
     def __init__(self, *, host: str = "here", poison: bool = False) -> None:
-        self._host = host
+        self.host = host
         self._poison = poison
         self._regions: dict[str, Region] = {}
-
-    @property
-    def host(self) -> str:
-        return self._host
 
     def create(self, name: str, *, n_bytes: int) -> Region:
         if name in self._regions:
@@ -120,7 +116,7 @@ class PrivateMemory:
         try:
             return self._regions[name]
         except KeyError:
-            raise MemoryGoneError(f"no region {name!r} on host {self._host!r}") from None
+            raise MemoryGoneError(f"no region {name!r} on host {self.host!r}") from None
 
     def release(self, name: str) -> None:
         region = self._regions.pop(name, None)

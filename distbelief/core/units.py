@@ -75,16 +75,17 @@ def parse(value: object, dimension: Dimension) -> float:
         raise JobFileError(f"{value!r} is no quantity: write for example {example}")
     match = _PATTERN.fullmatch(value) if len(value) <= _TEXT_MAX else None
     if match is None:
-        raise JobFileError(
-            f'"{value[:_TEXT_MAX]}" is no quantity: write a number and a unit, for '
-            f"example {example}"
-        )
+        raise JobFileError(f'"{value[:_TEXT_MAX]}" is no quantity: write for example {example}')
     number, unit = match.groups()
     if unit is None:
         raise JobFileError(f'"{value}" has no unit: write "{number} {_BASE[dimension]}"')
     scale = UNITS[dimension].get(unit)
     if scale is None:
-        raise JobFileError(_unknown_unit(value, unit, dimension))
+        alike = [u for u in UNITS[dimension] if u.lower() == unit.lower()]
+        near = alike or get_close_matches(unit, UNITS[dimension], n=1)
+        hint = f"Did you mean '{near[0]}'? " if near else ""
+        known = ", ".join(UNITS[dimension])
+        raise JobFileError(f"\"{value}\" has the unknown unit '{unit}'. {hint}Known: {known}")
     result = float(Decimal(number) * scale)
     if not math.isfinite(result):
         raise JobFileError(f'"{value}" is too large')
@@ -99,11 +100,3 @@ def show(quantity: float, dimension: Dimension) -> str:
         if 1 <= count < 10_000 and parse(whole, dimension) == quantity:
             return whole
     return f"{quantity!r} {_BASE[dimension]}"
-
-
-def _unknown_unit(value: str, unit: str, dimension: Dimension) -> str:
-    known = ", ".join(UNITS[dimension])
-    ignoring_case = [u for u in UNITS[dimension] if u.lower() == unit.lower()]
-    near = ignoring_case or get_close_matches(unit, UNITS[dimension], n=1)
-    hint = f"Did you mean '{near[0]}'? " if near else ""
-    return f"\"{value}\" has the unknown unit '{unit}'. {hint}Known: {known}"

@@ -26,8 +26,6 @@ LINE_SECONDS: Final = 5.0  # between two plain lines
 
 @final
 class WaitProgress:
-    """Progress of a number of simulated runs, as a context manager."""
-
     def __init__(self, console: Console, *, n_runs: int) -> None:
         self._console = console
         self._n_runs = n_runs
@@ -55,7 +53,6 @@ class WaitProgress:
             self._print(what)
 
     def tell(self, view: JobView) -> None:
-        """Show the progress of the present run."""
         share = view.progress or 0.0
         self._bar.update(self._task, completed=self._n_done + min(share, 0.999))
         now = time.monotonic()
@@ -95,8 +92,6 @@ def local_time() -> dt.datetime:
 
 @final
 class ProgressLine:
-    """Shows the views of one job as they come."""
-
     def __init__(
         self,
         name: str,  # of the job
@@ -114,13 +109,6 @@ class ProgressLine:
         self._phase = ""
         self._next_line = 0.0
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def start(self) -> None:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             # Only `update` refreshes it: no background thread.
@@ -136,7 +124,6 @@ class ProgressLine:
                 live.stop()
 
     def update(self, view: JobView) -> None:
-        """Show the latest view and its new messages."""
         for message in view.messages:
             if message.number > self._n_shown:
                 self._n_shown = message.number

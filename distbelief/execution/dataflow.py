@@ -13,7 +13,7 @@ from typing import Final, final
 from distbelief.execution import operations as ops
 from distbelief.execution.slots import Gather, How, gather
 from distbelief.graph.graph import INPUT, Layer
-from distbelief.graph.operator import joined, operator_of
+from distbelief.graph.operator import joined, sums_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled
@@ -260,9 +260,7 @@ class _FlowBuilder:
         index, messages = self._outbox.pop((kind, name), (0, []))
         how: How = "sum" if kind in {"gradient", "parameter_gradient"} else "cut"
         if messages and kind == "partial":
-            sums = operator_of(self._graph[name]).partial
-            assert sums is not None, name
-            how = sums.combine
+            how = sums_of(self._graph[name]).combine(self._graph[name])
         if messages and kind == "partial_gradient":
             self._complete_gradient(self._graph[name])
         for message in messages:
@@ -323,9 +321,8 @@ class _FlowBuilder:
         )
 
     def _add_combine(self, layer: Layer, region: Region) -> None:
-        sums = operator_of(layer).partial
-        assert sums is not None, layer.name
-        reads = (self._gather("partial", layer.name, region, how=sums.combine),)
+        how = sums_of(layer).combine(layer)
+        reads = (self._gather("partial", layer.name, region, how=how),)
         slot = self._slot()
         seed = self._add_output(layer, region, slot)
         self._operations.append(ops.CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))

@@ -20,7 +20,7 @@ from distbelief.errors import JobError
 from distbelief.forecast.placement import HostCosts
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.report import check_place
-from distbelief.forecast.run import Timeline, Trial, check_learns_nothing
+from distbelief.forecast.run import Timeline, Trial
 from distbelief.forecast.sweep import Axis, Variant, axes_of, best_of, combinations, usual_axes
 
 
@@ -41,7 +41,6 @@ class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace: Path | None = None  # file for the timeline of the first run
     # True: cost of work as measured on this host. False: cost as computed by the roles.
     measures: bool = True
-    priced: bool = False  # times and bytes only: the model is not run
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.seeds) <= N_SEEDS_MAX:
@@ -82,7 +81,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def simulate(  # noqa: PLR0913 -- public API: all but the first are options
+def simulate(
     job: Job | str | os.PathLike[str],
     *,
     cluster: str | None = None,
@@ -92,7 +91,6 @@ def simulate(  # noqa: PLR0913 -- public API: all but the first are options
     sweep: Mapping[str, Sequence[object]] | None = None,
     machines: int | None = None,
     suggest: bool = False,
-    priced: bool = False,
 ) -> Forecast:
     """Forecast how a job would run on a cluster.
 
@@ -105,7 +103,6 @@ def simulate(  # noqa: PLR0913 -- public API: all but the first are options
         sweep: Values by key ("cluster.replicas"): all combinations are run.
         machines: Number of machines of the cluster that may be used.
         suggest: Search for the best configuration within `machines`.
-        priced: Simulate times and bytes only, without running the model.
 
     Raises:
         JobError: the job cannot be run, or does not fit the cluster.
@@ -119,7 +116,6 @@ def simulate(  # noqa: PLR0913 -- public API: all but the first are options
         machines=machines,
         suggests=suggest,
         seeds=tuple(range(seed, seed + seeds)),
-        priced=priced,
     )
     return run_request(request, console=Console(quiet=True))
 
@@ -137,18 +133,15 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     chosen = list(combinations(axes))
     jobs = [_job(request, settings) for settings in chosen]
     hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
-    if request.priced:
-        check_learns_nothing(jobs[0], suggests=request.suggests)
     if request.trace is not None:
         check_place(request.trace)
     n_runs = len(chosen) * len(request.seeds)
     with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
         trials = [
-            Trial.of(
-                preparation.stage(job),
-                hosts.hosting(job, tell=progress.say),
-                settings,
-                priced_by=preparation if request.priced else None,
+            Trial(
+                settings=settings,
+                job=preparation.stage(job),
+                host=hosts.hosting(job, tell=progress.say),
             )
             for job, settings in zip(jobs, chosen, strict=True)
         ]

@@ -1,8 +1,9 @@
-"""Calibration: measures what the work of a job and a message cost on this host, and stores it.
+"""Calibration: measures what the work of a job costs on this host, and stores it.
 
     replica replica:step by flops    seconds per floating point operation
     shard shard:apply by bytes       seconds per byte
-    message, wake                    one constant each: see `Rates`
+
+An event of any kind takes `EVENT_SECONDS` of a core, a sleeping thread `WAKE_SECONDS`.
 
     python -m distbelief.forecast.calibration FOLDER INDEX N_PROCESSES
 
@@ -20,14 +21,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Final, Literal, final
 
 import msgspec
-import torch
 
 from distbelief.config.job import Job, StopTable
 from distbelief.config.load import job_from_json
@@ -38,16 +37,17 @@ from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.launch.role_process import import_from
 from distbelief.partition.profiling.profile import this_host
-from distbelief.protocol import HeartbeatAck
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.transport.config import ListenConfig
-from distbelief.transport.node import RoleRunner
-from distbelief.transport.zmq_transport import ZmqTransport
 
 
-VERSION: Final = 13
+VERSION: Final = 14
+# Core time of an event: both nodes, their threads of ZeroMQ, and the role that handles it, with
+# caches as a job leaves them; 85 to 160 us were measured on an AMD EPYC. A message to a sleeping
+# process takes no longer than that.
+EVENT_SECONDS: Final = 1.2e-4
+WAKE_SECONDS: Final = 3e-5  # until a sleeping thread continues
 SECONDS: Final = 8.0  # of one measurement, with the warm-up
 N_EVENTS_MAX: Final = 10**9
 READY_SECONDS_MAX: Final = 120.0
@@ -69,13 +69,9 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured costs of one job on one host."""
+    """The measured costs of one job's work on one host."""
 
     work: Mapping[str, Rate]  # by `key_of`
-    # Core time of an event: both nodes, their threads of ZeroMQ, and the role that handles it. A
-    # message to a sleeping process takes no longer than that: less than 30 us were measured.
-    message: rl.Seconds
-    wake: rl.Seconds  # until a sleeping thread continues
     share: float = 1.0  # of a core that each measuring process got
     version: int = VERSION
 
@@ -181,7 +177,7 @@ def _stay(kind: str) -> None:
 
 @final
 class Stopwatch:
-    """Times work and the handling of events.
+    """Times work.
 
     Args:
         clock: Thread time by default: time that other programs take must not count.
@@ -202,8 +198,6 @@ class Stopwatch:
         self._move = move
         self.work: dict[str, list[Piece]] = {}
         self.waits: dict[str, list[Piece]] = {}
-        self.handling: rl.Seconds = 0.0
-        self.n_events = 0
 
     def adapt(self, kind: str, asked: rl.Compute) -> rl.Compute:
         """Return the same work, timed."""
@@ -225,13 +219,6 @@ class Stopwatch:
             return result
 
         return msgspec.structs.replace(asked, work=work)
-
-    def handled(self, handle: Callable[[], Sequence[rl.Action]]) -> Sequence[rl.Action]:
-        begun = self._clock()
-        actions = handle()
-        self.handling += self._clock() - begun
-        self.n_events += 1
-        return actions
 
 
 def warm(pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -277,105 +264,6 @@ def mover(index: int) -> Callable[[str], None]:
     return move
 
 
-# --- messages ---
-
-N_EVENTS: Final = 200
-N_WARM_EVENTS: Final = 30
-WAIT_SECONDS_MAX: Final = 10.0
-_SIDE: Final = 512  # of three matrices, together larger than the private caches of a core
-
-
-@final
-class AnsweringRole:
-    """Answers each message and each result by `answer`, after it went through some memory.
-
-    Between two steps of a model, the code that handles a message is no longer in the caches of
-    a core, and takes several times as long.
-    """
-
-    accepts: Final = rl.ALL_MESSAGES
-
-    def __init__(self, answer: rl.Action) -> None:
-        self.n = 0  # messages and results so far
-        self.seconds: rl.Seconds = 0.0  # core time in memory, which does not count
-        self._answer = answer
-        self._one, self._other = torch.zeros(2, _SIDE, _SIDE)
-
-    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        del now
-        if not isinstance(event, rl.Received | rl.Computed):
-            return ()
-        begun = time.thread_time()
-        torch.mm(self._one, self._other)
-        self.seconds += time.thread_time() - begun
-        self.n += 1
-        return [self._answer]
-
-    def has_had(self, n: int) -> bool:
-        return self.n >= n
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return "answering", {}
-
-
-def measure_messages() -> tuple[rl.Seconds, rl.Seconds]:
-    """Return the core time of a message, and the time until a sleeping thread continues."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the core time of other threads would count
-    to_a, to_b = (
-        AnsweringRole(rl.Send(receiver=rl.Address(name), message=HeartbeatAck())) for name in "ab"
-    )
-    works = AnsweringRole(rl.Compute(name="work", work=lambda: None))
-    try:
-        with (
-            scratch() as folder,
-            _transport("a", folder) as a,
-            _transport("b", folder) as b,
-            _transport("c", folder) as c,
-            RoleRunner(to_b, transport=a, log=_silent) as one,
-            RoleRunner(to_a, transport=b, log=_silent) as other,
-            RoleRunner(works, transport=c, log=_silent) as node,
-        ):
-            a.connect("b", 1, b.endpoint)
-            b.connect("a", 1, a.endpoint)
-            a.send("b", HeartbeatAck())
-            message, _ = _per_event([(other, to_a), (one, to_b)])
-            node.tell(rl.Computed(name="begin"))
-            _, passing = _per_event([(node, works)])
-    finally:
-        torch.set_num_threads(n_threads)
-    # Work passes from the thread of the role to the executor, and its result back.
-    return message, passing / 2.0
-
-
-def _per_event(ends: Sequence[tuple[RoleRunner, AnsweringRole]]) -> tuple[rl.Seconds, rl.Seconds]:
-    # Core time of an event, and how long this thread waits for it; the ends take turns. What
-    # other threads compute meanwhile does not shorten the wait.
-    def run(n_events: int) -> tuple[rl.Seconds, rl.Seconds]:
-        cores, waits = time.process_time(), []
-        besides = sum(role.seconds for _, role in ends)
-        for index in range(n_events):
-            node, role = ends[index % len(ends)]
-            clock, own = time.perf_counter(), time.thread_time()
-            node.pump(partial(role.has_had, role.n + 1), timeout_seconds=WAIT_SECONDS_MAX)
-            waits.append(time.perf_counter() - clock - (time.thread_time() - own))
-        busy = time.process_time() - cores
-        besides = sum(role.seconds for _, role in ends) - besides
-        return max(0.0, busy - besides) / n_events, max(0.0, median(waits))
-
-    run(N_WARM_EVENTS)
-    return run(N_EVENTS)
-
-
-def _transport(name: str, folder: Path) -> ZmqTransport:
-    reach = ListenConfig(directory=str(folder))
-    return reach.transport(name=name, incarnation=1, run="calibration", log=_silent)
-
-
-def _silent(level: str, text: str) -> None:
-    del level, text
-
-
 # --- measurement in several processes ---
 
 
@@ -383,8 +271,6 @@ def _silent(level: str, text: str) -> None:
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
     work: dict[str, list[Piece]]
     waits: dict[str, list[Piece]]
-    message: rl.Seconds
-    wake: rl.Seconds
     share: float
 
 
@@ -441,12 +327,7 @@ def _together(found: Sequence[_Found]) -> Rates:
         waiting = waiting_of(waited, besides=seconds)
         unit: Unit = msgspec.convert(key.rpartition(" ")[2], type=Unit)
         work[key] = Rate(unit=unit, seconds=seconds, n=len(pieces), waiting=waiting)
-    return Rates(
-        work=work,
-        message=median(each.message for each in found),
-        wake=median(each.wake for each in found),
-        share=min(each.share for each in found),
-    )
+    return Rates(work=work, share=min(each.share for each in found))
 
 
 def main(folder: str, index: int, n_processes: int) -> int:
@@ -455,14 +336,12 @@ def main(folder: str, index: int, n_processes: int) -> int:
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()
     # With several threads only wall-clock time shows what work takes, and they use all cores.
-    cores, is_single = os.sched_getaffinity(0), job.cluster.threads == 1
+    is_single = job.cluster.threads == 1
     watch = Stopwatch(idle=idle, move=mover(index)) if is_single else Stopwatch(time.perf_counter)
     try:
         with Preparation() as preparation:
             prepared = preparation.stage(job)
-            builders = costed(
-                prepared.builders(), prepared.kinds, adapt=watch.adapt, handled=watch.handled
-            )
+            builders = costed(prepared.builders(), prepared.kinds, adapt=watch.adapt)
             options = ClusterOptions(start=(rl.SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
             simulation.run_until(lambda: begun_in(simulation), within=1e6)
@@ -478,15 +357,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
-    os.sched_setaffinity(0, cores)
-    message, wake = measure_messages()
-    found = _Found(
-        work=watch.work,
-        waits=watch.waits,
-        message=message + watch.handling / max(1, watch.n_events),
-        wake=wake,
-        share=min(1.0, share),
-    )
+    found = _Found(work=watch.work, waits=watch.waits, share=min(1.0, share))
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
     return 0
 

@@ -24,23 +24,25 @@ import torch
 from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.core import units
-from distbelief.data import read_batch
 from distbelief.errors import JobError
-from distbelief.forecast.calibration import Rates, amount, job_key, load_rates, measure, save_rates
+from distbelief.forecast.calibration import (
+    EVENT_SECONDS,
+    WAKE_SECONDS,
+    Rates,
+    amount,
+    job_key,
+    load_rates,
+    measure,
+    save_rates,
+)
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
-from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
+from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import (
-    ONE,
-    ClusterOptions,
-    CostScale,
-    block_bytes_for,
-    scales_for,
-)
+from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.network import WITHIN_HOST
 from distbelief.simulation.placement import drawn_outages, options_for
 
@@ -59,7 +61,6 @@ class PlacedCluster:
     rates: Rates | None  # measured costs; None: the costs that the roles compute
     together: bool  # all roles share the first machine
     budget: int | None = None  # --machines; None: all
-    large: PreparedJob | None = None  # the job whose costs the one that runs, a stand-in, has
 
     def placement(self, prepared: PreparedJob) -> dict[Address, int]:
         """Return the machine of each role."""
@@ -93,52 +94,25 @@ class PlacedCluster:
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return the options of the simulation; JobError if the job does not fit the cluster."""
-        job = self.large or prepared
         try:
             options = options_for(
                 self.cluster,
-                self.placement(job),
-                threads=job.job.cluster.threads,
-                memory=memory_of(job),
-                share_memory=job.job.cluster.shared_memory,
+                self.placement(prepared),
+                threads=prepared.job.cluster.threads,
+                memory=memory_of(prepared),
+                share_memory=prepared.job.cluster.shared_memory,
             )
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
         if self.together and self.rates is not None:
             # On one host, the handling of events uses the shared cores too.
-            message, wake = self.rates.message, self.rates.wake
             machines = {
-                name: replace(machine, event_seconds=message, wake_seconds=wake)
+                name: replace(machine, event_seconds=EVENT_SECONDS, wake_seconds=WAKE_SECONDS)
                 for name, machine in options.machines.items()
             }
             link = replace(WITHIN_HOST, latency_seconds=self.cluster.latency, jitter=0.0)
             options = replace(options, machines=machines, link_within_host=link)
-        if self.large is not None:
-            small, large, scale = prepared.layout, self.large.layout, self._scale(prepared)
-            names = {n: scale.flops for n, kind in prepared.kinds.items() if kind != "shard"}
-            options = replace(
-                options,
-                scales=scales_for(small, large, names, data_bytes=scale.data_bytes),
-                block_bytes=block_bytes_for(small, large),
-                codec=False,
-                trace="order",
-            )
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
-
-    def _scale(self, prepared: PreparedJob) -> CostScale:
-        # Of all roles except shards.
-        if self.large is None:
-            return ONE
-        return CostScale(
-            flops=_n_parameters(self.large) / _n_parameters(prepared),
-            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(prepared),
-        )
-
-    @property
-    def loses_machines(self) -> bool:
-        """Whether the cluster has outages of machines."""
-        cluster = self.cluster
-        return any((cluster.failures, cluster.preemptions, cluster.trace))
 
     def outages(self, prepared: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
         """Return the outages of the job's machines within `horizon` seconds."""
@@ -160,24 +134,9 @@ class PlacedCluster:
         if self.rates is None:
             return builders
         adapt: Adapt = partial(
-            _at_cost,
-            rates=self.rates,
-            reference=self.reference,
-            on_one_host=self.together,
-            scale=self._scale(prepared),
+            _at_cost, rates=self.rates, reference=self.reference, on_one_host=self.together
         )
         return costed(builders, prepared.kinds, adapt=adapt)
-
-
-def _n_parameters(prepared: PreparedJob) -> int:
-    found = prepared.preflight.task.n_parameters
-    assert found, "the check of the job rejects a model without parameters"
-    return found
-
-
-def _bytes_of_sample(prepared: PreparedJob) -> int:
-    batch = read_batch(prepared.datasets["data.train"], [0])
-    return max(1, sum(tensor.nbytes for tensor in batch.tensors().values()))
 
 
 def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
@@ -203,13 +162,7 @@ def memory_of(prepared: PreparedJob) -> dict[Address, float]:
 
 
 def _at_cost(
-    kind: str,
-    asked: Compute,
-    *,
-    rates: Rates,
-    reference: Machine,
-    on_one_host: bool,
-    scale: CostScale,
+    kind: str, asked: Compute, *, rates: Rates, reference: Machine, on_one_host: bool
 ) -> Compute:
     # Replace the cost of work by one that gives the measured time on this host. The time was
     # measured with all cores busy, so it already includes the contention for memory here;
@@ -219,8 +172,6 @@ def _at_cost(
         return asked
     units = amount(asked.cost, rate.unit)
     seconds, waiting = rate.seconds * units, rate.waiting * units
-    if rate.unit == "times":  # the time does not depend on the size of the model: undo the scale
-        seconds /= scale.data_bytes if asked.executor is Executor.DATA else scale.flops
     if rate.unit == "bytes" and not on_one_host:
         cost = Cost(n_bytes=seconds * reference.memory_rate, waiting=waiting)
     else:
@@ -272,8 +223,8 @@ class HostCosts:
             if rates.share < SHARE_MIN:
                 rows.append(("free share of each core then", f"{100 * rates.share:.0f} %"))
             if self._together:
-                rows.append(("core time of an event", _shown(rates.message, "time")))
-                rows.append(("until a sleeping thread continues", _shown(rates.wake, "time")))
+                rows.append(("core time of an event", _shown(EVENT_SECONDS, "time")))
+                rows.append(("until a sleeping thread continues", _shown(WAKE_SECONDS, "time")))
         if not self._measures:
             rows.append(("work of the roles", "counted, not measured"))
         return tuple(rows)

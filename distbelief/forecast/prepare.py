@@ -8,13 +8,12 @@ often it fetches and pushes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self, final
 
 import msgspec
 import torch
 
-from distbelief.config.algorithms import Algorithm, check_cluster, find, load, roster_of
+from distbelief.config.algorithms import Algorithm, check_cluster, find, load
 from distbelief.config.job import Job
 from distbelief.core.files import Scratch
 from distbelief.core.memory import Memory, PrivateMemory
@@ -28,14 +27,12 @@ from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare_data
 from distbelief.trainer import check_data, supervisor_config
+from distbelief.worker.build import roster_of
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 
 # From the kind of a role and the work that it asks for to the work that is done instead.
 Adapt = Callable[[str, Compute], Compute]
-
-# Calls the handling of an event, to measure it.
-Handled = Callable[[Callable[[], Sequence[Action]]], Sequence[Action]]
 
 
 @final
@@ -46,17 +43,13 @@ class CostedRole:
     kind: str
     role: Role
     adapt: Adapt
-    handled: Handled | None = None
 
     @property
     def accepts(self) -> frozenset[type]:
         return self.role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        if self.handled is None:
-            actions = self.role.handle(event, now)
-        else:
-            actions = self.handled(partial(self.role.handle, event, now))
+        actions = self.role.handle(event, now)
         if not any(isinstance(action, Compute) for action in actions):
             return actions
         return [
@@ -69,19 +62,12 @@ class CostedRole:
 
 
 def costed(
-    builders: Mapping[Address, Builder],
-    kinds: Mapping[Address, str],
-    *,
-    adapt: Adapt,
-    handled: Handled | None = None,
+    builders: Mapping[Address, Builder], kinds: Mapping[Address, str], *, adapt: Adapt
 ) -> dict[Address, Builder]:
     """Return builders of costed roles. The supervisor computes nothing and is not wrapped."""
 
     def build_with(name: Address, build: Builder) -> Builder:
-        def build_it(memory: Memory) -> Role:
-            return CostedRole(kind=kinds[name], role=build(memory), adapt=adapt, handled=handled)
-
-        return build_it
+        return lambda memory: CostedRole(kind=kinds[name], role=build(memory), adapt=adapt)
 
     return {
         name: build if kinds[name] == "supervisor" else build_with(name, build)

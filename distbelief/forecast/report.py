@@ -57,8 +57,14 @@ COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
     "staleness_p95": ("p95", _small),
     "pushed_bytes": ("pushed", formatting.size),
     "fetched_bytes": ("fetched", formatting.size),
+    "steps_per_push": ("steps/push", _small),
+    "clock_gap_max": ("gap", _small),
+    "seconds_waited": ("waited", formatting.duration),
     "machine_hours": ("machine-hours", _hours),
 }
+
+
+_OF_SOME: Final = {"steps_per_push", "clock_gap_max", "seconds_waited"}  # exchanges count them
 
 
 def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Table:
@@ -72,7 +78,8 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
     shown = {
         name: column
         for name, column in COLUMNS.items()
-        if name != "target_seconds" or has_target(job)
+        if (name != "target_seconds" or has_target(job))
+        and (name not in _OF_SOME or any(name in variant.spreads for variant in variants))
     }
     for heading, _ in shown.values():
         table.add_column(heading, justify="right", no_wrap=True)

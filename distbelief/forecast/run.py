@@ -2,35 +2,25 @@
 
 * `Timeline` records the work of all roles.
 * `run_simulated` runs a job until its supervisor has ended.
-* A *priced* job is replaced by a small stand-in whose costs are multiplied (`PlacedCluster`), so
-  that thousands of machines can be simulated. Nothing useful is learnt; times and bytes hold.
 * `Trial` is one variant of a sweep that can be run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol, cast, final
 
-import msgspec
-import torch
-from torch import nn
-
-from distbelief.config.job import DataTables, Job
 from distbelief.display.progress import WaitProgress
 from distbelief.errors import JobError
 from distbelief.forecast.placement import PlacedCluster
-from distbelief.forecast.prepare import Preparation, PreparedJob
+from distbelief.forecast.prepare import PreparedJob
 from distbelief.forecast.sweep import Outcome, Variant, reached_at, step_seconds
-from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
-from distbelief.run.summary import DataFacts
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView, filled
-from distbelief.task.task import DataSpec, ModelSpec
 
 
 N_SPANS_MAX: Final = 500_000  # of a timeline: trace viewers fail on many more
@@ -71,126 +61,6 @@ class Timeline:
         self.spans.append(
             Span(role=name, executor=executor, name=event.name, ends=now, seconds=event.seconds)
         )
-
-
-# --- priced jobs ---
-
-_MODULE: Final = "distbelief.forecast.run"
-# Metrics of an algorithm that depend on what is learnt.
-_LEARNT: Final = frozenset({"gradient_norm", "step_length"})
-# The smallest slice of a tensor that can be split over shards has this many elements.
-_WIDTH_PER_SHARD: Final = 64
-
-
-def stand_in_for(large: PreparedJob, preparation: Preparation) -> PreparedJob:
-    """Return the stand-in of a job: the same roles on a small task."""
-    job = large.job
-    if job.cluster.is_split:
-        raise JobError(
-            "--priced does not support split replicas: leave out --priced, or [cluster] "
-            "partitions, plan and device (`distbelief partition` has their cost)"
-        )
-    stop = msgspec.structs.replace(job.stop, accuracy=None, loss=None)
-    if stop.is_empty and not job.stop.is_empty:
-        raise JobError(
-            "--priced learns nothing, so no target of [stop] is ever reached: give epochs, "
-            "samples or seconds"
-        )
-    width = _WIDTH_PER_SHARD * job.cluster.shards
-    facts = large.preflight.task
-    assert facts.train is not None
-    return preparation.stage(
-        msgspec.structs.replace(
-            job,
-            model=ModelSpec(factory=f"{_MODULE}:net", arguments={"width": width}),
-            data=DataTables(
-                train=_data(facts.train, width),
-                test=None if facts.test is None else _data(facts.test, width),
-            ),
-            algorithm=msgspec.structs.replace(job.algorithm, loss="cross_entropy"),
-            evaluation=msgspec.structs.replace(job.evaluation, metric=None),
-            stop=stop,
-        )
-    )
-
-
-def as_of(large: PreparedJob, small: PreparedJob, outcome: Outcome) -> Outcome:
-    """Convert the outcome of a stand-in (`small`) to that of the job (`large`).
-
-    Bytes counted by shards are scaled; what depends on learning is removed.
-    """
-    figures = {k: v for k, v in outcome.figures.items() if k not in _LEARNT}
-    scale = _n_bytes(large.layout) / _n_bytes(small.layout)
-    return msgspec.structs.replace(
-        outcome,
-        metric_name=large.preflight.metric_name,
-        metric=None,
-        held_out_loss=None,
-        loss=None,
-        history=(),
-        figures=figures,
-        pushed_bytes=round(outcome.pushed_bytes * scale),
-        fetched_bytes=round(outcome.fetched_bytes * scale),
-    )
-
-
-def _n_bytes(layout: Layout) -> int:
-    sizes = (layout.shard_size(k) for k in range(layout.n_shards))
-    return sum(sizes) * layout.dtype.itemsize
-
-
-def check_learns_nothing(job: Job, *, suggests: bool) -> None:
-    """Check that a priced job does not search for the shortest time to a target."""
-    if suggests and (job.stop.accuracy is not None or job.stop.loss is not None):
-        raise JobError(
-            "--priced learns nothing, so the time to the target of [stop] is unknown: leave "
-            "out --priced, or the target"
-        )
-
-
-def _data(facts: DataFacts, width: int) -> DataSpec:
-    return DataSpec(
-        factory=f"{_MODULE}:data", arguments={"n_samples": facts.n_samples, "width": width}
-    )
-
-
-# The stand-in is a logistic regression with as many samples as the large task. It learns
-# something, so line searches and staleness are real, and it costs almost nothing.
-
-N_ROWS: Final = 1024  # distinct samples
-
-
-def net(width: int) -> nn.Module:
-    """Return a linear classifier; (n, width) -> (n, 2)."""
-    return nn.Linear(width, 2)
-
-
-@final
-class Rows:
-    """A data set of `n_samples` samples that repeats N_ROWS rows."""
-
-    def __init__(self, n_samples: int, width: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._inputs = torch.randn(N_ROWS, width, generator=generator)
-        self._targets = torch.randint(0, 2, (N_ROWS,), generator=generator)
-        self._n_samples = n_samples
-
-    def __len__(self) -> int:
-        return self._n_samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not 0 <= index < self._n_samples:
-            raise IndexError(f"sample {index} of {self._n_samples}")
-        return self._inputs[index % N_ROWS], self._targets[index % N_ROWS]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.as_tensor(indices) % N_ROWS
-        return self._inputs[rows], self._targets[rows]
-
-
-def data(n_samples: int, width: int) -> Rows:
-    """Return the data set of the stand-in."""
-    return Rows(n_samples, width)
 
 
 # --- runs ---
@@ -353,25 +223,7 @@ class Trial:
 
     settings: Mapping[str, str]  # value by key of the job file
     job: PreparedJob
-    runs: PreparedJob  # the job, or its stand-in
     host: PlacedCluster
-
-    @staticmethod
-    def of(
-        job: PreparedJob,
-        placed: PlacedCluster,
-        settings: Mapping[str, str],
-        *,
-        priced_by: Preparation | None = None,
-    ) -> "Trial":
-        """Return the trial of a job; with `priced_by`, the trial runs a stand-in.
-
-        JobError if the job cannot be priced.
-        """
-        if priced_by is None:
-            return Trial(settings=settings, job=job, runs=job, host=placed)
-        host = replace(placed, large=job)
-        return Trial(settings=settings, job=job, runs=stand_in_for(job, priced_by), host=host)
 
     @property
     def name(self) -> str:
@@ -386,7 +238,7 @@ class Trial:
             left_out = f"needs {n_machines} machines"
         else:
             try:
-                self.host.options(self.runs)
+                self.host.options(self.job)
             except JobError as error:
                 left_out = str(error)
         return Variant(
@@ -398,19 +250,20 @@ class Trial:
 
         JobError if the run is longer than the trace of the cluster.
         """
-        host, priced = self.host, self.host.large is not None
-
-        def tell(view: JobView) -> None:
-            # The metric of a stand-in means nothing.
-            progress.tell(replace(view, metric=None) if priced else view)
+        host, cluster = self.host, self.host.cluster
 
         def run(faults: Sequence[Fault] = ()) -> FinishedRun:
             return run_simulated(
-                self.runs, host, seed=seed, faults=faults, tell=tell, keeps_spans=keeps_spans
+                self.job,
+                host,
+                seed=seed,
+                faults=faults,
+                tell=progress.tell,
+                keeps_spans=keeps_spans,
             )
 
         name = f"{self.name}, seed {seed}"
-        loses = host.loses_machines
+        loses = any((cluster.failures, cluster.preemptions, cluster.trace))
         progress.begin(f"{name}, before machines are lost" if loses else name)
         ended = run()
         # The outages must cover the run, whose length depends on them. So run without any
@@ -418,11 +271,9 @@ class Trial:
         horizon = 0.0
         while loses and ended.outcome.seconds > horizon:
             progress.begin(name)
-            trace, seconds = host.cluster.trace, ended.outcome.seconds
-            known = float("inf") if trace is None else trace.covers
+            seconds = ended.outcome.seconds
+            known = float("inf") if cluster.trace is None else cluster.trace.covers
             horizon = max(seconds, min(2 * seconds, known))
-            ended = run(host.outages(self.runs, seed=seed, horizon=horizon))
+            ended = run(host.outages(self.job, seed=seed, horizon=horizon))
         progress.end()
-        if priced:
-            ended = replace(ended, outcome=as_of(self.job, self.runs, ended.outcome))
         return ended

@@ -95,12 +95,19 @@ FIGURES: Final = (
     "fetched_bytes",
     "machine_hours",
     "pushes_lost",
+    # Of the algorithm, if it counts them.
+    "steps_per_push",
+    "clock_gap_max",
+    "seconds_waited",
 )
 
 
 def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread]:
     """Return the spread of each metric that at least one run has."""
-    found = {name: Spread.of([getattr(run, name) for run in outcomes]) for name in FIGURES}
+    found = {
+        name: Spread.of([getattr(run, name, run.figures.get(name)) for run in outcomes])
+        for name in FIGURES
+    }
     return {name: spread for name, spread in found.items() if spread is not None}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
 from unittest.mock import patch
 
 import torch
@@ -32,12 +32,12 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distbelief.errors import JobError
-from distbelief.graph import lowering, ops
+from distbelief.graph import lowering, ops  # noqa: F401 -- registers operators and lowering rules
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse
 from distbelief.graph.lowering.fallback import per_sample
 from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
-from distbelief.graph.lowering.operation import Context, module_rule, place_of
+from distbelief.graph.lowering.operation import module_rule, place_of
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
@@ -56,13 +56,11 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
-assert ops.__all__  # importing these two packages registers operators and lowering rules
-assert lowering.__all__
-
 # Of one sample of an input: layers are larger, and torch counts elements in 64 bits.
 N_ELEMENTS_MAX: Final = 10**12
 _N_SAMPLES: Final = 3  # of the example; the result is for any number
 _INNER: Final = "inner"
+_WORD_ONLY: Final = inspect.Parameter.KEYWORD_ONLY
 
 
 @final
@@ -132,8 +130,7 @@ def capture(
             a call, what it gets, by name.
         call: How the model is called; the graph's outputs are what it returns.
 
-    Raises:
-        GraphError: It takes other inputs, or mixes or loses the samples of a batch.
+    GraphError if it takes other inputs, or mixes or loses the samples of a batch.
     """
     refuse_parameter_hooks(module)
     refuse_bounded_tables(module)
@@ -228,9 +225,8 @@ def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured
 def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Exported:
     """Export a module.
 
-    Raises:
-        OpaqueError: A module in it cannot be exported.
-        GraphError: Even an opaque module could not do it.
+    OpaqueError if a module in it cannot be exported. GraphError if even an opaque module could not
+    do it.
     """
     from torch.export import Dim, export  # noqa: PLC0415 -- takes a second
 
@@ -265,7 +261,7 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
         path = _innermost(error, module)
         while path and any(path.startswith(f"{other}.") or path == other for other in whole):
             path = path.rpartition(".")[0]
-        raise OpaqueError(path, _reason(error)) from error
+        raise OpaqueError(path, reason_of(error)) from error
     replace_noise(program.graph)
     for call in calls.values():
         call.path = call.path.removeprefix(_INNER).removeprefix(".")
@@ -281,6 +277,9 @@ def _innermost(error: BaseException | None, module: nn.Module) -> str:
             found = paths.get(id(frame.f_locals.get("self")), found)
         error = error.__cause__ or error.__context__
     return found
+
+
+_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # torch has no types here
 
 
 class _NoStrayParameters(TorchFunctionMode):
@@ -299,6 +298,8 @@ class _NoStrayParameters(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if not is_inside():
+            if func == _DATA:  # torch.export does not see it
+                func = cast("Callable[[object], object]", torch.Tensor.detach)
             for value in pytree.tree_leaves((args, kwargs)):
                 if (
                     isinstance(value, nn.Parameter)
@@ -316,16 +317,15 @@ class _RefusedError(Exception):
     """The forward does what torch.export would not see."""
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return in a few words why torch.export refuses a function."""
     if isinstance(error, _RefusedError):
         return str(error)
     words = f"{type(error).__name__}: {error}"
     if "data-dependent" in words or "DataDependent" in words:
-        return "its forward depends on the values of its data (an `if`, a loop)"
+        return "it depends on the values of its data (an `if`, a loop, `.item()`)"
     if "specialized" in words or "Constraints violated" in words:
-        return (
-            "its forward needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
-        )
+        return "it needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
@@ -388,7 +388,7 @@ def _quietly() -> Iterator[None]:
 def _as_export_sees_it() -> Iterator[None]:
     # Refuses what torch.export does not see, and shows it what it would not.
     enter = torch.inference_mode.__enter__
-    apply = torch.autograd.Function.__dict__["apply"].__func__
+    apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, in Python or C
 
     def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():
@@ -400,7 +400,7 @@ def _as_export_sees_it() -> Iterator[None]:
             raise _RefusedError(
                 f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
             )
-        return apply(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)
 
     def as_told(_mask: object, is_causal: object = None, _size: object = None) -> bool:
         return bool(is_causal)  # torch's encoder looks at the values of its mask
@@ -471,9 +471,15 @@ def _lowered(
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
         return builder.finish(_outputs(found)), lowerer.nodes
-    losses = [_loss(context, found.pop())] if call.has_loss else []
+    losses = []
+    if call.has_loss:
+        mean = found.pop()
+        if not isinstance(mean, Value):
+            raise GraphError("[algorithm] the loss does not depend on the model's outputs")
+        losses = [per_sample(context, mean).name]  # each sample has the mean over the batch
     # Of several outputs, those without a row for each sample are left out.
-    kept = [i for i, value in enumerate(found) if _is_output(value) or len(found) == 1]
+    plain = [isinstance(value, Value) and value.is_plain for value in found]
+    kept = [i for i, is_plain in enumerate(plain) if is_plain or len(found) == 1]
     outputs = _outputs([found[i] for i in kept]) if kept or not losses else []
     graph = builder.finish([*outputs, *losses])
     return replace(graph, fields=tuple(call.fields[i] for i in kept)), lowerer.nodes
@@ -484,10 +490,6 @@ def _check_changes(program: "ExportedProgram") -> None:
         word = path.rpartition(".")[2]
         if word not in {"running_mean", "running_var", "num_batches_tracked"}:
             raise GraphError(lost_change(path.removeprefix(f"{_INNER}.")))
-
-
-def _is_output(value: object) -> bool:
-    return isinstance(value, Value) and value.is_plain
 
 
 def _outputs(results: Sequence[object]) -> list[str]:
@@ -508,13 +510,6 @@ def _outputs(results: Sequence[object]) -> list[str]:
     if not names:
         raise GraphError("the model returns no tensors")
     return names
-
-
-def _loss(context: Context, given: object) -> str:
-    # The layer of a loss: each sample has the mean over the batch.
-    if not isinstance(given, Value):
-        raise GraphError("[algorithm] the loss does not depend on the model's outputs")
-    return per_sample(context, given).name
 
 
 @contextmanager
@@ -558,25 +553,20 @@ def _named(module: nn.Module, inputs: Sequence[InputSpec] | Inputs) -> Inputs:
 def input_names(module: nn.Module, n_inputs: int) -> list[str]:
     """Return the names of the first parameters of a forward.
 
-    Raises:
-        GraphError: It does not take so many inputs.
+    GraphError if it does not take so many inputs.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
     known = [p for p in parameters if p.kind in positional]
-    required = [p.name for p in known if p.default is p.empty]
-    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if keyword_only or n_inputs < max(1, len(required)):
+    needed = [p for p in parameters if p.default is p.empty and p.kind in {*positional, _WORD_ONLY}]
+    most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(known)
+    word_only = any(p.kind is _WORD_ONLY for p in needed)
+    if word_only or not max(1, len(needed)) <= n_inputs <= most:
+        shown = known if n_inputs > most else needed
         raise GraphError(
-            f"{type(module).__name__}.forward takes {len(required) + len(keyword_only)} inputs "
-            f"({', '.join([*required, *keyword_only])}), but {n_inputs} shapes are given"
-            + (": make all of them positional" if keyword_only else "")
-        )
-    if n_inputs > len(known) and not several:
-        raise GraphError(
-            f"{type(module).__name__}.forward takes {len(known)} inputs "
-            f"({', '.join(p.name for p in known)}), but {n_inputs} shapes are given"
+            f"{type(module).__name__}.forward takes {len(shown)} inputs "
+            f"({', '.join(p.name for p in shown)}), but {n_inputs} shapes are given"
+            + (": make all of them positional" if word_only else "")
         )
     more = [f"input{index}" for index in range(len(known), n_inputs)]
     return [*(p.name for p in known), *more][:n_inputs]

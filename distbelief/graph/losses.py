@@ -57,8 +57,7 @@ def append_loss(
         soft: Whether the targets of a loss of labels are probabilities instead.
         dim: The class dimension, the batch not counted.
 
-    Raises:
-        GraphError: There is no such loss, the model has several outputs, or shapes do not fit.
+    GraphError if there is no such loss, the model has several outputs, or shapes do not fit.
     """
     if len(graph.outputs) != 1:
         raise GraphError(

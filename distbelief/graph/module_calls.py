@@ -48,41 +48,34 @@ class LeafCall:
         self.path = path
         self.operations = 0.0  # floating point operations for one sample, if known
         self.shapes_found: list[tuple[int, ...]] = []  # extents of the batch are symbols
-        self._result_spec: pytree.TreeSpec | None = None
-        self._result_others: list[tuple[object] | None] = []
-        flat, self._spec = pytree.tree_flatten(arguments)
-        self.tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-        self._others = [None if isinstance(value, torch.Tensor) else (value,) for value in flat]
+        self._returned: object = None
+        self._given = arguments
+        leaves = pytree.tree_leaves(arguments)
+        self.tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
 
     def arguments(self, tensors: Sequence[object]) -> tuple[list[Any], dict[str, Any]]:
         """Return positional and keyword arguments with these tensors in their places."""
-        given = iter(tensors)
-        flat = [next(given) if other is None else other[0] for other in self._others]
-        arguments, keywords = pytree.tree_unflatten(flat, self._spec)
+        arguments, keywords = _with(self._given, tensors)
         return list(arguments), dict(keywords)
 
     def check_arguments(self) -> None:
         """Raise `OpaqueError` for the caller if an argument may hide a tensor."""
-        for other in self._others:
-            if other is not None and not isinstance(other[0], _PLAIN):
+        for given in pytree.tree_leaves(self._given):
+            if not isinstance(given, (torch.Tensor, *_PLAIN)):
                 path = self.path.removeprefix("inner").removeprefix(".")
                 raise OpaqueError(
                     path.rpartition(".")[0],
                     f"its part {path} cannot be split and gets an object of type "
-                    f"{type(other[0]).__name__}, which cannot be sent",
+                    f"{type(given).__name__}, which cannot be sent",
                 )
 
     def result(self, tensors: Sequence[object]) -> object:
-        given = iter(tensors)
-        flat = [next(given) if other is None else other[0] for other in self._result_others]
-        assert self._result_spec is not None
-        return pytree.tree_unflatten(flat, self._result_spec)
+        return _with(self._returned, tensors)
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors like the result's, for fake inputs."""
         if is_experts(self.module):  # its result is like its tokens; running it may take long
-            _, self._result_spec = pytree.tree_flatten(inputs[0])
-            self._result_others, self.shapes_found = [None], [tuple(inputs[0].shape)]
+            self._returned, self.shapes_found = inputs[0], [tuple(inputs[0].shape)]
             return [torch.empty_like(inputs[0])]
         symbols = (n for x in inputs for n in x.shape if type(n) is not int)
         extent: Any = next(symbols, 1)
@@ -90,20 +83,19 @@ class LeafCall:
         with disable_proxy_modes_tracing(), unset_fake_temporarily():
             n_samples = N_WITHOUT_MEMORY
             try:
-                result = self._run(inputs, n_samples, torch.device("meta"))
+                self._returned = self._run(inputs, n_samples, torch.device("meta"))
             except LostChangeError:
                 raise
             except Exception:  # noqa: BLE001 -- a forward that needs values may raise anything
                 n_samples = N_TRIED
                 try:
-                    result = self._run(inputs, n_samples, torch.device("cpu"))
+                    self._returned = self._run(inputs, n_samples, torch.device("cpu"))
                 except LostChangeError:
                     raise
                 except Exception as error:
                     raise GraphError(self._refusal(inputs, error)) from error
-            flat, self._result_spec = pytree.tree_flatten(result)
-        self._result_others = [None if isinstance(x, torch.Tensor) else (x,) for x in flat]
-        found = [x for x in flat if isinstance(x, torch.Tensor)]
+        leaves = pytree.tree_leaves(self._returned)
+        found = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.shapes_found = [
             tuple(
                 batch * (n // n_samples) if i == _first(x, n_samples) else n
@@ -120,21 +112,20 @@ class LeafCall:
         ]
 
     def _refusal(self, inputs: Sequence[torch.Tensor], error: Exception) -> str:
-        kind = type(self.module).__name__
         path = self.path.removeprefix("inner").removeprefix(".")
+        kind = type(self.module).__name__
         shapes = ", ".join(
             "x".join(str(n) if type(n) is int else "batch" for n in x.shape) for x in inputs
         )
         wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
-        if wants_words and any(x.is_floating_point() for x in inputs):
-            hint = (
-                "It needs integers but gets floats: give the number of values (--input "
-                "128:30000), or an example with integers"
-            )
-        elif not wants_words and any(not x.is_floating_point() for x in inputs):
+        hint = f"Is the shape of the input right, for any number of samples ({N_TRIED} here)?"
+        if any(x.is_floating_point() == wants_words for x in inputs):
             hint = "It gets integers: embed them first, or give the input as floats"
-        else:
-            hint = "Is the shape of the input right?"
+            if wants_words:
+                hint = (
+                    "It needs integers but gets floats: give the number of values (--input "
+                    "128:30000), or an example with integers"
+                )
         why = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         why = why if type(error) is RuntimeError and why else f"{type(error).__name__}: {why}"
         what = f"{path} ({kind})" if path else kind
@@ -170,6 +161,11 @@ class LeafCall:
             self.operations = counter.get_total_flops() / n_samples
             _refuse_change(self.module, before, state)
             return result
+
+
+def _with(tree: object, tensors: Sequence[object]) -> Any:  # noqa: ANN401 -- a tree
+    given = iter(tensors)
+    return pytree.tree_map_only(torch.Tensor, lambda _: next(given), tree)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 For any region of a layer's output: which regions of its inputs and which parts of the model's
 tensors it needs, what it costs, and how it is computed. Legal splits, halos, messages,
 memory and cost follow from that alone. A new operator is a subclass of `Operator`
-with a name.
+or `Sums` with a name.
 
 An operator whose output is a sum (or maximum) over a dimension of its input may also compute
 partial sums: each rank computes its part, one rank combines them. BatchNorm statistics, softmax
@@ -12,7 +12,7 @@ over split classes and Linear layers split by inputs work this way.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Literal, NamedTuple, final
 
 import torch
@@ -72,11 +72,27 @@ class Call:
     tensors: Mapping[str, torch.Tensor]  # for each tensor the part that `uses` returns
     step: Step  # seed and mode of the step
 
+    @property
+    def module(self) -> nn.Module:
+        """The module of the model that the layer names.
+
+        GraphError if it is not given.
+        """
+        path = self.layer.text("module")
+        if path not in self.step.modules:
+            raise GraphError(
+                f"the module {path!r} of {self.layer.name!r} is not given: add it to Step.modules"
+            )
+        return self.step.modules[path]
+
 
 class PartialSums(ABC):
     """How an output is combined from parts of the first input."""
 
-    combine: ClassVar[Combine] = "sum"  # how partial outputs become one; "max" has no gradient
+    def combine(self, layer: Layer) -> Combine:
+        """Return how partial outputs become one; "max" has no gradient."""
+        del layer
+        return "sum"
 
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
         """Return the dimensions of the first input along which it may be split."""
@@ -109,21 +125,14 @@ class Operator(ABC):
 
     name: ClassVar[str]  # the value of `Layer.kind`
     # Its partial sums, if its output is a sum over parts of its first input.
-    partial: ClassVar[PartialSums | None] = None
+    partial: PartialSums | None = None
     # Cost per element of the output; None for that of an elementwise function of its inputs.
     per_element: ClassVar[Work | None] = None
 
     @override
     def __init_subclass__(cls) -> None:
-        name = cls.__dict__.get("name")
-        if name is None:
-            return
-        known = OPERATORS.setdefault(name, cls())
-        if type(known) is not cls:
-            raise GraphError(
-                f"operator {name!r} is {type(known).__qualname__} already: give "
-                f"{cls.__qualname__} another name"
-            )
+        if "name" in cls.__dict__:
+            register(cls.name, cls())
 
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
         """Return the dimensions of the output along which it may be split."""
@@ -161,11 +170,71 @@ class Operator(ABC):
         """Return (batch, *call.region.shape), by operations that autograd knows."""
 
 
+def register(name: str, operator: Operator) -> None:
+    if name in OPERATORS:
+        raise GraphError(f"there is an operator {name!r} already: use another name")
+    OPERATORS[name] = operator
+
+
+class Sums(PartialSums, ABC):
+    """Partial sums that are all of a layer's work: its operator takes the input as one part."""
+
+    name: ClassVar[str]  # of the operator
+    per_element: ClassVar[Work] = Work(forward=1.0, backward=1.0, n_elements=1.0)  # of the input
+
+    @override
+    def __init_subclass__(cls) -> None:
+        register(cls.name, _OnePart(cls()))
+
+    def reduced(self, layer: Layer, output: Region) -> Region:
+        """Return the region of the first input that `output` reduces; by default all of it."""
+        del output
+        return Region.of(*layer.input_shapes[0])
+
+    def work(self, layer: Layer, part: Region) -> Work:
+        del layer
+        return self.per_element.times(part.n_elements)
+
+    def cuts_of_output(self, layer: Layer) -> tuple[Cut, ...]:
+        return tuple(Cut(dim) for dim in range(len(layer.shape)))
+
+    def joins_samples(self, layer: Layer) -> bool:
+        del layer
+        return False
+
+
+@final
+class _OnePart(Operator):
+    # The operator of sums.
+
+    def __init__(self, sums: Sums) -> None:
+        self.partial = self._sums = sums
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return self._sums.cuts_of_output(layer)
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return self._sums.reads(layer, self._sums.reduced(layer, output))
+
+    @override
+    def joins_samples(self, layer: Layer) -> bool:
+        return self._sums.joins_samples(layer)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return self._sums.work(layer, self._sums.reduced(layer, output))
+
+    @override
+    def compute(self, call: Call) -> torch.Tensor:
+        return self._sums.compute(replace(call, region=self._sums.reduced(call.layer, call.region)))
+
+
 def operator_of(layer: Layer) -> Operator:
     """Return the operator of a layer.
 
-    Raises:
-        GraphError: No operator of this name is registered.
+    GraphError if no operator of this name is registered.
     """
     try:
         return OPERATORS[layer.kind]
@@ -174,6 +243,13 @@ def operator_of(layer: Layer) -> Operator:
             f"layer {layer.name!r} has unknown operator {layer.kind!r}: import the "
             f"module that registers it (known: {', '.join(sorted(OPERATORS))})"
         ) from None
+
+
+def sums_of(layer: Layer) -> PartialSums:
+    """Return the partial sums of a layer that has some."""
+    sums = operator_of(layer).partial
+    assert sums is not None, layer.name
+    return sums
 
 
 def joined(graph: LayerGraph) -> frozenset[str]:

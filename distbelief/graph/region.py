@@ -155,8 +155,7 @@ class Region:
 def cuts(extent: int, weights: Sequence[float], *, unit: int = 1) -> list[int]:
     """Return the ends of consecutive parts of [0, extent), closest to these proportions.
 
-    Raises:
-        ValueError: A weight is negative, or all are zero.
+    ValueError if a weight is negative, or all are zero.
     """
     total = math.fsum(weights)
     if not weights or min(weights) < 0 or not 0 < total < math.inf:

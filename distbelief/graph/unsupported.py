@@ -86,15 +86,15 @@ def no_other_generators(root: nn.Module) -> Iterator[None]:
             )
 
 
-def _states(root: nn.Module) -> dict[str, object]:
+def _states(root: nn.Module) -> dict[str, str]:
     found = {
-        "Python's `random`": random.getstate(),
-        "numpy.random": _plain(np.random.get_state()),  # noqa: NPY002 -- the user's
+        "Python's `random`": repr(random.getstate()),
+        "numpy.random": repr(np.random.get_state()),  # noqa: NPY002 -- the user's
     }
     for path, part in root.named_modules():
         for word, value in vars(part).items():
             if isinstance(value, Generator):
-                found[f"its {f'{path}.{word}'.lstrip('.')!r}"] = _state(value)
+                found[f"its {f'{path}.{word}'.lstrip('.')!r}"] = repr(_state(value))
     return found
 
 
@@ -104,13 +104,8 @@ def _state(generator: Generator) -> object:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return _plain(generator.get_state())
-
-
-def _plain(state: object) -> object:
-    assert isinstance(state, tuple)
-    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
+        return generator.bit_generator.state
+    return generator.get_state()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.forward import Sample
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
-from distbelief.worker.build import replica_entries
+from distbelief.worker.build import roster
 from distbelief.worker.computation import Computation, output_name, outputs_of
 
 
@@ -58,7 +58,9 @@ def compute(
     supervisor = Supervisor(
         SupervisorConfig(
             roster=tuple(
-                (entry.name, entry.kind) for entry in replica_entries(1, plan.cluster.n_machines)
+                roster(
+                    n_replicas=1, n_shards=0, evaluates=False, n_machines=plan.cluster.n_machines
+                )
             ),
             stop=None,
             replica_restarts_max=0,

@@ -74,8 +74,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Kill every child of this name."""
-
     name: str
 
 

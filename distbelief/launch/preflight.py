@@ -8,7 +8,7 @@ functions that the job names, if the host's user allows them, and prepares the d
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,7 @@ from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.parameter_server.optimizers import UpdateRule, check_groups
 from distbelief.run.summary import DataFacts, TaskFacts
 from distbelief.task import task as tasks
 from distbelief.task.forward import Sample
@@ -35,21 +36,15 @@ from distbelief.worker.local_executor import FlatModel
 
 
 ANSWER_BYTES_MAX: Final = 1 << 26
-VERDICT_BYTES_MAX: Final = 1 << 16
 
 
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to check."""
-
     job: msgspec.Raw  # as JSON
-    answer: str  # file for the result
     initial_file: str  # file for the module's initial values, if they are needed
     plan: str  # file for the plan, if replicas are split; its picture goes beside it
 
 
 class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the check found."""
-
     error: str | None = None  # what is wrong with the job; then the other fields do not count
     is_users: bool = False  # whether the user can fix it
     tensors: tuple[TensorSpec, ...] = ()  # of the model
@@ -80,23 +75,52 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_main(name: str, incarnation: int, path: str) -> int:
     """Handle the request in this file; return the process's exit status."""
-    request = msgspec.json.decode(Path(path).read_bytes(), type=PreflightRequest)
-    log(name, incarnation, "info", f"process {os.getpid()} begins")
-    job = job_from_json(bytes(request.job))
-    import_from(job)
-    torch.set_num_threads(job.cluster.threads)
-    try:
+
+    def check_job() -> PreflightResult:
+        request = msgspec.json.decode(Path(path).read_bytes(), type=PreflightRequest)
+        job = job_from_json(bytes(request.job))
+        import_from(job)
+        torch.set_num_threads(job.cluster.threads)
         tasks.prepare_data(job.task)
         prepared_mark(Path(path)).touch()
-        answer = answer_to(job, initial_file=request.initial_file, plan=request.plan)
+        return answer_to(job, initial_file=request.initial_file, plan=request.plan)
+
+    return _answer(name, incarnation, Path(path), check_job)
+
+
+def prepare_main(name: str, incarnation: int, path: str) -> int:
+    """Check that the run's roles can be built on this host; return the exit status."""
+
+    def prepare() -> PreflightResult:
+        spec = read_spec(path)
+        job = job_from_json(bytes(spec.job))
+        import_from(job)
+        check_allowed(job, spec.allowed or ())
+        check_device(job.cluster.device, "join from a host with one")
+        tasks.prepare_data(job.task)
+        return PreflightResult()
+
+    return _answer(name, incarnation, Path(path), prepare)
+
+
+def _answer(name: str, incarnation: int, request: Path, find: Callable[[], PreflightResult]) -> int:
+    log(name, incarnation, "info", f"process {os.getpid()} begins")
+    try:
+        answer = find()
     except DistBeliefError as error:
         answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
-        text = f"model and data failed the check: {_traced(error)}"
-        answer = PreflightResult(error=text, is_users=True)
-    files.write(Path(request.answer), msgspec.json.encode(answer))
+        traceback.print_exc()  # to the log
+        why = f"{type(error).__name__}: {error}{place(error)}"
+        answer = PreflightResult(error=f"model and data failed the check: {why}", is_users=True)
+    files.write(answer_file(request), msgspec.json.encode(answer))
     log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
     return 0
+
+
+def answer_file(request: Path) -> Path:
+    """Return the file with the `PreflightResult` of this request."""
+    return request.with_name(".answer.json")
 
 
 def prepared_mark(request: Path) -> Path:
@@ -104,15 +128,9 @@ def prepared_mark(request: Path) -> Path:
     return request.with_name(".prepared")
 
 
-def _traced(error: BaseException) -> str:
-    traceback.print_exc()  # to the log
-    return f"{type(error).__name__}: {error}{place(error)}"
-
-
-def read_result(path: Path) -> PreflightResult | None:
-    """Return the result, or None if there is none."""
+def read_result(request: Path) -> PreflightResult | None:
     try:
-        with path.open("rb") as file:
+        with answer_file(request).open("rb") as file:
             return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=PreflightResult)
     except FileNotFoundError:
         return None
@@ -166,6 +184,13 @@ def _found(
     job: Job, written: str, model: FlatModel, datasets: Mapping[str, Dataset]
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
+    for owner in (job.algorithm, getattr(job.algorithm, "warm_start", None)):
+        rule = getattr(owner, "rule", None)
+        try:
+            if isinstance(rule, UpdateRule):
+                check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
+        except ValueError as error:
+            raise JobError(f"[algorithm] {error}") from None
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     match task.model.initial:
@@ -205,30 +230,3 @@ def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
             read(tensor.name, 0, 1 if tensor.n_elements else 0)
     except StorageError as error:
         raise JobError(f"[model] initial: {error}") from error
-
-
-def verdict_file(spec: Path) -> Path:
-    return spec.with_name(".verdict")
-
-
-def prepare_main(name: str, incarnation: int, path: str) -> int:
-    """Check that the run's roles can be built on this host; return the exit status.
-
-    The error, if any, is written to `verdict_file`.
-    """
-    log(name, incarnation, "info", f"process {os.getpid()} begins")
-    wrong = ""
-    try:
-        spec = read_spec(path)
-        job = job_from_json(bytes(spec.job))
-        import_from(job)
-        check_allowed(job, spec.allowed or ())
-        check_device(job.cluster.device, "join from a host with one")
-        tasks.prepare_data(job.task)
-    except DistBeliefError as error:
-        wrong = str(error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
-        wrong = _traced(error)
-    files.write(verdict_file(Path(path)), wrong.encode()[:VERDICT_BYTES_MAX])
-    log(name, incarnation, "info", f"ends: {wrong or 'nothing is wrong'}")
-    return 0

@@ -79,8 +79,6 @@ SPEC_BYTES_MAX: Final = 1 << 26
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of all role processes of one run."""
-
     job: msgspec.Raw  # the job as JSON (`Job.to_json`)
     run: str = ""  # id of the run, which is in every message
     supervisor: str = ""  # address of the supervisor
@@ -155,17 +153,14 @@ def _run_role(
 
         store = CheckpointStore(Path(spec.snapshots), report=warn)
         node = RoleRunner(member, transport=transport, log=report, store=store)
-        _end_when_abandoned(node)
+        if threading.current_thread() is threading.main_thread():
+            why = "the supervisor was killed"
+            lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason=why)
+            signal.signal(ABANDONED, lambda _number, _frame: node.post(lost))
         error = node.run()
         if error is not None and not member.reported_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     return error
-
-
-def _end_when_abandoned(node: RoleRunner) -> None:
-    lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(ABANDONED, lambda _number, _frame: node.post(lost))
 
 
 def import_from(job: Job) -> None:
@@ -183,7 +178,6 @@ def _write(line: str) -> None:
 
 
 def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
-    """Return what the roles of a job are built from."""
     return BuildContext(
         task=job.task,
         layout=Layout(spec.layout),

@@ -20,7 +20,7 @@ from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, Segment
-from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
+from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule, initial_state
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import CheckpointSaved, Count, SessionRecord
 from distbelief.roles import role as rl
@@ -63,24 +63,20 @@ def reshard(
     steps: Sequence[StepCounts],
     read: Read,
 ) -> ShardState:
-    """Return the state of new shard k, in incarnation 0 and without clients.
+    """Return the state of new shard k, in incarnation 0 and without clients, or raise ValueError.
 
     Every element keeps its value and its optimizer state. `clocks` and `steps` (push counts) are
     those of the old shards, in order. Shards have different clocks (DB-5). A new shard starts at
     the largest clock of its sources, so that no element's clock falls: a schedule would go back,
     and Adam would repeat its bias correction.
-
-    Raises:
-        ValueError: The layouts have different tensors.
     """
     if old.tensors != new.tensors or old.dtype != new.dtype:
         raise ValueError(
-            f"layouts {old.fingerprint} and {new.fingerprint} have different tensors: "
-            "only the number of shards may differ"
+            f"layouts {old.fingerprint} and {new.fingerprint} differ in more than shards"
         )
     n_gradient, size = new.n_gradient(k), new.shard_size(k)
     values: Vector = np.zeros(size, new.dtype)
-    state = rule.state(n_gradient, new.dtype)
+    state = initial_state(rule, new, k)
     moves = list(_moves(old, new, k))
     for source, start, stop, offset in moves:
         here = slice(offset, offset + stop - start)
@@ -138,13 +134,10 @@ class CheckpointWriter:
         # After the waiting checkpoints, save once more if the values are newer.
         self.saves_unsaved = False
         self._last = ""
-        self._clock = 0  # of the newest checkpoint, or of the restored one
-
-    def begin_at(self, clock: int) -> None:
-        self._clock = clock
+        self.clock = 0  # of the newest checkpoint, or of the restored one
 
     def begin_next(self, *, clock: int) -> str | None:
-        if self.saves_unsaved and not self.waiting and clock != self._clock:
+        if self.saves_unsaved and not self.waiting and clock != self.clock:
             self.saves_unsaved = False  # one attempt only: the shard is about to exit
             self.waiting.append((rl.NEWEST, rl.SUPERVISOR))
         return self.waiting[0][0] if self.waiting else None
@@ -166,7 +159,7 @@ class CheckpointWriter:
         label, requester = self.waiting.popleft()
         error = event.error
         if error is None:
-            self._last, self._clock = label, clock
+            self._last, self.clock = label, clock
         saved = _saved(requester, label, clock=clock, error=error)
         if label != rl.NEWEST:
             return [saved]
@@ -204,7 +197,7 @@ def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
             "index": str(config.index),
             "incarnation": str(state.incarnation),
             "clock": str(state.clock),
-            "rule": config.rule.name,
+            "rule": config.rule.label,
             "clients": msgspec.json.encode(clients).decode(),
             "steps": msgspec.json.encode(state.steps.to_wire().tolist()).decode(),
         },
@@ -219,13 +212,10 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
-    """Return the state in the snapshot, with arrays of its own.
+    """Return the state in the snapshot, with arrays of its own, or raise StorageError.
 
     The shard's incarnation must be later than the snapshot's. None if it is not known yet: the
     state then has the incarnation of the snapshot.
-
-    Raises:
-        StorageError: It is damaged, or of another shard, layout, rule or run.
     """
     layout, index = config.layout, config.index
     size, n_gradient = layout.shard_size(index), layout.n_gradient(index)
@@ -240,8 +230,7 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
             raise error(f"array {name!r} is missing{_DELETE}")
         if found.shape != (size,) or found.dtype != dtype:
             raise error(
-                f"array {name!r} has shape {found.shape} and dtype {found.dtype}, not "
-                f"({size},) and {dtype}{_DELETE}"
+                f"array {name!r} is {found.shape} of {found.dtype}, not {size} of {dtype}{_DELETE}"
             )
         return found.copy()
 
@@ -249,7 +238,7 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
         ("format", FORMAT, "it was written by another version"),
         ("layout", layout.fingerprint, "resume with the model and number of shards of its run"),
         ("index", str(index), "it belongs to another shard"),
-        ("rule", config.rule.name, "resume with that rule, or start a new run"),
+        ("rule", config.rule.label, "resume with that rule, or start a new run"),
     ):
         if snapshot.facts.get(name) != value:
             raise error(f"{name} is {snapshot.facts.get(name)!r}, not {value!r}: {fix}")
@@ -267,10 +256,9 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
     # Watermarks of the same or a later incarnation belong to other pushes of the clients.
     if incarnation is not None and facts.incarnation >= incarnation:
         raise error(
-            f"its incarnation is {facts.incarnation} and the shard's is {incarnation}: "
-            "continue the count of incarnations in a resumed run"
+            f"its incarnation is {facts.incarnation}, the shard's {incarnation}: count on from it"
         )
-    state = config.rule.state(n_gradient, layout.dtype)
+    state = initial_state(config.rule, layout, index)
     unknown = snapshot.arrays.keys() - {_VALUES, *(f"state.{name}" for name in state)}
     if unknown:
         raise error(f"arrays {sorted(unknown)} are unknown to this shard")

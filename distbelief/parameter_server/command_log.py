@@ -12,9 +12,8 @@ version (DB-16). Until `Publish`, pushes without a commit token are refused.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import assert_never, final
+from typing import assert_never, cast, final
 
 import numpy as np
 
@@ -26,28 +25,12 @@ from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
 from distbelief.parameter_server.sessions import PushInProgress
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.vector_store import VectorStore
-from distbelief.protocol import (
-    BeginEpoch,
-    BeginEvaluation,
-    Checkpoint,
-    CommandDone,
-    Commit,
-    Execute,
-    FinishEvaluation,
-    Publish,
-    Restore,
-    ShardCommand,
-    Task,
-)
+from distbelief.protocol import batch as bt
 from distbelief.protocol.vector_commands import Fill, Scalars
 from distbelief.roles import role as rl
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    scalars: Scalars = ()
-    error: str | None = None
+_Outcome = tuple[Scalars, str | None]  # what was measured, and the error
 
 
 @final
@@ -66,10 +49,10 @@ class CommandExecutor:
         )
         self._buffers: Vector | None = None  # of the last chunk, for the next `BeginEvaluation`
         self._epoch = 0
-        self._answer = CommandDone(epoch=0, number=0)
+        self._answer = bt.CommandDone(epoch=0, number=0)
         self.is_driven = False  # from `BeginEpoch` to `Publish`
-        self.waiting: tuple[rl.Address, ShardCommand] | None = None
-        self.running: tuple[rl.Address, ShardCommand] | None = None
+        self.waiting: tuple[rl.Address, bt.ShardCommand] | None = None
+        self.running: tuple[rl.Address, bt.ShardCommand] | None = None
 
     @property
     def was_driven(self) -> bool:
@@ -93,23 +76,22 @@ class CommandExecutor:
 
         Run the work when the values are there. Both raise StorageError if the snapshot is damaged.
         """
-        plain, saved = (None, None) if snapshot is None else split(snapshot)
+        plain, saved = (None, ()) if snapshot is None else split(snapshot)
         return plain, partial(self._savepoints.restore, saved)
 
     def ready(self) -> None:
         self._savepoints.begin_at(self._values.clock)
 
-    def take(self, event: rl.Received, command: ShardCommand) -> list[rl.Action]:
+    def take(self, event: rl.Received, command: bt.ShardCommand) -> list[rl.Action]:
         answer, is_current = self._answer, command.epoch == self._epoch
         if self._config.is_replicated:
             error = (
-                f"{self._config.name} has two copies, and named vectors are not replicated: "
-                "set shard_copies = 1"
+                f"{self._config.name} has two copies, without named vectors: set shard_copies = 1"
             )
-            answer = CommandDone(epoch=command.epoch, number=command.number, error=error)
-        elif command.epoch > self._epoch and isinstance(command.task, BeginEpoch):
+            answer = bt.CommandDone(epoch=command.epoch, number=command.number, error=error)
+        elif command.epoch > self._epoch and isinstance(command.task, bt.BeginEpoch):
             self._epoch, self.is_driven = command.epoch, True
-            self._answer = CommandDone(epoch=command.epoch, number=0)
+            self._answer = bt.CommandDone(epoch=command.epoch, number=0)
             self.waiting = event.sender, command
             return []
         elif is_current and command.number == answer.number + 1:
@@ -126,41 +108,39 @@ class CommandExecutor:
         """Start the waiting command; `snapshot` makes the shard's own snapshot."""
         if self.running is not None:  # the second half of a `Checkpoint`: write to disk
             task = self.running[1].task
-            assert isinstance(task, Checkpoint)
+            assert isinstance(task, bt.Checkpoint)
             return rl.Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
         assert self.waiting is not None
         self.running, self.waiting = self.waiting, None
         command = self.running[1]
         cost = self._cost(command.task)
-        if isinstance(command.task, BeginEvaluation | Publish | Checkpoint):
+        if isinstance(command.task, bt.BeginEvaluation | bt.Publish | bt.Checkpoint):
             self._values.begin_replace()
 
         def work() -> _Outcome:
             try:
-                return _Outcome(self._execute(command))
+                return self._execute(command), None
             except RemoteProtocolError as error:
-                return _Outcome(error=str(error))
+                return (), str(error)
 
         return rl.Compute(name="order", work=work, cost=cost)
 
     def computed(self, event: rl.Computed) -> list[rl.Action]:
         """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
         assert self.running is not None
-        assert isinstance(event.result, _Outcome), event.result
+        outcome = cast("_Outcome", event.result)
         task = self.running[1].task
-        if isinstance(task, BeginEvaluation | Publish | Checkpoint):
+        if isinstance(task, bt.BeginEvaluation | bt.Publish | bt.Checkpoint):
             self._values.end_push()
-        if isinstance(task, Checkpoint) and event.result.error is None:
-            return []
-        return self._end(event.result)
+        return [] if isinstance(task, bt.Checkpoint) and outcome[1] is None else self._end(*outcome)
 
     def persisted(self, event: rl.Persisted) -> list[rl.Action]:
         assert self.running is not None
         task = self.running[1].task
-        assert isinstance(task, Checkpoint)
+        assert isinstance(task, bt.Checkpoint)
         if event.error is None:
             self._savepoints.on_disk(task.cut)
-        return self._end(_Outcome(error=event.error))
+        return self._end((), event.error)
 
     def with_vectors(self, snapshot: rl.Snapshot) -> rl.Snapshot:
         """Add the named vectors to a snapshot that no coordinator requested, if that is consistent.
@@ -173,27 +153,27 @@ class CommandExecutor:
             return snapshot
         return self._savepoints.extend(snapshot, cut=cut)
 
-    def _end(self, outcome: _Outcome) -> list[rl.Action]:
+    def _end(self, scalars: Scalars, error: str | None) -> list[rl.Action]:
         assert self.running is not None
         (sender, command), self.running = self.running, None
         if command.epoch != self._epoch:
             return []  # its coordinator was replaced
-        if isinstance(command.task, Publish):
+        if isinstance(command.task, bt.Publish):
             self.is_driven = False
-        self._answer = CommandDone(
+        self._answer = bt.CommandDone(
             epoch=command.epoch,
             number=command.number,
             clock=self._values.clock,
-            scalars=outcome.scalars,
+            scalars=scalars,
             n_chunks=self._sums.n_committed,
             n_examples=self._sums.n_examples,
             digest=self._sums.digest,
-            cuts=self._savepoints.records() if isinstance(command.task, BeginEpoch) else (),
-            error=outcome.error,
+            cuts=self._savepoints.records() if isinstance(command.task, bt.BeginEpoch) else (),
+            error=error,
         )
         return [rl.Send(receiver=sender, message=self._answer)]
 
-    def _execute(self, command: ShardCommand) -> Scalars:
+    def _execute(self, command: bt.ShardCommand) -> Scalars:
         self._savepoints.forget(command.on_disk)
         if command.savepoint is not None:
             self._savepoints.add(command.savepoint, settled=command.settled)
@@ -201,29 +181,29 @@ class CommandExecutor:
             self._savepoints.drop_before(command.settled)
         scalars: Scalars = ()
         match command.task:
-            case Execute(commands=commands):
+            case bt.Execute(commands=commands):
                 scalars = self._vector_store.perform(commands)
-            case BeginEvaluation() as task:
+            case bt.BeginEvaluation() as task:
                 scalars = self._vector_store.perform(task.before)
                 self._publish(task.point)
                 self._sums.open(
                     first_commit_token=task.first_commit_token, n_staged_max=task.n_staged_max
                 )
-            case FinishEvaluation() as task:
+            case bt.FinishEvaluation() as task:
                 scalars = self._finish_evaluation(task)
-            case BeginEpoch():
+            case bt.BeginEpoch():
                 self._sums.close()
-            case Restore(cut=cut, whole=whole):
+            case bt.Restore(cut=cut, whole=whole):
                 self._savepoints.return_to(cut, whole=whole, values=self._parameters)
-            case Commit() as task:
+            case bt.Commit() as task:
                 chunks = [(one.chunk_index, one.commit_token) for one in task.sets]
                 self._sums.check(chunks)
                 self._sums.forget(task.void)
                 for chunk_index, commit_token in chunks:
                     self._sums.commit(chunk_index, commit_token)
-            case Publish(point=point):
+            case bt.Publish(point=point):
                 self._publish(point)
-            case Checkpoint(cut=cut):
+            case bt.Checkpoint(cut=cut):
                 self._savepoints.check_current(cut)
                 self._publish(PARAMETERS)
             case _:
@@ -243,7 +223,7 @@ class CommandExecutor:
         if self._buffers is not None:
             self._values.vector[self._n_gradient :] = self._buffers
 
-    def _finish_evaluation(self, task: FinishEvaluation) -> Scalars:
+    def _finish_evaluation(self, task: bt.FinishEvaluation) -> Scalars:
         n, sums = self._n_gradient, self._sums
         if task.n_examples == 0:
             # The loss of zero examples is undefined.
@@ -251,8 +231,7 @@ class CommandExecutor:
             return self._vector_store.perform((unknown, *task.after))
         if task.n_examples != sums.n_examples:
             raise RemoteProtocolError(
-                f"the evaluation must end with {task.n_examples} examples; this shard "
-                f"has {sums.n_examples}, in {sums.n_committed} chunks"
+                f"{sums.n_examples} of {task.n_examples} examples, in {sums.n_committed} chunks"
             )
         total = sums.total()
         assert total is not None
@@ -260,12 +239,12 @@ class CommandExecutor:
         self._buffers = total[n:].copy()
         return self._vector_store.perform(task.after)
 
-    def _cost(self, task: Task) -> rl.Cost:
-        if isinstance(task, Execute):
+    def _cost(self, task: bt.Task) -> rl.Cost:
+        if isinstance(task, bt.Execute):
             return self._vector_store.cost(task.commands)
-        if isinstance(task, BeginEpoch):
+        if isinstance(task, bt.BeginEpoch):
             return rl.Cost()
-        n_passes = 3 * len(task.sets) if isinstance(task, Commit) else 3
+        n_passes = 3 * len(task.sets) if isinstance(task, bt.Commit) else 3
         return rl.Cost(n_bytes=float(n_passes * self._values.vector.nbytes))
 
     def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], rl.Cost]:

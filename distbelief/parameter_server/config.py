@@ -1,13 +1,15 @@
-"""Settings of a shard."""
+"""Settings of a shard and of its clients, and the names of its copies."""
 
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Literal, final
 
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.roles.role import Seconds
+from distbelief.roles.role import Address, Seconds
 
+
+Numbers = Literal["float32", "bfloat16"]
 
 ABSENCE_SECONDS_MAX: Final = 300.0
 """How long an absent client keeps its push buffers. A user's own training loop is silent for
@@ -41,12 +43,46 @@ class ShardConfig:
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", f"shard-{self.index}")
-        if not 0 <= self.index < self.layout.n_shards:
-            raise ValueError(
-                f"index is {self.index}; the layout has {self.layout.n_shards} shards, "
-                "counted from 0"
-            )
-        times = "pin_seconds_max", "absence_seconds_max", "return_seconds"
-        for name in (*times, "n_copies", "n_clients_max", "n_vectors_max"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """Limits and delays of a client."""
+
+    pushes: bool
+    retry_seconds: Seconds = 0.5
+    retry_seconds_max: Seconds = 4.0
+    silence_seconds_max: Seconds = 60.0  # without any message
+    stall_seconds_max: Seconds = 600.0  # with messages but without progress
+    torn_seconds_max: Seconds = 1.0  # then a fetch from shared memory goes by blocks
+    credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction; at most 64
+    # As sent, both ways; never in shared memory. Half the bytes, and 8 significant bits.
+    numbers: Numbers = "float32"
+
+    @property
+    def blocks_per_answer(self) -> int:
+        return max(1, self.credit_blocks // 4)
+
+
+# --- names of the copies: "shard-0", and "shard-0b" for the second one ---
+
+COPIES_MAX: Final = 2
+
+_SUFFIX: Final = "b"  # of the other copy
+
+
+def copy_names(shard_index: int, n_copies: int) -> tuple[Address, ...]:
+    """Return the names of the copies of a shard."""
+    name = f"shard-{shard_index}"
+    return (Address(name), Address(f"{name}{_SUFFIX}"))[:n_copies]
+
+
+def shard_of(copy: str) -> Address:
+    """Return a copy's shard, the name of its first copy and snapshots; other names as they are."""
+    return Address(copy.removesuffix(_SUFFIX) if copy.startswith("shard-") else copy)
+
+
+def other_copy(copy: str) -> Address:
+    shard = shard_of(copy)
+    return Address(f"{shard}{_SUFFIX}") if copy == shard else shard

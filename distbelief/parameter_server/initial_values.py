@@ -52,8 +52,7 @@ class Initial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             number = float(getattr(self, field))
             if not math.isfinite(number) or (number != 0.0 and field not in own):
                 raise ValueError(
-                    f"distribution {self.distribution!r}: {field} is {number}; give "
-                    f"finite numbers for {' and '.join(own)} only"
+                    f"distribution {self.distribution!r}: {field} is {number}; give {own} only"
                 )
         if self.low > self.high:
             raise ValueError(
@@ -74,9 +73,13 @@ def draw(
     if initial.distribution == "constant":
         values.fill(initial.value)
         return values
+    digest = hashlib.sha256(f"{seed}:{tensor}".encode()).digest()
+    key = np.frombuffer(digest, "<u8", count=2)
     for piece in range(start, stop, _PIECE):
         piece_stop = min(piece + _PIECE, stop)
-        uniforms = _uniforms(seed=seed, tensor=tensor, start=piece, stop=piece_stop)
+        count, skipped = divmod(piece, _DRAWS_PER_COUNT)
+        generator = np.random.Generator(np.random.Philox(key=key, counter=count))
+        uniforms = generator.random(skipped + piece_stop - piece)[skipped:]  # in [0, 1)
         if initial.distribution == "uniform":
             drawn = initial.low + (initial.high - initial.low) * uniforms
         else:
@@ -93,8 +96,7 @@ def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, see
     missing = [spec.name for spec in layout.tensors if spec.name not in initials]
     if missing:
         raise ValueError(
-            f"no initial distribution for tensors {missing}; name one for each "
-            f"(known: {sorted(initials)})"
+            f"no initial distribution for tensors {missing}; known: {sorted(initials)}"
         )
 
     def read(name: str, start: int, stop: int) -> Vector:
@@ -116,22 +118,10 @@ def shard_values_from(layout: Layout, k: int, read: Callable[[str, int, int], Ve
         found = read(name, segment.start, segment.stop)
         if found.shape != (segment.n_elements,):
             raise ValueError(
-                f"tensor {name!r}: elements {segment.start} to {segment.stop} were "
-                f"read with shape {found.shape}, not ({segment.n_elements},); does the "
-                "file hold this model's tensors?"
+                f"tensor {name!r}: read {found.shape}, not ({segment.n_elements},): of this model?"
             )
         values[segment.offset : segment.offset + segment.n_elements] = found
     return values
-
-
-def _uniforms(
-    *, seed: int, tensor: str, start: int, stop: int
-) -> NDArray[np.float64]:  # (stop - start,), in [0, 1)
-    digest = hashlib.sha256(f"{seed}:{tensor}".encode()).digest()
-    key = np.frombuffer(digest, "<u8", count=2)
-    count, skipped = divmod(start, _DRAWS_PER_COUNT)
-    generator = np.random.Generator(np.random.Philox(key=key, counter=count))
-    return generator.random(skipped + stop - start)[skipped:]
 
 
 def _standard_normals(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ Names, shapes, kinds and the number of shards alone decide it. Parameters preced
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -23,15 +23,7 @@ import numpy as np
 
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server.slices import (
-    N_RANGES_MAX,
-    N_STRIPES_MAX,
-    IndexRanges,
-    Piece,
-    ShardSlice,
-    TensorCopier,
-    padded,
-)
+from distbelief.parameter_server import slices as sl
 
 
 __all__ = ["ElementType", "Layout", "LayoutSpec", "PartialView", "Segment", "TensorSpec"]
@@ -58,10 +50,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("a tensor has no name; give each tensor its own")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more")
-        if self.kind not in {"parameter", "buffer"}:
-            raise ValueError(
-                f"tensor {self.name!r} has kind {self.kind!r}; use 'parameter' or 'buffer'"
-            )
 
     @property
     def n_elements(self) -> int:
@@ -102,7 +90,7 @@ def cut(tensors: Sequence[TensorSpec], *, n_shards: int) -> list[list[tuple[int,
             start = _cut_at(tensor.n_elements, k, n_shards=n_shards)
             stop = _cut_at(tensor.n_elements, k + 1, n_shards=n_shards)
             pieces[k].append((index, start, stop))
-            loads[k] += padded(stop - start)
+            loads[k] += sl.padded(stop - start)
     # Largest first, each to the lightest shard: Graham 1969, within 4/3 of the best.
     small.sort(key=lambda index: (-tensors[index].n_elements, index))
     for index in small:
@@ -110,7 +98,7 @@ def cut(tensors: Sequence[TensorSpec], *, n_shards: int) -> list[list[tuple[int,
         if n_elements:
             k = loads.index(min(loads))
             pieces[k].append((index, 0, n_elements))
-            loads[k] += padded(n_elements)
+            loads[k] += sl.padded(n_elements)
     return pieces
 
 
@@ -136,7 +124,7 @@ def place(
         for index, start, stop in sorted(pieces):
             if tensors[index].kind == kind:
                 segments.append(Segment(index, start, stop, offset))
-                offset += padded(stop - start)
+                offset += sl.padded(stop - start)
         ends.append(offset)
     return tuple(segments), ends[0], ends[1]
 
@@ -160,14 +148,11 @@ class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.n_shards < 1:
             raise ValueError(f"n_shards is {self.n_shards}; use at least 1")
-        if self.dtype not in {"float32", "float64"}:
-            raise ValueError(f"dtype is {self.dtype!r}; use 'float32' or 'float64'")
         counts = Counter(tensor.name for tensor in self.tensors)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             raise ValueError(
-                f"tensors {twice} are given more than once; give each its own name "
-                "(of a tied tensor, give one name only)"
+                f"tensors {twice} are given more than once; give each (and tied ones) one name"
             )
 
 
@@ -205,9 +190,7 @@ class Layout:
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float64]:
-        if self.spec.dtype == "float64":
-            return np.dtype(np.float64)
-        return np.dtype(np.float32)
+        return np.dtype(np.float64) if self.spec.dtype == "float64" else np.dtype(np.float32)
 
     def shard_size(self, k: int) -> int:
         """Elements of shard k's vector, padding included: a multiple of 64."""
@@ -236,31 +219,44 @@ class PartialView:
 
     A rank of a model-parallel replica holds the regions of its partition and talks only to the
     shards that hold some of them. No element is held twice; regions and views may be empty.
+    ValueError if a tensor or region does not exist, or they cut a shard into too many pieces.
 
-    Raises:
-        ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
-            into too many pieces.
+    Tensors that are `frozen` come with the first fetch alone (`first`), and are never pushed.
     """
 
-    def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]] | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        items: Sequence[tuple[str, Region]] | None = None,
+        *,
+        frozen: Collection[str] = (),
+    ) -> None:
         self.layout = layout
+        self.first = PartialView(layout, items) if frozen else self
+        if frozen and items is None:
+            items = [(spec.name, Region.of(*spec.shape)) for spec in layout.tensors]
         self.is_whole = items is None  # else the items are names of tensors with a region each
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
-        self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
-        self._pieces: list[list[Piece]] = []  # per shard, in its vector
-        self._block_copiers: dict[tuple[int, int], TensorCopier] = {}  # by shard and block
+        self.slices: dict[int, sl.ShardSlice] = {}  # by shard: what the client holds of its vector
+        self._pieces: list[list[sl.Piece]] = []  # per shard, in its vector
+        self._block_copiers: dict[tuple[int, int], sl.TensorCopier] = {}  # by shard and block
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
+        if frozen:
+            self._pieces = [
+                [piece for piece in pieces if self.tensors[piece[0]].name not in frozen]
+                for pieces in self._pieces
+            ]
         for k in range(layout.n_shards):
             if items is None:
                 ranges, held = None, layout.segments(k)
                 self._pieces.append([(s.tensor_index, s.start, s.stop, s.offset) for s in held])
-            elif self._pieces[k]:
+            elif self._pieces[k] or (frozen and k in self.first.slices):
                 ranges = _united(self._pieces[k], k=k)
             else:
                 continue
-            self.slices[k] = ShardSlice(
+            self.slices[k] = sl.ShardSlice(
                 layout.shard_size(k),
                 dtype=layout.dtype,
                 ranges=ranges,
@@ -269,21 +265,21 @@ class PartialView:
         self.shards = tuple(self.slices)  # those that hold something of the tensors
         self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
 
-    def copier(self, k: int, *, compact: bool = False) -> TensorCopier:
+    def copier(self, k: int, *, compact: bool = False) -> sl.TensorCopier:
         """Return the copier between the tensors and shard k's vectors, or the compact ones."""
-        return TensorCopier(
+        return sl.TensorCopier(
             self.sizes,
             self._compact_pieces(k) if compact else self._pieces[k],
             has_padding=self.is_whole,
             n_parameters=self.slices[k].n_parameters if compact else self.layout.n_gradient(k),
         )
 
-    def block_copier(self, k: int, index: int) -> TensorCopier:
+    def block_copier(self, k: int, index: int) -> sl.TensorCopier:
         """Return the copier between the tensors and one block of shard k's compact vector."""
         if (k, index) not in self._block_copiers:
             start, stop = self.slices[k].bounds[index]
             pieces = (_clipped(one, start, stop) for one in self._compact_pieces(k))
-            self._block_copiers[k, index] = TensorCopier(
+            self._block_copiers[k, index] = sl.TensorCopier(
                 self.sizes,
                 (one for one in pieces if one),
                 has_padding=False,
@@ -291,9 +287,9 @@ class PartialView:
             )
         return self._block_copiers[k, index]
 
-    def _compact_pieces(self, k: int) -> Iterator[Piece]:
+    def _compact_pieces(self, k: int) -> Iterator[sl.Piece]:
         for index, start, stop, place in self._pieces[k]:
-            if isinstance(place, IndexRanges):
+            if isinstance(place, sl.IndexRanges):
                 place = self.slices[k].positions_of(place)  # noqa: PLW2901 -- now the compact one
             yield index, start, stop, place
 
@@ -303,21 +299,24 @@ class PartialView:
         Padding goes with the tensor before it, so that ranges end at multiples of `ALIGNMENT` and
         update rules round as for the whole vector.
         """
-        assert self.is_whole
+        if not self.is_whole:
+            missing = [index for index, *_ in self._pieces[k] if tensors[index] is None]
+            assert not missing, f"a client of parts pushes all of them, not without {missing}"
+            return None
         segments = self.layout.segments(k)
         given = [one for one in segments if tensors[one.tensor_index] is not None]
         if len(given) == len(segments):
             return None
         starts = np.array([one.offset for one in given], np.int64)
-        sizes = np.array([padded(one.n_elements) for one in given], np.int64)
-        return IndexRanges.of(starts, starts + sizes).stripes()
+        sizes = np.array([sl.padded(one.n_elements) for one in given], np.int64)
+        return sl.IndexRanges.of(starts, starts + sizes).stripes()
 
 
-def _clipped(piece: Piece, start: int, stop: int, *, to: int = 0) -> Piece | None:
+def _clipped(piece: sl.Piece, start: int, stop: int, *, to: int = 0) -> sl.Piece | None:
     """Return the part of a piece that lies in elements [start, stop), which move to `to`."""
     index, begin, end, place = piece
-    if isinstance(place, IndexRanges):
-        begin += place.n_below(start)
+    if isinstance(place, sl.IndexRanges):
+        begin += place.clipped(0, start).n_elements
         inside = place.clipped(start, stop)
         n = inside.n_elements
         return (index, begin, begin + n, inside.shifted(to - start)) if n else None
@@ -338,7 +337,7 @@ def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
     return TensorSpec(name=name, shape=(region.n_elements,), kind=spec.kind)
 
 
-def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Piece]]:
+def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[sl.Piece]]:
     """Return what each shard holds of these regions."""
     indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
     flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
@@ -348,8 +347,7 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Pi
         for other in others:
             if (items[other][1] & region).n_elements:
                 raise ValueError(
-                    f"regions {items[other][1]} and {region} of tensor {name!r} overlap: "
-                    "each element is held once"
+                    f"regions {items[other][1]} and {region} of tensor {name!r} overlap"
                 )
         others.append(item_index)
     return [
@@ -364,7 +362,7 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Pi
     ]
 
 
-def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
+def _flat(shape: tuple[int, ...], region: Region) -> sl.IndexRanges:
     starts = np.zeros(1, np.int64)
     stride, run = 1, 1
     is_run = True  # whether the dimensions so far make one run of elements
@@ -378,23 +376,23 @@ def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
         is_run = is_run and (start, stop) == (0, extent)
         stride *= extent
     if not region.n_elements:
-        return IndexRanges.whole(0, 0)
-    if len(starts) > N_RANGES_MAX:
+        return sl.IndexRanges.whole(0, 0)
+    if len(starts) > sl.N_RANGES_MAX:
         raise ValueError(
-            f"region {region} of a tensor of shape {shape} is {len(starts)} separate "
-            f"runs of elements; the most is {N_RANGES_MAX}: cut it along an earlier "
-            "dimension"
+            f"region {region} of a tensor of shape {shape} has {len(starts)} runs of elements, "
+            f"at most {sl.N_RANGES_MAX}: cut it along an earlier dimension"
         )
-    return IndexRanges.of(starts, starts + run)
+    return sl.IndexRanges.of(starts, starts + run)
 
 
-def _united(pieces: Sequence[Piece], *, k: int) -> IndexRanges:
-    ranges = IndexRanges.union(place for *_, place in pieces if isinstance(place, IndexRanges))
+def _united(pieces: Sequence[sl.Piece], *, k: int) -> sl.IndexRanges:
+    ranges = sl.IndexRanges.union(
+        place for *_, place in pieces if isinstance(place, sl.IndexRanges)
+    )
     n = len(ranges.stripes()) // 4
-    if n > N_STRIPES_MAX or len(ranges.starts) > N_RANGES_MAX:
+    if n > sl.N_STRIPES_MAX or len(ranges.starts) > sl.N_RANGES_MAX:
         raise ValueError(
-            f"the regions cut the vector of shard {k} into {len(ranges.starts)} ranges "
-            f"or {n} stripes; the most is {N_RANGES_MAX} or {N_STRIPES_MAX}: use more "
-            "shards, or cut tensors along their first dimension"
+            f"the regions cut shard {k} into {len(ranges.starts)} ranges or {n} stripes, of "
+            f"{sl.N_RANGES_MAX} or {sl.N_STRIPES_MAX} at most: use more shards"
         )
     return ranges

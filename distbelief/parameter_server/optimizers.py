@@ -2,6 +2,8 @@
 
     "sgd"       w -= r g                                       Robbins & Monro 1951
     "momentum"  b = m b + (1 - dampening) g; w -= r b          Polyak 1964
+    "delayed_nesterov"  w -= r g / N; every N pushes b = m b + mean(g); w -= r m b
+                                                               Liu et al. 2024
     "adagrad"   s += g^2; w -= r g / (sqrt(s) + epsilon)       Duchi et al. 2011
     "rmsprop"   s = a s + (1 - a) g^2; w -= r g / (sqrt(s) + epsilon)   Hinton 2012
     "adam"      Algorithm 1 of Kingma & Ba 2015, bias corrected
@@ -12,9 +14,10 @@ element by element with torch's fused kernels, so S shards give the bits of one 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from fnmatch import fnmatchcase
+from typing import ClassVar, cast, final
 
 import msgspec
 import numpy as np
@@ -23,10 +26,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server import slices
-from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, padded
 
 
 # --- schedules ---
@@ -47,27 +52,27 @@ from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice
 # as each replica's steps.
 
 
+def _check(
+    struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
+) -> None:
+    """Raise ValueError if one of these fields, of those that the struct has, does not fit."""
+    for field in fields.split():
+        value = getattr(struct, field, None)
+        if value is not None and not fits(value):
+            raise ValueError(f"{user}: {field} is {value}; use {use}")
+
+
 class _Schedule(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
     n_warm_up: int = 0  # pushes over which the rate first rises
 
     def __post_init__(self) -> None:
-        name = self.__struct_config__.tag
-        for field, least in (("n_warm_up", 0), ("n_pushes", 1)):
-            n = getattr(self, field, least)
-            if n < least:
-                raise ValueError(
-                    f"schedule {name!r}: {field} is {n}; "
-                    f"use a whole number of pushes, {least} or more"
-                )
-        decay, floor = getattr(self, "decay", 1.0), getattr(self, "floor", 0.0)
-        if not 0.0 < decay <= 1.0:
-            raise ValueError(
-                f"schedule {name!r}: decay is {decay}; use a number above 0, and at most 1"
-            )
-        if not 0.0 <= floor <= 1.0:
-            raise ValueError(f"schedule {name!r}: floor is {floor}; use a number from 0 to 1")
+        user = f"schedule {self.__struct_config__.tag!r}"
+        _check(self, user, "n_warm_up", lambda n: n >= 0, "a whole number of pushes, 0 or more")
+        _check(self, user, "n_pushes", lambda n: n >= 1, "a whole number of pushes, 1 or more")
+        _check(self, user, "decay", lambda x: 0.0 < x <= 1.0, "a number above 0, and at most 1")
+        _check(self, user, "floor", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
 
     def factor(self, clock: int) -> float:
         if clock < self.n_warm_up:
@@ -230,9 +235,8 @@ class StepCounts:
         if not part.n_pushes:
             del self._parts[shard_slice.key]
         return (
-            f"the parts of its clients need {n} stripes; the most is {N_STRIPES_MAX}, and "
-            f"{slices.N_STRIPES_MAX} for one client: partition all replicas alike, or use "
-            "more shards"
+            f"its clients need {n} stripes, of {N_STRIPES_MAX} at most, and "
+            f"{slices.N_STRIPES_MAX} for one: partition replicas alike, or use more shards"
         )
 
     def add(self, shard_slice: ShardSlice, *, n_pushes: int = 1) -> None:
@@ -303,39 +307,51 @@ class _Rule(
     schedule: Schedule = Constant()
     weight_decay: float = 0.0
     clip_value: float | None = None  # per element of the gradient as pushed
+    # Rules of other tensors, by a pattern of their names, such as "*.bias": the first that matches.
+    groups: "Mapping[str, UpdateRule]" = {}
 
     def __post_init__(self) -> None:
+        for pattern, rule in self.groups.items():
+            if not isinstance(cast("object", rule), _Rule) or rule.groups:
+                raise ValueError(
+                    f"rule {self.name!r}: groups has for {pattern!r} no update rule, or one with "
+                    "groups of its own: use one without"
+                )
         if not isinstance(self.schedule, Schedule):
             raise ValueError(  # noqa: TRY004 - one kind of error for a wrong setting
                 f"rule {self.name!r}: schedule is {self.schedule!r}; use one of "
                 "distbelief.parameter_server.optimizers, as in Cosine(n_pushes=1)"
             )
-        for field in ("learning_rate", "weight_decay", "epsilon", "initial_accumulator"):
-            value = getattr(self, field, 0.0)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(
-                    f"rule {self.name!r}: {field} is {value}; use a finite number, 0 or more"
-                )
-        for field in ("momentum", "smoothing", "beta1", "beta2"):
-            value = getattr(self, field, 0.0)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(
-                    f"rule {self.name!r}: {field} is {value}; "
-                    "use a number from 0 up to, not including, 1"
-                )
-        if self.clip_value is not None and not 0.0 < self.clip_value < math.inf:
-            raise ValueError(
-                f"rule {self.name!r}: clip_value is {self.clip_value}; "
-                "use a number above 0, or leave it out"
-            )
+        user = f"rule {self.name!r}"
+        finite = "learning_rate weight_decay epsilon initial_accumulator"
+        _check(self, user, finite, lambda x: 0.0 <= x < math.inf, "a finite number, 0 or more")
+        below_1 = "a number from 0 up to, not including, 1"
+        _check(self, user, "momentum smoothing beta1 beta2", lambda x: 0.0 <= x < 1.0, below_1)
+        _check(self, user, "dampening", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
+        n_workers = "1 or more, such as the number of workers"
+        above_0 = "a number above 0, or leave it out"
+        _check(self, user, "n_pushes", lambda n: n >= 1, n_workers)
+        _check(self, user, "clip_value", lambda x: 0.0 < x < math.inf, above_0)
 
     @property
     def name(self) -> str:
         return str(self.__struct_config__.tag)
 
     @property
+    def rules(self) -> "tuple[_Rule, ...]":
+        """This rule and those of its groups."""
+        return self, *self.groups.values()
+
+    @property
+    def label(self) -> str:
+        """The names of all its rules; a shard's state fits rules with the same label only."""
+        return "; ".join([self.name, *(f"{key}={one.name}" for key, one in self.groups.items())])
+
+    @property
     def needs_clock(self) -> bool:
-        return self.counts_pushes or not isinstance(self.schedule, Constant)
+        return any(
+            one.counts_pushes or not isinstance(one.schedule, Constant) for one in self.rules
+        )
 
     def rate(self, clock: int) -> float:
         return self.learning_rate * self.schedule.factor(clock)
@@ -349,11 +365,12 @@ class _Rule(
     ) -> None:
         """Update parameters, (n,), and state in place by one push; the gradient stays.
 
-        n is a multiple of 64. The clock counts earlier pushes of these parameters (`StepCounts`).
-        ValueError if sizes or dtypes differ.
+        The clock counts earlier pushes of these parameters (`StepCounts`).
         """
-        _check_vectors(self, parameters, gradient, state)
         n = len(parameters)
+        others = gradient, *state.values()
+        assert all((len(v), v.dtype) == (n, parameters.dtype) for v in others), (n, others)
+        assert n % ALIGNMENT == 0, n  # or results would depend on the number of shards
         in_pieces = self.several_passes or self.clip_value is not None
         step = _PIECE if in_pieces else max(n, 1)
         for start in range(0, n, step):
@@ -399,10 +416,6 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.dampening <= 1.0:
-            raise ValueError(
-                f"rule 'momentum': dampening is {self.dampening}; use a number from 0 to 1"
-            )
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
                 f"rule 'momentum': nesterov is true with momentum {self.momentum} and "
@@ -412,6 +425,34 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
     @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
         _fused_sgd(self, w, g, [state["velocity"]], clock=clock)
+
+
+@final
+class DelayedNesterov(_Rule, frozen=True, tag="delayed_nesterov"):
+    """Nesterov's momentum of the mean of `n_pushes` pushes (Liu et al. 2024, section 5, c = 0).
+
+    Each push moves the parameters by its share at once; the velocity follows after the last one.
+    So deltas of several workers may be applied one by one: it meets the mean of N anchors, as in
+    a round of N workers, and not each delta N times.
+    """
+
+    several_passes: ClassVar[bool] = True
+    counts_pushes: ClassVar[bool] = True  # every n-th push moves the velocity
+    state_names: ClassVar[tuple[str, ...]] = ("velocity", "sum")
+
+    n_pushes: int  # about the number of workers
+    momentum: float = 0.9
+
+    @override
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+        if self.weight_decay:
+            g = g.add(w, alpha=self.weight_decay)
+        rate, so_far = self.rate(clock), state["sum"].add_(g)
+        w.add_(g, alpha=-rate / self.n_pushes)
+        if (clock + 1) % self.n_pushes == 0:
+            velocity = state["velocity"].mul_(self.momentum).add_(so_far, alpha=1 / self.n_pushes)
+            w.add_(velocity, alpha=-rate * self.momentum)
+            so_far.zero_()
 
 
 @final
@@ -519,7 +560,59 @@ class Adam(_Rule, frozen=True, tag="adam"):
         )
 
 
-UpdateRule = SGD | Momentum | Adagrad | RMSprop | Adam
+UpdateRule = SGD | Momentum | DelayedNesterov | Adagrad | RMSprop | Adam
+
+
+# --- groups ---
+
+
+def rule_of(rule: UpdateRule, name: str) -> UpdateRule:
+    """Return the rule of the tensor of this name."""
+    matching = (one for pattern, one in rule.groups.items() if fnmatchcase(name, pattern))
+    return next(matching, rule)
+
+
+def check_groups(rule: UpdateRule, names: Iterable[str]) -> None:
+    """Raise ValueError if a group of the rule is that of none of these parameters."""
+    names = list(names)
+    for pattern in rule.groups:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"rule.groups has {pattern!r}, and no parameter's name is like that: use a name, "
+                f"or a pattern such as '*.bias'. {nearest(pattern, names)}"
+            )
+
+
+def rules_on(rule: UpdateRule, layout: Layout, k: int) -> list[tuple[UpdateRule, IndexRanges]]:
+    """Return the rules of shard k's parameters, and the elements of each, with their padding."""
+    n_gradient = layout.n_gradient(k)
+    if not rule.groups:
+        return [(rule, IndexRanges.whole(0, n_gradient))]
+    names = [tensor.name for tensor in layout.tensors]
+    of_rule: dict[int, list[IndexRanges]] = {}
+    rules = [rule, *rule.groups.values()]
+    for one in layout.segments(k):
+        if one.offset < n_gradient:
+            place = rules.index(rule_of(rule, names[one.tensor_index]))
+            here = IndexRanges.whole(one.offset, one.offset + padded(one.n_elements))
+            of_rule.setdefault(place, []).append(here)
+    return [(rules[place], IndexRanges.union(parts)) for place, parts in sorted(of_rule.items())]
+
+
+def initial_state(rule: UpdateRule, layout: Layout, k: int) -> State:
+    """Return the state of shard k before the first push: the vectors of all its rules.
+
+    Each rule uses its own elements of the vectors that it knows.
+    """
+    n = layout.n_gradient(k)
+    if not rule.groups:
+        return rule.state(n, layout.dtype)
+    state = {name: np.zeros(n, layout.dtype) for one in rule.rules for name in one.state(0, "f")}
+    for one, ranges in rules_on(rule, layout, k):
+        for name, vector in one.state(n, layout.dtype).items():
+            for start, stop in zip(ranges.starts, ranges.stops, strict=True):
+                state[name][start:stop] = vector[start:stop]
+    return state
 
 
 def _fused_sgd(
@@ -544,21 +637,3 @@ def _denominator_min(dtype: torch.dtype) -> float:
     # number (about 1e-19 or 1e-154) changes no bit of a root of squares unless all gradients were
     # below 1e-12 (float32), and then keeps the step far below the learning rate.
     return math.sqrt(torch.finfo(dtype).tiny)
-
-
-def _check_vectors(
-    rule: _Rule, parameters: Vector, gradient: Vector, state: Mapping[str, Vector]
-) -> None:
-    n = len(parameters)
-    for name, vector in {"gradient": gradient, **state}.items():
-        if vector.shape != (n,) or vector.dtype != parameters.dtype:
-            raise ValueError(
-                f"rule {rule.name!r}: {name} has shape {vector.shape} and dtype "
-                f"{vector.dtype}, the parameters ({n},) and {parameters.dtype}; "
-                "they must agree"
-            )
-    if n % ALIGNMENT:
-        raise ValueError(
-            f"rule {rule.name!r}: {n} parameters; use a multiple of {ALIGNMENT}, so that "
-            "results do not depend on the number of shards"
-        )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, final
 
+import msgspec
 import numpy as np
 
 from distbelief.core.memory import Memory
@@ -28,7 +29,7 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.client.buffers import payload_of
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.sessions import Session, Sessions
-from distbelief.parameter_server.slices import WORD, convert
+from distbelief.parameter_server.slices import WORD, ShardSlice, convert
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, Cost, Seconds, Send, SetTimer
@@ -59,6 +60,7 @@ class Version:
 class Pin:
     version: Version
     client: Session
+    held: ShardSlice  # of the shard's vector, what the reader wants
     blocks: Window
     limit: int  # the reader wants no more than blocks [0, limit)
     expires: Seconds
@@ -86,6 +88,7 @@ class PinnedVersions:
     def fetch(self, client: Session, message: pf.Fetch, now: Seconds) -> list[Action]:
         """Start a fetch, or handle a repeated request."""
         name, dtype = client.name, self._dtype(message)
+        self._held(client, message)  # raises if it is invalid
         if message.request < client.request:
             return []
         if message.request > client.request:
@@ -169,7 +172,7 @@ class PinnedVersions:
             slice(*whole.sent_range(piece.start, stop, dtype=version.values.dtype))
         ]
         n_parameters = whole.n_parameters_within(piece.start, stop)
-        work = partial(_copy, source, target, n_parameters=n_parameters)
+        work = partial(convert, source, target, n_parameters=n_parameters)
         return work, Cost(n_bytes=float(source.nbytes + target.nbytes))
 
     def copied(self, n_elements: int, now: Seconds) -> list[Action]:
@@ -220,9 +223,9 @@ class PinnedVersions:
         self, client: Session, message: pf.Fetch, version: Version, now: Seconds
     ) -> list[Action]:
         version.n_readers += 1
-        blocks = Window(client.n_blocks)
-        expires = now + self._seconds_max
-        pin = self._pins[client.name] = Pin(version, client, blocks, message.credit, expires)
+        held = self._held(client, message)
+        blocks, expires = Window(len(held.bounds)), now + self._seconds_max
+        pin = self._pins[client.name] = Pin(version, client, held, blocks, message.credit, expires)
         return [*self._watch(), *self._blocks(pin)]
 
     def _blocks(self, pin: Pin) -> list[Action]:
@@ -230,9 +233,9 @@ class PinnedVersions:
         actions: list[Action] = []
         limit = pin.limit
         if version is self.copying:
-            limit = min(limit, client.shard_slice.n_blocks_within(version.n_copied))
+            limit = min(limit, pin.held.n_blocks_within(version.n_copied))
         for index in blocks.due(min(limit - blocks.received, CREDIT_BLOCKS_MAX)):
-            values = client.shard_slice.block(version.values, index)
+            values = pin.held.block(version.values, index)
             self.bytes_out += values.nbytes
             message = pf.ParameterBlock(
                 request=client.request,
@@ -253,6 +256,11 @@ class PinnedVersions:
         reason = f"fetch {client.request} expired without progress: fetch again"
         return [self._sessions.refuse(client.name, reason)]
 
+    def _held(self, client: Session, message: pf.Fetch) -> ShardSlice:
+        if message.holds is msgspec.UNSET:
+            return client.shard_slice
+        return self._values.slice_table.get(message.holds)
+
     def _dtype(self, message: pf.Fetch) -> np.dtype[Element]:
         dtype = self._values.vector.dtype
         if message.payload != "bfloat16":
@@ -266,8 +274,3 @@ class PinnedVersions:
             if version.n_readers == 0 and version is not self.copying:
                 return version
         return None
-
-
-def _copy(source: Vector, target: Vector, *, n_parameters: int) -> int:
-    convert(source, target, n_parameters=n_parameters)
-    return len(source)

@@ -24,7 +24,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Shards fold one push of each worker, in the order of their names, and apply the result once.
 
     A round ends when every present worker's push is here, or `grace_seconds` after those of the
-    share `quorum` are. A later push belongs to the next round.
+    share `quorum` are. A later push belongs to the next round. Each shard has its own rounds: if
+    those that it waits for may wait for other shards, it ends a round without them after a while.
     """
 
     quorum: float = 1.0  # share of the workers that are present
@@ -113,12 +114,13 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 'send is "delta" and inner is not given: local steps need an optimizer: give '
                 'inner = { name = "SGD", lr = 0.1 }, or use send = "gradient"'
             )
-        has_velocity = rule.name in {"momentum", "adam"}
-        if self.send == "delta" and self.round is None and has_velocity and workers > 1:
+        unfit = [one.name for one in rule.rules if one.name in {"momentum", "adam"}]
+        if self.send == "delta" and self.round is None and unfit and workers > 1:
             raise ValueError(
-                f"rule is {rule.name!r} and deltas of {workers} workers are applied one by one: "
-                "the velocity would meet deltas from other anchors, and diverge: use rule = "
-                '{ name = "sgd", learning_rate = 1.0 }, or a round'
+                f'rule is {unfit[0]!r}, send is "delta" and deltas of {workers} workers are '
+                "applied one by one: the velocity would meet deltas from other anchors, and "
+                'diverge: use rule = { name = "sgd", learning_rate = 1.0 }, or '
+                f'"delayed_nesterov" with n_pushes = {workers}, or a round'
             )
 
 

@@ -25,43 +25,11 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import OutgoingPush
 from distbelief.parameter_server.optimizers import StepCounts
-from distbelief.parameter_server.rounds import Share
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
 from distbelief.parameter_server.slices import N_PUSH_BUFFERS, WORD, ShardSlice, push_buffer_views
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
-
-
-# --- names of the copies: "shard-0", and "shard-0b" for the second one ---
-
-COPIES_MAX: Final = 2
-
-_SUFFIX: Final = "b"  # of the other copy
-
-
-def copy_names(shard_index: int, n_copies: int) -> tuple[Address, ...]:
-    """Return the names of the copies of a shard, or raise ValueError for an invalid number."""
-    if not 1 <= n_copies <= COPIES_MAX:
-        raise ValueError(f"n_copies is {n_copies}; use 1 to {COPIES_MAX}")
-    name = f"shard-{shard_index}"
-    return (Address(name), Address(f"{name}{_SUFFIX}"))[:n_copies]
-
-
-def shard_of(copy: str) -> Address:
-    """Return a copy's shard, the name of its first copy and snapshots; other names as they are."""
-    return Address(copy.removesuffix(_SUFFIX) if copy.startswith("shard-") else copy)
-
-
-def other_copy(copy: str) -> Address:
-    shard = shard_of(copy)
-    return Address(f"{shard}{_SUFFIX}") if copy == shard else shard
-
-
-def all_copy_names(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], tuple[Address, ...]]:
-    """Return the first copies of all shards, and the second copies if there are any."""
-    names = [copy_names(index, n_copies) for index in range(n_shards)]
-    return tuple(name[0] for name in names), tuple(name for copies in names for name in copies[1:])
 
 
 FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | pf.PushBlock
@@ -77,15 +45,6 @@ class Replicated:
     message: rp.ReplicatePush
     values: Vector  # (n_elements,) of what its client holds, or their words
     shard_slice: ShardSlice
-
-    @property
-    def share(self) -> Share:
-        message = self.message
-        return Share(
-            scale=1.0 if message.scale is msgspec.UNSET else message.scale,
-            weight=None if message.weight is msgspec.UNSET else message.weight,
-            n_to_follow=message.n_to_follow or 0,
-        )
 
 
 @final
@@ -256,8 +215,8 @@ class Backup:
         expected = WORD if message.payload == "bfloat16" and dtype == np.float32 else dtype
         if values.dtype != expected or values.nbytes > (stop - start) * dtype.itemsize:
             raise RemoteProtocolError(
-                f"{sender} sent {values.size} elements of {values.dtype} as block "
-                f"{message.block_index} of a push, which has {stop - start}: use one layout"
+                f"{sender} sent {values.size} elements of {values.dtype} as a block of "
+                f"{stop - start}: use one layout"
             )
         push_buffer.take(message)
         return [self._block_ack(sequence, push_buffer.received)]
@@ -275,7 +234,7 @@ class Backup:
         applied, self._applying = self._applying, None
         self._values.end_push()
         self._in_round.append(applied.message.client)
-        if not applied.message.n_to_follow:
+        if not applied.message.share.n_to_follow:
             self.clients.update((record.name, record) for record in self._in_round)
             self._in_round.clear()
         if self._next is not None:
@@ -310,8 +269,7 @@ class Backup:
         values = push_buffer.values(shard_slice)
         if push_buffer.size != values.size:
             raise RemoteProtocolError(
-                f"the blocks of push {sequence} have {push_buffer.size} elements, and "
-                f"its client holds {values.size}"
+                f"push {sequence} has {push_buffer.size} elements, its client {values.size}"
             )
         return values, push_buffer.received
 
@@ -381,7 +339,7 @@ class _OutstandingPush:
 
     @property
     def is_last(self) -> bool:
-        return not self.out.message.n_to_follow
+        return not self.out.message.share.n_to_follow
 
 
 @final
@@ -434,11 +392,10 @@ class Primary:
         return not self._is_syncing or self._window_clock == self._values.clock
 
     def replicate(self, push: PushInProgress, *, n_clients: int, now: Seconds) -> list[Action]:
-        share = push.share
         # A backup that has missed the first push of a round gets none of it.
         if not self._answered or (self._sessions.is_in_round and not self._replicates_round):
             return []
-        self._replicates_round = share.n_to_follow > 0
+        self._replicates_round = push.share.n_to_follow > 0
         shard_slice, touches = push.client.shard_slice, push.push.touches
         message = rp.ReplicatePush(
             term=self.term,
@@ -449,9 +406,7 @@ class Primary:
             slot=push.push.sequence % N_PUSH_BUFFERS,
             holds=shard_slice.stripes if touches is None else touches,
             touches=touches is not None,
-            scale=msgspec.UNSET if share.scale == 1.0 else share.scale,
-            n_to_follow=share.n_to_follow or msgspec.UNSET,
-            weight=msgspec.UNSET if share.weight is None else share.weight,
+            share=push.share,
         )
         if not self._is_waiting:
             self._silence.start(now)

@@ -10,7 +10,7 @@
 A savepoint copies nothing: the store changes no array that a savepoint has.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -39,30 +39,13 @@ class _SavepointFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class KeptParameters:
-    """The parameters of a savepoint that every shard has on disk, or of savepoint 0."""
-
-    cut: int
-    clock: int
-    parameters: Vector
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LoadedSavepoint:
-    """The savepoint in a snapshot."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedVectors:
+    """A savepoint: all vectors that it names, or just the parameters."""
 
     cut: int  # its number
-    vectors: Mapping[str, Vector]  # all vectors that it names
-    earlier: KeptParameters | None = None  # an older savepoint that every shard has, if any
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class _Savepoint:
-    cut: int
     vectors: Mapping[str, Vector]
+    clock: int = 0  # of savepoint 0: of the published values
 
 
 @final
@@ -77,8 +60,8 @@ class Savepoints:
     def __init__(self, vector_store: VectorStore) -> None:
         self._vector_store = vector_store
         vector_store.held = self._arrays
-        self._live: list[_Savepoint] = []  # the oldest first
-        self._kept: list[KeptParameters] = []  # the oldest first
+        self._live: list[SavedVectors] = []  # whole ones, the oldest first
+        self._kept: list[SavedVectors] = []  # parameters only, the oldest first
         # Of the published values before the first command; None once it cannot return there.
         self._base_clock: int | None = None
 
@@ -88,13 +71,12 @@ class Savepoints:
             self._base_clock = clock
 
     def records(self) -> tuple[CheckpointRecord, ...]:
-        records = [CheckpointRecord(cut=live.cut, whole=True, clock=0) for live in self._live]
-        records += [
-            CheckpointRecord(cut=kept.cut, whole=False, clock=kept.clock) for kept in self._kept
-        ]
+        saved = [(one, True) for one in self._live] + [(one, False) for one in self._kept]
         if self._base_clock is not None:
-            records.append(CheckpointRecord(cut=0, whole=False, clock=self._base_clock))
-        return tuple(records)
+            saved.append((SavedVectors(0, {}, self._base_clock), False))
+        return tuple(
+            CheckpointRecord(cut=one.cut, whole=whole, clock=one.clock) for one, whole in saved
+        )
 
     def add(self, savepoint: Savepoint, *, settled: int) -> None:
         """Create a savepoint of the present vectors, and drop those before `settled`."""
@@ -107,10 +89,9 @@ class Savepoints:
             )
         if len(self._live) >= _N_LIVE_MAX:
             raise RemoteProtocolError(
-                f"cannot create savepoint {savepoint.cut} while {len(self._live)} others are kept: "
-                "settle them first"
+                f"cannot create savepoint {savepoint.cut}: settle one of {len(self._live)} first"
             )
-        self._live.append(_Savepoint(savepoint.cut, vectors))
+        self._live.append(SavedVectors(savepoint.cut, vectors))
 
     def drop_before(self, settled: int) -> None:
         if any(live.cut == settled for live in self._live):
@@ -122,40 +103,27 @@ class Savepoints:
             self._kept = [kept for kept in self._kept if kept.cut >= on_disk]
 
     def _arrays(self) -> Iterator[Vector]:
-        for live in self._live:
-            yield from live.vectors.values()
-        for kept in self._kept:
-            yield kept.parameters
+        for saved in (*self._live, *self._kept):
+            yield from saved.vectors.values()
 
     def return_to(self, cut: int, *, whole: bool, values: Callable[[], Vector]) -> None:
         """Return to a savepoint: to all of its vectors if `whole`, or only to the parameters.
 
         Other vectors are dropped. `values` returns the published parameters, which are savepoint 0.
         """
-        live = next((live for live in self._live if live.cut == cut), None)
-        kept = next((kept for kept in self._kept if kept.cut == cut), None)
-        store, base_clock = self._vector_store, self._base_clock
-        if whole and live is not None:
-            store.return_to(live.vectors)
-            self._live = [live]
-            return
-        if whole:
-            raise self._unknown(cut)
-        if cut == 0 and base_clock is not None:
-            store.restore({PARAMETERS: values()})
-            self._keep_parameters(0, clock=base_clock)
+        places = self._live if whole else [*self._live, *self._kept]
+        saved = next((one for one in places if one.cut == cut), None)
+        if cut == 0 and self._base_clock is not None and not whole:
+            self._vector_store.restore({PARAMETERS: values()})
+            self._keep_parameters(0, clock=self._base_clock)
             self._base_clock = None
-        elif live is not None:
-            store.return_to({PARAMETERS: live.vectors[PARAMETERS]})
-        elif kept is not None:
-            store.return_to({PARAMETERS: kept.parameters})
+        elif saved is not None:
+            names = saved.vectors if whole else (PARAMETERS,)
+            self._vector_store.return_to({name: saved.vectors[name] for name in names})
         else:
-            raise self._unknown(cut)
-        self._live = []
-
-    def _unknown(self, cut: int) -> RemoteProtocolError:
-        held = [(record.cut, record.whole) for record in self.records()]
-        return RemoteProtocolError(f"no savepoint {cut} here; (number, whole) are: {held}")
+            held = [(record.cut, record.whole) for record in self.records()]
+            raise RemoteProtocolError(f"no savepoint {cut} here; (number, whole) are: {held}")
+        self._live = [saved] if whole and saved is not None else []
 
     def check_current(self, cut: int) -> None:
         if self.current != cut:
@@ -184,7 +152,7 @@ class Savepoints:
         earlier = None
         if self._kept and self._kept[0].cut != cut:
             shared = self._kept[0]
-            arrays[_EARLIER] = shared.parameters
+            arrays[_EARLIER] = shared.vectors[PARAMETERS]
             earlier = shared.cut, shared.clock
         facts = _SavepointFacts(cut=cut, vectors=tuple(sorted(vectors)), earlier=earlier)
         return Snapshot(
@@ -196,31 +164,33 @@ class Savepoints:
     def on_disk(self, cut: int) -> None:
         self._keep_parameters(cut, clock=0)
 
-    def restore(self, saved: LoadedSavepoint | None) -> None:
-        """Restore the savepoint of a snapshot, if it has one."""
-        if saved is not None:
+    def restore(self, found: Sequence[SavedVectors]) -> None:
+        """Restore the savepoint of a snapshot, if it has one: what `split` has returned."""
+        if found:
+            saved, *self._kept = found
             self._vector_store.restore(saved.vectors)
             self._base_clock = None
-            self._live = [_Savepoint(saved.cut, self._vector_store.export())]
-            self._kept = [] if saved.earlier is None else [saved.earlier]
+            self._live = [SavedVectors(saved.cut, self._vector_store.export())]
             self._keep_parameters(saved.cut, clock=0)
 
     def _keep_parameters(self, cut: int, *, clock: int) -> None:
-        parameters = self._vector_store.export((PARAMETERS,))[PARAMETERS]
-        self._kept.append(KeptParameters(cut, clock, parameters))
+        self._kept.append(SavedVectors(cut, self._vector_store.export((PARAMETERS,)), clock))
         if len(self._kept) > _N_KEPT_MAX:  # another shard's saves fail repeatedly
             del self._kept[1]
 
 
-def split(snapshot: Snapshot) -> tuple[Snapshot, LoadedSavepoint | None]:
-    """Return what `extend` was given, and the savepoint if there is one, or raise StorageError."""
+def split(snapshot: Snapshot) -> tuple[Snapshot, Sequence[SavedVectors]]:
+    """Return what `extend` was given, and the savepoints in it, or raise StorageError.
+
+    The first is the whole one. The second has the parameters that all shards have, if any.
+    """
 
     def damaged(what: str) -> StorageError:
         return StorageError(f"snapshot {snapshot.label!r}: {what}; delete it to use the one before")
 
     text = snapshot.facts.get(_FACT)
     if text is None:
-        return snapshot, None
+        return snapshot, ()
     try:
         facts = msgspec.json.decode(text, type=_SavepointFacts)
     except msgspec.MsgspecError as error:
@@ -234,17 +204,16 @@ def split(snapshot: Snapshot) -> tuple[Snapshot, LoadedSavepoint | None]:
     }
     if vectors.keys() != set(facts.vectors) or PARAMETERS not in vectors:
         raise damaged(f"it has vectors {sorted(vectors)}, not {sorted(facts.vectors)}")
-    earlier = None
+    saved = [SavedVectors(facts.cut, vectors)]
     if parameters is not None and facts.earlier is not None:
         now = vectors[PARAMETERS]
         if (parameters.shape, parameters.dtype) != (now.shape, now.dtype):
             raise damaged(
-                f"array {_EARLIER!r} has shape {parameters.shape} and dtype "
-                f"{parameters.dtype}, not {now.shape} and {now.dtype}"
+                f"array {_EARLIER!r} is {parameters.shape} of {parameters.dtype}, not {now.shape}"
             )
-        earlier = KeptParameters(*facts.earlier, parameters.copy())
+        cut, clock = facts.earlier
+        saved.append(SavedVectors(cut, {PARAMETERS: parameters.copy()}, clock))
     elif parameters is not None or facts.earlier is not None:
         raise damaged(f"array {_EARLIER!r} and fact {_FACT!r} disagree")
     own_facts = {name: fact for name, fact in snapshot.facts.items() if name != _FACT}
-    plain = Snapshot(label=snapshot.label, arrays=arrays, facts=own_facts)
-    return plain, LoadedSavepoint(facts.cut, vectors, earlier)
+    return Snapshot(label=snapshot.label, arrays=arrays, facts=own_facts), saved

@@ -32,20 +32,11 @@ import numpy as np
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.parameter_server import slices as sl
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.rounds import WHOLE, Share
-from distbelief.parameter_server.slices import (
-    N_PUSH_BUFFERS,
-    NOTHING,
-    WORD,
-    IndexRanges,
-    ShardSlice,
-    push_buffer_bytes,
-    push_buffer_views,
-)
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import PrimaryChanged, SessionRecord, push_fetch as pf
+from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
 
@@ -67,15 +58,15 @@ class PartialStaleness:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
+        self._recent: deque[tuple[int, sl.ShardSlice]] = deque(maxlen=_N_KEPT)
         self._in_parts = False  # whether any push was not of everything
         self._known: dict[tuple[bytes, bytes], bool] = {}
 
-    def add(self, shard_slice: ShardSlice, *, clock: int) -> None:
+    def add(self, shard_slice: sl.ShardSlice, *, clock: int) -> None:
         self._in_parts |= shard_slice.ranges is not None
         self._recent.append((clock, shard_slice))
 
-    def since(self, shard_slice: ShardSlice, *, fetched_clock: int, clock: int) -> int:
+    def since(self, shard_slice: sl.ShardSlice, *, fetched_clock: int, clock: int) -> int:
         """Return how many pushes these elements received between two clocks."""
         n_pushes = clock - fetched_clock
         # As long as every push covers everything, the clock is exact.
@@ -87,7 +78,7 @@ class PartialStaleness:
             n_pushes -= not self._overlap(shard_slice, other)
         return n_pushes
 
-    def _overlap(self, one: ShardSlice, other: ShardSlice) -> bool:
+    def _overlap(self, one: sl.ShardSlice, other: sl.ShardSlice) -> bool:
         if one.key == other.key or one.ranges is None or other.ranges is None:
             return True
         keys = (one.key, other.key)
@@ -124,13 +115,13 @@ class PushBuffer:
         """Store a block if it is the next one: the sender repeats the others."""
         self.lend(block.sequence, block.payload)
         if block.block_index == self.received:
-            room = self.memory.view(WORD) if self.words else self.memory
+            room = self.memory.view(sl.WORD) if self.words else self.memory
             stop = self.size + block.values.size
             room[self.size : stop] = block.values
             self.size = stop
             self.received += 1
 
-    def values(self, shard_slice: ShardSlice) -> Vector:
+    def values(self, shard_slice: sl.ShardSlice) -> Vector:
         """Return all numbers, or words, of a push of this slice."""
         return shard_slice.room(self.memory, words=self.words)
 
@@ -151,14 +142,14 @@ class Session:
     # Whether this incarnation has opened a session with this shard incarnation.
     opened: bool = False
     connected: bool = True  # whether the client is there, as far as the shard knows
-    shard_slice: ShardSlice = NOTHING  # what it fetches and pushes of the shard's vector
+    shard_slice: sl.ShardSlice = sl.NOTHING  # what it fetches and pushes of the shard's vector
     push_buffers: tuple[PushBuffer, ...] = ()  # two if it pushes, none if it only fetches
     region: str = ""  # where they lie; "" for memory of the shard that blocks fill
     parameters_region: str = ""  # where it can read the values; "" for blocks only
     queued: bool = False  # whether it is in the queue of complete pushes
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
-    n_samples: int = 0  # of its last push
+    n_samples: int | None = None  # of its last push
     told: int = 0  # the floor that it was told last
     entries: int = 0  # how often this incarnation has entered or left
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
@@ -194,7 +185,7 @@ class Session:
     def next_complete(self) -> PushBuffer | None:
         if not self.push_buffers:
             return None
-        push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
+        push_buffer = self.push_buffers[(self.watermark + 1) % sl.N_PUSH_BUFFERS]
         if push_buffer.sequence != self.watermark + 1 or push_buffer.push is None:
             return None
         # In shared memory the client has filled the buffer before it sends Push.
@@ -204,7 +195,7 @@ class Session:
         """Note that `push` is in the values; `held` if the backup does not have it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
-        self.n_samples = push.n_samples or 0
+        self.n_samples = None if push.n_samples is msgspec.UNSET else push.n_samples
         self.samples = push.samples
         self.staleness = staleness
         if held:
@@ -221,18 +212,20 @@ class Session:
         if not self.push_buffers:
             raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
         # An unconfirmed push keeps its buffer, because the backup may still read it there.
-        if not self.watermark < sequence <= self.confirmed + N_PUSH_BUFFERS:
+        if not self.watermark < sequence <= self.confirmed + sl.N_PUSH_BUFFERS:
             raise RemoteProtocolError(
                 f"{self.name} sent push {sequence}; its buffers have room for pushes "
-                f"{self.watermark + 1} to {self.confirmed + N_PUSH_BUFFERS}"
+                f"{self.watermark + 1} to {self.confirmed + sl.N_PUSH_BUFFERS}"
             )
-        return self.push_buffers[sequence % N_PUSH_BUFFERS]
+        return self.push_buffers[sequence % sl.N_PUSH_BUFFERS]
 
 
 # --- all clients ---
 
 
-def _n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[int, int]) -> int:
+def _n_holding(
+    shard_slice: sl.ShardSlice, others: list[sl.ShardSlice], part: tuple[int, int]
+) -> int:
     """Return how many of these slices hold one and the same element of a slice, at most.
 
     Only elements in this part of the vector count. The ranks of a partitioned replica hold each
@@ -244,7 +237,7 @@ def _n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[in
     if not inner.n_elements:
         return max(1, len(others))
     all_ranges = [inner, *(other.within(*part) for other in others)]
-    bounds = IndexRanges.ends(all_ranges)
+    bounds = sl.IndexRanges.ends(all_ranges)
     counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
     return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
 
@@ -258,7 +251,7 @@ class PushInProgress:
     push_buffer: PushBuffer
     push: pf.Push
     staleness: int
-    share: Share = WHOLE
+    share: rp.Share = rp.WHOLE
 
     @property
     def values(self) -> Vector:
@@ -300,7 +293,10 @@ class Sessions:
         self.applying: PushInProgress | None = None
         self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
         self._folded: list[PushInProgress] = []  # added to it
-        self._quorum_at: Seconds | None = None  # since when the next round has its quorum
+        # When the next round ends without those that are late; None: not by time.
+        self.round_due: Seconds | None = None
+        self._round_began: Seconds | None = None
+        self._round_seconds: Seconds = 0.0  # that the last round took
         self._staleness = Staleness()
         self._partial_staleness = PartialStaleness()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
@@ -330,7 +326,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
-            **self._tick_counters(),
+            **(self._tick_counters() if self.counts_ticks else {}),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -342,8 +338,8 @@ class Sessions:
         fingerprint = self._config.layout.fingerprint
         if request.layout != fingerprint:
             return (
-                f"your layout is {request.layout}, the shard's {fingerprint}: "
-                "use the same model and number of shards on both sides"
+                f"your layout is {request.layout}, the shard's {fingerprint}: use one model and "
+                "number of shards on both sides"
             )
         try:
             shard_slice = self._values.slice_table.get(request.holds)
@@ -361,10 +357,7 @@ class Sessions:
                 f"{shard_slice.n_elements} others: restart the client to change what it holds"
             )
         if client is None and self._is_full and self._oldest_gone is None:
-            return (
-                f"it serves {len(self._clients)} clients, the limit n_clients_max: "
-                "use fewer clients, or raise it"
-            )
+            return f"it serves {len(self._clients)} clients: use fewer, or raise n_clients_max"
         return self._values.steps.register(shard_slice) if request.pushes else None
 
     def must_wait(self, event: Received, request: pf.OpenSession) -> bool:
@@ -447,7 +440,7 @@ class Sessions:
 
     def _lend_push_buffers(self, client: Session, region: str, *, shared: bool) -> str | None:
         n_elements, dtype = client.shard_slice.n_elements, client.shard_slice.dtype
-        n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
+        n_bytes = sl.push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
         warning = memory = None
         if shared:
             name = f"{region}-{self._n_regions}"
@@ -459,7 +452,7 @@ class Sessions:
                 warning = f"{client.name} pushes by messages, not shared memory: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
-        one, other = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
+        one, other = sl.push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
         client.push_buffers = PushBuffer(one), PushBuffer(other)
         return warning
 
@@ -472,7 +465,7 @@ class Sessions:
         busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
         return any(one.client.name == name for one in busy)
 
-    def n_averaged(self, shard_slice: ShardSlice) -> int:
+    def n_averaged(self, shard_slice: sl.ShardSlice) -> int:
         """Return over how many clients the buffers of this slice are averaged."""
         pushing = [
             client.shard_slice
@@ -494,8 +487,7 @@ class Sessions:
         push_buffer, index = client.push_buffer_of(sequence), message.block_index
         if client.region:
             raise RemoteProtocolError(
-                f"{client.name} sent a block of push {sequence}, but its push buffers "
-                f"are in shared memory ({client.region!r})"
+                f"{client.name} sent a block of push {sequence}, with buffers in shared memory"
             )
         words = message.payload == "bfloat16"
         client.shard_slice.check_block(index, message.values, words=words, sender=client.name)
@@ -514,8 +506,7 @@ class Sessions:
             return [self._answer_duplicate(client, sequence)]
         if message.fetched_clock > self._values.clock:
             raise RemoteProtocolError(
-                f"{client.name} sent fetched_clock {message.fetched_clock}; "
-                f"the shard's clock is {self._values.clock}"
+                f"{client.name} sent fetched_clock {message.fetched_clock} at {self._values.clock}"
             )
         reason = self._values.why_not(message.touches, client.shard_slice)
         if reason is not None:
@@ -523,8 +514,7 @@ class Sessions:
         push_buffer = client.push_buffer_of(sequence)
         if client.region and message.payload == "bfloat16":
             raise RemoteProtocolError(
-                f"{client.name} sent push {sequence} as bfloat16, but its push buffers "
-                f"are in shared memory ({client.region!r})"
+                f"{client.name} sent push {sequence} as bfloat16, with buffers in shared memory"
             )
         push_buffer.lend(sequence, message.payload)
         if push_buffer.push is None:
@@ -540,13 +530,13 @@ class Sessions:
     def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
         """Return the next push to apply, or to add to a round; `is_last`: no more come."""
         if not self._round and self._may_take(now, is_last=is_last):
-            self._take_queued()
+            self._take_queued(now)
         if not self._round:
             return None
         self.applying = self._round.popleft()
         return self.applying
 
-    def _take_queued(self) -> None:
+    def _take_queued(self, now: Seconds) -> None:
         """Take the oldest complete push, or those of a round in the order of their names."""
         in_round = self._config.policy.round is not None
         taken: list[PushInProgress] = []
@@ -559,15 +549,16 @@ class Sessions:
                 staleness = self._partial_staleness.since(
                     client.shard_slice, fetched_clock=push.fetched_clock, clock=self._values.clock
                 )
-                share = WHOLE if push.commit_token else self._share_of(client, push, staleness)
+                share = rp.WHOLE if push.commit_token else self._share_of(client, push, staleness)
                 taken.append(PushInProgress(client, push_buffer, push, staleness, share))
         if in_round:
             taken.sort(key=lambda one: one.client.name)
             taken = [
-                replace(one, share=replace(one.share, n_to_follow=len(taken) - n))
+                replace(one, share=msgspec.structs.replace(one.share, n_to_follow=len(taken) - n))
                 for n, one in enumerate(taken, 1)
             ]
-            self._quorum_at = None
+            began = now if self._round_began is None else self._round_began
+            self.round_due, self._round_began, self._round_seconds = None, now, now - began
         self._round += taken
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
@@ -622,14 +613,6 @@ class Sessions:
         """Whether some pushes of a round are added, and others are not."""
         return bool(self._folded)
 
-    @property
-    def grace_until(self) -> Seconds | None:
-        """When the next round ends, without those that are late; None: not by time."""
-        policy = self._config.policy.round
-        if policy is None or self._quorum_at is None:
-            return None
-        return self._quorum_at + policy.grace_seconds
-
     def _may_take(self, now: Seconds, *, is_last: bool) -> bool:
         """Return whether the complete pushes make a round, if there are rounds."""
         policy = self._config.policy.round
@@ -637,28 +620,43 @@ class Sessions:
             return True
         if self.awaits_clients or not self.queue:
             return False
-        inside = [client for client in self._clients.values() if client.is_in]
+        # Those whose last push waits here have left.
+        members = [client for client in self._clients.values() if client.is_in or client.queued]
         # A client that is too far ahead begins no tick: it may wait for a push of this very round.
-        if all(client.queued or self._is_gated(client) for client in inside):
+        missing = [one for one in members if not (one.queued or self._is_gated(one))]
+        if not missing:
             return True
-        if sum(client.queued for client in inside) < math.ceil(policy.quorum * len(inside) - 1e-9):
-            self._quorum_at = None
-            return False
-        if self._quorum_at is None:
-            self._quorum_at = now
-        return now >= self._quorum_at + policy.grace_seconds
+        due = now + policy.grace_seconds
+        n_queued = sum(client.queued for client in members)
+        if n_queued < math.ceil(policy.quorum * len(members) - 1e-9):
+            # Whoever has ended the tick of a push that waits here may wait, too: for a push at
+            # another shard, whose last round was of others. So nobody could make the quorum. Late
+            # pushes wait for the others' next ones first.
+            if not all((one.tick or 0) >= self._first_tick for one in missing):
+                self.round_due = None
+                return False
+            due += 2 * self._round_seconds
+        self.round_due = due if self.round_due is None else min(self.round_due, due)
+        return now >= self.round_due
+
+    @property
+    def _first_tick(self) -> int:
+        """The least tick that a complete push ends."""
+        buffers = [self._clients[name].next_complete() for name in self.queue]
+        pushes = [one.push for one in buffers if one is not None and one.push is not None]
+        return min((push.tick or self._floor + 1 for push in pushes), default=self._floor + 1)
 
     def _is_gated(self, client: Session) -> bool:
         staleness = self._config.policy.staleness
         return staleness is not None and (client.tick or 0) - staleness > self._floor
 
-    def _share_of(self, client: Session, push: pf.Push, staleness: int) -> Share:
+    def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
-        n_samples = push.n_samples or 1
+        n_samples = 1 if push.n_samples is msgspec.UNSET else push.n_samples
         if policy.round is not None:
-            return Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
+            return rp.Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
         if policy.weight == "sum" and policy.damping == "none":
-            return WHOLE
+            return rp.WHOLE
         others = self._others_in(client)
         n_clients = max(self._n_with(client, others), client.n_beside)
         client.n_beside = 0
@@ -667,21 +665,21 @@ class Sessions:
             scale /= n_clients
         elif policy.weight == "samples":
             # A client that has pushed nothing yet is taken for one like this.
-            known = [n_samples, *(one.n_samples or n_samples for one in others)]
-            scale *= n_samples * len(known) / (sum(known) * n_clients)
+            pushed = (one.n_samples for one in others)
+            known = [n_samples, *(n_samples if n is None else n for n in pushed)]
+            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
         if policy.damping == "inverse":
             scale /= 1 + staleness
         elif policy.damping == "excess":
             scale /= 1 + max(staleness - (n_clients - 1), 0)
-        return Share(scale=scale)
+        return rp.Share(scale=scale)
 
     def _others_in(self, client: Session) -> list[Session]:
         return [one for one in self._clients.values() if one.is_in and one is not client]
 
     def _n_with(self, client: Session, others: list[Session]) -> int:
         slices = [client.shard_slice, *(one.shard_slice for one in others)]
-        n_gradient = self._config.layout.n_gradient(self._config.index)
-        return _n_holding(client.shard_slice, slices, (0, n_gradient))
+        return _n_holding(client.shard_slice, slices, (0, self._buffers[0]))
 
     # ---------------------------------------------------------------------- ticks
 
@@ -730,15 +728,9 @@ class Sessions:
             self._floor = slowest.tick or 0
 
     def _tick_counters(self) -> dict[str, float]:
-        if not self.counts_ticks:
-            return {}
         ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
-        gap = max(ticks, default=0) - min(ticks, default=0)
-        return {
-            "workers_in": float(len(ticks)),
-            "floor": float(self._floor),
-            "clock_gap": float(gap),
-        }
+        gap = float(max(ticks, default=0) - min(ticks, default=0))
+        return {"workers_in": float(len(ticks)), "floor": float(self._floor), "clock_gap": gap}
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
@@ -765,11 +757,6 @@ class Sessions:
             behind=behind,
         )
         return Send(receiver=client.name, message=opened)
-
-    def primary_changed(self, receiver: Address) -> Send:
-        """Tell a client of the former primary that this copy serves it now."""
-        changed = PrimaryChanged(shard_incarnation=self.incarnation)
-        return Send(receiver=receiver, message=changed)
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
         """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""

@@ -34,18 +34,10 @@ from distbelief.parameter_server.replication import (
     FromPrimary,
     Primary,
 )
-from distbelief.parameter_server.rounds import Share
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import (
-    Finished,
-    SaveCheckpoint,
-    ShardCommand,
-    Stop,
-    push_fetch as pf,
-    replication as rp,
-)
+from distbelief.protocol import batch as bt, membership as ms, push_fetch as pf, replication as rp
 from distbelief.roles import role as rl
 
 
@@ -55,7 +47,12 @@ __all__ = ["Shard", "ShardConfig"]
 ClientMessage = pf.Fetch | pf.FetchAck | pf.PushBlock | pf.Push
 ReplicationMessage = rp.Promote | FromPrimary | FromBackup
 ShardMessage = (
-    pf.OpenSession | ClientMessage | ReplicationMessage | ShardCommand | SaveCheckpoint | Stop
+    pf.OpenSession
+    | ClientMessage
+    | ReplicationMessage
+    | bt.ShardCommand
+    | ms.SaveCheckpoint
+    | ms.Stop
 )
 
 _ABSENT: Final = "absent:"
@@ -213,7 +210,7 @@ class Shard:
 
     def _initialised(self, state: ShardState, now: rl.Seconds) -> list[rl.Action]:
         self._values.initialised(state)
-        self._saves.begin_at(state.clock)
+        self._saves.clock = state.clock
         self._commands.ready()
         self._ready = True
         if self._backup is None:
@@ -232,7 +229,7 @@ class Shard:
         self._memory.release(self._values.region)
         if self._abandoned is not None:
             return [rl.Exit(error=self._abandoned)]  # an error exit makes the launcher restart it
-        finished = Finished(counters=dict(self.status()[1]))
+        finished = ms.Finished(counters=dict(self.status()[1]))
         return [rl.Send(receiver=stopped_by, message=finished), rl.Exit()]
 
     def _lost(self, event: rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
@@ -259,12 +256,12 @@ class Shard:
                 actions = self._replicate(event, message, now)
             case pf.Fetch() | pf.FetchAck() | pf.PushBlock() | pf.Push():
                 actions = self._serve_client(event, message, now)
-            case ShardCommand():
+            case bt.ShardCommand():
                 actions = self._commands.take(event, message)
-            case SaveCheckpoint():
+            case ms.SaveCheckpoint():
                 self._is_sealed = self._is_sealed or message.last
                 actions = self._save(event.sender, message.label)
-            case Stop():
+            case ms.Stop():
                 actions = self._stop(event.sender)
             case _:
                 actions = self._replicate(event, message, now)
@@ -356,10 +353,7 @@ class Shard:
             return [self._wait_for(client, now)]
         n_bytes = client.push_buffer_nbytes
         self._sessions.take_back(client)
-        text = (
-            f"{name} has been gone for {self._config.absence_seconds_max:g} s: released its "
-            f"push buffers ({n_bytes:,} bytes)"
-        )
+        text = f"{name} is gone for {self._config.absence_seconds_max:g} s: freed {n_bytes:,} bytes"
         return [rl.Report(text=text)]
 
     def _wait_for(self, client: Session, now: rl.Seconds) -> rl.SetTimer:
@@ -414,14 +408,11 @@ class Shard:
     ) -> list[rl.Action]:
         """Handle a message of the supervisor or of the other copy.
 
-        Raises:
-            RemoteProtocolError: The shard has no other copy, or the message is invalid.
-            DistBeliefError: This incarnation cannot continue; the next one restores a snapshot.
+        DistBeliefError if this incarnation cannot continue: the next one restores a snapshot.
         """
         if not self._config.is_replicated:
             raise RemoteProtocolError(
-                f"{event.sender} sent {type(message).__name__} to {self._name}, which "
-                "is the only copy of its shard"
+                f"{event.sender} sent {type(message).__name__} to {self._name}, the only copy"
             )
         match message:
             # A message for a former incarnation of this copy, delayed in the network.
@@ -434,8 +425,8 @@ class Shard:
                     return self._backup.handle(event.sender, message)
                 if isinstance(message, rp.StartSync) and message.term > self._primary.term:
                     raise DistBeliefError(
-                        f"{event.sender} is primary in term {message.term} and {self._name} was "
-                        f"in term {self._primary.term}: restart {self._name} to make it a backup"
+                        f"{event.sender} is primary in term {message.term}, {self._name} was in "
+                        f"{self._primary.term}: restart {self._name} to make it a backup"
                     )
                 return []
             case _ if self._backup is not None:
@@ -456,8 +447,7 @@ class Shard:
         if not backup.promote(promote.term):
             raise DistBeliefError(
                 f"{self._name} cannot become primary with {self._values.n_held} of "
-                f"{self._values.n_state_blocks} state blocks of {backup.primary}: restart it "
-                "from the newest snapshot"
+                f"{self._values.n_state_blocks} state blocks of {backup.primary}: restart it"
             )
         self._promotion = promote
         return []
@@ -471,8 +461,8 @@ class Shard:
             raise StorageError(self._unrestored)
         if backup.primary is None and promote.term <= self._restored_term:
             raise StorageError(
-                f"the snapshot of {self._name} has term {self._restored_term}, but Promote has "
-                f"term {promote.term}: continue the count of terms in a resumed run"
+                f"the snapshot of {self._name} has term {self._restored_term}, Promote "
+                f"{promote.term}: continue the count of terms in a resumed run"
             )
         self._backup = self._promotion = None
         self._former_primary = backup.primary
@@ -480,11 +470,12 @@ class Shard:
         self._sessions.incarnation = promote.term
         clients = tuple(backup.clients.values())
         unheard = [rl.Address(one.name) for one in clients if one.name not in self._deferred]
+        changed = rp.PrimaryChanged(shard_incarnation=promote.term)
         text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
             rl.Report(text=text),
             *self._serve(clients, now),
-            *map(self._sessions.primary_changed, unheard),
+            *(rl.Send(receiver=name, message=changed) for name in unheard),
             *self._primary.promote(promote, now),
         ]
 
@@ -516,7 +507,7 @@ class Shard:
                     n_clients=max(1, message.n_pushing),
                     shard_slice=replicated.shard_slice,
                     touches=message.holds if message.touches else None,
-                    share=replicated.share,
+                    share=message.share,
                 )
             if self._promotion is None or not backup.is_drained:
                 return []
@@ -555,7 +546,7 @@ class Shard:
             actions += self._begin_push(push, now)
         elif may_copy:
             actions += self._begin_copy()
-        until = self._sessions.grace_until
+        until = self._sessions.round_due
         if until is not None and until != self._grace_until:
             self._grace_until = until
             actions.append(rl.SetTimer(name=_GRACE, at=until))
@@ -588,7 +579,7 @@ class Shard:
         n_clients: int,
         shard_slice: ShardSlice,
         touches: Vector | None,
-        share: Share,
+        share: rp.Share,
     ) -> list[rl.Action]:
         self._work = _Work.APPLY
         self._copied_last = False

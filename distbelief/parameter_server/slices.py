@@ -105,8 +105,8 @@ def parts(vector: Vector, n_parameters: int) -> tuple[Vector, Vector]:
     return vector[:n_parameters], buffers if buffers.flags.aligned else buffers.copy()
 
 
-def convert(source: Vector, target: Vector, *, n_parameters: int) -> None:
-    """Copy a vector, or its words, into another one, or into words."""
+def convert(source: Vector, target: Vector, *, n_parameters: int) -> int:
+    """Copy a vector, or its words, into another one, or into words; return the source's size."""
     parameters, buffers = parts(source, n_parameters)
     to_parameters, to_buffers = parts(target, n_parameters)
     if source.dtype == target.dtype:
@@ -116,6 +116,7 @@ def convert(source: Vector, target: Vector, *, n_parameters: int) -> None:
     else:
         decode(parameters, as_tensor(to_parameters))
     np.copyto(to_buffers, buffers)
+    return len(source)
 
 
 # --- ranges ---
@@ -175,11 +176,15 @@ class IndexRanges:
 
     @classmethod
     def union(cls, parts: Iterable["IndexRanges"]) -> "IndexRanges":
-        """Return the union of disjoint ranges; ValueError if two overlap."""
         none = cls(np.zeros(0, np.int64), np.zeros(0, np.int64))
         all_parts = [none, *parts]
         starts = np.concatenate([part.starts for part in all_parts])
-        return cls.of(starts, np.concatenate([part.stops for part in all_parts]))
+        order = np.argsort(starts, kind="stable")
+        stops = np.concatenate([part.stops for part in all_parts])[order]
+        ends = np.maximum.accumulate(stops)
+        # What an earlier one has counts once.
+        starts = np.maximum(starts[order], np.append(0, ends[:-1])[: len(ends)])
+        return cls.of(starts, np.maximum(starts, stops))
 
     @classmethod
     def whole(cls, start: int, stop: int) -> "IndexRanges":
@@ -192,8 +197,7 @@ class IndexRanges:
         """Return the ranges of these stripes; RemoteProtocolError if they do not fit `size`."""
         if words.dtype != np.int64 or len(words) % _WORDS:
             raise RemoteProtocolError(
-                f"{len(words)} numbers of {words.dtype} are not stripes: a stripe has "
-                f"{_WORDS} numbers of int64"
+                f"{len(words)} numbers of {words.dtype} are not stripes of {_WORDS} int64 each"
             )
         n = len(words) // _WORDS
         if n > N_STRIPES_MAX:
@@ -212,8 +216,7 @@ class IndexRanges:
         if not in_range.all():
             i = int(np.argmin(in_range))
             raise RemoteProtocolError(
-                f"stripe (start {starts[i]}, length {lengths[i]}, stride {strides[i]}, "
-                f"count {counts[i]}) does not fit a vector of {size} elements"
+                f"stripe {stripes[i].tolist()} does not fit a vector of {size} elements"
             )
         n_ranges = sum(counts.tolist())
         if n_ranges > N_RANGES_MAX:
@@ -283,8 +286,10 @@ class IndexRanges:
         starts = self.offsets[at] + inner.starts - self.starts[at]
         return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
 
-    def n_below(self, stop: int) -> int:
-        return self.clipped(0, stop).n_elements
+    def intersection(self, other: "IndexRanges") -> "IndexRanges":
+        bounds = IndexRanges.ends([self, other])
+        both = self.mask(bounds) & other.mask(bounds)
+        return IndexRanges.of(bounds[:-1][both], bounds[1:][both])
 
     def overlaps(self, other: "IndexRanges") -> bool:
         after = np.searchsorted(self.stops, other.starts, side="right")
@@ -402,6 +407,11 @@ class ShardSlice:
         # By block, for parameters and buffers.
         self._copiers: dict[int, tuple[RangeCopier, RangeCopier]] = {}
         self._copier: RangeCopier | None = None  # for all blocks at once
+
+    @property
+    def all_stripes(self) -> Indices:
+        """The ranges as on the wire, of everything too."""
+        return IndexRanges.whole(0, self._size).stripes() if self.stripes is None else self.stripes
 
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:
@@ -531,14 +541,11 @@ def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
     name, n_elements = size
     if tensor.shape != (n_elements,):
         raise ValueError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)}; flatten it to "
-            f"({n_elements},), and give tensors in the layout's order (by name)"
+            f"tensor {name!r} has shape {tuple(tensor.shape)}; flatten it to ({n_elements},), "
+            "and give tensors in the layout's order (by name)"
         )
     if tensor.is_complex():
-        raise ValueError(
-            f"tensor {name!r} is {tensor.dtype}, and shards hold real numbers: "
-            "make it a real one with torch.view_as_real"
-        )
+        raise ValueError(f"tensor {name!r} is {tensor.dtype}: make it real with torch.view_as_real")
 
 
 _TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
@@ -575,9 +582,8 @@ class TensorCopier:
         self._padding: list[tuple[int, int, bool]] = []
         for index, start, stop, place in pieces:
             if isinstance(place, IndexRanges):
-                first = int(place.starts[0]) if len(place.starts) else 0
-                is_buffer = first >= n_parameters
-                copier = RangeCopier(place.shifted(-n_parameters) if is_buffer else place)
+                is_buffer = bool(len(place.starts)) and int(place.starts[0]) >= n_parameters
+                copier = RangeCopier(place.shifted(-n_parameters if is_buffer else 0))
                 self._pieces[index] = start, stop, is_buffer, copier
                 continue
             is_buffer = place >= n_parameters
@@ -631,8 +637,7 @@ class TensorCopier:
         """Copy the elements of a vector, or its words, into `tensors`; other elements stay."""
         if len(tensors) != len(self._sizes):
             raise ValueError(
-                f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: "
-                "give all of them, in its order (whole tensors are sorted by name)"
+                f"{len(tensors)} tensors given, the layout has {len(self._sizes)}: give all of them"
             )
         both = parts(vector, self._n_parameters)
         with torch.no_grad():
@@ -717,8 +722,7 @@ class SeqlockVector:
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
         if region.nbytes != n_bytes:
             raise RemoteProtocolError(
-                f"region {name!r} has {region.nbytes} bytes, not the {n_bytes} of "
-                f"{n_elements} elements of {dtype}: both sides must use one layout"
+                f"region {name!r} has {region.nbytes} bytes, not {n_bytes}: use one layout"
             )
         return cls(name, region, dtype=dtype)
 
@@ -772,8 +776,7 @@ def push_buffer_views(
     n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
     if region.nbytes != n_bytes:
         raise RemoteProtocolError(
-            f"a region of push buffers has {region.nbytes} bytes, not the {n_bytes} of "
-            f"{N_PUSH_BUFFERS} times {n_elements} elements of {dtype}: use one layout"
+            f"push buffers have {region.nbytes} bytes, not {n_bytes}: use one layout"
         )
     whole = region[: N_PUSH_BUFFERS * n_elements * dtype.itemsize].view(dtype)
     return whole[:n_elements], whole[n_elements:]

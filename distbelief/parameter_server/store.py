@@ -18,12 +18,18 @@ import torch
 
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
-from distbelief.core.vectors import ALIGNMENT, Vector
+from distbelief.core.vectors import ALIGNMENT, Element, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.optimizers import State, StepCounts
-from distbelief.parameter_server.rounds import WHOLE, RoundSum, Share
+from distbelief.parameter_server.optimizers import (
+    State,
+    StepCounts,
+    UpdateRule,
+    initial_state,
+    rules_on,
+)
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
@@ -31,10 +37,12 @@ from distbelief.parameter_server.slices import (
     ShardSlice,
     SliceTable,
     as_tensor,
+    convert,
     decode,
     padded,
     parts,
 )
+from distbelief.protocol import replication as rp
 from distbelief.roles.role import Cost, Snapshot
 
 
@@ -131,6 +139,90 @@ def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> 
         yield last - first, RangeCopier(target.part(first, last)), place
 
 
+# --- rounds ---
+#
+#     pushes, by name     p0   p1   p2          each stays in its client's buffer
+#     total               w0 p0 + w1 p1 + w2 p2
+#     applied once        total / (w0 + w1 + w2), or the total where weight = "sum"
+#
+# Pushes are added one by one in the order of their clients' names, whoever came first: so two
+# copies of a shard, and any number of shards, have equal bits. Of elements that only some clients
+# push, their weights alone count. Buffers are averaged always.
+
+_ROUND_PIECE: Final = 1 << 18  # elements added while they are in the cache
+
+
+@final
+class RoundSum:
+    """The weighted sum of the pushes of one round, in the shard's own order of elements."""
+
+    def __init__(
+        self, n_elements: int, *, n_gradient: int, dtype: np.dtype[Element], policy: ExchangePolicy
+    ) -> None:
+        self._n_gradient = n_gradient
+        self._divides = policy.weight != "sum"
+        self._parts: list[IndexRanges] | None = []  # None: a push was of everything
+        self._n_elements = n_elements
+        self._weight = 0.0  # of pushes of everything
+        self._weights: Vector | None = None  # (n_elements,) of the others
+        self._is_empty = True
+        self.total: Vector = np.zeros(n_elements, dtype)
+
+    @property
+    def touched(self) -> IndexRanges | None:
+        """What the round changes; None: everything."""
+        return None if self._parts is None else IndexRanges.union(self._parts)
+
+    def add_work(
+        self, pushed: Vector, *, shard_slice: ShardSlice, touched: ShardSlice, weight: float
+    ) -> Callable[[], None]:
+        """Return the work that adds one push, or its words: of `touched`, out of the client's."""
+        if self._parts is not None and touched.ranges is not None:
+            self._parts.append(touched.ranges)
+        else:
+            self._parts = None
+
+        def work() -> None:
+            numbers = pushed
+            if pushed.dtype != self.total.dtype:
+                numbers = np.empty(shard_slice.n_elements, self.total.dtype)
+                convert(pushed, numbers, n_parameters=shard_slice.n_parameters)
+            if touched.ranges is None:
+                self._add(numbers, weight)
+                self._weight += weight
+                return
+            compact = numbers
+            if shard_slice.ranges is None:  # of a client that holds everything
+                compact = np.empty(touched.n_elements, numbers.dtype)
+                RangeCopier(touched.ranges).gather(as_tensor(numbers), as_tensor(compact))
+            spread = np.zeros(self._n_elements, numbers.dtype)
+            touched.scatter(compact, spread)
+            self._add(spread, weight)
+            if self._weights is None:
+                self._weights = np.zeros_like(spread)
+            touched.scatter(np.ones_like(compact), spread)
+            np.add(self._weights, spread * spread.dtype.type(weight), out=self._weights)
+
+        return work
+
+    def _add(self, values: Vector, weight: float) -> None:
+        is_first, self._is_empty = self._is_empty, False
+        factor = values.dtype.type(weight)
+        # Multiply, then add, each rounded by itself: no kernel fuses them for some elements only.
+        for start in range(0, len(values), _ROUND_PIECE):
+            piece = slice(start, start + _ROUND_PIECE)
+            part = values[piece] if weight == 1.0 else values[piece] * factor
+            self.total[piece] = part if is_first else self.total[piece] + part
+
+    def finish(self) -> None:
+        """Divide the sum by the weights. Runs as work, after the last push is added."""
+        part = self.total[0 if self._divides else self._n_gradient :]
+        weights = np.full_like(part, self._weight)
+        if self._weights is not None:
+            np.add(weights, self._weights[len(self.total) - len(part) :], out=weights)
+        np.divide(part, weights, out=part, where=np.greater(weights, 0))
+
+
 # --- all arrays ---
 
 _N_SLICE_UPDATES_MAX: Final = 256
@@ -161,7 +253,8 @@ class ShardStore:
         )
         self._pushed_slice: ShardSlice | None = self.slice_table.whole  # None: not applied yet
         self._round: RoundSum | None = None  # in progress
-        self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
+        self._slice_updates: dict[tuple[bytes, bytes, int, int, int], SliceUpdate] = {}
+        self._rules = rules_on(config.rule, layout, index)
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
         self.n_restored = 0  # whole pushes (`StepCounts.n_pushes`) that this incarnation began with
         self.steps = StepCounts()  # pushes that each element has received
@@ -207,14 +300,13 @@ class ShardStore:
                     incarnation=incarnation or 0,
                     clock=0,
                     values=initialise(),
-                    state=config.rule.state(self._n_gradient, self._dtype),
+                    state=initial_state(config.rule, config.layout, config.index),
                     clients=(),
                     steps=StepCounts(),
                 )
             if state.values.shape != vector.shape:
                 raise LocalProtocolError(
-                    f"initial values of shard {config.index} have shape "
-                    f"{state.values.shape}, not {vector.shape}"
+                    f"shard {config.index}: {state.values.shape} values, not {vector.shape}"
                 )
             vector[:] = state.values
             # Drop the separate array now: push buffers come next, and memory is short.
@@ -303,7 +395,7 @@ class ShardStore:
         n_clients: int,  # over which buffers are averaged
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
         touched: ShardSlice | None = None,  # what the push changes; None: all of the part
-        share: Share = WHOLE,
+        share: rp.Share = rp.WHOLE,
     ) -> tuple[Callable[[], None], Cost]:
         """Return the work that applies a push, or adds it to a round, and its cost."""
         shard_slice = shard_slice or self.slice_table.whole
@@ -313,7 +405,7 @@ class ShardStore:
         return self._begin_apply(pushed, shard_slice, touched, n_clients, scale=share.scale)
 
     def _begin_in_round(
-        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: Share
+        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: rp.Share
     ) -> tuple[Callable[[], None], Cost]:
         assert share.weight is not None
         if self._round is None:
@@ -356,45 +448,49 @@ class ShardStore:
         n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
         gradients, buffer_values = parts(pushed, shard_slice.n_parameters)
-        parameters = self._slice_update(touched, shard_slice, 0, n)
         buffers = self._slice_update(touched, shard_slice, n, n_here)
-        updates = [(self.clock, parameters)]
-        if rule.needs_clock:
-            clocks = self.steps.at(parameters.target, shard_slice=touched)
-            updates = [(clock, parameters) for clock, _ in clocks]
-            if len(clocks) > 1:
-                updates = [
-                    (clock, SliceUpdate(inner, shard_slice.positions_of(inner)))
-                    for clock, inner in clocks
-                ]
-        names = tuple(self.state)
+        updates: list[tuple[UpdateRule, int, SliceUpdate]] = []
+        for group, (one, _) in enumerate(self._rules):
+            parameters = self._slice_update(touched, shard_slice, 0, n, group=group)
+            clocks = [(self.clock, parameters.target)]
+            if rule.needs_clock:
+                clocks = self.steps.at(parameters.target, shard_slice=touched)
+            for clock, inner in clocks:
+                if len(clocks) > 1:
+                    parameters = SliceUpdate(inner, shard_slice.positions_of(inner))
+                updates.append((one, clock, parameters))
 
-        def update(clock: int, vectors: Sequence[Vector], gradient: Vector) -> None:
-            state = dict(zip(names, vectors[1:], strict=True))
+        def update(
+            rule: UpdateRule, clock: int, vectors: Sequence[Vector], gradient: Vector
+        ) -> None:
+            state = dict(zip(rule.state(0, self._dtype), vectors[1:], strict=True))
             if scale != 1.0:
                 gradient = gradient * gradient.dtype.type(scale)
             rule.apply(vectors[0], gradient, state, clock=clock)
 
         def work() -> None:
-            vectors = (values, *self.state.values())
-            for clock, slice_update in updates:
-                slice_update.apply(partial(update, clock), vectors, gradients)
+            for one, clock, slice_update in updates:
+                state = (self.state[name] for name in one.state(0, self._dtype))
+                slice_update.apply(partial(update, one, clock), (values, *state), gradients)
             buffers.apply(partial(_average, n_clients=n_clients), [values], buffer_values)
 
-        n_parameters, n_buffers = parameters.target.n_elements, buffers.target.n_elements
+        n_parameters = sum(one.target.n_elements for *_, one in updates)
+        n_buffers = buffers.target.n_elements
         # Read and write each vector, read the gradient.
-        n_passes = 3 + 2 * len(names)
+        n_passes = 3 + 2 * len(self.state)
         n_bytes = (n_parameters + n_buffers) * values.itemsize
         return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
 
     def _slice_update(
-        self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int
+        self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int, *, group: int = 0
     ) -> SliceUpdate:
-        key = touched.key, shard_slice.key, start, stop
+        key = touched.key, shard_slice.key, start, stop, group
         if key not in self._slice_updates:
             if len(self._slice_updates) >= _N_SLICE_UPDATES_MAX:
                 self._slice_updates.clear()
             inner = touched.within(start, stop)
+            if len(self._rules) > 1 and stop <= self._n_gradient:
+                inner = inner.intersection(self._rules[group][1])
             source = shard_slice.positions_of(inner)
             if start >= self._n_gradient:  # buffers, which are a vector of their own
                 source = source.shifted(-shard_slice.n_parameters)

@@ -98,9 +98,8 @@ class VectorStore:
         for name, vector in vectors.items():
             if vector.shape != (self._n,) or vector.dtype != self._dtype:
                 raise StorageError(
-                    f"vector {name!r} has shape {vector.shape} and dtype {vector.dtype}, not "
-                    f"({self._n},) and {self._dtype}: resume with the model and number of shards "
-                    "of the run that saved it"
+                    f"vector {name!r} is {vector.shape} of {vector.dtype}, not ({self._n},) of "
+                    f"{self._dtype}: resume with the model and number of shards of its run"
                 )
         self._vectors = {name: vector.copy() for name, vector in vectors.items()}
         self._arrays = [*self._vectors.values()]
@@ -116,9 +115,8 @@ class VectorStore:
             missing = [name for name in vc.reads(command) if name not in held]
             if missing:
                 raise RemoteProtocolError(
-                    f"command {index} of {len(batch)}, {type(command).__name__}, needs "
-                    f"vector {missing[0]!r}, and this shard has {sorted(held)}: fill "
-                    "it first, or return to a savepoint that has it"
+                    f"command {index} of {len(batch)}, {type(command).__name__}, needs vector "
+                    f"{missing[0]!r}, and this shard has {sorted(held)}"
                 )
             held.update(vc.writes(command))
             self._check_count(len(held))

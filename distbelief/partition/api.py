@@ -47,8 +47,7 @@ from distbelief.program.step_cost import chrome_trace
 def examples_of(example: object) -> list[torch.Tensor]:
     """Return an example of each input, all with the same batch size.
 
-    Raises:
-        GraphError: `example` is no tensor and no sequence of tensors, or its shapes are wrong.
+    GraphError if `example` is no tensor and no sequence of tensors, or its shapes are wrong.
     """
     found = [example] if isinstance(example, torch.Tensor) else example
     if isinstance(found, Mapping):
@@ -173,8 +172,7 @@ class PlanningResult:
     def explain(self, layer: str) -> Table:
         """Return every split of a layer, for the most machines, and why it was not chosen.
 
-        Raises:
-            GraphError: there is no such layer.
+        GraphError if there is no such layer.
         """
         return report.show_alternatives(self.planned[-1], layer)
 
@@ -264,9 +262,8 @@ def plan(
         exactly: Use all machines, even if fewer were faster.
         profile: Scale the cluster's layer times by measured / estimated time on this machine.
 
-    Raises:
-        GraphError: the model cannot be captured, a pin is impossible, or the cluster has fewer
-            machines.
+    GraphError if the model cannot be captured, a pin is impossible, or the cluster has fewer
+    machines.
     """
     pins = pins or {}
     _check_types(
@@ -318,7 +315,7 @@ class Trial(Protocol):
 
 def run(
     asked: Request,
-    make: Callable[[], object],
+    make: Callable[[], nn.Module],
     *,
     explain: Sequence[str] = (),
     out: Path | None = None,
@@ -329,13 +326,12 @@ def run(
 ) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
-    `make` makes the model, on the meta device, so that it takes no memory; `explain` names layers
-    whose candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
+    `make` makes the model, without memory for its parameters; `explain` names layers whose
+    candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
     tells what it is doing: if its result is wrong, the plan does not fit.
 
-    Raises:
-        GraphError: the model cannot be captured, a pin is impossible, or a count is too high.
-        StorageError: a file cannot be written.
+    GraphError if the model cannot be captured, a pin is impossible, or a count is too high.
+    StorageError if a file cannot be written.
     """
     console = _console(stderr=as_json)
     # Wrong paths and layers are reported now, not after minutes of planning.
@@ -347,7 +343,7 @@ def run(
     with console.status("") as status:
         notify = _progress_line(console, status)
         notify("capturing the model")
-        planning = planning_request(_made(asked.model, make), asked, notify=notify)
+        planning = planning_request(make(), asked, notify=notify)
         for layer in explain:
             report.check_layer(planning.graph, layer)
         result = planning_result(
@@ -389,22 +385,6 @@ def _progress_line(console: Console, status: Status) -> Notify:
             print(what, file=sys.stderr, flush=True)  # noqa: T201 -- progress
 
     return notify
-
-
-def _made(name: str, make: Callable[[], object]) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            model = make()
-    except Exception as error:
-        raise GraphError(
-            f"{name}() failed: {type(error).__name__}: {error}. It is called "
-            "without arguments, on the meta device, where tensors have no values"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise GraphError(
-            f"{name} returns a {type(model).__name__}: it must return a torch.nn.Module"
-        )
-    return model
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import Cut, operator_of
+from distbelief.graph.operator import Cut, operator_of, sums_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.cluster import UNLIMITED, Cluster, weights
 from distbelief.program.placement import Placement, grid
@@ -31,7 +31,7 @@ N_CANDIDATES_MAX: Final = 60
 _N_WHOLE_MAX: Final = 8
 # Elements per machine; with fewer, one machine combines all partial sums.
 _N_COMBINED_MIN: Final = 8
-_CHANNELS_FIRST: Final = frozenset({"convolution", "max_pool", "average_pool", "adaptive_pool"})
+_CHANNELS_FIRST: Final = frozenset({"convolution", "pool"})
 
 
 _NAMES: Final = {
@@ -105,12 +105,10 @@ def partial_sums(
     """
     if dim not in summed_dims(layer):
         return None
-    partial = operator_of(layer).partial
-    assert partial is not None, layer.name
     machines = machines or range(len(cluster))
     shape = layer.input_shapes[0]
     parts = [n_parts if other == dim else 1 for other in range(len(shape))]
-    placement = _cut(shape, partial.cuts(layer), cluster, parts, machines)
+    placement = _cut(shape, sums_of(layer).cuts(layer), cluster, parts, machines)
     if placement is None:
         return None
     combine: Placement | None = None
@@ -259,10 +257,8 @@ _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
     """Check that pins name layers that are computed.
 
-    With a cluster, each pin must also be possible there.
-
-    Raises:
-        GraphError: a pin names no such layer, or is impossible.
+    With a cluster, each pin must also be possible there. GraphError if a pin names no such layer,
+    or is impossible.
     """
     for name in pins:
         if name not in graph.by_name:
@@ -289,8 +285,7 @@ def pinned(
 ) -> Candidate:
     """Return the candidate that a pin means; it need not be among those that are tried.
 
-    Raises:
-        GraphError: the layer cannot be placed so; lists what is possible.
+    GraphError if the layer cannot be placed so; lists what is possible.
     """
     found: Candidate | None = None
     if match := _WHOLE.fullmatch(pin):

@@ -41,9 +41,8 @@ def plan_for_job(
 ) -> Plan:
     """Return the plan of a job; it is written to `kept`.
 
-    Raises:
-        JobError: there is no such plan, it is for another job, or none can be made.
-        StorageError: it cannot be written.
+    JobError if there is no such plan, it is for another job, or none can be made. StorageError if
+    it cannot be written.
     """
     if job.cluster.plan is not None:
         plan = _given(job, graph, Path(job.cluster.plan))

@@ -19,7 +19,7 @@ from itertools import product
 from typing import Literal, final
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import joined, operator_of
+from distbelief.graph.operator import joined, operator_of, sums_of
 from distbelief.graph.region import Interval, Region, Shape
 from distbelief.program.placement import Cuts, Placement
 
@@ -146,8 +146,7 @@ def _moved(region: Region, *, of: Shape, to: Shape) -> Region:
 def _reduced(layer: Layer, shape: Shape, layout: Placement) -> Placement:
     # The sum is computed where its summands are, if possible; the first machine that contributes to
     # a part of the sum combines it.
-    partial = operator_of(layer).partial
-    assert partial is not None, layer.name
+    partial = sums_of(layer)
     whole = Placement.whole(len(layer.shape), layout.machines[0])
     cells = list(layout.cells(shape))
     if len(cells) == 1:

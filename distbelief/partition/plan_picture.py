@@ -37,10 +37,7 @@ def draw_plan(
 ) -> None:
     """Draw the placement of every layer.
 
-    Layers without a placement (inputs) are not drawn.
-
-    Raises:
-        StorageError: the file cannot be written.
+    Layers without a placement (inputs) are not drawn. StorageError if the file cannot be written.
     """
     crossing: dict[str, int] = {}
     for flow in traffic:

@@ -180,11 +180,8 @@ def planning_request(
         another     no         arithmetic with the figures of the cluster
         another     yes        the same, times measured / arithmetic on this machine
 
-    The model may be on any device, and is not changed.
-
-    Raises:
-        GraphError: the model cannot be captured or split, there is no such cluster, or it has fewer
-            machines.
+    The model may be on any device, and is not changed. GraphError if the model cannot be captured
+    or split, there is no such cluster, or it has fewer machines.
     """
     cluster, batch, loss = asked.cluster, asked.batch, asked.loss
     most = max([1, *asked.counts])
@@ -339,10 +336,8 @@ def plan(
 ) -> list[Planned]:
     """Return the best plan for each number of machines, ascending: the first ones of the cluster.
 
-    `notify` is called with a line of progress.
-
-    Raises:
-        GraphError: an impossible number of machines or pin.
+    `notify` is called with a line of progress. GraphError for an impossible number of machines or
+    pin.
     """
     return list(each_plan(request, counts, notify=notify))
 

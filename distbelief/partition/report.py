@@ -204,8 +204,7 @@ def check_layer(graph: LayerGraph, name: str) -> None:
 def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
     """Return the layer that decides for `name`, and its candidates, cheapest first.
 
-    Raises:
-        GraphError: there is no such layer.
+    GraphError if there is no such layer.
     """
     check_layer(planned.best.cost.compiled.graph, name)
     solved = planned.solved

@@ -107,9 +107,7 @@ def build(
     """Return the problem, and the decoder of its choices.
 
     Pins are per layer; `machines` is the order of use, and plans in `also` become candidates.
-
-    Raises:
-        GraphError: a pin is impossible.
+    GraphError if a pin is impossible.
     """
     pins = pins or {}
     check_pins(graph, pins)

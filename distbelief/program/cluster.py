@@ -5,6 +5,7 @@ All figures are measured on this host, or written into a cluster file; `origin` 
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
@@ -61,60 +62,44 @@ class OutageTrace(msgspec.Struct, frozen=True, kw_only=True):
     covers: float  # length of the recording, seconds
 
 
+_SECONDS: Final = r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*"
+_OUTAGE: Final = re.compile(rf"{_SECONDS},\s*(\d+)\s*,{_SECONDS}")
+_END: Final = re.compile(rf"end\s*,{_SECONDS}")
+
+
 def read_trace(text: str, *, n_machines: int) -> OutageTrace:
     """Return the trace in a CSV text.
 
     GraphError if a line is wrong: names the line and what it should be.
     """
-    lines = [
-        (number, [cell.strip() for cell in line.split(",")])
-        for number, line in enumerate(text.splitlines(), start=1)
-        if line.strip() and not line.startswith("#")
-    ]
-    if lines and lines[0][1] == ["seconds", "machine", "away"]:
-        lines = lines[1:]
-    if not lines or lines[-1][1][0] != "end":
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
+    rows = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    if rows and rows[0][1].replace(" ", "") == "seconds,machine,away":
+        del rows[0]
+    end = _END.fullmatch(rows.pop()[1]) if rows else None
+    if end is None:
         raise GraphError(
             "a trace ends without the line 'end,SECONDS': write how long the machines were recorded"
         )
-    if len(lines) > N_OUTAGES_MAX:
-        raise GraphError(f"a trace has {len(lines)} lines; use {N_OUTAGES_MAX} at most")
-    *rows, (number, last) = lines
-    covers = _seconds(last[1] if len(last) == 2 else "", number)
-    outages = [_row(cells, number, n_machines) for number, cells in rows]
+    if len(rows) >= N_OUTAGES_MAX:
+        raise GraphError(f"a trace has {len(rows) + 1} lines; use {N_OUTAGES_MAX} at most")
+    outages = []
+    for number, line in rows:
+        row = _OUTAGE.fullmatch(line)
+        if row is None or int(row[2]) >= n_machines:
+            raise GraphError(
+                f"line {number} of a trace is {line!r:.60}: write seconds,machine,away with "
+                f"machine 0 to {n_machines - 1}, and seconds of 0 or more without a unit"
+            )
+        outages.append(Lost(at=float(row[1]), machine=int(row[2]), away=float(row[3])))
     outages.sort(key=lambda lost: (lost.at, lost.machine))
+    covers = float(end[1])
     if outages and outages[-1].at > covers:
         raise GraphError(
             f"a trace has an outage at {outages[-1].at} s, after its end at "
             f"{covers} s: correct the last line"
         )
     return OutageTrace(outages=tuple(outages), covers=covers)
-
-
-def _row(cells: list[str], number: int, n_machines: int) -> Lost:
-    if len(cells) != 3:
-        raise GraphError(
-            f"line {number} of a trace has {len(cells)} cells: write seconds,machine,away"
-        )
-    at, away = _seconds(cells[0], number), _seconds(cells[2], number)
-    if not cells[1].isdecimal() or not int(cells[1]) < n_machines:
-        raise GraphError(
-            f"line {number} of a trace names machine {cells[1]!r:.40}: use 0 to {n_machines - 1}"
-        )
-    return Lost(at=at, machine=int(cells[1]), away=away)
-
-
-def _seconds(cell: str, number: int) -> float:
-    try:
-        seconds = float(cell)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise GraphError(
-            f"line {number} of a trace has {cell!r:.40} instead of seconds: write "
-            "a number of 0 or more, without a unit"
-        )
-    return seconds
 
 
 Origin = Literal["measured", "assumed"]

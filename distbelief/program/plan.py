@@ -14,7 +14,7 @@ was edited or cut off is rejected before anything runs.
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, final
 
@@ -115,25 +115,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         The graph has its loss; `cluster` is None if the figures of its machines are unknown.
         GraphError if it is not: names what differs, in the plan and here.
         """
-        planned: dict[str, object] = {"the loss": self.loss, "the batch": self.batch}
-        here: dict[str, object] = {"the loss": loss, "the batch": batch}
-        planned |= {f"input {name!r}": list(shape) for name, shape in self.inputs.items()}
-        here |= {f"input {name!r}": list(shape) for name, shape in _inputs(graph).items()}
+        compared: list[tuple[str, object, object]] = [
+            ("the loss", self.loss, loss),
+            ("the batch", self.batch, batch),
+            *_each("input", self.inputs, _inputs(graph)),
+        ]
         if cluster is not None:
-            n = min(self.cluster.n_machines, len(cluster))
-            planned["the number of machines"] = self.cluster.n_machines
-            here["the number of machines"] = n
+            n_planned = self.cluster.n_machines
+            n = min(n_planned, len(cluster))
             figures = cluster.first(n).fingerprint
-            if n == self.cluster.n_machines and figures != self.cluster.fingerprint:
-                planned["the cluster"] = f"{self.cluster.name} ({self.cluster.fingerprint})"
-                here["the cluster"] = f"{cluster.name} ({figures})"
-        differences = _differences(planned, here)
+            compared.append(("the number of machines", n_planned, n))
+            if n == n_planned and figures != self.cluster.fingerprint:
+                planned = f"{self.cluster.name} ({self.cluster.fingerprint})"
+                compared.append(("the cluster", planned, f"{cluster.name} ({figures})"))
+        placed = {layer.name: "placed" for layer in graph.layers if layer.kind != INPUT}
         # Another loss or input changes the graph too: it is compared only if those agree.
-        differences = differences or _differences(
-            {f"layer {name!r}": "placed" for name in self.placements}
-            | {"the layer graph's fingerprint": self.graph},
-            {f"layer {layer.name!r}": "placed" for layer in graph.layers if layer.kind != INPUT}
-            | {"the layer graph's fingerprint": graph.fingerprint},
+        differences = _differences(compared) or _differences(
+            [
+                *_each("layer", dict.fromkeys(self.placements, "placed"), placed),
+                ("the layer graph's fingerprint", self.graph, graph.fingerprint),
+            ]
         )
         if differences:
             raise GraphError(
@@ -265,14 +266,23 @@ def _inputs(graph: LayerGraph) -> dict[str, Shape]:
     return {layer.name: layer.shape for layer in graph.layers if layer.kind == INPUT}
 
 
-def _differences(planned: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
-    def shown(values: Mapping[str, object], what: str) -> str:
-        return repr(values[what]) if what in values else "absent"
+def _each(
+    what: str, planned: Mapping[str, object], here: Mapping[str, object]
+) -> list[tuple[str, object, object]]:
+    names = {**planned, **here}
+    return [(f"{what} {name!r}", planned.get(name), here.get(name)) for name in names]
+
+
+def _differences(compared: Iterable[tuple[str, object, object]]) -> list[str]:
+    def shown(value: object) -> str:
+        if isinstance(value, tuple):
+            value = list(value)
+        return "absent" if value is None else repr(value)
 
     found = [
-        f"{what} is {shown(planned, what)} in the plan and {shown(here, what)} here"
-        for what in {**planned, **here}
-        if what not in planned or what not in here or planned[what] != here[what]
+        f"{what} is {shown(planned)} in the plan and {shown(here)} here"
+        for what, planned, here in compared
+        if planned != here
     ]
     more = len(found) - _N_SHOWN
     return [*found[:_N_SHOWN], f"{more} more differences"] if more > 0 else found

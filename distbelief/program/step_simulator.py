@@ -143,8 +143,10 @@ class StepSimulator:
                     self._end_task(code, now)
                 else:
                     self._follow(code)
-            self._start_tasks(now)
-            self._start_messages(now)
+            if self._woken:
+                self._start_tasks(now)
+            if self._touched_senders | self._touched_receivers:
+                self._start_messages(now)
         return self._played()
 
     def _happen(self, node: int) -> None:
@@ -227,10 +229,13 @@ class StepSimulator:
         able = self._outgoing[sender] & self._free_receivers
         if not able:
             return
-        urgent, n_left = self._urgent[sender], self._n_left[sender]
-        while not n_left[urgent[0]]:
-            heapq.heappop(urgent)
-        receiver = self._receiver_of(sender, able, -urgent[0])
+        n_left = self._n_left[sender]
+        receiver = able.bit_length() - 1
+        if able != 1 << receiver:
+            urgent = self._urgent[sender]
+            while not n_left[urgent[0]]:
+                heapq.heappop(urgent)
+            receiver = self._receiver_of(sender, able, -urgent[0])
         bit, waiting = 1 << receiver, self._waiting[sender][receiver]
         code, seconds, n_bytes = waiting.pop()
         n_left[-code] -= 1

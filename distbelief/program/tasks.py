@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, final
 import msgspec
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Operator, PartialSums, Work, operator_of
+from distbelief.graph.operator import Operator, PartialSums, Work, operator_of, sums_of
 from distbelief.graph.region import Region
 from distbelief.program.placement import Placement
 
@@ -87,11 +87,7 @@ def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task
 
 def rule_of(layer: Layer, *, partial: bool) -> Operator | PartialSums:
     """Return what computes a layer, whole regions or partial sums."""
-    operator = operator_of(layer)
-    if not partial:
-        return operator
-    assert operator.partial is not None, layer.name
-    return operator.partial
+    return sums_of(layer) if partial else operator_of(layer)
 
 
 def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
@@ -107,9 +103,7 @@ def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
 
 def written_by(layer: Layer, region: Region) -> Region:
     """Return the part of the output to which this part of the first input adds."""
-    rule = operator_of(layer).partial
-    assert rule is not None, layer.name
-    return rule.writes(layer, region)
+    return sums_of(layer).writes(layer, region)
 
 
 def work_of(layer: Layer, region: Region, *, partial: bool) -> Work:

@@ -82,8 +82,7 @@ class Codec:
             raise LocalProtocolError(f"cannot send {type(message).__name__}: {error}") from None
         if len(header) > HEADER_BYTES_MAX:
             raise LocalProtocolError(
-                f"cannot send {type(message).__name__}: its header has {len(header)} "
-                f"bytes, more than {HEADER_BYTES_MAX}"
+                f"cannot send {type(message).__name__}: a header of {len(header)} bytes"
             )
         frames: list[Frame] = [header, *self._frames_out]
         self._frames_out = []
@@ -114,8 +113,7 @@ class Codec:
             raise AnotherRunError(f"{envelope.sender!r} belongs to another run")
         if self._n_used != len(arrays):
             raise RemoteProtocolError(
-                f"{type(envelope.message).__name__} with {len(arrays)} array frames "
-                f"but {self._n_used} references to them"
+                f"{len(arrays)} array frames, but {self._n_used} references to them"
             )
         return envelope
 
@@ -135,8 +133,8 @@ class Codec:
             raise LocalProtocolError(f"cannot send {type(value).__name__}: {value!r}")
         if code is None or content is None or len(content) > FRAME_BYTES_MAX:
             raise LocalProtocolError(
-                f"cannot send {_described(value)}: only {', '.join(ELEMENT_TYPES)}, "
-                f"flat, {FRAME_BYTES_MAX} bytes at most"
+                f"cannot send {_described(value)}: only flat {', '.join(ELEMENT_TYPES)}, "
+                f"{FRAME_BYTES_MAX} bytes at most"
             )
         self._frames_out.append(content)
         return len(self._frames_out) - 1, code

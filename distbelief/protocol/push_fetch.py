@@ -84,6 +84,9 @@ class Fetch(AnyMessage, frozen=True):
     shard_incarnation: Count
     credit: Count  # blocks that may be under way
     payload: Payload = msgspec.UNSET  # that the blocks should have
+    # (4 n,) stripes of the shard's vector, of a fetch of more than what the client holds: with the
+    # parameters that do not train. Unset: what it holds.
+    holds: Vector | msgspec.UnsetType = msgspec.UNSET
 
 
 class ParameterBlock(AnyMessage, frozen=True):

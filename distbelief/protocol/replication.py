@@ -24,7 +24,7 @@ from distbelief.protocol.fields import AnyMessage, Count, Name
 from distbelief.protocol.push_fetch import Ticks
 
 
-Factor = Annotated[float, msgspec.Meta(ge=0.0)] | msgspec.UnsetType
+Factor = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class Promote(AnyMessage, frozen=True):
@@ -61,6 +61,17 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     samples: Count = 0
     staleness: Count = 0
     tick: Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How much one push counts."""
+
+    scale: Factor = 1.0  # multiplies the gradient of a push that is applied by itself
+    weight: Factor | None = None  # in its round; None: it is applied by itself
+    n_to_follow: Count = 0  # pushes of the round after this one
+
+
+WHOLE = Share()
 
 
 class StartSync(AnyMessage, frozen=True):
@@ -113,10 +124,7 @@ class ReplicatePush(AnyMessage, frozen=True):
     # The client holds everything, and `holds` is what its push `touches`: a message has one
     # array at most.
     touches: bool = False
-    scale: Factor = msgspec.UNSET  # multiplies the gradient; Unset: 1
-    # Of a push in a round: how many more follow in it, and its weight there.
-    n_to_follow: Ticks = msgspec.UNSET
-    weight: Factor = msgspec.UNSET
+    share: Share = WHOLE
 
 
 class PrimaryChanged(AnyMessage, frozen=True):

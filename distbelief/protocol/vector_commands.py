@@ -147,13 +147,7 @@ def reads(command: Command) -> tuple[VectorName, ...]:
 
 def writes(command: Command) -> tuple[VectorName, ...]:
     """Return the vectors that `command` creates or changes."""
-    match command:
-        case Dot() | Gram() | Norm():
-            return ()
-        case Copy() | Fill() | Axpy() | LinearCombination() | Pointwise():
-            return (command.target,)
-        case _:
-            assert_never(command)
+    return () if isinstance(command, Dot | Gram | Norm) else (command.target,)
 
 
 def n_scalars(batch: Sequence[Command]) -> int:
@@ -170,8 +164,7 @@ def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
     for k, answer in enumerate(answers):
         if len(answer) != len(combinations):
             raise RemoteProtocolError(
-                f"shard {k} answered a batch of {len(batch)} commands with "
-                f"{len(answer)} numbers; it measures {len(combinations)}"
+                f"shard {k} measured {len(answer)} numbers, not {len(combinations)}"
             )
     return tuple(
         combined(partials)

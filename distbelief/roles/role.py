@@ -246,7 +246,6 @@ Action = (
 
 
 def message_types(union: UnionType) -> frozenset[type]:
-    """Return the message types of a union such as `Push | Fetch`."""
     return frozenset(get_args(union))
 
 

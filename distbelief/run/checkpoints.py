@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, StorageError
-from distbelief.parameter_server.replication import shard_of
+from distbelief.parameter_server.config import shard_of
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 
 
@@ -211,37 +211,31 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
         name: labels if agreed is None else labels[labels.index(agreed) + 1 :]
         for name, labels in of_shards.items()
     }
-    newer = {label for labels in lacking.values() for label in labels}
+    newer = [(name, label) for name, labels in lacking.items() for label in labels]
     if not newer:
         return ()
-    newest = max(newer, key=lambda label: (len(label), label))
+    newest = max((label for _, label in newer), key=_age)
     faults = {name: store.fault(name, newest) for name in shards}
     without = ", ".join(
         f"{store.path(name, newest)} ({why})" for name, why in faults.items() if why
     )
     # A kill in the first round leaves intact files of some shards, and nothing damaged.
     is_first_round = all(
-        label.isdigit() and int(label) == 1 and store.fault(name, label) is None
-        for name, labels in lacking.items()
-        for label in labels
+        _age(label)[:2] == (0, 1) and store.fault(name, label) is None for name, label in newer
     )
     if agreed is None and not is_first_round:
         raise StorageError(
             f"{store.directory} has no label with an intact checkpoint of every shard; "
             f"of the newest: {without}"
         )
-    for name, labels in lacking.items():
-        for label in labels:
-            path = store.path(name, label)
-            with files.explaining(path, doing="rename"):
-                path.rename(path.with_name(f"{path.name}{SET_ASIDE}"))
+    for name, label in newer:
+        path = store.path(name, label)
+        with files.explaining(path, doing="rename"):
+            path.rename(path.with_name(f"{path.name}{SET_ASIDE}"))
     found = (
         "it was the first, so the run starts from scratch"
         if agreed is None
         else f"the run resumes from {agreed}, the newest complete one"
     )
-    notes = (
-        f"checkpoint {newest} is incomplete: {without}; {found}; newer files are kept in "
-        f"{store.directory} as *{SET_ASIDE}"
-    )
-    return (notes,)
+    kept = f"newer files are kept in {store.directory} as *{SET_ASIDE}"
+    return (f"checkpoint {newest} is incomplete: {without}; {found}; {kept}",)

@@ -25,14 +25,11 @@ from distbelief.errors import JobError, StorageError
 from distbelief.supervisor.view import JobView
 
 
-SIBLINGS_MAX: Final = 10_000
 GONE_MAX: Final = 3
 STATUS_BYTES_MAX: Final = 1 << 22
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of status.json."""
-
     name: str  # of the job
     pid: int  # process of the supervisor
     written: float  # seconds since 1970 (UTC)
@@ -63,12 +60,12 @@ class RunDirectory:
     def create(cls, path: str | os.PathLike[str]) -> Self:
         """Make a new run directory at `path`, or beside it if that is taken."""
         first = Path(path)
-        for number in range(1, SIBLINGS_MAX):
+        for number in range(1, files.SIBLINGS_MAX):
             suffix = "" if number == 1 else f".{number}"
             run = cls._taken(first.with_name(f"{first.name}{suffix}"))
             if run is not None:
                 return run
-        raise StorageError(f"{first} and {SIBLINGS_MAX} siblings exist: remove some")
+        raise StorageError(f"{first} and {files.SIBLINGS_MAX} siblings exist: remove some")
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
@@ -135,13 +132,7 @@ class RunDirectory:
         An empty directory takes the place of `snapshots`.
         """
         with files.explaining(self.path, doing="move files in"):
-            for number in range(1, SIBLINGS_MAX):
-                place = self.path / f"aside-{number}"
-                with suppress(FileExistsError):
-                    place.mkdir()
-                    break
-            else:
-                raise StorageError(f"{self.path} has {SIBLINGS_MAX} aside-*: remove some")
+            place = files.make_numbered(self.path, "aside-")
             for path in paths:
                 if path.exists():
                     path.rename(place / path.name)
@@ -158,7 +149,6 @@ class RunDirectory:
             temporary.replace(self.status_file)
 
     def read_status(self) -> Status | None:
-        """Return the last status written, or None if there is none yet."""
         try:
             with self.status_file.open("rb") as file:
                 content = file.read(STATUS_BYTES_MAX)

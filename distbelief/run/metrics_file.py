@@ -70,15 +70,13 @@ class MetricsFile:
         try:
             # Unbuffered: bytes of a failed write must not appear later.
             self._file = self._path.open("a+b", buffering=0)
-            self._end = _end_of_last_line(self._file)
-            if self._end < self._file.seek(0, os.SEEK_END):
-                self._file.truncate(self._end)
+            self._end = self._path.read_bytes().rfind(b"\n") + 1
+            self._file.truncate(self._end)
         except OSError as error:
             self.close()
             raise files.explained(error, self._path, doing="write") from error
 
     def append(self, measurement: Measurement) -> None:
-        """Write one line to the operating system."""
         assert self._file is not None, "open() comes first"
         line = msgspec.json.encode(measurement) + b"\n"
         try:
@@ -115,18 +113,6 @@ def measurements_in(content: bytes) -> list[Measurement]:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
     return measurements
-
-
-def _end_of_last_line(file: FileIO) -> int:
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 4096)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
 
 
 _IMPORTING: Final = Lock()  # matplotlib's modules import each other: two threads must not

@@ -44,8 +44,6 @@ _ALIGNMENT: Final = 8  # of the data, as in safetensors
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Type, shape and place of one tensor in the file."""
-
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -64,8 +62,6 @@ def write_model_file(
     `dtypes` are torch's names of types that are not that of the shards, `aliases` other names of
     shared tensors, which `load_state_dict` needs: each name has its own data in the file.
     """
-    if len(snapshots) != layout.n_shards:
-        raise ValueError(f"got {len(snapshots)} checkpoints of {layout.n_shards} shards")
     usual = "float64" if layout.dtype.itemsize == 8 else "float32"
     kinds = {t.name: _TYPES[(dtypes or {}).get(t.name, usual)] for t in layout.tensors}
     names = {t.name: t.name for t in layout.tensors} | dict(aliases or {})

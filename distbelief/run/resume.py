@@ -34,16 +34,15 @@ from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import reshard, restore, take
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.config import ShardConfig, shard_of
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
-from distbelief.parameter_server.replication import shard_of
 from distbelief.program.plan import Plan
 from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.summary import DataFacts, read_summary
+from distbelief.run.summary import DataFacts
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.view import JobView
 from distbelief.worker.group import group_rank_of, member_name, rank_name
@@ -104,8 +103,7 @@ def mark_of(plan: Plan) -> str:
 def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None]:
     """Return the directory and content of the checkpoint set in use; None of a new run.
 
-    JobFileError if the run is old, so its job file counts, and that is wrong; StorageError if
-    cut.json is damaged or wrong, or all checkpoints are gone.
+    StorageError if cut.json is missing, damaged or wrong.
     """
     found = [(match, path) for path in run.snapshots.glob("cut-*/") if (match := _of_set(path))]
     directory = max(found, default=(0, run.snapshots))[1]
@@ -115,27 +113,15 @@ def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None
     except FileNotFoundError:
         if not run.job_file.is_file():
             return directory, None
-        if not any(directory.glob("*/*.safetensors")):
-            raise StorageError(
-                f"{directory} has no checkpoints, but the run has begun: restore it, or "
-                "start again with --from-scratch (from_scratch=True)"
-            ) from None
-        cluster, summary = load_job(run.job_file).cluster, None
-        with suppress(StorageError):  # only a second source
-            summary = read_summary(run)
-        train = None if summary is None else summary.train
-        return directory, CheckpointSet(
-            n_shards=cluster.shards, n_replicas=cluster.replicas, train=train
-        )
+        raise _damaged(file, "it is missing") from None
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
-    cut = checkpoint_set_in(content, file, run)
+    cut = checkpoint_set_in(content, file)
     shards = [m[1] for p in directory.glob("*/*") if (m := _SNAPSHOT.search(str(p)))]
     beyond = sorted({int(k) for k in shards if int(k) >= cut.n_shards})
     if beyond:
         names = ", ".join(f"shard-{k}" for k in beyond)
-        why = f"n_shards is {cut.n_shards}, but there are checkpoints of {names}"
-        raise _damaged(file, run, why)
+        raise _damaged(file, f"n_shards is {cut.n_shards}, but there are checkpoints of {names}")
     return directory, cut
 
 
@@ -144,18 +130,18 @@ def _of_set(path: Path) -> int:
     return 0 if match is None else int(match[1])
 
 
-def checkpoint_set_in(content: bytes, file: Path, run: RunDirectory) -> CheckpointSet:
-    """Decode the content of cut.json; `file` and `run` are for messages."""
+def checkpoint_set_in(content: bytes, file: Path) -> CheckpointSet:
+    """Decode the content of cut.json; `file` is for messages."""
     try:
         return msgspec.json.decode(content, type=CheckpointSet)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _damaged(file, run, str(error)) from None
+        raise _damaged(file, str(error)) from None
 
 
-def _damaged(file: Path, run: RunDirectory, why: str) -> StorageError:
+def _damaged(file: Path, why: str) -> StorageError:
     return StorageError(
-        f"{file} is damaged ({why}): if [cluster] in {run.job_file} has the last numbers of "
-        f"shards and replicas, remove {file.name}"
+        f"{file} is damaged ({why}): restore it, or start again with --from-scratch "
+        "(from_scratch=True)"
     )
 
 
@@ -197,8 +183,6 @@ _SIZE_MAX: Final = 1 << 62  # more elements than any shard has
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousRun:
-    """State of a run at the end of its previous sessions."""
-
     before: PreviousTotals = field(default_factory=PreviousTotals)  # totals
     incarnation: int = 1  # above all that any checkpoint contains
     label: int = 1  # number of the next checkpoint
@@ -349,8 +333,6 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A run that a job can resume."""
-
     previous: PreviousRun  # its state
     store: CheckpointStore  # the checkpoints of its shards, for the job's numbers
     notes: tuple[str, ...] = ()  # lines for the user

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from distbelief.config.job import Job
 from distbelief.core import formatting
-from distbelief.errors import StorageError
-from distbelief.run.directory import RunDirectory
 from distbelief.supervisor.view import HostView, JobView, filled
 
 
@@ -23,8 +21,6 @@ _PACKAGES = ("distbelief", "torch", "numpy", "pyzmq", "msgspec", "safetensors")
 
 
 class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and identity of one data set."""
-
     n_samples: int  # its length
     fingerprint: str | None = None  # hash of its content, if it has an attribute of that name
 
@@ -107,7 +103,6 @@ def summarise(
     error: str | None = None,
     model_error: str | None = None,
 ) -> Summary:
-    """Return the summary of a job from its last view."""
     seconds = view.training_seconds or view.seconds
     algorithm = job.algorithm
     seeds = {"model": job.model.seed, "evaluation": job.evaluation.seed}
@@ -139,16 +134,6 @@ def summarise(
 
 def summary_text(summary: Summary) -> str:
     return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
-
-
-def read_summary(run: RunDirectory) -> Summary | None:
-    """Return the summary of a run that has ended, or None."""
-    try:
-        return msgspec.json.decode(run.summary_file.read_bytes(), type=Summary)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StorageError(f"{run.summary_file} cannot be read: {error}") from None
 
 
 def final_table(summary: Summary) -> Group:

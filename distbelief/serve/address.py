@@ -1,6 +1,6 @@
 """What a training loop needs to join a parameter server: its address, the names of tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self, cast
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
+from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.optimizers import UpdateRule, check_groups, rule_of
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import COPIES_MAX
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
@@ -79,16 +80,14 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         """Parse an address, as `str` writes it, or raise JobError."""
         if not isinstance(text, str):
             raise JobError(
-                f"server is {text!r}, which is no address: use "
-                "ParameterServer(...).address, or the address that `distbelief serve` prints"
+                f"server is {text!r}: use ParameterServer(...).address, or one that `serve` prints"
             )
         try:
             return cls._read(text)
         except (KeyError, ValueError, JobError):
             raise JobError(
-                f"{text!r} is no address of a parameter server: use "
-                "ParameterServer(...).address, or the address that `distbelief serve` "
-                "prints, such as tcp://10.0.0.1:7700?key=…&run=…&shards=2"
+                f"{text!r} is no address of a parameter server: use ParameterServer(...).address, "
+                "or what `distbelief serve` prints, as tcp://10.0.0.1:7700?key=…&run=…&shards=2"
             ) from None
 
     @classmethod
@@ -123,8 +122,7 @@ def exchange_policy(
 ) -> ExchangePolicy:
     """Return the usual choices, replaced by a preset's, replaced by those given (not None).
 
-    Raises:
-        JobError: one of them is not valid, or two exclude each other.
+    JobError if one of them is not valid, or two exclude each other.
     """
     table = dict(usual)
     try:
@@ -136,20 +134,38 @@ def exchange_policy(
         raise JobError(f"{user}: {error}") from None
 
 
+def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
+    """Return a rule whose groups name tensors as `parameter_specs` does; no names: none are known.
+
+    Raises:
+        JobError: there are groups, and no names, or none that fits one of them.
+    """
+    if not rule.groups:
+        return rule
+    if not names:
+        raise JobError(
+            f"rule.groups has {', '.join(map(repr, rule.groups))}, and the parameters have no "
+            "names: give net.named_parameters()"
+        )
+    try:
+        check_groups(rule, names)
+    except ValueError as error:
+        raise JobError(str(error)) from None
+    found = {f"{index:06d}": rule_of(rule, name) for index, name in enumerate(names)}
+    groups = {place: one for place, one in found.items() if one is not rule}
+    return msgspec.structs.replace(rule, groups=groups)
+
+
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpec, ...]:
     """Return the specs of a training loop's parameters, named by their positions."""
     specs = []
     for index, parameter in enumerate(parameters):
         if not isinstance(cast("object", parameter), torch.Tensor):
             raise JobError(
-                f"parameter {index} is a {type(parameter).__name__}, not a parameter: "
-                "give net.parameters()"
+                f"parameter {index} is a {type(parameter).__name__}: give net.parameters()"
             )
         if parameter.dtype != torch.float32:
-            raise JobError(
-                f"parameter {index} is {parameter.dtype}: a parameter server keeps "
-                "float32; use net.float()"
-            )
+            raise JobError(f"parameter {index} is {parameter.dtype}: use net.float()")
         shape = tuple(parameter.shape)
         specs.append(TensorSpec(name=f"{index:06d}", shape=shape, kind="parameter"))
     if not specs:

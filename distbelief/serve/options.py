@@ -14,6 +14,7 @@ from distbelief.cluster.listen import JoinServer
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.serve.address import by_position
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.transport.address import number_of
 from distbelief.transport.config import KeyConfig, ListenConfig
@@ -36,6 +37,7 @@ def rule(
     options: Sequence[str],
     *,
     preset: str | None = None,
+    names: Sequence[str] = (),  # of the parameters
 ) -> UpdateRule:
     """Return an update rule, or a preset's, with options such as "momentum=0.9"."""
     usual = {} if preset is not None else {"name": "sgd", "learning_rate": 0.01}
@@ -55,7 +57,7 @@ def rule(
         raise JobError(f"--rule {table.get('name')}: {error}") from None
     except JobFileError as error:
         raise JobError(f"--{error}") from None
-    return made
+    return by_position(made, names)
 
 
 def join_server(
@@ -90,8 +92,7 @@ def listen_config(
     parsed = _BIND.fullmatch(bind)
     if parsed is None or (parsed["port"] != "*" and int(parsed["port"]) > 65535):
         raise JobError(
-            f"{option} {bind!r} is no address: write for example tcp://10.0.0.1:7700, or "
-            "tcp://0.0.0.0:7700 for all interfaces"
+            f"{option} {bind!r} is no address: write tcp://10.0.0.1:7700, or tcp://0.0.0.0:7700"
         )
     if keys is not None and insecure:
         raise JobError("--insecure and --keys exclude each other: leave out one of them")
@@ -103,9 +104,8 @@ def listen_config(
     is_loopback = ipaddress.IPv4Address(number).is_loopback
     if is_named and is_loopback:
         raise JobError(
-            f"{option} {bind}: {parsed['host']} is {number} here, which no other host can "
-            "reach: give the IP address of an interface, or tcp://0.0.0.0:7700 for all; "
-            "tcp://127.0.0.1:7700 is for this host alone"
+            f"{option} {bind}: {parsed['host']} is {number} here, for this host alone: give the IP "
+            "address of an interface, or tcp://0.0.0.0:7700 for all"
         )
     # Without key files, the address contains the secret of a key pair made for this run.
     has_secret = key_config is None and (insecure or is_loopback)

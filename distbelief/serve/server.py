@@ -13,9 +13,9 @@ import torch
 from distbelief.config.presets import expand
 from distbelief.core.files import Scratch
 from distbelief.errors import JobError, PeerLostError
+from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.replication import COPIES_MAX
-from distbelief.serve.address import SHARDS_MAX, exchange_policy, parameter_specs
+from distbelief.serve.address import SHARDS_MAX, by_position, exchange_policy, parameter_specs
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.transport.shared_memory import FileMemory
 
@@ -28,9 +28,10 @@ class ParameterServer:
     """A parameter server: shards in processes on this host, for any number of workers.
 
     Args:
-        params: The model's parameters; their current values are the initial ones.
+        params: The model's parameters, with names or without, as in torch; their current values
+            are the initial ones.
         rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`; by default the
-            preset's.
+            preset's. It may have `groups`: other rules for parameters whose names match a pattern.
         preset: How workers exchange, by the name of a paper: `distbelief presets` lists them.
             Workers follow it. The next four replace choices of it.
         staleness: Exchanges that a worker may be ahead of the slowest; by default any number.
@@ -54,7 +55,7 @@ class ParameterServer:
 
     def __init__(  # noqa: PLR0913 -- the options of one algorithm, and of its processes
         self,
-        params: Iterable[torch.nn.Parameter],
+        params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
         *,
         rule: UpdateRule | None = None,
         preset: str | None = None,
@@ -73,8 +74,7 @@ class ParameterServer:
             raise JobError(f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}")
         if not 1 <= shard_copies <= COPIES_MAX:
             raise JobError(
-                f"ParameterServer: shard_copies is {shard_copies}; use 1, or "
-                f"{COPIES_MAX} for a backup of each shard"
+                f"ParameterServer: shard_copies is {shard_copies}; use 1, or 2 for backups"
             )
         exchange = exchange_policy(
             "ParameterServer",
@@ -89,15 +89,16 @@ class ParameterServer:
             rule = msgspec.convert(expand({"preset": preset})["rule"], type=UpdateRule)
         if not isinstance(rule, UpdateRule):
             raise JobError(
-                f"ParameterServer: rule is {rule!r}; use an update rule, such as "
-                "distbelief.Adagrad(learning_rate=0.02)"
+                f"ParameterServer: rule is {rule!r}; use one, as "
+                "distbelief.SGD(learning_rate=0.1), or a preset"
             )
         if isinstance(params, torch.nn.Module):
             raise JobError("ParameterServer: give it net.parameters(), not net")
-        self._parameters = list(params)
+        given = [one if isinstance(one, tuple) else ("", one) for one in params]
+        self._parameters = [parameter for _, parameter in given]
         self._request = ServerRequest(
             tensors=parameter_specs(self._parameters),
-            rule=rule,
+            rule=by_position(rule, [name for name, _ in given if name]),
             exchange=exchange,
             n_shards=shards,
             shard_copies=shard_copies,
@@ -142,8 +143,8 @@ class ParameterServer:
         snapshots = directory / "snapshots"
         if any(snapshots.rglob("*.safetensors")):  # the shards would restore them
             raise JobError(
-                f"ParameterServer: directory {directory} holds the checkpoints of an earlier "
-                f"server or run: use another directory, or remove {snapshots}"
+                f"ParameterServer: directory {directory} holds checkpoints: use another, or remove "
+                f"{snapshots}"
             )
         request.write_initial(self._parameters)
         file = directory / "request.json"

@@ -30,10 +30,10 @@ from distbelief.core.signals import REASONS, caught_signals
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import RoleSpec
+from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import copy_names
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
@@ -299,8 +299,7 @@ def _open_directory(directory: Path) -> RunDirectory:
         names = {path.name for path in directory.iterdir()}
         if "request.json" not in names and names - {"lock", "initial.safetensors"}:
             raise JobError(
-                f"{directory} is not the directory of a parameter server: name a new one "
-                "(--directory), or one that `distbelief serve` made"
+                f"{directory} is not the directory of a server: name a new one (--directory)"
             )
         directory.chmod(0o700)
     return RunDirectory.take(directory)
@@ -348,8 +347,7 @@ def _read(file: Path) -> ServerRequest:
         raise files.explained(error, file, doing="read") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise JobError(
-            f"{file} is damaged ({error}): use a new directory; the checkpoints beside the "
-            "file are not affected"
+            f"{file} is damaged ({error}): use a new directory; the checkpoints are not affected"
         ) from None
 
 
@@ -364,7 +362,7 @@ def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -
         if old != new:
             raise JobError(
                 f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
-                "Use the same, or name a new directory (--directory)"
+                "Use the same, or a new directory (--directory)"
             )
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import assert_never
 
 from distbelief.roles.role import Address, Event, Received, Report, Role, Seconds
-from distbelief.simulation.driver import Builder, Counts, Driver, Observer, SimulatedProcess
+from distbelief.simulation.driver import Builder, Driver, Observer, SimulatedProcess
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -33,9 +33,9 @@ from distbelief.simulation.faults import (
     Supersede,
     TornSnapshot,
 )
-from distbelief.simulation.machines import ClusterOptions, blocks_of
-from distbelief.simulation.storage import Disk, HostMemory
-from distbelief.simulation.trace import Trace, Traffic
+from distbelief.simulation.machines import ClusterOptions
+from distbelief.simulation.storage import HostMemory
+from distbelief.simulation.trace import Traffic
 
 
 N_EVENTS_MAX = 1_000_000  # of one `run`
@@ -57,7 +57,11 @@ class SimulatedCluster:
         options: ClusterOptions | None = None,
     ) -> None:
         options = ClusterOptions() if options is None else options
-        self._driver = Driver(builders, seed=seed, options=options)
+        driver = self._driver = Driver(builders, seed=seed, options=options)
+        self.counts, self.trace = driver.counts, driver.trace
+        self.disk = driver.disk  # the checkpoints of all roles
+        # Roles that have ended by themselves, with their error or None.
+        self.halted: Mapping[Address, str | None] = driver.halted
         # Network faults must act before the first message is sent; other faults need a
         # running process, so they come after the starts.
         of_network = [f for f in options.faults if isinstance(f, NetworkFault)]
@@ -110,7 +114,7 @@ class SimulatedCluster:
     ) -> bool:
         # Returns whether the condition holds; False if no event is due by `end`.
         event_queue, n_left = self._driver.event_queue, max_events
-        with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
+        with _seldom_collecting():
             self._start()
             while not condition():
                 if (next_time := event_queue.next_time) > end or next_time == math.inf:
@@ -158,11 +162,6 @@ class SimulatedCluster:
         return tuple(name for name, process in self._driver.newest.items() if process.alive)
 
     @property
-    def halted(self) -> Mapping[Address, str | None]:
-        """Roles that have ended by themselves, with their error or None."""
-        return self._driver.halted
-
-    @property
     def reports(self) -> Sequence[tuple[Address, Report]]:
         """The newest reports of all roles."""
         return tuple(self._driver.reports)
@@ -172,25 +171,12 @@ class SimulatedCluster:
         return tuple(self._driver.outside.get(outsider, ()))
 
     @property
-    def counts(self) -> Counts:
-        return self._driver.counts
-
-    @property
     def traffic(self) -> Traffic:
         return Traffic(self._driver.traffic)
 
     def busy(self, name: Address) -> Seconds:
         """Return how long the compute executor of `name` has worked, in all incarnations."""
         return self._driver.busy.get(name, 0.0)
-
-    @property
-    def trace(self) -> Trace:
-        return self._driver.trace
-
-    @property
-    def disk(self) -> Disk:
-        """The checkpoints of all roles."""
-        return self._driver.disk
 
     def memory(self, name: Address) -> HostMemory:
         return self._driver.memory_of(name)

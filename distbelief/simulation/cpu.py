@@ -17,7 +17,7 @@ from typing import final
 import msgspec
 
 from distbelief.roles.role import Event, Seconds
-from distbelief.simulation.event_queue import Call, EventQueue, check_numbers
+from distbelief.simulation.event_queue import Call, EventQueue
 
 
 # Each piece of work demands some cores and, for a part of its time, memory bandwidth. If more
@@ -37,9 +37,6 @@ class Processor:
 
     cores: float
     bytes_per_second: float  # to and from memory, all cores together
-
-    def __post_init__(self) -> None:
-        check_numbers(self, positive="cores bytes_per_second")
 
 
 UNLIMITED = Processor(cores=math.inf, bytes_per_second=math.inf)

@@ -95,8 +95,6 @@ class SimulatedProcess:
     waiting: list[rl.Event] = field(default_factory=list)  # while paused
     handles_slowly: bool = False  # messages take time, although it has no event loop
     handles_until: Seconds = 0.0  # when the messages received so far are handled
-    # Messages that wait for those before them, and when they are handled.
-    inbox: deque[tuple[Seconds, Received]] = field(default_factory=deque)
     last_actions: int | None = None  # it dies after this many actions of the next event
     tears: bool = False  # a checkpoint that its death interrupts stays, damaged
     restart_after: Seconds | None = None  # after its death
@@ -245,23 +243,14 @@ class Driver:
             process.handles_until = max(begins, now) + takes
             if begins <= now:
                 self._handle(process, event)
-                return
-            process.inbox.append((begins, event))
-            if len(process.inbox) == 1:
-                self.event_queue.at(begins, self._handle_next, process)
+            else:
+                self.event_queue.at(begins, self._handle, process, event)
         elif path.receiver not in self.builders:
             self._keep_for_test(path.receiver, event)
         elif self._is_misrouted():
             self.deliver_to_next(path.receiver, path.incarnation, event)
         else:
             self._lose(packet, "no such process")
-
-    def _handle_next(self, process: SimulatedProcess) -> None:
-        inbox = process.inbox
-        _, event = inbox.popleft()
-        if inbox:
-            self.event_queue.at(inbox[0][0], self._handle_next, process)
-        self._handle(process, event)
 
     def _is_misrouted(self) -> bool:
         port_reuse = self.options.port_reuse
@@ -334,8 +323,8 @@ class Driver:
 
     def _compute(self, process: SimulatedProcess, action: rl.Compute) -> None:
         machine, cost = process.machine, action.cost
-        if process.scale is not ONE:
-            cost = process.scale.of(cost, action.executor)
+        if process.scale is not ONE and action.executor is rl.Executor.COMPUTE:
+            cost = process.scale.of(cost)
 
         def demand() -> Demand:
             left = cost

@@ -134,25 +134,16 @@ class Timers:
         if entry is not self._entry:
             return  # an earlier entry has replaced this one
         due, self._entry = self._due, NEVER
-        name = min(due, key=due.__getitem__, default="")
-        is_due = bool(name) and due[name] <= entry
-        if is_due:
-            del due[name]
+        if not due:
+            return
+        name = min(due, key=due.__getitem__)
+        if due[name] > entry:
+            self._schedule(due[name])
+            return
+        del due[name]
         if due:
             self._schedule(min(due.values()))
-        if is_due:
-            self._fire(name)
-
-
-def check_numbers(options: object, *, positive: str = "", finite: str = "") -> None:
-    """Raise ValueError unless these fields are above 0 (or None), or finite and at least 0."""
-    kind = type(options).__name__
-    for name in positive.split():
-        if (value := getattr(options, name)) is not None and not value > 0:
-            raise ValueError(f"{kind}.{name} is {value}; it must be above 0")
-    for name in finite.split():
-        if not 0 <= (value := getattr(options, name)) < math.inf:
-            raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0")
+        self._fire(name)
 
 
 _N_DRAWN = 256

@@ -1,21 +1,15 @@
 """Simulated machines and their speeds, cost scales, and the options of a simulated cluster."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
 
-from distbelief.core import vectors
-from distbelief.core.vectors import n_blocks
-from distbelief.errors import LocalProtocolError
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.replication import shard_of
-from distbelief.roles.role import Address, Cost, Executor, Seconds
+from distbelief.parameter_server.config import shard_of
+from distbelief.roles.role import Address, Cost, Seconds
 from distbelief.simulation.cpu import Demand, Processor
-from distbelief.simulation.event_queue import check_numbers
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.network import WITHIN_HOST, Link, SwitchedNetwork
 
@@ -44,11 +38,6 @@ class Machine:
     # two values above.
     event_seconds: Seconds = 0.0
     wake_seconds: Seconds = 0.0  # until a sleeping thread continues; only with event_seconds
-
-    def __post_init__(self) -> None:
-        rates = "flops_per_second bytes_per_second disk_bytes_per_second"
-        times = "overhead_seconds jitter spread handling_seconds event_seconds wake_seconds"
-        check_numbers(self, positive=f"{rates} handling_bytes_per_second threads", finite=times)
 
     @property
     def handles_slowly(self) -> bool:
@@ -95,7 +84,6 @@ class Machine:
 #     small task                      large task
 #     vector of shard k, m_k numbers  n_k numbers     frames, bytes: n_k / m_k
 #     a step of f operations          F operations    flops: F / f
-#     a batch of b bytes              B bytes         data: B / b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,22 +92,14 @@ class CostScale:
 
     flops: float = 1.0  # operations of the compute executor
     n_bytes: float = 1.0  # bytes of the compute executor, and of checkpoints
-    data_bytes: float = 1.0  # all work of the data executor
     # Bytes of the arrays in messages. Between a shard and another role, the factor of the
     # shard holds in both directions.
     frame_bytes: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_numbers(self, finite="flops n_bytes data_bytes frame_bytes")
-
-    def of(self, cost: Cost, executor: Executor) -> Cost:
-        """Return the cost of the same work in the large task."""
-        if executor is Executor.DATA:  # data work grows with the bytes of samples, in any unit
-            flops = n_bytes = waiting = self.data_bytes
-        else:
-            flops, n_bytes, waiting = self.flops, self.n_bytes, 1.0
+    def of(self, cost: Cost) -> Cost:
+        """Return the cost of the same computation in the large task."""
         return Cost(
-            flops=cost.flops * flops, n_bytes=cost.n_bytes * n_bytes, waiting=cost.waiting * waiting
+            flops=cost.flops * self.flops, n_bytes=cost.n_bytes * self.n_bytes, waiting=cost.waiting
         )
 
 
@@ -134,62 +114,9 @@ def frame_scale(scales: Mapping[Address, CostScale], sender: Address, receiver: 
     return scale_of(scales, shard).frame_bytes
 
 
-def scales_for(
-    small: Layout,
-    large: Layout,  # on as many shards
-    names: Mapping[Address, float],  # of all other roles: operations of a step, large over small
-    *,
-    data_bytes: float = 1.0,  # of a sample, large over small
-) -> dict[Address, CostScale]:
-    """Return the cost scales of a job whose roles compute on a small model."""
-    if small.n_shards != large.n_shards:
-        raise LocalProtocolError(
-            f"the small model has {small.n_shards} shards and the large one "
-            f"{large.n_shards}: use the same number"
-        )
-    sizes = [(_bytes(small, k), _bytes(large, k)) for k in range(small.n_shards)]
-    whole = sum(n for _, n in sizes) / max(1, sum(m for m, _ in sizes))
-    scales = {
-        name: CostScale(flops=flops, n_bytes=whole, data_bytes=data_bytes, frame_bytes=whole)
-        for name, flops in names.items()
-    }
-    for k, (m, n) in enumerate(sizes):
-        ratio = n / max(1, m)
-        shard = CostScale(flops=ratio, n_bytes=ratio, frame_bytes=ratio)
-        scales[Address(f"shard-{k}")] = shard
-    return scales
-
-
-def block_bytes_for(small: Layout, large: Layout) -> int:
-    """Return the block size with which small vectors have as many blocks as large ones."""
-    # With the usual block size, each block would stand for far more than 1 MiB of the large
-    # vector. Clients would consider it lost and request it again.
-    counts = [
-        (_bytes(small, k), n_blocks(large.shard_size(k), itemsize=large.dtype.itemsize))
-        for k in range(small.n_shards)
-    ]
-    itemsize = small.dtype.itemsize
-    return max(-(-m // (n * itemsize)) * itemsize for m, n in counts) or itemsize
-
-
-@contextmanager
-def blocks_of(n_bytes: int | None) -> Iterator[None]:
-    """Change the block size of vectors in this process; None keeps it."""
-    before = vectors.BLOCK_BYTES
-    vectors.BLOCK_BYTES = before if n_bytes is None else n_bytes
-    try:
-        yield
-    finally:
-        vectors.BLOCK_BYTES = before
-
-
 def scale_of(scales: Mapping[Address, CostScale], name: Address) -> CostScale:
     # Primary and backup of a shard have the same scale.
     return scales.get(name) or scales.get(shard_of(name)) or ONE
-
-
-def _bytes(layout: Layout, k: int) -> int:
-    return layout.shard_size(k) * layout.dtype.itemsize
 
 
 TraceKind = Literal["content", "order"]
@@ -210,7 +137,6 @@ class ClusterOptions:
     # By host. Without a processor, each role on the host has a speed of its own.
     processors: Mapping[str, Processor] = field(default_factory=dict)
     scales: Mapping[Address, CostScale] = field(default_factory=dict)
-    block_bytes: int | None = None  # None: the usual size; see `block_bytes_for`
     faults: tuple[Fault, ...] = ()
     # Roles that start at time 0, None for all; the others wait to be launched.
     start: tuple[Address, ...] | None = None
@@ -233,12 +159,6 @@ class ClusterOptions:
     # False: messages are passed as objects with their arrays copied, and only their size is
     # computed. Then a message that cannot be encoded goes unnoticed.
     codec: bool = True
-
-    def __post_init__(self) -> None:
-        above = "host_bytes_max n_lines_kept block_bytes"
-        check_numbers(self, positive=above, finite="launch_seconds notice_seconds")
-        if not 0 <= self.port_reuse <= 1:
-            raise ValueError(f"port_reuse is {self.port_reuse}; it is a probability")
 
     def machine_of(self, name: Address) -> Machine:
         return self.machines.get(name, self.machine)

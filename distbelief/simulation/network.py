@@ -39,7 +39,7 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import Address, Received, Seconds, Send
-from distbelief.simulation.event_queue import EventQueue, RandomStreams, check_numbers, draws
+from distbelief.simulation.event_queue import EventQueue, RandomStreams, draws
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, MessageFault, NetworkFault
 
 
@@ -63,9 +63,6 @@ class Card:
     bytes_per_second: float
     overhead_seconds: Seconds = 0.0  # additional time for each message
 
-    def __post_init__(self) -> None:
-        check_numbers(self, positive="bytes_per_second", finite="overhead_seconds")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uplink:
@@ -85,9 +82,6 @@ class SwitchedNetwork:
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     latency_seconds: Seconds = 0.0  # from the end of sending to the arrival
     jitter: float = 0.0  # a latency is drawn from [1, 1 + jitter] times the value above
-
-    def __post_init__(self) -> None:
-        check_numbers(self, finite="latency_seconds jitter")
 
 
 @final
@@ -156,9 +150,6 @@ class Link:
     latency_seconds: Seconds = 100e-6
     bytes_per_second: float = 1.25e8  # 1 Gbit/s
     jitter: float = 0.5  # a latency is drawn from [1, 1 + jitter] times this one
-
-    def __post_init__(self) -> None:
-        check_numbers(self, positive="bytes_per_second", finite="latency_seconds jitter")
 
 
 # Half a round trip of 64 bytes over ZeroMQ on loopback, and its throughput.

@@ -1,20 +1,12 @@
 """Roles, rules and time limits of a supervisor."""
 
-import math
 from dataclasses import dataclass, field
-from typing import Final
 
 from distbelief.config.job import VerdictOf, done
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
-
-
-_TIMES: Final = (
-    *("evaluate_every", "snapshot_every", "report_every", "silent_seconds"),
-    *("start_seconds_max", "build_seconds_max", "stall_seconds", "stable_seconds"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +46,9 @@ class SupervisorConfig:
     evaluator_restarts_max: int = 2  # in a row; then there are no more evaluations
 
     def __post_init__(self) -> None:
-        names = [name for name, _ in self.roster]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"roster is {names}; it needs roles, and each name may occur once")
-        for name in _TIMES:
-            value = getattr(self, name)
-            if not value > 0 or math.isnan(value):
-                raise ValueError(f"{name} is {value}; use more than 0")
-        if not self.dead_seconds > self.silent_seconds:
-            raise ValueError(
-                f"dead_seconds is {self.dead_seconds}; use more than silent_seconds, "
-                f"{self.silent_seconds}"
-            )
+        for name in ("evaluate_every", "snapshot_every", "report_every"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
 
     def restarts_max(self, kind: Kind, *, trains: bool) -> int:
         match kind:
@@ -79,7 +62,6 @@ class SupervisorConfig:
     def cause_of_death(
         self, record: RoleRecord, now: Seconds, *, dead_after: Seconds
     ) -> str | None:
-        """Return why a silent role counts as dead, if it does."""
         silence, building = now - record.heard_at, now - record.launched_at
         if record.presence is Presence.LAUNCHED and silence > self.start_seconds_max:
             return f"has sent nothing for {silence:.0f} s since it was started"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
-from distbelief.parameter_server.replication import other_copy
+from distbelief.parameter_server.config import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Action, Address, Seconds, Send, Terminate
@@ -88,7 +88,6 @@ class PrimaryElection:
         return []
 
     def heard(self, copy: Address, counters: Mapping[str, float], now: Seconds) -> list[Action]:
-        """Note a heartbeat of this copy's present incarnation."""
         if copy not in self._heard:
             return []
         self._heard[copy] = now
@@ -290,7 +289,6 @@ class ShardFailover:
             self._push_counts[record.shard].was_in_sync = election.primary is not None
 
     def reported(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> None:
-        """Handle what a copy reports of the other one."""
         election, name, term = self._elections.get(record.shard), record.name, message.term
         if election is None:
             return

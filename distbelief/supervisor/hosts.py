@@ -71,7 +71,6 @@ class ClusterConfig:
     leave_seconds_max: Seconds = 20.0  # for a replica to end its step when its host leaves
 
     def slots_of(self, offer: Offer) -> int:
-        """Return how many processes of replicas a host may run."""
         if self.device != "cpu":
             return offer.devices.count(self.device)
         return offer.cores // self.threads
@@ -118,7 +117,6 @@ class Host:
 
     @classmethod
     def of(cls, name: Address, offer: Offer, now: Seconds) -> Self:
-        """Return the record of a host that has just offered itself."""
         # The label goes to terminals: no control characters.
         label = _UNPRINTABLE.sub("?", offer.label) or "nameless"
         host = cls(name=name, offer=offer, label=label, since=now)
@@ -131,7 +129,6 @@ class Host:
 
     @property
     def takes_roles(self) -> bool:
-        """Whether more roles may be placed here."""
         return self.ready and not (self.leaving or self.is_silent or self.is_blocked)
 
     @property

@@ -9,11 +9,12 @@ from distbelief.roles.role import Seconds
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HostTable
-from distbelief.supervisor.membership import Membership, Presence, RoleRecord
+from distbelief.supervisor.membership import WAITS, Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.view import JobView, RoleView
 
 
+N_CULPRITS_MAX: Final = 3
 COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
 
 
@@ -25,7 +26,6 @@ def job_view(
     hosts: HostTable,
     now: Seconds,
 ) -> JobView:
-    """Return the view of the job at one moment: its metrics, roles and hosts."""
     before, view, stop = metrics.before, metrics.view(now), config.stop
     coordinator, shards = members.coordinator, members.of("shard")
     applied, lost, stale = failover.pushes_applied, failover.pushes_lost, shards
@@ -63,12 +63,32 @@ def job_view(
         pushes_applied=applied,
         pushes_refused=before.pushes_refused + refused,
         pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
-        figures=_finite({name: counters.get(name, math.nan) for name in config.fields}),
+        figures=_finite(
+            {name: counters.get(name, math.nan) for name in config.fields}
+            | _waits(members.training)
+        ),
         roles=tuple(
             _role_view(r, failover, hosts, now, restarts=restarts.get(r.name, 0)) for r in members
         ),
         hosts=tuple(host.view() for host in hosts.joined.values()),
     )
+
+
+def _waits(workers: Sequence[RoleRecord]) -> dict[str, float]:
+    """Return how many ticks workers are apart, and for whom they waited how long, if they wait."""
+    gaps: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for record in workers:
+        for name, value in (record.past | record.counters).items():
+            if name in {"clock_gap", "clock_gap_max"}:
+                gaps[name] = max(gaps.get(name, 0.0), value)
+            elif name.startswith(WAITS):
+                seconds[name] = seconds.get(name, 0.0) + record.total(name)
+    if not (gaps or seconds):
+        return {}
+    most = sorted(seconds, key=seconds.__getitem__, reverse=True)[:N_CULPRITS_MAX]
+    by_culprit = {f"seconds_waited_for_{name.removeprefix(WAITS)}": seconds[name] for name in most}
+    return {**gaps, "seconds_waited": sum(seconds.values()), **by_culprit}
 
 
 def _role_view(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, final, get_args
 
-from distbelief.parameter_server.replication import shard_of
+from distbelief.parameter_server.config import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import Address, Seconds
 from distbelief.worker.group import group_rank_of
@@ -30,6 +30,7 @@ N_GUESTS_MAX = 2048  # all guests must fit into the header of one `Peers` messag
 RATE_SECONDS = 5.0  # rates are means over about this time
 
 # Counters that begin at 0 in each incarnation, and are shown as sums over all of them.
+WAITS = "waits_"  # and a worker's name: seconds waited for it; summed, too
 _SUMMED = ("pushes_applied", "pushes_refused", "pushes_lost", "bytes_in", "bytes_out")
 
 
@@ -135,10 +136,6 @@ class RoleRecord:
         return presence is not Presence.FINISHED and presence is not Presence.LEFT_OUT
 
     @property
-    def has_trained(self) -> bool:
-        return self.progressed or self.counters.get("samples", 0.0) > 0
-
-    @property
     def has_joined(self) -> bool:
         return self.entry is not None and self.presence is Presence.PRESENT
 
@@ -163,8 +160,8 @@ class RoleRecord:
 
     def begin_incarnation(self, incarnation: int, now: Seconds) -> None:
         """Begin a new incarnation: reset everything that belongs to one."""
-        for counter in _SUMMED:
-            if counter in self.counters:
+        for counter in self.counters:
+            if counter in _SUMMED or counter.startswith(WAITS):
                 self.past[counter] = self.total(counter)
         self.incarnation = incarnation
         self.presence = Presence.LAUNCHED

@@ -16,8 +16,6 @@ from distbelief.supervisor.view import HISTORY_MAX, JobView, Point
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousTotals:
-    """Totals of the previous sessions of this run."""
-
     view: JobView = field(default_factory=JobView)  # the last one
     # Of each replica, in the values of all shards
     samples: Mapping[str, int] = field(default_factory=dict)
@@ -48,12 +46,10 @@ class JobMetrics:
         return sum(self.samples_of.values())
 
     def seconds(self, now: Seconds) -> Seconds:
-        """Return how long the job has run, previous sessions included."""
         end = now if self.ended_at is None else self.ended_at
         return self.before.seconds + end - self.started_at
 
     def view(self, now: Seconds) -> JobView:
-        """Return the metrics as a view of the job, without its roles and hosts."""
         end = now if self.ended_at is None else self.ended_at
         since = end if self.training_since is None else self.training_since
         return replace(
@@ -94,10 +90,8 @@ class JobMetrics:
         """Store an evaluation, on the usual subset or on all held-out samples."""
         found = replace(self._known, metric=message.metric, held_out_loss=message.loss)
         best = found.best_metric
-        is_better = message.metric > best if best is not None else True
-        if best is not None and not self._higher_is_better:
-            is_better = message.metric < best
-        if is_better and math.isfinite(message.metric):
+        sign = 1.0 if self._higher_is_better else -1.0
+        if (best is None or sign * message.metric > sign * best) and math.isfinite(message.metric):
             seconds = self.seconds(now)
             found = replace(found, best_metric=message.metric, best_metric_seconds=seconds)
         self._known = found

@@ -42,7 +42,6 @@ class Evaluations:
         self._next_at = now + self._every  # the first one comes a period after training begins
 
     def due(self, now: Seconds) -> Evaluate | None:
-        """Return the next request, if its time has come."""
         if self.waits or now < self._next_at:
             return None
         return self.ask(now, whole=False)
@@ -63,7 +62,6 @@ class Evaluations:
         return self._pending
 
     def answered(self, message: EvaluationDone) -> bool:
-        """Return whether this answers the pending request."""
         if self._pending is None or message.request != self._pending.request:
             return False
         self._pending = None
@@ -75,8 +73,6 @@ class Evaluations:
 
 @dataclass(slots=True, kw_only=True)
 class _Newest:
-    """The newest checkpoint of one shard."""
-
     label: str
     clock: int
     at: Seconds
@@ -92,8 +88,6 @@ class _Round:
 
 @final
 class Checkpoints:
-    """Rounds of checkpoints."""
-
     def __init__(self, *, every: Seconds, first: int = 1) -> None:
         self._every = every
         self._number = first
@@ -108,7 +102,6 @@ class Checkpoints:
 
     @property
     def waiting(self) -> list[Address]:
-        """The roles that have not answered."""
         return sorted(self._round.waiting) if self._round else []
 
     @property
@@ -173,7 +166,6 @@ class Checkpoints:
         return None if message.error == known_error else message.error
 
     def give_up(self) -> None:
-        """End the round."""
         self._round = None
 
     def forget(self, shard: Address) -> None:

@@ -11,7 +11,7 @@ more; after `dead_seconds` its roles count as lost and start elsewhere.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, final
@@ -153,15 +153,7 @@ def takes_slots(record: RoleRecord) -> bool:
     return record.trains and record.kind != "coordinator"
 
 
-class Ended(Protocol):
-    """What the supervisor does when a role has ended on another host.
-
-    `at_once`: the role will say nothing more.
-    """
-
-    def __call__(
-        self, name: rl.Address, incarnation: int, reason: str, *, at_once: bool = False
-    ) -> None: ...
+Ended = Callable[[rl.Address, int, str], None]  # name, incarnation, reason
 
 
 @final
@@ -175,7 +167,8 @@ class Scheduler:
         shutdown: Shutdown,
         *,
         stable_seconds: rl.Seconds,
-        on_end: Ended,
+        on_end: Ended,  # of a role on another host
+        on_loss: Ended,  # the same, and the role will say nothing more
         cluster: ClusterConfig | None,
         policy: PlacementPolicy,
     ) -> None:
@@ -184,6 +177,7 @@ class Scheduler:
         self._shutdown = shutdown
         self._stable_seconds = stable_seconds
         self._on_end = on_end
+        self._on_loss = on_loss
         self._cluster = cluster
         self._policy = policy
         self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
@@ -194,7 +188,6 @@ class Scheduler:
     # --- start
 
     def start(self) -> None:
-        """Begin to wait for as many hosts as the job wants."""
         if self._cluster is not None:
             self._begins_at = self._out.now + self._cluster.hosts_seconds_max
             if self._cluster.n_hosts:
@@ -218,7 +211,6 @@ class Scheduler:
         self._waiting[record.name] = record.incarnation
 
     def terminate(self, name: rl.Address) -> None:
-        """End the process of a role."""
         self._waiting.pop(name, None)
         self._moving.pop(name, None)
         if self.hosts.leave(name) in {None, self.hosts.here}:
@@ -280,7 +272,6 @@ class Scheduler:
     # --- hosts
 
     def receive(self, event: rl.Received) -> None:
-        """Handle a message of a host."""
         message, host = event.message, self.hosts.joined.get(event.sender)
         if self._cluster is None or not isinstance(message, HostToSupervisor):
             raise RemoteProtocolError(
@@ -328,7 +319,6 @@ class Scheduler:
             del joined[gone]
 
     def _assign(self, host: Host) -> None:
-        """Send a host the complete list of what it runs."""
         assert self._cluster is not None
         host.changed = False
         assigned = tuple(
@@ -341,7 +331,6 @@ class Scheduler:
     def _release(
         self, host: Host, reason: str, *, again: bool = False, refused: bool = False
     ) -> None:
-        """End this incarnation of a host."""
         incarnation, reason = host.offer.incarnation, reason[:2048]
         message = wire.Release(incarnation=incarnation, again=again, reason=reason, refused=refused)
         self._out.send(host.name, message)
@@ -419,7 +408,7 @@ class Scheduler:
             return None
         beside = [r for r in map(self._members.get, host.roles) if r is not None]
         group = [record, *self._members.ranks_with(record), *beside]
-        works = any(r.has_trained for r in group)
+        works = any(r.progressed or r.counters.get("samples", 0.0) > 0 for r in group)
         is_now = host.roles.get(record.name) == record.incarnation
         return None if works or record.group == FIRST or not is_now else host
 
@@ -444,7 +433,7 @@ class Scheduler:
         host, record = self.hosts.leave(name), self._members.get(name)
         if host is not None and record is not None:
             record.restarts_in_a_row = 0
-            self._on_end(name, record.incarnation, reason, at_once=True)
+            self._on_loss(name, record.incarnation, reason)
 
     # --- hosts that leave
 
@@ -498,7 +487,6 @@ class Scheduler:
             self._moved(name, "did not end in time, and has left")
 
     def release_all(self) -> None:
-        """Tell all hosts that the job is over."""
         reason = self._shutdown.error or self._shutdown.reason or "it is over"
         for host in self.hosts.joined.values():
             if host.present:

@@ -37,7 +37,6 @@ class StopRules:
         self.total_samples: int | None = min(limits, default=None)
 
     def reason(self, view: JobView) -> str | None:
-        """Return why the job is over, or None if it is not."""
         table, total = self._table, self.total_samples
         if total is not None and view.samples >= total:
             if table.epochs is not None and total != table.samples:
@@ -46,7 +45,9 @@ class StopRules:
             return f"{total:,} samples done"
         if table.seconds is not None and view.training_seconds >= table.seconds:
             return f"{formatting.duration(table.seconds)} of training are over"
-        if self._is_good(view.metric):
+        goal, metric = table.accuracy, view.metric
+        sign = 1.0 if self._higher_is_better else -1.0
+        if goal is not None and metric is not None and sign * metric >= sign * goal:
             value = formatting.metric(view.metric, view.metric_name)
             return f"held-out {view.metric_name} {value} reached"
         loss = view.held_out_loss if self._has_test else view.loss
@@ -54,12 +55,6 @@ class StopRules:
             kind = "held-out" if self._has_test else "training"
             return f"{kind} loss {formatting.figure(loss)} reached"
         return None
-
-    def _is_good(self, metric: float | None) -> bool:
-        goal = self._table.accuracy
-        if metric is None or goal is None:
-            return False
-        return metric >= goal if self._higher_is_better else metric <= goal
 
     def progress(self, view: JobView) -> float | None:
         """Return the share of the job that is done, 0 to 1; None without a rule that tells."""

@@ -15,6 +15,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, final
 
 from distbelief import protocol as wire
@@ -104,6 +105,7 @@ class Supervisor:
             self.shutdown,
             stable_seconds=config.stable_seconds,
             on_end=self._ended,
+            on_loss=partial(self._ended, at_once=True),
             cluster=cluster,
             policy=policy or ReplicasAnywhere(),
         )
@@ -114,7 +116,6 @@ class Supervisor:
         self._records: list[JobView] = []
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for."""
         self.out.begin(now)
         match event:
             case rl.Started():
@@ -138,7 +139,6 @@ class Supervisor:
         return self.out.actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return the phase, and the samples and steps of all replicas."""
         metrics = self.metrics
         return self.phase, {"samples": float(metrics.samples), "steps": float(metrics.step)}
 
@@ -151,7 +151,6 @@ class Supervisor:
         return self.shutdown.stage is ShutdownStage.RUN
 
     def request_stop(self, reason: str) -> None:
-        """End the job at the next tick."""
         self._requested_end = self._requested_end or reason
 
     def take_records(self) -> list[JobView]:
@@ -466,7 +465,6 @@ class Supervisor:
             self._handle_death(record, why)
 
     def _handle_death(self, record: RoleRecord, why: str) -> None:
-        """Handle the death of a role: restart it unless the job no longer needs it."""
         stage = self.shutdown.stage
         if self.shutdown.interrupted or (stage >= ShutdownStage.CLOSE and record.end):
             self._end_role(record)
@@ -525,7 +523,6 @@ class Supervisor:
             self._notify_peers(each)
 
     def _end_role(self, record: RoleRecord) -> None:
-        """Handle the planned end of a role."""
         record.presence = Presence.FINISHED
         if record.kind == "guest":
             self.members.leave(record)
@@ -558,7 +555,6 @@ class Supervisor:
         self.shutdown.begin(error, self._now, error=error)
 
     def _cancel_requests(self, record: RoleRecord) -> None:
-        """Cancel requests to a role that is gone for good."""
         if record.kind in {"evaluator", "machine"} and not record.trains:
             self.evaluations.give_up()
         if not any(copy.is_alive for copy in self.failover.copies(record.shard)):
@@ -601,7 +597,8 @@ class Supervisor:
         if any(replica.presence is Presence.FINISHED for replica in replicas):
             self.shutdown.begin("every replica has taken all its steps", self._now)
             return
-        whys = sorted({r.failure for r in replicas if r.failure})
+        ranks = [*replicas, *self.members.of("machine")]
+        whys = sorted({rank.failure for rank in ranks if rank.failure})
         error = ": ".join(["every replica is lost", *([", ".join(whys)] if whys else [])])
         self.shutdown.begin(error, self._now, error=error)
 
@@ -756,7 +753,6 @@ class Supervisor:
         return "resuming" if self.metrics.samples else "starting"
 
     def view(self, now: rl.Seconds) -> JobView:
-        """Return the view of the whole job at one moment."""
         view = job_view(
             self._config, self.members, self.failover, self.metrics, self.scheduler.hosts, now
         )

@@ -33,8 +33,6 @@ MESSAGES_MAX = 50  # the latest ones
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleView:
-    """One role."""
-
     name: str  # "shard-0"
     state: str  # as it reports it ("computing"), or the supervisor's view ("restarting")
     rate: float | None = None  # samples/s of a replica, pushes applied/s of a shard
@@ -47,8 +45,6 @@ class RoleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostView:
-    """One host that has joined."""
-
     name: str  # "host-3f2a9c01"
     label: str  # for display
     cores: int
@@ -85,8 +81,6 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """The whole job at one moment."""
-
     now: Seconds = 0.0  # the supervisor's clock; only differences mean anything
     seconds: Seconds = 0.0  # how long the job has run, previous sessions included
     # The part of `seconds` since the first replica began to train in each session; samples are

@@ -248,7 +248,6 @@ def _loss(outputs: object, targets: object, loss: Loss, names: Names) -> torch.T
 def _check_named(
     outputs: object, scores: torch.Tensor, targets: torch.Tensor, names: Names
 ) -> None:
-    """Check outputs and targets of a loss with a name."""
     if scores.shape[:1] != targets.shape[:1]:
         raise JobError(
             f"[model] {names.model} returned {shown(outputs)} for {len(targets)} samples: the loss "

@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from distbelief.data import Batch, Path, rebuilt, shown_path, tensors_of
 from distbelief.errors import JobError
-from distbelief.graph.capture import InputSpec, input_names
+from distbelief.graph.capture import InputSpec, input_names, reason_of
 from distbelief.graph.graph import GraphError
 from distbelief.task.dry_run import check_arguments
+from distbelief.task.imports import place
 from distbelief.task.losses import Loss, scores_path
 
 
@@ -76,7 +77,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def target(self) -> InputSpec | None:
-        """The target, if it is one tensor."""
         return next((e.spec for e in self.entries if e.path == ("targets",)), None)
 
 
@@ -155,10 +155,9 @@ class Forward:
         except JobError:
             raise
         except Exception as error:  # the loss is the user's
-            why = next(iter(str(error).strip().splitlines()), "")
             raise GraphError(
-                f"[algorithm] loss = {self._name!r} cannot be captured: {type(error).__name__}: "
-                f"{why}; let it compute with tensors only, or use one process per replica "
+                f"[algorithm] loss = {self._name!r} cannot be captured: {reason_of(error)}"
+                f"{place(error)}; let it compute with tensors only, or use one process per replica "
                 "(partitions = 1)"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:

@@ -97,7 +97,10 @@ def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
     for end in range(1, name.count(".") + 2):
         if below is None:
             return None
-        spec = PathFinder.find_spec(".".join(name.split(".")[:end]), list(below))
+        try:
+            spec = PathFinder.find_spec(".".join(name.split(".")[:end]), list(below))
+        except KeyError:  # a folder without __init__.py, whose parent must be imported first
+            return None
         if spec is None:
             return None
         below = spec.submodule_search_locations
@@ -131,10 +134,6 @@ def _module(name: str, *, table: str) -> object:
                 f"[{table}] there is no module {missing!r}{of}; searched: "
                 f"{_searched()}. Start from the directory that holds it, or install it"
             ) from None
-        if isinstance(error, ModuleNotFoundError):
-            raise JobError(
-                f"[{table}] module {name} needs {missing!r}, which is not installed{place(error)}"
-            ) from error
         where = "" if isinstance(error, SyntaxError) else place(error)  # its text has file and line
         raise JobError(
             f"[{table}] importing {name} failed: {type(error).__name__}: {error}{where}"
@@ -156,25 +155,18 @@ def _check_arguments(
     factory: Importable, arguments: Mapping[str, object], *, path: str, table: str
 ) -> None:
     try:
-        parameters = inspect.signature(factory).parameters
+        signature = inspect.signature(factory)
     except (TypeError, ValueError):  # some builtins have none
         return
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    named = {
-        name: p
-        for name, p in parameters.items()
-        if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}
-    }
-    takes = f"it takes {', '.join(named) or 'none'}"
-    for name in arguments:
-        if name not in named and not takes_any:
-            hint = nearest(name, named, only_close=True)
-            raise JobError(
-                f"[{table}] {path} takes no argument {name!r} ({takes}). {hint}".rstrip(". ")
-            )
-    for name, parameter in named.items():
-        if parameter.default is parameter.empty and name not in arguments:
-            raise JobError(f"[{table}] {path} needs the argument {name!r} ({takes}): give it")
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        known = signature.parameters
+        hints = (nearest(name, known, only_close=True) for name in arguments if name not in known)
+        hint = next(hints, "Give it")
+        raise JobError(
+            f"[{table}] {path} takes {', '.join(known) or 'none'}: {error}. {hint}".rstrip(". ")
+        ) from None
 
 
 def place(error: BaseException) -> str:

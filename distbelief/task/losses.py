@@ -49,7 +49,6 @@ def scores_path(outputs: object) -> Path:
 
 
 def scores_of(outputs: object) -> torch.Tensor:
-    """Return the tensor at `scores_path`."""
     return tensors_of(outputs)[scores_path(outputs)]
 
 
@@ -147,13 +146,9 @@ def top5(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return _top(outputs, targets, k=min(5, outputs.shape[1]))
 
 
-def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.mse_loss(outputs, targets.to(outputs.dtype))
-
-
 METRICS: Final[dict[str, _OfTensors]] = {
     "accuracy": accuracy,
-    "mse": mean_squared_error,
+    "mse": lambda outputs, targets: functional.mse_loss(outputs, targets.to(outputs.dtype)),
     "top5": top5,
 }
 
@@ -164,7 +159,6 @@ def is_named(loss: str) -> bool:
 
 
 def loss_function(name: str) -> Loss:
-    """Return the loss of this name or import path."""
     if name == OWN:
         return own_loss
     if ":" in name:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, Literal, final
+from typing import Annotated, Final, Literal, NamedTuple, final
 
 import msgspec
 import torch
@@ -29,7 +29,6 @@ from distbelief.task.losses import Loss, Metric
 
 
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
-    """Return the description of a data set's first sample."""
     return Sample.of(read_batch(dataset, [0], table=table))
 
 
@@ -39,8 +38,6 @@ SEED_MAX: Final = 2**63 - 1  # torch takes no more
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [model]."""
-
     factory: str  # import path "package.module:function" of a function that returns the nn.Module
     arguments: dict[str, object] = {}  # its keyword arguments
     # "module" (as the factory leaves it), "seed" (drawn on the shards from the same distributions,
@@ -60,15 +57,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [data.train] or [data.test]: a factory of a map-style data set."""
-
     factory: str
     arguments: dict[str, object] = {}
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Model, data, loss and metric."""
-
     model: ModelSpec  # table [model]
     train: DataSpec  # table [data.train]
     test: DataSpec | None = None  # table [data.test]; without it nothing is evaluated
@@ -80,7 +73,6 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def data(self) -> dict[str, DataSpec]:
-        """The data by table."""
         test = {} if self.test is None else {"data.test": self.test}
         return {"data.train": self.train} | test
 
@@ -88,18 +80,13 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 # --- roles ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RosterEntry:
-    """One role of a job."""
+# "machine": a rank above 0 of a replica or the evaluator
+Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator"]
 
+
+class RosterEntry(NamedTuple):
     name: str  # "shard-0" (its second copy: "shard-0b"), "replica-1", "evaluator"
-    kind: Literal[
-        "shard",
-        "replica",
-        "evaluator",
-        "machine",  # a rank above 0 of a replica or the evaluator
-        "coordinator",
-    ]
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +94,7 @@ class BuildContext:
     """What an algorithm's `build` may use to make one role, in that role's process."""
 
     task: TaskSpec
-    layout: Layout | None  # of the model's tensors on the shards; None without a parameter server
+    layout: Layout  # of the model's tensors on the shards
     n_replicas: int
     n_shards: int
     # Of the evaluation subset (the order of samples has its own, in the algorithm's table; initial
@@ -201,28 +188,22 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
 
 
 def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
-    """Return the training data, and the held-out data if there are any, by table."""
     return {table: build_dataset(spec, table=table) for table, spec in task.data.items()}
 
 
 def prepare_data(task: TaskSpec) -> None:
-    for table, spec in task.data.items():
-        prepare(spec, table=table)
+    """Call the function `prepare` beside each data factory, if there is one, with its arguments.
 
-
-def prepare(spec: DataSpec, *, table: str) -> None:
-    """Call the function `prepare` beside a data factory, if there is one, with its arguments.
-
-    It runs once, so that the roles need not do the same work (a download, an index) in parallel.
+    They run once, so that the roles need not do the same work (a download, an index) in parallel.
     """
-    resolve(spec.factory, table=table)
-    module_name = spec.factory.partition(":")[0]
-    if hasattr(sys.modules[module_name], "prepare"):
-        call_factory(f"{module_name}:prepare", spec.arguments, table=table)
+    for table, spec in task.data.items():
+        resolve(spec.factory, table=table)
+        module_name = spec.factory.partition(":")[0]
+        if hasattr(sys.modules[module_name], "prepare"):
+            call_factory(f"{module_name}:prepare", spec.arguments, table=table)
 
 
 def build_loss(task: TaskSpec) -> Loss:
-    """Return the loss as f(outputs, targets) -> mean over samples (a 0-d tensor)."""
     return losses.loss_function(task.loss)
 
 
@@ -295,7 +276,6 @@ def graph_with_loss(
 
 
 def _with_whole_loss(graph: LayerGraph, sample: Sample, reason: str) -> LayerGraph:
-    """Return the graph with a user's loss as one layer."""
     builder = Builder.of(graph)
     given = [layer for layer in graph.layers if layer.kind == INPUT]
     for entry in sample.entries[len(given) :]:
@@ -305,7 +285,7 @@ def _with_whole_loss(graph: LayerGraph, sample: Sample, reason: str) -> LayerGra
         )
     read = [*(graph[name] for name in graph.outputs), *given[-len(sample.of_loss) :]]
     name = builder.free_name("loss")
-    builder.add(name, "whole", read, (), options={"module": name}, whole=reason)
+    builder.add(name, "call", read, (), options={"module": name}, whole=reason)
     return replace(builder.finish([*graph.outputs, name]), fields=graph.fields)
 
 
@@ -329,10 +309,9 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     target = sample.target
     if task.loss.removesuffix("_loss") == "mse" and target is not None and target.is_integer:
         raise JobError(
-            f"[algorithm] loss {task.loss} compares element by element, but targets of "
-            f"[data.train] are integers of shape {list(target.shape)}: return "
-            "floating-point targets of the outputs' shape, or use loss = "
-            "'cross_entropy' for class labels"
+            f"[algorithm] loss {task.loss} compares element by element, but [data.train] has "
+            f"integers {list(target.shape)} as targets: return floats like the outputs, or use "
+            "loss = 'cross_entropy' for class labels"
         )
     captured = capture_task(task, sample)
     saved = {spec.name for spec in captured.specs}
@@ -340,9 +319,8 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
         for use in layer.tensors.values():
             if use.name not in saved:
                 raise JobError(
-                    f"[model] {task.model.factory}: {use.name!r}, which layer "
-                    f"{layer.name!r} needs, is not saved with the model, so ranks cannot "
-                    "get it from the shards: register it by register_buffer without "
+                    f"[model] {task.model.factory}: {use.name!r} of layer {layer.name!r} is not "
+                    "saved with the model: register it by register_buffer without "
                     "persistent=False, or use one process per replica (partitions = 1)"
                 )
     return captured

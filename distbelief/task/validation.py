@@ -10,6 +10,7 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run, task as tasks
 from distbelief.task.forward import Forward, Sample, input_specs
+from distbelief.task.losses import LOSS_METRIC, OWN, own_loss
 from distbelief.task.task import DataSpec, TaskSpec
 
 
@@ -103,13 +104,16 @@ def check_evaluation(task: TaskSpec, sample: Sample) -> None:
     """Check that the layer graph of a task's model is the same in evaluation mode."""
     with torch.device("meta"):
         module = tasks.build_model(task.model)
-    forward = Forward([entry.path for entry in sample.inputs])
-    inputs = input_specs(module, sample.inputs)
+    # A model may return its loss and nothing else.
+    evaluates_loss = (task.loss, tasks.metric_name(task, sample)) == (OWN, LOSS_METRIC)
+    entries = sample.entries if evaluates_loss else sample.inputs
+    loss = own_loss if evaluates_loss else None
+    forward = Forward([entry.path for entry in entries], loss=loss, keeps_outputs=True, name=OWN)
+    inputs = input_specs(module, entries)
     difference = evaluation_difference(module, inputs, call=forward)
     if difference is not None:
         raise JobError(
-            f"{type(module).__name__} computes something else in evaluation mode than "
-            f"in training, but a plan covers only training: see {difference}. Let its "
-            "forward return the same in both modes, or use one process: `distbelief "
-            "predict --whole`, partitions = 1 for training"
+            f"{type(module).__name__} computes something else in evaluation mode than in "
+            f"training: see {difference}. Let its forward return the same in both, or use one "
+            "process: `distbelief predict --whole`, partitions = 1 for training"
         )

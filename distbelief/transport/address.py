@@ -57,8 +57,7 @@ class Endpoint:
                 host = str(ipaddress.IPv4Address(found["host"]))
                 return cls(host=host, port=int(found["port"]), key=found["key"] or "")
         raise TransportError(
-            f"{text[:ENDPOINT_CHARACTERS_MAX]!r} is not an endpoint: expected "
-            "tcp://10.0.0.1:41000, optionally with ?key= and 64 hexadecimal digits"
+            f"{text[:ENDPOINT_CHARACTERS_MAX]!r} is not an endpoint: use tcp://HOST:PORT?key=KEY"
         )
 
     @property
@@ -91,8 +90,7 @@ def number_of(host: str) -> str:
     except (OSError, UnicodeError) as error:  # UnicodeError: a name such as "a..b"
         why = error.strerror if isinstance(error, OSError) else "not a host name"
         raise JobError(
-            f"host {host!r} has no address ({why}): use its "
-            "IPv4 address, such as 10.0.0.1 (IPv6 is not supported)"
+            f"host {host!r} has no address ({why}): use its IPv4 address, such as 10.0.0.1"
         ) from None
     return str(found[0][4][0])
 

@@ -77,8 +77,8 @@ class DirectoryAuth:
         del inbox
         if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
             raise TransportError(
-                f"cannot listen at {endpoint}: {len(endpoint)} characters are more than "
-                f"{ENDPOINT_CHARACTERS_MAX}: set TMPDIR to a shorter directory"
+                f"cannot listen at {endpoint}: more than {ENDPOINT_CHARACTERS_MAX} characters: "
+                "set TMPDIR to a shorter directory"
             )
         self._descriptor = open_private(self._directory)
         name = self._name_in(endpoint)
@@ -118,24 +118,21 @@ class DirectoryAuth:
         directory, _, name = Endpoint.parse(endpoint).path.rpartition("/")
         if directory != str(self._directory) or _NAME.fullmatch(name) is None:
             raise TransportError(
-                f"{endpoint} is not in {self._directory}, where the members of this run "
-                "listen: members elsewhere need keys (`distbelief keys new`)"
+                f"{endpoint} is not in {self._directory}, where this run listens: members "
+                "elsewhere need keys (`distbelief keys new`)"
             )
         return name
 
 
 def open_private(directory: Path) -> int:
     """Return a descriptor of a directory that only this user may enter, or raise TransportError."""
-    descriptor = _CLOSED
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(directory, flags)
     except FileNotFoundError:
         why = "it does not exist; the process that made it has ended"
     except OSError as error:
-        why = str(error.strerror)
-        if directory.is_symlink():
-            why = "it is a symbolic link, which may lead anywhere"
+        why = "it is a symbolic link" if directory.is_symlink() else str(error.strerror)
     else:
         status = os.fstat(descriptor)
         mode = stat.S_IMODE(status.st_mode)
@@ -390,15 +387,13 @@ class CurveAuth(_Encrypted):
     def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         if not endpoint.key:
             raise TransportError(
-                f"cannot connect to {peer} at {endpoint}: it uses no key and this side does; "
-                "use keys on both sides or on none"
+                f"cannot connect to {peer} at {endpoint}: it uses no key and this side does"
             )
         self._permissions.refresh()
         if not self._permissions.introduce(peer, endpoint.key):
             raise TransportError(
                 f"cannot connect to {peer} at {endpoint}: its key is not allowed to be a "
-                f"{peer.rpartition('-')[0] or peer}. To allow it, on the server's host: "
-                f"distbelief keys allow {endpoint.key} NAME"
+                f"{peer.rpartition('-')[0] or peer}: distbelief keys allow {endpoint.key} NAME"
             )
         self._pair.dial(outgoing, endpoint.key)
 
@@ -415,7 +410,7 @@ class CurveAuth(_Encrypted):
                 return Verdict(status=NOT_NOW, remark=text)
             role = " --role host" if self._permissions.is_of_job else ""
             text = (
-                f"rejected {address}: its key is not allowed. To allow it: "
+                f"rejected {address}: its key is not allowed: "
                 f"distbelief keys allow {key} NAME{role}"
             )
             return Verdict(status=REFUSED, remark=text)

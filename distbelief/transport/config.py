@@ -112,10 +112,8 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raise JobError for a configuration that would accept strangers or send unencrypted."""
         if self.host and not (self.keys or self.secret):
             raise JobError(
-                f"{self.host} can be reached from other hosts and needs keys: make one "
-                "(distbelief keys new) and allow the others (distbelief keys allow KEY "
-                "NAME; hosts that join a job: --role host), or listen at 127.0.0.1, or use "
-                "--insecure (the printed address lets anybody in)"
+                f"{self.host} can be reached from other hosts and needs keys: distbelief keys new, "
+                "distbelief keys allow KEY NAME (--role host), or use 127.0.0.1, or --insecure"
             )
 
     def transport(

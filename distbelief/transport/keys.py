@@ -73,8 +73,7 @@ class KeyPair:
         """Return the pair of a secret key in hexadecimal digits, or raise JobError."""
         if re.fullmatch(KEY_PATTERN, text) is None:  # the message does not show it
             raise JobError(
-                f"the run's secret must have {KEY_BYTES * 2} hexadecimal digits: "
-                "copy the whole address"
+                f"the secret must have {KEY_BYTES * 2} hexadecimal digits: copy the whole address"
             )
         return cls.of(bytes.fromhex(text))
 
@@ -102,8 +101,7 @@ def public_key(text: str) -> str:
     key = text.strip().lower()
     if re.fullmatch(KEY_PATTERN, key) is None:
         raise JobError(
-            f"{text[:80]!r} is not a public key: use the 64 hexadecimal digits that "
-            "`distbelief keys show` prints on its host"
+            f"{text[:80]!r} is not a public key: use what `distbelief keys show` prints on its host"
         )
     return key
 
@@ -139,8 +137,7 @@ class KeyFiles:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (self.directory / _SECRET).exists():
             raise JobError(
-                f"{self.directory} has a key already: show it with `distbelief keys "
-                "show` or replace it with `distbelief keys rotate`"
+                f"{self.directory} has a key already: use `distbelief keys show`, or `rotate`"
             )
         return self._write_secret(_SECRET)
 
@@ -155,10 +152,7 @@ class KeyFiles:
                 pair = self._read_secret(name)
                 if pair.public == public:
                     return pair
-        raise JobError(
-            f"{self.directory} no longer has the key {public}, with which this process "
-            "started: restart it to use the present key"
-        )
+        raise JobError(f"{self.directory} no longer has the key {public}: restart this process")
 
     def next_pair(self) -> KeyPair | None:
         """Return the next key pair if a key rotation has begun."""
@@ -197,8 +191,7 @@ class KeyFiles:
                 raise JobError(f"unknown role {role[:80]!r}: use {', '.join(ROLES)}")
         if re.fullmatch(_NAME, entry.name) is None:
             raise JobError(
-                f"invalid name {entry.name[:80]!r}: use letters, digits and . _ @ -, "
-                "at most 64 characters"
+                f"invalid name {entry.name[:80]!r}: use at most 64 letters, digits and . _ @ -"
             )
         _parsed(entry.line, path=self._path(_ALLOWED))
         with self._alone():
@@ -274,8 +267,7 @@ def pair_in(content: bytes, *, path: Path) -> KeyPair:
     text = content.strip().decode(errors="replace")
     if re.fullmatch(KEY_PATTERN, text) is None:
         raise JobError(
-            f"{path} holds no key: restore it, or move it away and make a new one "
-            "with `distbelief keys new`"
+            f"{path} holds no key: restore it, or make a new one with `distbelief keys new`"
         )
     return KeyPair.of(bytes.fromhex(text))
 
@@ -285,8 +277,8 @@ def _parsed(line: str, *, path: Path) -> Allowed:
     roles = tuple(found["roles"].split(",")) if found else ()
     if found is None or not set(roles) <= set(ROLES):
         raise JobError(
-            f"{path}: invalid entry {line[:160]!r}: use KEY ROLES NAME: 64 hexadecimal digits, "
-            f"{', '.join(ROLES)}, letters and digits and . _ @ -"
+            f"{path}: invalid entry {line[:160]!r}: use KEY ROLES NAME, "
+            f"64 hexadecimal digits and {', '.join(ROLES)}"
         )
     return Allowed(key=found["key"], roles=roles, name=found["name"])
 
@@ -296,8 +288,7 @@ def _check_private(path: Path) -> None:
         status = path.lstat()
     except OSError:
         raise JobError(
-            f"{path} does not exist: make this host's key with `distbelief keys new`, "
-            "or name its directory with --keys"
+            f"{path} does not exist: make a key with `distbelief keys new`, or use --keys"
         ) from None
     if status.st_uid != os.geteuid():
         raise JobError(f"{path} belongs to another user: use a directory of your own")
@@ -305,7 +296,7 @@ def _check_private(path: Path) -> None:
         mode = "700" if path.is_dir() else "600"
         raise JobError(
             f"{path} is open to other users (mode {status.st_mode & 0o7777:04o}): chmod {mode} "
-            f"{path}, and if others had access, replace the key: distbelief keys rotate"
+            f"{path}, and if others had access: distbelief keys rotate"
         )
 
 

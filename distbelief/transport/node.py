@@ -11,7 +11,6 @@ gradient takes seconds still answers and sends heartbeats. Errors never hang: a 
 and dropped, one of work goes to the role (`Computed.error`), any other ends the role.
 """
 
-import heapq
 import math
 import queue
 import socket
@@ -22,16 +21,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import Protocol, Self, assert_never, final
 
-from distbelief.errors import (
-    DistBeliefError,
-    LocalProtocolError,
-    RemoteProtocolError,
-    StorageError,
-    TransportError,
-)
+from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError, TransportError
 from distbelief.protocol import Stop
 from distbelief.roles import role as rl
 from distbelief.transport.zmq_transport import Log, ZmqTransport
@@ -129,48 +121,6 @@ class WorkExecutors:
             self._wake()
 
 
-class Timers:
-    """Named timers of one role; setting a name again replaces its time."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, tuple[rl.Seconds, int]] = {}
-        self._heap: list[tuple[rl.Seconds, int, str]] = []  # replaced entries included
-        self._order = count()  # timers due at the same time fire in the order they were set
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def next_at(self) -> rl.Seconds:
-        """When the next timer is due; infinity without timers."""
-        while self._heap:
-            at, order, name = self._heap[0]
-            if self._entries.get(name) == (at, order):
-                return at
-            heapq.heappop(self._heap)
-        return math.inf
-
-    def set(self, name: str, at: rl.Seconds) -> None:
-        order = next(self._order)
-        self._entries[name] = (at, order)
-        heapq.heappush(self._heap, (at, order, name))
-        # Watchdogs are set again at every message, so replaced entries pile up.
-        if len(self._heap) > 64 + 2 * len(self._entries):
-            self._heap = [(*entry, name) for name, entry in self._entries.items()]
-            heapq.heapify(self._heap)
-
-    def cancel(self, name: str) -> None:
-        self._entries.pop(name, None)
-
-    def pop_due(self, now: rl.Seconds) -> str | None:
-        """Remove and return the first timer that is due, if there is one."""
-        if self.next_at > now:
-            return None
-        name = heapq.heappop(self._heap)[-1]
-        del self._entries[name]
-        return name
-
-
 POSTED_MAX = 1024
 WAIT_SECONDS_MAX = 60.0  # of one poll
 JOIN_SECONDS_MAX = 5.0  # how long `close` waits for running work
@@ -225,7 +175,8 @@ class RoleRunner:
         self._store = store
         self._launcher = launcher
         self._name = rl.Address(transport.name)
-        self._timers = Timers()
+        # By name; of one time, the one that was set first fires first.
+        self._timers: dict[str, rl.Seconds] = {}
         self._posted: deque[rl.Event] = deque()
         self._n_posted_dropped = 0
         self._n_rejected = 0
@@ -350,7 +301,8 @@ class RoleRunner:
 
     def _poll_once(self, seconds_max: rl.Seconds) -> None:
         # Waits for something to happen, then handles a bounded share of it.
-        wait = min(seconds_max, WAIT_SECONDS_MAX, self._timers.next_at - time.monotonic())
+        timer_at = min(self._timers.values(), default=math.inf)
+        wait = min(seconds_max, WAIT_SECONDS_MAX, timer_at - time.monotonic())
         ready = self._transport.poll(0.0 if self._posted else wait, self._descriptors)
         if ready and self._waker.fileno() in ready:
             self._waker.clear()
@@ -371,10 +323,11 @@ class RoleRunner:
 
     def _deliver_due(self) -> None:
         now = time.monotonic()
-        for _ in range(len(self._timers)):  # bounds timers that set themselves again
-            if (name := self._timers.pop_due(now)) is None:
-                return
-            self._deliver(rl.TimerFired(name=name))
+        due = [name for name, at in self._timers.items() if at <= now]
+        for name in sorted(due, key=self._timers.__getitem__):
+            if self._timers.get(name, math.inf) <= now:  # not cancelled or set again by another
+                del self._timers[name]
+                self._deliver(rl.TimerFired(name=name))
 
     def _deliver(self, event: rl.Event) -> None:
         if self.halted:
@@ -407,9 +360,10 @@ class RoleRunner:
             case rl.Send():
                 self._transport.send(action.receiver, action.message, lent=action.lent)
             case rl.SetTimer():
-                self._timers.set(action.name, action.at)
+                self._timers.pop(action.name, None)
+                self._timers[action.name] = action.at
             case rl.CancelTimer():
-                self._timers.cancel(action.name)
+                self._timers.pop(action.name, None)
             case rl.Compute():
                 self._executors.add(action.executor, action.name, partial(_compute, action))
             case rl.Persist():
@@ -424,7 +378,8 @@ class RoleRunner:
             case rl.AssignName():
                 self._transport.assign_name(action.name, action.to)
             case rl.Terminate():
-                self._required_launcher().terminate(action.name)
+                assert self._launcher is not None
+                self._launcher.terminate(action.name)
             case rl.Exit():
                 self.halted, self.error = True, action.error
             case _:
@@ -437,18 +392,12 @@ class RoleRunner:
             self._log("error", str(error))
 
     def _launch(self, action: rl.Launch) -> None:
+        assert self._launcher is not None
         try:
-            self._required_launcher().launch(action.name, action.incarnation)
-        except LocalProtocolError:
-            raise
+            self._launcher.launch(action.name, action.incarnation)
         except DistBeliefError as error:
             lost = rl.PeerLost(peer=action.name, incarnation=action.incarnation, reason=str(error))
             self._posted.append(lost)
-
-    def _required_launcher(self) -> Launcher:
-        if self._launcher is None:
-            raise LocalProtocolError(f"{self._name} has no launcher")
-        return self._launcher
 
 
 @final

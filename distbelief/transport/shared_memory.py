@@ -66,8 +66,7 @@ class FileMemory:
         """Return a new zeroed region with all its pages allocated, or raise StorageError."""
         if not _NAME.fullmatch(name):
             raise LocalProtocolError(
-                f"invalid region name {name!r}: use letters, digits and . _ : @ + = ~ - "
-                f"(not first), at most 200 characters"
+                f"invalid region name {name!r}: use at most 200 letters, digits and . _ : @ + = ~ -"
             )
         path = self.directory / name
         draft = path.with_name(f".{secrets.token_hex(8)}")
@@ -162,9 +161,8 @@ class FileMemory:
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize
         return (
-            f"no room for shared memory in {self.directory.parent} ({error.strerror}): "
-            f"{n_bytes:,} bytes needed, {free:,} free: free some or enlarge it (docker "
-            f"run --shm-size=…; mount -o remount,size=… {self.directory.parent})"
+            f"no room for shared memory in {self.directory.parent} ({error.strerror}): {n_bytes:,} "
+            f"bytes needed, {free:,} free: free some, or enlarge it (docker run --shm-size=…)"
         )
 
 

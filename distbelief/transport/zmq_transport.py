@@ -165,8 +165,8 @@ class ZmqTransport:
     def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """Send to `peer` at `endpoint` from now on; messages queued on an older link are lost.
 
-        If `watched`, failed handshakes are recorded for `is_refused` and `has_other_key`. Raises
-        TransportError: the endpoint is invalid or not allowed.
+        If `watched`, failed handshakes are recorded for `has_failed`. Raises TransportError: the
+        endpoint is invalid or not allowed.
         """
         known = self._sockets.get(peer)
         if known and (known.incarnation, known.endpoint) == (incarnation, endpoint):
@@ -211,18 +211,10 @@ class ZmqTransport:
         refusals = outgoing.get_monitor_socket(sum((*REFUSED, *ANOTHER))) if watched else None
         return outgoing, refusals
 
-    def is_refused(self, peer: str) -> bool:
-        """Return whether a watched peer has rejected this side since the last call."""
+    def has_failed(self, peer: str, kinds: tuple[int, ...]) -> bool:
+        """Return whether a handshake with a watched peer has failed so since the last call."""
         link = self._sockets.get(peer)
-        return link is not None and link.take(REFUSED)
-
-    def has_other_key(self, peer: str) -> bool:
-        """Return whether another process may listen at a watched peer's endpoint.
-
-        A peer with another key, or without one, closes the connection in the handshake.
-        """
-        link = self._sockets.get(peer)
-        return link is not None and link.take(ANOTHER)
+        return link is not None and link.take(kinds)
 
     def assign_name(self, name: str, to: str) -> None:
         """Give the name to the key that has the name `to`, if there are keys."""

@@ -26,8 +26,6 @@ N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchIndices:
-    """The samples of one step."""
-
     position: int  # number of samples before them
     indices: Indices  # (n_samples,) in the data set
 
@@ -145,9 +143,6 @@ class BatchSlice:
 class Reader(Protocol):
     """Reads what one rank needs of a batch, in the data executor."""
 
-    @property
-    def reads_nothing(self) -> bool: ...
-
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice: ...
 
     def read_bytes(self, n_samples: int) -> float:
@@ -157,8 +152,6 @@ class Reader(Protocol):
 
 @final
 class SliceReader:
-    """Reads the input regions that a partition needs."""
-
     def __init__(
         self,
         dataset: Dataset,  # gives the inputs of the graph, in order
@@ -230,7 +223,7 @@ class SlicePrefetch:
     """
 
     def __init__(self, reader: Reader | None, plan: BatchPlan, *, reuses: bool = False) -> None:
-        self._reader = None if reader is None or reader.reads_nothing else reader
+        self._reader = reader
         self._plan = plan
         self._reuses = reuses
         self._held: dict[int, BatchSlice] = {}

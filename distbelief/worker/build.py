@@ -5,14 +5,16 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import final
 
 import msgspec
 import torch
 from torch import nn
 
+from distbelief.config.algorithms import coordinator_of
+from distbelief.config.job import Job
 from distbelief.core.vectors import Vector
 from distbelief.data import DataShard, Indices, rebuilt
 from distbelief.errors import JobError, LocalProtocolError
@@ -20,76 +22,113 @@ from distbelief.execution import executor as ex
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import (
+    ClientConfig,
+    Numbers,
+    ShardConfig,
+    copy_names,
+    shard_of,
+)
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
-from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.role import Address, Role, Seconds
+from distbelief.roles.role import Role, Seconds
 from distbelief.task import dry_run, task as tk
 from distbelief.task.initializers import reader
 from distbelief.task.losses import LOSS_METRIC, OWN, Metric
-from distbelief.task.task import BuildContext, RosterEntry
+from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
-from distbelief.worker.local_executor import (
-    FlatModel,
-    LocalEvaluator,
-    LocalExecutor,
-    WholeSteps,
-    loss_and_metric,
-)
-from distbelief.worker.local_steps import LocalSteps
+from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.objective import Objective
-from distbelief.worker.replica import RankConfig, Replica
-from distbelief.worker.steps import StepRunner
-from distbelief.worker.training import Items, Trainer, TrainingObjective
-from distbelief.worker.transfers import RankLink
+from distbelief.worker.replica import Replica
+from distbelief.worker.steps import RankLink, StepRunner
+from distbelief.worker.training import Items, TrainingObjective
 
 
-def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
-    return [
-        RosterEntry(name=name, kind="shard")
-        for k in range(n_shards)
-        for name in copy_names(k, shard_copies)
-    ]
+def shard_names(n_shards: int, shard_copies: int) -> list[str]:
+    return [name for k in range(n_shards) for name in copy_names(k, shard_copies)]
 
 
-def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry]:
-    """Return the replicas of a roster; `n_machines` is the number of ranks of each, if any."""
-    groups = [f"replica-{r}" for r in range(n_replicas)]
-    if n_machines is None:
-        return [RosterEntry(name=group, kind="replica") for group in groups]
-    return [m for g in groups for m in _group(g, "replica", n_machines)]
+def roster(
+    *,
+    n_replicas: int,
+    n_shards: int,
+    shard_copies: int = 1,
+    evaluates: bool = True,
+    n_machines: int | None = None,
+    coordinator: str | None = None,
+) -> list[RosterEntry]:
+    """Return the roles of a job: shards first, since all others need them.
+
+    If a plan splits the model, replicas and evaluator have `n_machines` ranks each.
+    """
+    entries = [RosterEntry(name, "shard") for name in shard_names(n_shards, shard_copies)]
+    if coordinator is not None:
+        entries.append(RosterEntry(coordinator, "coordinator"))
+    groups: list[tuple[str, Kind]] = [(f"replica-{r}", "replica") for r in range(n_replicas)]
+    groups += [(EVALUATORS, "evaluator")] * evaluates
+    for group, kind in groups:
+        if n_machines is None:
+            entries.append(RosterEntry(group, kind))
+            continue
+        leader, *others = member_names(group, n_machines)
+        entries += [RosterEntry(leader, kind), *(RosterEntry(name, "machine") for name in others)]
+    return entries
 
 
-def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
-    """Return the evaluators of a roster; `n_machines` is the number of ranks, if any."""
-    return _group(EVALUATORS, "evaluator", 1 if n_machines is None else n_machines)
+def roster_of(job: Job, *, n_machines: int | None = None) -> list[RosterEntry]:
+    """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
+    return roster(
+        n_replicas=job.cluster.replicas,
+        n_shards=job.cluster.shards,
+        shard_copies=job.cluster.shard_copies,
+        evaluates=job.data.test is not None,
+        n_machines=n_machines,
+        coordinator=coordinator_of(job),
+    )
 
 
-def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -> list[RosterEntry]:
-    leader, *others = member_names(group, n_machines)
-    ranks = [RosterEntry(name=name, kind="machine") for name in others]
-    return [RosterEntry(name=leader, kind=kind), *ranks]
-
-
-def shard_names(context: BuildContext) -> set[Address]:
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
-    return {*shards, *backups}
+def build_role(
+    name: str,
+    *,
+    context: BuildContext,
+    shard: Callable[[], Role],
+    replica: Callable[[int], Role],
+    rank: Callable[["Split"], Role],
+    coordinator: Callable[[], Role] | None = None,
+) -> Role:
+    """Return the role of this name; LocalProtocolError if the job has none."""
+    kind, _, index = name.partition("-")
+    if context.plan is not None and group_rank_of(name) is not None:
+        return rank(Split.of(context))
+    match kind:
+        case "shard" if name in shard_names(context.n_shards, context.shard_copies):
+            return shard()
+        case "replica" if index.isdecimal() and int(index) < context.n_replicas:
+            return replica(int(index))
+        case "coordinator" if not index and coordinator is not None:
+            return coordinator()
+        case "evaluator" if not index:
+            return build_evaluator(context)
+        case _:
+            raise LocalProtocolError(
+                f"no role {name!r} in a job of {context.n_shards} shards and "
+                f"{context.n_replicas} replicas"
+            )
 
 
 def build_shard(
     name: str, *, rule: UpdateRule, context: BuildContext, policy: ExchangePolicy = DOWNPOUR
 ) -> Role:
-    layout, path = layout_of(context), context.initial_file
+    layout, path = context.layout, context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
 
     def initialise() -> Vector:
@@ -109,7 +148,6 @@ def build_shard(
 
 
 def build_evaluator(context: BuildContext) -> Role:
-    """Return the evaluator of unpartitioned models."""
     task = context.task
     dataset = context.test_data()
     sample = tk.sample_of(dataset, table="data.test")
@@ -122,14 +160,14 @@ def build_evaluator(context: BuildContext) -> Role:
     )
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
-        LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
-        client=build_client(context, pushes=False),
+        LocalExecutor(model, dataset, loss=loss, metric=metric, names=names),
+        client=build_client(context, pushes=False, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
     )
 
 
 def whole_evaluator(
-    executor: LocalEvaluator,
+    executor: LocalExecutor,
     *,
     client: ParameterClient,
     kinds: Sequence[Indices],
@@ -137,9 +175,9 @@ def whole_evaluator(
 ) -> Replica:
     batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
     return Replica(
-        RankConfig(group=EVALUATORS),
+        GroupRank(EVALUATORS, 0),
         client=client,
-        executor=WholeSteps(executor, n_bytes=float, follows_install=False),
+        executor=executor,
         slices=batches.SlicePrefetch(None, batch_plan),
         objective=EvaluationObjective(client=client, values=model.values, batch_plan=batch_plan),
         leader=leader_on_request(n_ranks=1),
@@ -170,45 +208,28 @@ def whole_replica(
     model = executor.model
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     # The executor clips, by torch's own function.
-    trainer = Trainer(
-        Items(values=model.values, trained=model.trained, averages=model.averages),
-        config.pace,
-        clip_norm=None,
-        n_ranks=1,
-        is_whole=True,
-        local_steps=local_steps(config, model.values, model.trained, shapes=model.shapes),
-    )
     objective = TrainingObjective(
         config,
+        Items(values=model.values, trained=model.trained, averages=model.averages),
         client=client,
-        trainer=trainer,
+        n_ranks=1,
+        is_whole=True,
+        shapes=model.shapes,
         n_steps=batch_plan.n_steps,
         progress_seconds=progress_seconds,
     )
+    executor.n_bytes = objective.step_bytes
+    executor.follows_install = not config.pace.sends_delta
     return Replica(
-        RankConfig(group="replica"),
+        GroupRank("replica", 0),
         client=client,
-        executor=WholeSteps(
-            executor, n_bytes=objective.step_bytes, follows_install=not config.pace.sends_delta
-        ),
+        executor=executor,
         slices=batches.SlicePrefetch(executor, batch_plan),
         objective=objective,
         leader=training_leader(
             config, batch_plan, await_begin=await_begin, samples_max=samples_max
         ),
     )
-
-
-def local_steps(
-    config: DownpourSettings,
-    values: Sequence[torch.Tensor],
-    trained: Set[int],
-    *,
-    shapes: Sequence[Sequence[int]],  # of the values
-) -> LocalSteps | None:
-    if config.inner is None:
-        return None
-    return LocalSteps(config.inner, {item: values[item] for item in sorted(trained)}, shapes=shapes)
 
 
 def training_leader(
@@ -238,11 +259,12 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     context = with_data(context)
     module = tk.build_model(context.task.model)
     module.train()
+    model, numbers = FlatModel(module), config.exchange.numbers
     return whole_replica(
         config,
-        client=build_client(context, pushes=True, numbers=config.exchange.numbers),
+        client=build_client(context, pushes=True, frozen=model.frozen, numbers=numbers),
         executor=local_executor(
-            FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
+            model, context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
         data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
@@ -290,48 +312,34 @@ def build_client(
     context: BuildContext,
     *,
     pushes: bool,
+    frozen: Collection[str],  # parameters that do not train
     flow: Dataflow | None = None,
     numbers: Numbers = "float32",
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
-    layout = layout_of(context)
+    layout = context.layout
     if numbers == "bfloat16" and layout.dtype.itemsize == 8:
         raise JobError(
             '[algorithm.exchange] numbers is "bfloat16" and the model of float64: use "float32", '
             "or convert the model"
         )
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes, numbers=numbers),
-        layout=layout,
-        shards=shards,
+        PartialView(layout, None if flow is None else flow.items, frozen=frozen),
         memory=context.memory,
-        backups=backups,
-        selection=None if flow is None else PartialView(layout, flow.items),
+        shard_copies=context.shard_copies,
     )
-
-
-def layout_of(context: BuildContext) -> Layout:
-    """Return the layout of the parameters on the shards, or raise LocalProtocolError."""
-    if context.layout is None:
-        raise LocalProtocolError("these roles need the layout of the parameters")
-    if context.layout.n_shards != context.n_shards:
-        raise LocalProtocolError(
-            f"a layout of {context.layout.n_shards} shards in a job of {context.n_shards}"
-        )
-    return context.layout
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a model is partitioned."""
-
     plan: Plan
     graph: LayerGraph  # of the model, its loss last
     # Layers that are computed whole; they may lie on the meta device.
     modules: Mapping[str, nn.Module]
     device: str = "cpu"  # on which ranks compute: "cpu", "cuda"
+    frozen: frozenset[str] = frozenset()  # parameters that do not train
 
     @property
     def fingerprint(self) -> str:
@@ -342,7 +350,6 @@ class Split:
         return hashlib.sha256(text).hexdigest()[:16]
 
     def compiled(self) -> Compiled:
-        """Return the plan compiled for the samples of one micro-batch."""
         return compile_plan(
             self.graph,
             self.plan.placements,
@@ -365,18 +372,18 @@ class Split:
         assert context.sample is not None
         loss = tk.loss_module(graph, context.sample, task.loss) if has_loss else None
         modules = tk.modules_of(graph, module, loss)
-        return cls(plan=plan, graph=graph, modules=modules, device=context.device)
+        return cls(
+            plan=plan, graph=graph, modules=modules, device=context.device, frozen=frozen_of(module)
+        )
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
     """Return the rank of this name, or raise LocalProtocolError if the job has none."""
     rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
-    if rank is None or rank.machine >= n_machines:
-        raise LocalProtocolError(f"no rank {name!r} in a plan for {n_machines}")
-    is_replica = rank.replica is not None and rank.replica < context.n_replicas
-    if rank.group != EVALUATORS and not is_replica:
-        raise LocalProtocolError(f"no rank {name!r} in a job of {context.n_replicas} replicas")
+    n_replicas = context.n_replicas
+    if rank is None or rank.machine >= n_machines or (rank.replica or 0) >= n_replicas:
+        raise LocalProtocolError(f"no rank {name!r} in a job of {n_replicas} x {n_machines} ranks")
     return rank
 
 
@@ -414,9 +421,9 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
         seed_gradient=seed_gradient,
     )
     return Replica(
-        RankConfig(
-            group=rank.group, machine=rank.machine, n_machines=n_ranks, plan=split.fingerprint
-        ),
+        rank,
+        n_ranks=n_ranks,
+        plan=split.fingerprint,
         client=parts.client,
         executor=StepRunner(
             executor,
@@ -426,7 +433,9 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
             training=training,
             seed=seed,
         ),
-        slices=batches.SlicePrefetch(parts.reader, batch_plan, reuses=n_ranks == 1),
+        slices=batches.SlicePrefetch(
+            None if parts.reader.reads_nothing else parts.reader, batch_plan, reuses=n_ranks == 1
+        ),
         objective=objective,
         shapes=[region.shape for _, region in flow.items],
         leader=leader if rank.machine == 0 else None,
@@ -447,7 +456,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     outputs = frozenset(compiled.graph.outputs)
     flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
     dtype = dtype_of(context)
-    client = build_client(context, pushes=False, flow=flow)
+    client = build_client(context, pushes=False, frozen=split.frozen, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
     batch_plan = batches.EvaluationPlan(kinds, chunk=plan.batch)
     reader = batches.SliceReader(
@@ -477,7 +486,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
 
 
 def dtype_of(context: BuildContext) -> torch.dtype:
-    is_double = layout_of(context).dtype.itemsize == 8
+    is_double = context.layout.dtype.itemsize == 8
     return torch.float64 if is_double else torch.float32
 
 
@@ -516,6 +525,7 @@ def replica_parts(
     split: Split,
     batch: tuple[str, int],
     numbers: Numbers = "float32",
+    frozen: Collection[str] = (),
 ) -> RankBuild:
     """Return the parts of a rank.
 
@@ -530,13 +540,13 @@ def replica_parts(
         )
     flow = ex.with_counts(
         dataflow(split.compiled(), rank.machine, loss=split.graph.outputs[-1]),
-        {spec.name for spec in layout_of(context).tensors},
+        {spec.name for spec in context.layout.tensors},
     )
     dtype, dataset = dtype_of(context), context.train_data()
     return RankBuild(
         flow=flow,
         dtype=dtype,
-        client=build_client(context, pushes=True, flow=flow, numbers=numbers),
+        client=build_client(context, pushes=True, frozen=frozen, flow=flow, numbers=numbers),
         reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
@@ -549,25 +559,20 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     context = with_data(context)
     batch = "batch_size", config.batch_size
     numbers = config.exchange.numbers
-    parts = replica_parts(rank, context=context, split=split, batch=batch, numbers=numbers)
+    parts = replica_parts(
+        rank, context=context, split=split, batch=batch, numbers=numbers, frozen=split.frozen
+    )
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     n_ranks = split.plan.cluster.n_machines
-    values = zeros_of(flow, parts.dtype)
-    shapes = [region.shape for _, region in flow.items]
-    trainer = Trainer(
-        Items(values=values, trained=flow.trained, counts=flow.counts),
-        config.pace,
-        clip_norm=config.clip_norm,
-        n_ranks=n_ranks,
-        is_whole=False,
-        local_steps=local_steps(config, values, flow.trained, shapes=shapes),
-    )
     objective = TrainingObjective(
         config,
+        Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
         client=parts.client,
-        trainer=trainer,
+        n_ranks=n_ranks,
+        is_whole=False,
+        shapes=[region.shape for _, region in flow.items],
         n_steps=batch_plan.n_steps,
         progress_seconds=progress_seconds(context),
     )

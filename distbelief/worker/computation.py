@@ -27,10 +27,11 @@ from distbelief.execution.executor import Put, StepResult
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
 from distbelief.graph.region import Shape
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.protocol import Evaluate, StartTraining, Stop
-from distbelief.roles.role import Action, Address, Role, Seconds
+from distbelief.roles.role import Action, Role, Seconds
 from distbelief.task.task import BuildContext
 from distbelief.worker.batches import (
     BatchIndices,
@@ -108,8 +109,6 @@ class SavedSamples:
 
 @final
 class FixedBatchPlan:
-    """All samples in every step."""
-
     def __init__(self, n_samples: int) -> None:
         self._indices: Indices = np.arange(n_samples, dtype=np.int64)
 
@@ -223,14 +222,8 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
     entries = sample.entries if trains else sample.inputs
     dataset = SavedSamples(computation, [entry.path for entry in entries])
     reader = SliceReader(dataset, graph=graph, reads=flow.reads, dtype=dtype)
-    layout = Layout.of([], n_shards=1)
-    client = ParameterClient(  # of no shard
-        ClientConfig(pushes=False),
-        layout=layout,
-        shards=[Address("shard-0")],
-        memory=PrivateMemory(host=""),
-        selection=PartialView(layout, []),
-    )
+    nothing = PartialView(Layout.of([], n_shards=1), [])
+    client = ParameterClient(ClientConfig(pushes=False), nothing, memory=PrivateMemory(host=""))
     return assemble(
         rank,
         split,

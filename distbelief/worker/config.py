@@ -48,11 +48,6 @@ class Pace:
     overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
     sends_delta: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("n_fetch", "n_push"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-
     @property
     def sums_gradients(self) -> bool:
         """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
@@ -86,8 +81,6 @@ class Pace:
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [algorithm] of a job with name = "downpour"."""
-
     loss: str  # torch's name of it, or an import path (see `task.losses`)
     batch_size: int  # samples of one step of one replica
     rule: UpdateRule  # how the shards apply a push: { name = "adagrad", learning_rate = 0.02 }
@@ -117,8 +110,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        _ = self.pace  # checks n_fetch and n_push
-        for name in ("batch_size", "non_finite_limit", "max_steps"):
+        for name in ("n_fetch", "n_push", "batch_size", "non_finite_limit", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")
@@ -150,13 +142,13 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     "both say when to exchange: leave one of them out"
                 )
         n_fetch = self.pace.n_fetch
-        if self.rule.adaptive and n_fetch > 1 and self.local_learning_rate is None and not is_delta:
+        rule, has_rate = self.rule, self.local_learning_rate is not None or is_delta
+        if (rule.adaptive or rule.groups) and n_fetch > 1 and not has_rate:
             key = "n_fetch" if self.n_fetch > 1 else "exchange.every"
+            why = "has groups" if rule.groups else "adapts its rate on the shards"
             raise ValueError(
-                f"{key} is {n_fetch} and rule {self.rule.name!r} adapts its "
-                "rate on the shards; between fetches a replica takes plain SGD steps, "
-                "at a rate that only you can choose: give local_learning_rate, or use "
-                f"{key} = 1"
+                f"{key} is {n_fetch} and rule {rule.name!r} {why}; a replica's own steps between "
+                f"fetches need a rate: give local_learning_rate, or use {key} = 1"
             )
 
     @property
@@ -175,6 +167,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def rate(self, clock: int) -> float:
         """Return the rate of local steps from parameters of this clock."""
         rate = self.local_learning_rate
-        if rate is None:  # no rate of an adaptive rule would fit a local step
-            rate = 0.0 if self.rule.adaptive else self.rule.learning_rate
+        if rate is None:  # no rate of an adaptive rule, or of several, would fit a local step
+            has_one = not (self.rule.adaptive or self.rule.groups)
+            rate = self.rule.learning_rate if has_one else 0.0
         return rate * self.rule.schedule.factor(clock)

@@ -3,15 +3,13 @@
     Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> EvaluationDone
 
 One evaluation is one generation of a group, whose rank 0 has the model's outputs. One evaluation
-runs at a time: it answers all requests that came before it began, as the newest one asked.
+runs at a time; of the requests that come meanwhile, only the newest counts, as for the supervisor.
 A request that is repeated gets the same answer again, without another fetch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, final
 
-import msgspec
 import numpy as np
 import torch
 from typing_extensions import override
@@ -30,8 +28,6 @@ from distbelief.worker.objective import Objective
 
 CHUNK: Final = 1024  # samples of one step of a whole model, so that `Stop` is answered within one
 
-N_WAITING_MAX: Final = 64  # requests; older ones are dropped, and asked again if still wanted
-
 # score(outputs of the graph, targets) -> loss and metric, means over the samples
 Score = Callable[[Sequence[torch.Tensor], object], tuple[float, float]]
 
@@ -42,31 +38,11 @@ WHOLE: Final = 1
 
 def held_out(n_samples: int, *, subset: int | None, seed: int = 0) -> tuple[Indices, Indices]:
     """Return the samples of a usual evaluation (the same each time), and all samples."""
-    if subset is not None and subset < 1:
-        raise ValueError(f"subset is {subset}; use 1 or more, or leave it out")
     indices = np.arange(n_samples, dtype=np.int64)
     if subset is None or subset >= n_samples:
         return indices, indices
     generator = np.random.default_rng(seed)
     return np.sort(generator.permutation(indices)[:subset]), indices
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class _Sums:
-    n_samples: int = 0
-    loss: float = 0.0
-    metric: float = 0.0
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class _Requests:
-    waiting: list[Evaluate] = field(default_factory=list)  # for the next evaluation
-    measured: list[int] = field(default_factory=list)  # answered by the current one
-    answered: set[int] = field(default_factory=set)  # by `last`
-    last: EvaluationDone | None = None
-    again: list[int] = field(default_factory=list)
 
 
 @final
@@ -88,19 +64,23 @@ class EvaluationObjective(Objective):
         self._batch_plan = batch_plan
         self._score = score
         self._targets: object = None  # of the current chunk
-        self._sums = _Sums()
-        self._asked = _Requests()
+        self._sums = np.zeros(3)  # samples, loss, metric
+        self._newest = -1  # number of the newest request
+        self._waiting: Evaluate | None = None  # it, until its evaluation begins
+        self._measured: Evaluate | None = None  # of the current evaluation
+        self._last: EvaluationDone | None = None
+        self._answers = False  # `_last` is to be sent
         self._n_measured = 0
         self._seconds_computing: Seconds = 0.0
 
     @override
     def begin(self, position: int, now: Seconds) -> None:
-        self._sums = _Sums()
+        self._sums[:] = 0.0
 
     @property
     @override
     def idle(self) -> str | None:
-        return None if self._asked.measured else "waiting"
+        return "waiting" if self._measured is None else None
 
     @override
     def fetches_at(self, step: int) -> bool:
@@ -125,7 +105,6 @@ class EvaluationObjective(Objective):
 
     @override
     def close(self, step_result: StepResult) -> object:
-        """Compute loss and metric of the outputs, as work."""
         if step_result.scores is not None or self._score is None or not step_result.outputs:
             return step_result.scores
         outputs = [value for _, _, value in step_result.outputs]
@@ -143,11 +122,7 @@ class EvaluationObjective(Objective):
     ) -> Sequence[Action]:
         self._targets = None
         if isinstance(result, tuple):
-            n_samples, sums = len(batch.indices), self._sums
-            loss, metric = result
-            sums.n_samples += n_samples
-            sums.loss += n_samples * loss
-            sums.metric += n_samples * metric
+            self._sums += len(batch.indices) * np.array([1.0, *result])
         return []
 
     # --- on the leader ---
@@ -158,13 +133,11 @@ class EvaluationObjective(Objective):
     ) -> Outgoing:
         if not isinstance(message, Evaluate):
             return super().command(leader, message, now)
-        asked, request = self._asked, message.request
-        if request in asked.answered:
-            asked.again.append(request)
         # The supervisor repeats a request until it is answered.
-        elif request not in {*asked.measured, *(waiting.request for waiting in asked.waiting)}:
-            asked.waiting.append(message)
-            del asked.waiting[:-N_WAITING_MAX]
+        if self._last is not None and message.request == self._last.request:
+            self._answers = True
+        elif message.request > self._newest:
+            self._newest, self._waiting = message.request, message
         return []
 
     @override
@@ -172,35 +145,27 @@ class EvaluationObjective(Objective):
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Answer the supervisor; start the next evaluation."""
-        asked = self._asked
-        actions: list[Action] = []
-        if asked.measured and leader.is_complete:
+        if self._measured is not None and leader.is_complete:
             self._n_measured += 1
-            asked.last = self._result(leader)
-            asked.answered = set(asked.measured)
-            asked.again += asked.measured
-            asked.measured = []
-        if asked.last is not None:
-            actions += [_answer(asked.last, request) for request in asked.again]
-        asked.again = []
-        if final or asked.measured or not asked.waiting or not leader.is_running:
+            self._last = self._result(self._measured.request, leader.clock)
+            self._measured, self._answers = None, True
+        actions: list[Action] = []
+        if self._answers and self._last is not None:
+            actions.append(Send(receiver=SUPERVISOR, message=self._last))
+        self._answers = False
+        asked = self._waiting
+        if final or asked is None or self._measured is not None or not leader.is_running:
             return actions, []
-        newest = max(asked.waiting, key=lambda message: message.request)
-        asked.measured = sorted(message.request for message in asked.waiting)
-        asked.waiting = []
-        position = WHOLE if newest.whole else SUBSET
+        self._measured, self._waiting = asked, None
+        position = WHOLE if asked.whole else SUBSET
         steps = self._batch_plan.n_steps(position)
         return actions, leader.new_generation(now, position=position, limit=steps)
 
-    def _result(self, leader: GroupLeader) -> EvaluationDone:
-        sums = self._sums
-        n_samples = max(sums.n_samples, 1)
+    def _result(self, request: int, clock: float) -> EvaluationDone:
+        n_samples, loss, metric = map(float, self._sums)
+        n = max(n_samples, 1.0)
         return EvaluationDone(
-            request=self._asked.measured[-1],
-            loss=sums.loss / n_samples,
-            metric=sums.metric / n_samples,
-            n_samples=sums.n_samples,
-            clock=leader.clock,
+            request=request, loss=loss / n, metric=metric / n, n_samples=int(n_samples), clock=clock
         )
 
     # --- status ---
@@ -211,8 +176,3 @@ class EvaluationObjective(Objective):
             "evaluations": float(self._n_measured),
             "seconds_computing": self._seconds_computing,
         }
-
-
-def _answer(measured: EvaluationDone, request: int) -> Send:
-    message = msgspec.structs.replace(measured, request=request)
-    return Send(receiver=SUPERVISOR, message=message)

@@ -33,8 +33,6 @@ _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 @final
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """One rank of a group."""
-
     group: str  # "replica-3" or "evaluator"
     machine: int  # the rank within the group; 0 leads
 
@@ -70,8 +68,6 @@ def group_rank_of(name: str) -> GroupRank | None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """What a group has done in the current generation."""
-
     steps: int = 0
     position: int = 0  # in the data, of its first step
     loss: float = 0.0  # sum over `samples`
@@ -171,7 +167,6 @@ class GroupLeader:
         return self._grant_if_ready(now)
 
     def stop(self, now: Seconds) -> Outgoing:
-        """Grant no further steps."""
         if not self.is_stopping:
             # Granted steps may have begun.
             self._last_step = self.granted if self.n_begun is None else self.n_begun

@@ -1,14 +1,13 @@
 """Steps on a model that one process holds as a whole: for training and for evaluation.
 
-`FlatModel` is a module as flat tensors. `LocalExecutor` computes gradients with it, and
-`LocalEvaluator` outputs; `WholeSteps` makes either the step executor of a replica, where each
-step is one piece of work.
+`FlatModel` is a module as flat tensors; `LocalExecutor` computes gradients with it, or loss and
+metric.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import nn
@@ -37,14 +36,15 @@ class FlatModel:
     """A module's tensors as flat views, its gradients, and their accrued sum.
 
     Shared tensors count once, under their first name. Parameters that require no grad, and
-    buffers, are "buffers" to the shards: averaged, not updated. Buffers that the module does
-    not save (persistent=False) are left out.
+    buffers, are "buffers" to the shards: averaged, not updated. The former are fetched once and
+    never pushed. Buffers that the module does not save (persistent=False) are left out.
 
     Attributes:
         module: The user's model; this object owns its tensors from now on.
         values: Flat views of all tensors, in the order of `specs()`.
         averages: Items that a step changes in place: running averages.
         trained: Items with a gradient.
+        frozen: Names of parameters without one.
         shapes: Of all tensors.
         n_parameters: Number of trained elements.
     """
@@ -67,13 +67,18 @@ class FlatModel:
         self._trained = [
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
-        self._buffers = _owners_of_buffers(module)
+        self._buffers = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
         self.averages = [
             index
             for index, tensor in enumerate(self._tensors)
             if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
         ]
         self.trained = frozenset(self._trained)
+        self.frozen = frozen_of(module)
         self.shapes = [tensor.shape for tensor in self._tensors]
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
@@ -144,12 +149,9 @@ def _tensors_of(module: nn.Module, *, shared: bool = False) -> dict[str, torch.T
     return {name: tensor for name, tensor in tensors.items() if name in saved}
 
 
-def _owners_of_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    return [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
+def frozen_of(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that do not train."""
+    return frozenset(name for name, one in module.named_parameters() if not one.requires_grad)
 
 
 def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -163,7 +165,16 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @final
 class LocalExecutor:
-    """Computes gradients of a whole model."""
+    """Runs the steps of a whole model: gradients, or with a `metric` loss and metric.
+
+    Each step is one piece of work; see `worker.steps.StepRunner` for the methods of its last part.
+
+    Attributes:
+        follows_install: Queue a step's work behind the install of its parameters.
+        n_bytes: Returns what a step moves beside its computation.
+    """
+
+    awaited: int | None = None
 
     def __init__(
         self,
@@ -172,22 +183,26 @@ class LocalExecutor:
         *,
         loss: Loss,
         names: dry_run.Names,  # how messages call model, data and loss
-        seed: tuple[int, int],  # of the model's own random numbers, one stream per position
+        metric: Metric | None = None,
+        seed: tuple[int, int] = (0, 0),  # of the model's own random numbers, a stream per position
         clip_norm: float | None = None,
         sums: bool = False,  # take the gradient of the loss's sum over the samples, not of its mean
     ) -> None:
         self.model = model
+        self.follows_install = False
+        self.n_bytes: Callable[[], float] = float
+        self.generation = 0
+        self.step = 0
         self._dataset = dataset
         self._loss = summed(loss) if sums else loss
+        self._metric = metric
         self._sums = sums
         self._names = names
         self._clip_norm = clip_norm
         self._seed = seed
         self._bytes_per_sample = 0.0  # once a batch has been read
-
-    # --- reading ---
-
-    reads_nothing: Final = False
+        self._open: Compute | None = None
+        self._is_running = False
 
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
         batch = read_batch(self._dataset, [int(index) for index in samples.indices])
@@ -198,17 +213,19 @@ class LocalExecutor:
     def read_bytes(self, n_samples: int) -> float:
         return 2.0 * self._bytes_per_sample * n_samples
 
-    # --- steps ---
-
     def flops(self, n_samples: int) -> float:
-        return self.model.flops(n_samples)
+        flops = self.model.flops(n_samples)
+        return flops if self._metric is None else flops / 3.0  # forward only
 
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
-        """Compute the gradient of a batch.
+        """Compute the gradient of a batch, or evaluate its samples, which are read now.
 
         Raises:
-            JobError: the user's model, loss or data fails on this batch.
+            JobError: the user's model, loss, metric or data fails on this batch.
         """
+        if self._metric is not None:
+            scores = self._evaluate(self._metric, batch.samples)
+            return StepResult(loss=None, averages={}, outputs=(), scores=scores)
         assert batch.batch is not None
         loss = self._gradient(batch.batch, batch.samples)
         for item, gradient in enumerate(self.model.gradients):
@@ -240,52 +257,12 @@ class LocalExecutor:
             ) from error
         return loss
 
-
-def summed(loss: Loss) -> Loss:
-    """Return the loss times the number of samples: a sum, where users give a mean."""
-
-    # The last mini-batch may be smaller: so sums are added, and the shards divide once.
-    def total(outputs: object, targets: object) -> torch.Tensor:
-        return loss(outputs, targets) * n_samples_of(targets)
-
-    return total
-
-
-@final
-class LocalEvaluator:
-    """Computes loss and metric of a whole model; each step reads its own samples."""
-
-    def __init__(
-        self,
-        model: FlatModel,
-        dataset: Dataset,
-        *,
-        loss: Loss,
-        metric: Metric,
-        names: dry_run.Names,
-    ) -> None:
-        self.model = model
-        self._dataset = dataset
-        self._loss = loss
-        self._metric = metric
-        self._names = names
-
-    def flops(self, n_samples: int) -> float:
-        return self.model.flops(n_samples) / 3.0  # forward only
-
-    def run(self, batch: BatchSlice, put: Put) -> StepResult:
-        """Compute loss and metric of the samples."""
-        del put
-        indices = [int(index) for index in batch.samples.indices]
+    def _evaluate(self, metric: Metric, samples: BatchIndices) -> tuple[float, float]:
+        indices = [int(index) for index in samples.indices]
         given = read_batch(self._dataset, indices, table="data.test")
         names = replace(self._names, indices=indices)
         explain = partial(
-            dry_run.evaluate,
-            self.model.module,
-            given,
-            loss=self._loss,
-            metric=self._metric,
-            names=names,
+            dry_run.evaluate, self.model.module, given, loss=self._loss, metric=metric, names=names
         )
         module = self.model.module
         module.eval()
@@ -294,48 +271,12 @@ class LocalEvaluator:
                 outputs = given.run(module)
                 if _has_strange_labels(outputs, given.targets):
                     explain()  # loss or metric may fail, and name no sample
-                scores = loss_and_metric(self._loss, self._metric, outputs, given.targets)
+                return loss_and_metric(self._loss, metric, outputs, given.targets)
         except Exception:  # all of it is user code: a dry run finds the cause
             explain()
             raise
-        return StepResult(loss=None, averages={}, outputs=(), scores=scores)
 
-
-def loss_and_metric(
-    loss: Loss, metric: Metric, outputs: object, targets: object
-) -> tuple[float, float]:
-    """Return both; a metric may be the loss itself."""
-    value = float(loss(outputs, targets))
-    return value, value if metric is loss else float(metric(outputs, targets))
-
-
-def _has_strange_labels(outputs: object, targets: object) -> bool:
-    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
-        return False
-    if targets.is_floating_point() or targets.dim() >= outputs.dim():
-        return False
-    return bool(targets.max() >= outputs.shape[1]) or bool(targets.min() < 0)
-
-
-@final
-class WholeSteps:
-    """The step executor of a replica that holds the whole model."""
-
-    def __init__(
-        self,
-        model: LocalExecutor | LocalEvaluator,
-        *,
-        n_bytes: Callable[[], float],  # moved by a step beside its computation
-        follows_install: bool,  # queue a step's work behind the install of its parameters
-    ) -> None:
-        self.follows_install = follows_install
-        self.awaited = None
-        self.generation = 0
-        self.step = 0
-        self._model = model
-        self._n_bytes = n_bytes
-        self._open: Compute | None = None
-        self._is_running = False
+    # --- the steps of a replica
 
     @property
     def is_open(self) -> bool:
@@ -354,8 +295,7 @@ class WholeSteps:
     ) -> None:
         del parameters  # the module's own tensors
         work = partial(self._run, self.generation, batch_slice, put, close)
-        flops = self._model.flops(len(batch_slice.samples.indices))
-        cost = Cost(flops=flops, n_bytes=self._n_bytes())
+        cost = Cost(flops=self.flops(len(batch_slice.samples.indices)), n_bytes=self.n_bytes())
         self._open = Compute(name=STEP, work=work, cost=cost)
 
     def cancel(self) -> None:
@@ -368,7 +308,7 @@ class WholeSteps:
         return [self._open]
 
     def _run(self, generation: int, batch_slice: BatchSlice, put: Put, close: Close) -> StepOutcome:
-        found = self._model.run(batch_slice, put)
+        found = self.run(batch_slice, put)
         return StepOutcome(generation=generation, sends=(), found=found, closed=close(found))
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
@@ -377,3 +317,29 @@ class WholeSteps:
             self.cancel()
             self.step += 1
         return []
+
+
+def summed(loss: Loss) -> Loss:
+    """Return the loss times the number of samples: a sum, where users give a mean."""
+
+    # The last mini-batch may be smaller: so sums are added, and the shards divide once.
+    def total(outputs: object, targets: object) -> torch.Tensor:
+        return loss(outputs, targets) * n_samples_of(targets)
+
+    return total
+
+
+def loss_and_metric(
+    loss: Loss, metric: Metric, outputs: object, targets: object
+) -> tuple[float, float]:
+    """Return both; a metric may be the loss itself."""
+    value = float(loss(outputs, targets))
+    return value, value if metric is loss else float(metric(outputs, targets))
+
+
+def _has_strange_labels(outputs: object, targets: object) -> bool:
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return False
+    if targets.is_floating_point() or targets.dim() >= outputs.dim():
+        return False
+    return bool(targets.max() >= outputs.shape[1]) or bool(targets.min() < 0)

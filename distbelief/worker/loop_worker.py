@@ -35,8 +35,6 @@ SILENCE_SECONDS_MAX = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPush:
-    """A push that the loop has staged."""
-
     outcome: PushResult
     n_gradients: int
     samples: int
@@ -66,7 +64,6 @@ class LoopWorker:
         return bool(self._incarnations)
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for."""
         actions = self._handle(event, now)
         # An acknowledgement ends a tick; the next one may have to wait.
         enters = self.client.enter(now, staleness=self._staleness) if self._is_in else []
@@ -89,7 +86,6 @@ class LoopWorker:
                 return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return the state as a phrase, and the client's counters."""
         waited = self.client.waiting_for
         state = "ready" if waited is None else f"waiting for {waited}"
         return state, self.client.counters()

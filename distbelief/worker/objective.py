@@ -1,8 +1,8 @@
-"""The two seams of a replica: what runs its steps, and what the steps are for."""
+"""What the steps of a replica are for: the seam between a replica and its objective."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import torch
 
@@ -11,7 +11,7 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.protocol import Evaluate, StartEpoch, StartTraining, Stop
-from distbelief.roles.role import Action, Compute, Computed, Cost, Event, Seconds
+from distbelief.roles.role import Action, Computed, Cost, Event, Seconds
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import GroupLeader, Outgoing
 
@@ -25,65 +25,10 @@ Close = Callable[[StepResult], object]  # uses the result of a step, as work
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """The result of one piece of a step's work."""
-
     generation: int  # in which the work was started
     sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
     found: StepResult | None = None  # after the last piece of a step
     closed: object = None  # what `close` returned for it
-
-
-class StepExecutor(Protocol):
-    """Runs steps on the whole model, or on one partition of it."""
-
-    generation: int
-    step: int  # the current one, or the next one
-
-    @property
-    def follows_install(self) -> bool:
-        """Whether a step's work may be queued behind the install of its parameters."""
-        ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-    @property
-    def awaited(self) -> int | None:
-        """The rank whose message the current step waits for."""
-        ...
-
-    def begin(self, generation: int) -> None:
-        """Drop the current step; begin a generation."""
-        ...
-
-    def place(self, now: Seconds) -> list[Action]:
-        """The data position of the generation is known."""
-        ...
-
-    def open(
-        self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
-    ) -> None:
-        """Begin the step `self.step`; no work is running.
-
-        Args:
-            batch_slice: The samples, as far as they are needed here.
-            parameters: Per item, (*region.shape).
-            put: Takes the gradients of items, as work.
-            close: Called at the end of the step, as work.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """Drop the current step, of which nothing was computed."""
-        ...
-
-    def chain(self) -> list[Compute]:
-        """Return the work that can run now, at most one piece."""
-        ...
-
-    def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
-        """A piece of work is done; after the last one the step is over."""
-        ...
 
 
 @final

@@ -29,8 +29,9 @@ from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.roles import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, SlicePrefetch
-from distbelief.worker.group import GroupLeader, Outgoing, member_names
-from distbelief.worker.objective import STEP, LocalNorm, Objective, StepExecutor, StepOutcome
+from distbelief.worker.group import GroupLeader, GroupRank, Outgoing, member_names
+from distbelief.worker.local_executor import LocalExecutor
+from distbelief.worker.objective import STEP, LocalNorm, Objective, StepOutcome
 from distbelief.worker.steps import StepRunner
 
 
@@ -58,8 +59,6 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Epoch:
-    """What one rank knows of the current generation."""
-
     phase: Phase = Phase.ALONE
     granted: int = 0  # steps that the rank may take
     is_last: bool = False  # no more will be granted
@@ -84,17 +83,6 @@ class _Pending:
     batch: BatchIndices
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankConfig:
-    """Identity of a rank."""
-
-    group: str  # "replica-3" or "evaluator"
-    machine: int = 0  # the rank within the group; 0 leads
-    n_machines: int = 1
-    plan: str = ""  # hash of the plan, equal on all ranks
-
-
 ReplicaMessage = (
     wire.StartTraining
     | wire.Evaluate
@@ -115,12 +103,14 @@ class Replica:
 
     accepts = rl.message_types(ReplicaMessage)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one call describes a rank
         self,
-        config: RankConfig,
+        rank: GroupRank,
         *,
+        n_ranks: int = 1,  # of the group
+        plan: str = "",  # hash of the plan, equal on all ranks
         client: ParameterClient,  # of the shards that hold what the rank keeps
-        executor: StepExecutor,
+        executor: LocalExecutor | StepRunner,
         slices: SlicePrefetch,
         objective: Objective,
         leader: GroupLeader | None,  # on rank 0
@@ -128,12 +118,12 @@ class Replica:
     ) -> None:
         self.accepts = self.accepts | objective.accepts
         self.objective = objective
-        self._names = member_names(config.group, config.n_machines)
+        self._names = member_names(rank.group, n_ranks)
         self._rank_of = {name: index for index, name in enumerate(self._names)}
-        self._rank = config.machine
-        self._name = self._names[config.machine]
-        self._plan = config.plan
-        self._is_single = config.n_machines == 1
+        self._rank = rank.machine
+        self._name = self._names[rank.machine]
+        self._plan = plan
+        self._is_single = n_ranks == 1
         self._client = client
         self._executor = executor
         self._links = executor.links if isinstance(executor, StepRunner) else {}
@@ -165,7 +155,6 @@ class Replica:
     # --- events ---
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for."""
         if self._is_gone:
             return []
         of_shard, phase = self._client.owns(event), self._epoch.phase
@@ -274,7 +263,6 @@ class Replica:
     # --- status ---
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return the state as a phrase, and the counters of client, objective and rank."""
         return self._state(), self._metrics()
 
     def _metrics(self) -> dict[str, float]:

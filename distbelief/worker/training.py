@@ -3,11 +3,10 @@
 Paper to code: alpha is `local_learning_rate`, accrued gradients are `GradientSum.sums`; instead of
 gradients, replicas may push local steps of an optimizer of their own (`worker.local_steps`). Three
 activities overlap (DB-10): the compute executor takes steps, the data executor reads the next
-batch, and messages carry fetches and pushes. `Trainer` does the work of the steps: where
-gradients come during the backward pass and a push follows every step, they go into the push
-buffers while earlier layers still run. A gradient with NaN or infinity is skipped: neither it
-nor anything computed from it reaches the shards. A single one is harmless; many in a row mean
-that training has diverged.
+batch, and messages carry fetches and pushes. Where gradients come during the backward pass and a
+push follows every step, they go into the push buffers while earlier layers still run. A gradient
+with NaN or infinity is skipped: neither it nor anything computed from it reaches the shards. A
+single one is harmless; many in a row mean that training has diverged.
 """
 
 import math
@@ -20,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.core.formatting import duration
+from distbelief.data import shown_samples
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
@@ -27,7 +27,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourSettings, Pace, fitting_every
+from distbelief.worker.config import DownpourSettings, fitting_every
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Install, LocalNorm, Objective
@@ -140,8 +140,6 @@ def blame_of(sample: int | None) -> str | None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """The result of a step's work."""
-
     is_finite: bool  # whether the gradient is finite on all ranks, as far as that was checked
     staged: PushResult | None = None  # the push, if gradients were staged
     blame: str | None = None  # a sentence on a bad sample, if one was found
@@ -150,8 +148,6 @@ class Closed:
 @final
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """The current step."""
-
     number: int
     scheduled: int  # its number among all steps of the replica, those of earlier lives included
     counts: bool  # whether its gradient is needed: the shards do not have it yet
@@ -170,8 +166,6 @@ class Step:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """The tensors that a replica, or one rank of it, keeps."""
-
     values: Sequence[torch.Tensor]  # flat
     trained: frozenset[int]  # with a gradient; the others are pushed as they are
     counts: Mapping[int, int] = field(default_factory=dict)  # running average -> its step counter
@@ -180,162 +174,6 @@ class Items:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_bytes", float(sum(value.nbytes for value in self.values)))
-
-
-@final
-class Trainer:
-    """Does the work of training steps.
-
-    It clips gradients to `clip_norm`, if that is given. With `is_whole`, they come at the end of a
-    step, and share no memory.
-    """
-
-    def __init__(
-        self,
-        items: Items,
-        pace: Pace,
-        *,
-        clip_norm: float | None,
-        n_ranks: int,
-        is_whole: bool,
-        local_steps: LocalSteps | None = None,  # if deltas are sent
-    ) -> None:
-        self.items = items
-        self.local_steps = local_steps
-        self.total = GradientSum(len(items.values), shares_memory=not is_whole)
-        self.drafts = not (is_whole or pace.sums_gradients or clip_norm is not None)
-        self._values = items.values
-        self._pace = pace
-        self._clip_norm = clip_norm
-        self._reduces_norm = n_ranks > 1
-        self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
-        self._gains: dict[int, torch.Tensor] | None = None  # their local changes, during a fetch
-
-    def drop(self) -> None:
-        self.total.drop()
-        self._sent.clear()
-        self._gains = None
-        if self.local_steps is not None:
-            self.local_steps.restart()
-
-    def stage(self, client: ParameterClient) -> Callable[[], PushResult]:
-        """Return the work that stages what is not pushed yet."""
-        # The parameters of the oldest gradient give the staleness.
-        clocks = self.total.fetched_clocks(client.clocks)
-        local_steps = self.local_steps
-        if local_steps is None:
-            return client.stage(self.total.sums, self._values, fetched_clocks=clocks)
-        draft = client.draft(fetched_clocks=clocks)
-
-        def stage() -> PushResult:
-            local_steps.put_into(draft.put)
-            for item, value in enumerate(self._values):
-                if item not in self.items.trained:
-                    draft.put(item, value)
-            result = draft.finish()
-            local_steps.pushed(finite=result.finite)
-            return result
-
-        return stage
-
-    def staged(self, staged: PushResult) -> None:
-        # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
-        self.total.drop()
-        if staged.finite:
-            self._sent = {item: self._values[item].clone() for item in self._sent_again}
-
-    @property
-    def _sent_again(self) -> Sequence[int]:
-        return self.items.averages if self._sent else ()
-
-    def installing(self, work: Install, *, rate: float) -> Install:
-        """Wrap the work of an install so that what is not pushed yet is repeated after it."""
-
-        def install() -> FetchResult:
-            if self._gains is None:  # after a torn install the values are a mixture
-                self._gains = {item: self._values[item] - sent for item, sent in self._sent.items()}
-            if self.local_steps is not None:
-                self.local_steps.hold()
-            installed = work()
-            if not installed.torn:
-                self._repeat(rate)
-            return installed
-
-        return install
-
-    def _repeat(self, rate: float) -> None:
-        gains, self._gains = self._gains or {}, None
-        for item in {*gains, *self.items.averages}:
-            self._sent[item] = self._values[item].clone()
-        for item, gain in gains.items():
-            # A change that is not finite comes from a skipped sample.
-            if bool(gain.isfinite().all()):
-                self._values[item].add_(gain)
-        if self.local_steps is not None:
-            self.local_steps.merge()
-        self._step({i: total for i, total in enumerate(self.total.sums) if total is not None}, rate)
-
-    def _step(self, gradients: Mapping[int, torch.Tensor], rate: float) -> None:
-        if gradients and rate:
-            values = [self._values[item] for item in gradients]
-            torch._foreach_add_(values, list(gradients.values()), alpha=-rate)
-
-    def close(self, step: Step, step_result: StepResult) -> LocalNorm | Closed:
-        """Return the local part of the norm reduction; with one rank, finish the step at once."""
-        step.after = self._after(step_result)
-        if step.draft is not None:
-            for item, value in enumerate(self._values):
-                if item not in self.items.trained:
-                    step.draft.put(item, step.after.get(item, value))
-            step.staged = step.draft.finish()
-            square = 0.0 if step.staged.finite else math.nan
-        else:
-            square = self._square(step)
-        if step_result.loss is not None and not math.isfinite(step_result.loss):
-            square = math.nan
-        # A rank without parameters has no gradient that would show a bad sample.
-        looks = not (math.isfinite(square) and self._values)
-        sample = bad_sample(step.batch_slice) if looks else None
-        if not self._reduces_norm:
-            return self._settle(step, square, sample)
-        n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
-        settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
-        return LocalNorm(square=square, settle=settle, cost=cost, sample=sample)
-
-    def _square(self, step: Step) -> float:
-        # Without clipping only finiteness matters, and that only if someone uses it.
-        if self._clip_norm is not None:
-            return sum_of_squares(step.gradients)
-        looks = self._reduces_norm or self._pace.sums_gradients
-        return 0.0 if not looks or is_finite(step.gradients) else math.nan
-
-    def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
-        if not math.isfinite(square):
-            return Closed(is_finite=False, staged=step.staged, blame=blame_of(sample))
-        # A running average that is not finite comes from a bad sample and is dropped.
-        if is_finite(step.after):
-            for item, value in step.after.items():
-                if item not in self._sent and self._pace.keeps_local_steps:
-                    self._sent[item] = self._values[item].clone()
-                self._values[item].copy_(value)
-        if step.staged is None and step.counts:
-            if self._clip_norm is not None:
-                clip(step.gradients, square, norm_max=self._clip_norm)
-            if self.local_steps is not None:
-                self.local_steps.step(step.gradients, step.scheduled)
-            else:
-                self._step(step.gradients, step.local_rate or 0.0)
-                self.total.add(step.gradients)
-            step.gradients.clear()
-        return Closed(is_finite=True, staged=step.staged)
-
-    def _after(self, step_result: StepResult) -> dict[int, torch.Tensor]:
-        after = {item: value.reshape(-1) for item, value in step_result.averages.items()}
-        # BatchNorm counts the steps of its averages in a tensor of its own.
-        for item, count in self.items.counts.items():
-            if item in step_result.averages:
-                after[count] = self._values[count] + 1
-        return after
 
 
 @dataclass(slots=True, kw_only=True)
@@ -352,38 +190,45 @@ class Counters:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reported:
-    generation: int = 0
-    at: Seconds = -math.inf
-    steps: int = 0
-    done: GroupProgress = field(default_factory=GroupProgress)
-
-
-@final
 class TrainingObjective(Objective):
-    """Trains; see `worker.objective.Objective`."""
+    """Trains; see `worker.objective.Objective`.
+
+    The methods in the last part are work of the compute executor: they use the tensors.
+    """
 
     reports_steps = True
 
     def __init__(
         self,
         config: DownpourSettings,
+        items: Items,
         *,
         client: ParameterClient,  # of the shards that hold what is trained here
-        trainer: Trainer,
+        n_ranks: int,
+        is_whole: bool,  # its executor clips; gradients come at the end, and share no memory
+        shapes: Sequence[Sequence[int]],  # of the items
         n_steps: Callable[[int, int], int],  # from one data position to another
         progress_seconds: Seconds = 0.5,  # least time between reports to the supervisor
     ) -> None:
-        self.values = trainer.items.values
+        self.values = items.values
         self.counters = Counters()
         self._config = config
-        self._pace = config.pace
+        self._items = items
+        self._pace = pace = config.pace
+        self._clip_norm = None if is_whole else config.clip_norm
+        self._reduces_norm = n_ranks > 1
+        # Whether gradients may go into the push buffers during the backward pass.
+        self._drafts = not (is_whole or pace.sums_gradients or self._clip_norm is not None)
         self._n_steps = n_steps
         self._progress_seconds = progress_seconds
         self._client = client
-        self._trainer = trainer
-        self._total = trainer.total
+        self._total = GradientSum(len(items.values), shares_memory=not is_whole)
+        self._local_steps: LocalSteps | None = None  # if deltas are sent
+        if config.inner is not None:
+            trained = {item: items.values[item] for item in sorted(items.trained)}
+            self._local_steps = LocalSteps(config.inner, trained, shapes=shapes)
+        self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
+        self._gains: dict[int, torch.Tensor] | None = None  # their local changes, during a fetch
         self._samples_allowed: int | None = None
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
@@ -399,7 +244,9 @@ class TrainingObjective(Objective):
         self._staging = False
         self._loss = 0.0  # of the last step
         self._n_bad_in_row = 0
-        self._reported = _Reported()
+        self._reported_at: Seconds = -math.inf
+        self._reported_steps = 0  # of all generations
+        self._reported = 0, GroupProgress()  # the newest generation, and what it had done
 
     @property
     @override
@@ -428,7 +275,11 @@ class TrainingObjective(Objective):
         step, self._step = self._step, None
         if step is not None and step.draft is not None:
             self._client.abandon()
-        self._trainer.drop()
+        self._total.drop()
+        self._sent.clear()
+        self._gains = None
+        if self._local_steps is not None:
+            self._local_steps.restart()
         self._fetch_due, self._has_values, self._push_due = True, False, False
         self._exchange_began = None
 
@@ -439,7 +290,7 @@ class TrainingObjective(Objective):
     @property
     @override
     def may_go_on(self) -> bool:
-        pace, local_steps = self._pace, self._trainer.local_steps
+        pace, local_steps = self._pace, self._local_steps
         if pace.blocking or local_steps is None:
             return False
         # Where the link is slower than `every` steps, the replica waits for it in the end.
@@ -472,7 +323,19 @@ class TrainingObjective(Objective):
     def installing(self, work: Install) -> Install:
         if not self._pace.keeps_local_steps:
             return work
-        return self._trainer.installing(work, rate=self._config.rate(self._clock))
+        rate = self._config.rate(self._clock)
+
+        def install() -> FetchResult:
+            if self._gains is None:  # after a torn install the values are a mixture
+                self._gains = {item: self.values[item] - sent for item, sent in self._sent.items()}
+            if self._local_steps is not None:
+                self._local_steps.hold()
+            installed = work()
+            if not installed.torn:
+                self._repeat(rate)
+            return installed
+
+        return install
 
     @property
     @override
@@ -498,7 +361,7 @@ class TrainingObjective(Objective):
         # shards know only sample counts, and it is one gradient of one replica.
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
-        at_once = counts and self._trainer.drafts and not self._total.n_gradients
+        at_once = counts and self._drafts and not self._total.n_gradients
         draft = self._client.draft() if at_once and self._client.can_push else None
         self._step = Step(
             number=step,
@@ -521,7 +384,7 @@ class TrainingObjective(Objective):
         assert self._step is not None
         # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
         n_copies = 8 if self._pace.sends_delta else 1 if self._step.local_rate is None else 4
-        return self._trainer.items.n_bytes * n_copies
+        return self._items.n_bytes * n_copies
 
     @override
     def computing(self, seconds: Seconds) -> None:
@@ -531,11 +394,6 @@ class TrainingObjective(Objective):
     def torn(self) -> None:
         self.counters.torn += 1
         self._step = None
-
-    @override
-    def close(self, step_result: StepResult) -> LocalNorm | Closed:
-        assert self._step is not None
-        return self._trainer.close(self._step, step_result)
 
     @override
     def closed(
@@ -596,7 +454,7 @@ class TrainingObjective(Objective):
     def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
         if result.staged is not None:
             self._client.abandon()
-        samples = _samples(step.batch_slice.samples.indices.tolist())
+        samples = shown_samples(step.batch_slice.samples.indices.tolist())
         text = (
             f"step {self.counters.steps}: the gradient of {samples} is NaN or infinite (loss "
             f"{self._loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
@@ -645,8 +503,8 @@ class TrainingObjective(Objective):
             return []
         self._push_due, self._staging = False, True
         n_copies = 6.0 if self._pace.sends_delta else 2.0
-        cost = Cost(n_bytes=n_copies * self._trainer.items.n_bytes)
-        return [Compute(name=PUSH, work=self._trainer.stage(self._client), cost=cost)]
+        cost = Cost(n_bytes=n_copies * self._items.n_bytes)
+        return [Compute(name=PUSH, work=self._staging_work(), cost=cost)]
 
     @override
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
@@ -657,7 +515,11 @@ class TrainingObjective(Objective):
         assert isinstance(result, PushResult), result
         self._staging = False
         n_gradients = self._total.n_gradients
-        self._trainer.staged(result)
+        # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
+        self._total.drop()
+        if result.finite:
+            again = self._items.averages if self._sent else ()
+            self._sent = {item: self.values[item].clone() for item in again}
         return self._staged(result, n_gradients=n_gradients, stop=self._total.stop, now=now)
 
     def _staged(
@@ -687,25 +549,24 @@ class TrainingObjective(Objective):
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report progress to the supervisor, at most every `progress_seconds`."""
-        reported = self._reported
-        pauses = now - reported.at < self._progress_seconds
+        pauses = now - self._reported_at < self._progress_seconds
         if pauses and not (final or leader.is_held):
             return [], []
         done = leader.generation_done()
+        generation, before = self._reported
         # A new generation counts from zero; steps of earlier ones stay counted.
-        if reported.generation != leader.generation:
-            reported = self._reported = _Reported(
-                generation=leader.generation, at=reported.at, steps=reported.steps
-            )
-        n_of_loss = done.samples - reported.done.samples
-        if n_of_loss + done.no_loss - reported.done.no_loss <= 0:
+        if generation != leader.generation:
+            before = GroupProgress()
+            self._reported = leader.generation, before
+        n_of_loss = done.samples - before.samples
+        if n_of_loss + done.no_loss - before.no_loss <= 0:
             return [], []
-        steps = reported.steps + max(done.steps - reported.done.steps, 0)
-        self._reported = _Reported(generation=leader.generation, at=now, steps=steps, done=done)
+        self._reported_at, self._reported = now, (leader.generation, done)
+        self._reported_steps += max(done.steps - before.steps, 0)
         progress = Progress(
-            step=steps,
+            step=self._reported_steps,
             samples=done.position + done.samples + done.no_loss,
-            loss=(done.loss - reported.done.loss) / n_of_loss if n_of_loss else math.nan,
+            loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
             seconds_computing=self._seconds,
             seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
         )
@@ -720,10 +581,103 @@ class TrainingObjective(Objective):
             figures["samples_allowed"] = float(self._samples_allowed)
         return figures
 
+    # --- work of the compute executor
 
-def _samples(indices: Sequence[int]) -> str:
-    n, first = len(indices), indices[0]
-    if n > 1 and list(indices) == list(range(first, first + n)):
-        return f"samples {first} to {indices[-1]}"
-    few = ", ".join(map(str, indices[: 4 if n <= 4 else 3]))
-    return f"samples {few}" if n <= 4 else f"samples {few}, ... ({n} in all)"
+    def _staging_work(self) -> Callable[[], PushResult]:
+        """Return the work that stages what is not pushed yet."""
+        # The parameters of the oldest gradient give the staleness.
+        clocks = self._total.fetched_clocks(self._client.clocks)
+        local_steps = self._local_steps
+        if local_steps is None:
+            return self._client.stage(self._total.sums, self.values, fetched_clocks=clocks)
+        draft = self._client.draft(fetched_clocks=clocks)
+
+        def stage() -> PushResult:
+            local_steps.put_into(draft.put)
+            for item, value in enumerate(self.values):
+                if item not in self._items.trained:
+                    draft.put(item, value)
+            result = draft.finish()
+            local_steps.pushed(finite=result.finite)
+            return result
+
+        return stage
+
+    def _repeat(self, rate: float) -> None:
+        gains, self._gains = self._gains or {}, None
+        for item in {*gains, *self._items.averages}:
+            self._sent[item] = self.values[item].clone()
+        for item, gain in gains.items():
+            # A change that is not finite comes from a skipped sample.
+            if bool(gain.isfinite().all()):
+                self.values[item].add_(gain)
+        if self._local_steps is not None:
+            self._local_steps.merge()
+        self._take_local_step(
+            {i: total for i, total in enumerate(self._total.sums) if total is not None}, rate
+        )
+
+    def _take_local_step(self, gradients: Mapping[int, torch.Tensor], rate: float) -> None:
+        if gradients and rate:
+            values = [self.values[item] for item in gradients]
+            torch._foreach_add_(values, list(gradients.values()), alpha=-rate)
+
+    @override
+    def close(self, step_result: StepResult) -> LocalNorm | Closed:
+        """Return the local part of the norm reduction; with one rank, finish the step at once."""
+        step = self._step
+        assert step is not None
+        step.after = self._after(step_result)
+        if step.draft is not None:
+            for item, value in enumerate(self.values):
+                if item not in self._items.trained:
+                    step.draft.put(item, step.after.get(item, value))
+            step.staged = step.draft.finish()
+            square = 0.0 if step.staged.finite else math.nan
+        else:
+            square = self._square(step)
+        if step_result.loss is not None and not math.isfinite(step_result.loss):
+            square = math.nan
+        # A rank without parameters has no gradient that would show a bad sample.
+        looks = not (math.isfinite(square) and self.values)
+        sample = bad_sample(step.batch_slice) if looks else None
+        if not self._reduces_norm:
+            return self._settle(step, square, sample)
+        n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
+        settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
+        return LocalNorm(square=square, settle=settle, cost=cost, sample=sample)
+
+    def _square(self, step: Step) -> float:
+        # Without clipping only finiteness matters, and that only if someone uses it.
+        if self._clip_norm is not None:
+            return sum_of_squares(step.gradients)
+        looks = self._reduces_norm or self._pace.sums_gradients
+        return 0.0 if not looks or is_finite(step.gradients) else math.nan
+
+    def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
+        if not math.isfinite(square):
+            return Closed(is_finite=False, staged=step.staged, blame=blame_of(sample))
+        # A running average that is not finite comes from a bad sample and is dropped.
+        if is_finite(step.after):
+            for item, value in step.after.items():
+                if item not in self._sent and self._pace.keeps_local_steps:
+                    self._sent[item] = self.values[item].clone()
+                self.values[item].copy_(value)
+        if step.staged is None and step.counts:
+            if self._clip_norm is not None:
+                clip(step.gradients, square, norm_max=self._clip_norm)
+            if self._local_steps is not None:
+                self._local_steps.step(step.gradients, step.scheduled)
+            else:
+                self._take_local_step(step.gradients, step.local_rate or 0.0)
+                self._total.add(step.gradients)
+            step.gradients.clear()
+        return Closed(is_finite=True, staged=step.staged)
+
+    def _after(self, step_result: StepResult) -> dict[int, torch.Tensor]:
+        after = {item: value.reshape(-1) for item, value in step_result.averages.items()}
+        # BatchNorm counts the steps of its averages in a tensor of its own.
+        for item, count in self._items.counts.items():
+            if item in step_result.averages:
+                after[count] = self.values[count] + 1
+        return after

@@ -14,7 +14,6 @@ of the plain process after each step.
     ours_adagrad         the same with Adagrad, which nobody else of these has
     ours_every_5         the same, fetching and pushing as seldom as pytorch_distbelief
     torch_rpc            a parameter server over torch's RPC
-    ray                  a parameter server as a Ray actor
     ddp                  DistributedDataParallel over gloo: synchronous
     pytorch_distbelief   its DownpourSGD; it pushes and pulls every 5 steps, as advised
 
@@ -111,7 +110,6 @@ ENTRIES = (
     Entry(name="ours_adagrad", module="ours", distribution="distbelief", rule="adagrad"),
     Entry(name="ours_every_5", module="ours", distribution="distbelief", every=5),
     Entry(name="torch_rpc", module="torch_rpc", install="torch"),
-    Entry(name="ray", module="ray_actor", distribution="ray", install="ray==2.60.0"),
     Entry(name="ddp", module="ddp", install="torch"),
     Entry(
         name="pytorch_distbelief",
@@ -252,12 +250,7 @@ def _environment(entry: Entry, folder: Path) -> dict[str, str]:
         root = folder / "path"
         root.mkdir(exist_ok=True)
         (root / "experiments").symlink_to(_ROOT / "experiments")
-    return {
-        "PYTHONPATH": str(root),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TP_SOCKET_IFNAME": "lo",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    return {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
 
 
 def _judge(course: Course, used: Usage, *, n_bytes: int, target: float) -> Run:

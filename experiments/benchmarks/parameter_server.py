@@ -11,11 +11,8 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
     tcp        our shards, block messages over TCP, encrypted, as between hosts
     rpc        torch.distributed.rpc over TCP: the same slices in as many processes, the
                same fused update; its fetch ends before the copy into the model
-    rpc_local  the same with transports of tensorpipe's own choice: on one host, copies
-               by the kernel from process to process
-    zmq_files, zmq, zmq_curve   bare pyzmq over sockets in files, TCP, and TCP encrypted:
-               the same blocks, copies and updates without a protocol
-    sockets    the same over bare sockets: what the network could
+    zmq_files, zmq_curve   bare pyzmq over sockets in files, and TCP encrypted: the same
+               blocks, copies and updates without a protocol
 
     shared_memory_over_floor   (push + fetch) of `shared` / (copy + update): the strict
                                reading, for a fetch is a copy of its own
@@ -113,17 +110,12 @@ class BareClient:
 
 
 OURS: Final = ("shared", "files", "tcp")
-BARE: Final = ("zmq_files", "zmq", "zmq_curve", "sockets")
-CONTESTANTS: Final = ("floor", *OURS, "rpc", "rpc_local", *BARE)
+BARE: Final = ("zmq_files", "zmq_curve")
+CONTESTANTS: Final = ("floor", *OURS, "rpc", *BARE)
 COMPARED: Final = {  # figure -> ours, or the first; theirs
     "tcp_over_zmq": ("tcp", "zmq_curve"),
     "files_over_zmq": ("files", "zmq_files"),
-    "files_over_sockets": ("files", "sockets"),
     "files_over_torch_rpc": ("files", "rpc"),
-    "files_over_torch_rpc_local": ("files", "rpc_local"),
-    "shared_over_torch_rpc_local": ("shared", "rpc_local"),
-    "zmq_over_torch_rpc": ("zmq", "rpc"),
-    "sockets_over_torch_rpc": ("sockets", "rpc"),
 }
 SMALL: Final = {"rounds": 1, "repetitions": 20}  # of a tiny net
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
@@ -206,13 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             client = stack.enter_context(_client(server, parameters))
             times[name] = Times(partial(timed_pairs, partial(client.push, gradients), client.fetch))
         size = -(-n_elements // options.shards)
-        programs = {
-            name: [
-                module("bare.rpc_server", Path(folder) / name, rank, options.shards, size, kind)
-                for rank in range(options.shards + 1)
-            ]
-            for name, kind in (("rpc", "tcp"), ("rpc_local", "local"))
-        } | {kind: [module("bare.links", kind, options.shards, size)] for kind in BARE}
+        programs = {kind: [module("bare.links", kind, options.shards, size)] for kind in BARE}
+        programs["rpc"] = [
+            module("bare.rpc_server", Path(folder) / "rpc", rank, options.shards, size)
+            for rank in range(options.shards + 1)
+        ]
         for name in [name for name in names if name in programs]:
             # They are stopped between turns: tensorpipe polls without a pause.
             workers = Workers(f"{name}-workers", programs[name], Path(folder), stopped=True)

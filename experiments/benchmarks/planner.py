@@ -17,23 +17,17 @@ prints; random plans that lack memory do not count.
                             highest over nets and machines. At 1 it found none better
     worst_over_even         plan / every layer over all machines; at most 1
     worst_over_whole_layer  plan / runs of whole layers; at most 1
-    worst_over_metis        plan / what METIS makes of the same cells as `even`; only if
-                            pymetis is there, of the extra peers
     speed_up_NET_N          over one machine, with up to N of them
     best_machines_speech    the fewest that reach the highest speed-up
 
-METIS (Karypis and Kumar 1998) balances the parts of a graph. Its vertices are the cells of `even`,
-as heavy as they take long; edges are what passes between two of them. It ignores when a machine
-waits for another, and has to use all machines. The random search knows nothing of how the planner
+The random search knows nothing of how the planner
 searches: half of its moves change neighbours together, to splits that are called alike.
 """
 
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -41,16 +35,11 @@ import torch
 
 from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, Variance, single_sample
-from distbelief.partition.grouping import groups
 from distbelief.partition.planner import Planned, each_plan, plan
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from distbelief.partition.solvers.problem import Choice, Problem
 from distbelief.program.cluster import Cluster
-from distbelief.program.compiler import compile_plan
-from distbelief.program.placement import Placement
-from distbelief.program.step_cost import Costs
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.plans.nets import IMAGES, NETS, SPEECH, Net
 
@@ -133,78 +122,6 @@ class _Draws:
         return tuple(changed)
 
 
-IS_INSTALLED: Final = find_spec("pymetis") is not None
-
-_WEIGHT_MAX: Final = 1 << 20  # METIS computes with whole numbers, and adds them up in 32 bits
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """A graph of cells."""
-
-    placements: Mapping[str, Placement]  # of every layer, as if each cell had a machine of its own
-    seconds: Sequence[float]  # of each cell
-    n_bytes: Mapping[tuple[int, int], int]  # between cells, by both, the lower first
-
-
-def cells_of(graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> Cells:
-    """Return the graph that METIS is to cut for these machines, which are equal."""
-    placements: dict[str, Placement] = {}
-    n_cells = 0
-    cut = even(graph, cluster)
-    for group in groups(graph):
-        here = {m: n_cells + m for m in range(len(cluster))}
-        placements |= group.placements(moved(cut[group.root.name], here))
-        n_cells += len(cluster)
-    compiled = compile_plan(graph, placements, batch=batch, n_machines=n_cells)
-    seconds = [0.0] * n_cells
-    for task in compiled.tasks:
-        if task.phase != "combine":
-            back = task.phase in {"backward", "partial_backward"}
-            layer = graph[task.layer]
-            passes = costs.passes(layer, task.region, 0, partial=task.is_partial)
-            seconds[task.machine] += passes.backward if back else passes.forward
-    n_bytes: dict[tuple[int, int], int] = {}
-    for way in compiled.traffic:
-        pairs = zip(way.senders.tolist(), way.receivers.tolist(), strict=True)
-        for (sender, receiver), each in zip(pairs, way.n_bytes.tolist(), strict=True):
-            ends = (min(sender, receiver), max(sender, receiver))
-            n_bytes[ends] = n_bytes.get(ends, 0) + each
-    return Cells(placements, seconds, n_bytes)
-
-
-def metis(graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> dict[str, Placement]:
-    import pymetis  # noqa: PLC0415 -- of an extra
-
-    cells = cells_of(graph, cluster, batch=batch, costs=costs)
-    beside: list[dict[int, int]] = [{} for _ in cells.seconds]
-    largest = max(cells.n_bytes.values(), default=1)
-    for (one, other), n_bytes in cells.n_bytes.items():
-        weight = math.ceil(_WEIGHT_MAX * n_bytes / largest)
-        beside[one][other] = beside[other][one] = weight
-    starts = [0]
-    for row in beside:
-        starts.append(starts[-1] + len(row))
-    slowest = max(cells.seconds)
-    _, parts = pymetis.part_graph(
-        len(cluster),
-        pymetis.CSRAdjacency(starts, [other for row in beside for other in row]),
-        vweights=[round(_WEIGHT_MAX * each / slowest) for each in cells.seconds],
-        eweights=[weight for row in beside for weight in row.values()],
-    )
-    machine_of = dict(enumerate(parts))
-    return {name: moved(p, machine_of) for name, p in cells.placements.items()}
-
-
-def moved(placement: Placement, to: Mapping[int, int]) -> Placement:
-    combine = placement.combine
-    return Placement(
-        cuts=placement.cuts,
-        machines=tuple(to[machine] for machine in placement.machines),
-        combine=None if combine is None else moved(combine, to),
-    )
-
-
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 144)
 FEW: Final = (2, 4, 8)
 LARGE: Final = 150  # layers above which a net is planned for one number of machines only
@@ -241,10 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures.pop(f"seconds_last_{name}") for name in ("speech", "images")
     )
     worst = {"search": 0.0, "even": 0.0, "whole_layer": 0.0}
-    if IS_INSTALLED:
-        worst["metis"] = 0.0
-    else:
-        print("METIS is left out: pip install pymetis", flush=True)
     rack = load_cluster("rack-1g")
     for name in options.nets:
         for row, ratios in _compared(name, NETS[name], rack, options).items():
@@ -332,20 +245,11 @@ def _compared(
             "/ even": done.median / done.baselines["even"],
             "/ whole_layer": done.median / done.baselines["whole layers"],
         }
-        if IS_INSTALLED:
-            ratios["/ metis"] = done.median / _metis_seconds(order, done)
         row = f"{name}, {done.n_machines}"
         rows[row] = ratios | {"speed-up": done.speed_up}
         shown = "  ".join(f"{key} {value:.4f}" for key, value in rows[row].items())
         print(f"{row:16} {shown}  {tries} tries, {done.best.method}", flush=True)
     return rows
-
-
-def _metis_seconds(order: PlanningRequest, done: Planned) -> float:
-    n_machines = done.n_machines
-    cluster = order.cluster.first(n_machines)
-    placed = metis(order.graph, cluster, batch=order.batch, costs=order.costs)
-    return PlanSimulator(order).way("metis", placed, n_machines=n_machines).seconds[1]
 
 
 def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:

@@ -5,8 +5,8 @@
     optimum     logistic regression (50,000 x 500) and an MLP on digits: seconds and
                 evaluations to 1e-6 of the optimum (digits, which has many: to
                 5 % above the one that scipy finds); two replicas and two
-                shards, beside scipy, torch.optim.LBFGS and Vowpal Wabbit, on the same
-                cores. The start of the processes is told apart.
+                shards, beside scipy and torch.optim.LBFGS, on the same cores. The
+                start of the processes is told apart.
     overhead    the speech net (41,777,152 parameters), batches of 20,000 frames: time
                 of an evaluation over that of the pure gradient, computed by as many
                 plain processes, which have the machine by turns; once the history is

@@ -1,6 +1,6 @@
-"""How fast and how true the simulated cluster is: its speed, its memory, its forecasts.
+"""How fast and how true the simulated cluster is: its speed, its forecasts.
 
-    python experiments/benchmarks/simulation.py [--only speed memory large truth]
+    python experiments/benchmarks/simulation.py [--only speed large truth]
         [--jobs alone two shards paused slowed split sandblaster] [--small]
                                 of `truth`: each some two minutes
 
@@ -13,14 +13,8 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
     messages_per_second         Downpour, 20 replicas, 10 shards, every message encoded
                                 and decoded, contents in the digest
     messages_per_second_priced  the same, messages passed on, only their order noted
-    messages_per_second_driver  the same as the first with two roles that only answer
-                                each other: what the driver takes
-    messages_per_second_passed  likewise as the second
     driver_over_roles           time of the driver over that of the roles and their work, in
                                 the first
-    kilobytes_per_replica       priced; from 100 to 400 replicas on 20 shards, what each
-                                shard keeps for it included
-    memory_growth               that over the same from 25 to 100: 1 is linear in roles
     sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100
                                 batches, 8 shards
     step_time_error             simulated against real on this host, the worst of the
@@ -33,40 +27,26 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
 import argparse
 import gc
 import itertools
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import torch
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.cluster_file import load_cluster
+from distbelief.core import vectors
 from distbelief.core.memory import Memory
-from distbelief.forecast.calibration import Stopwatch
-from distbelief.forecast.prepare import costed
+from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.protocol import Push, PushApplied
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    Action,
-    Address,
-    Event,
-    Received,
-    Role,
-    Seconds,
-    Send,
-    Started,
-)
+from distbelief.roles.role import Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
-from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
+from distbelief.simulation.machines import ClusterOptions, CostScale
 from distbelief.simulation.placement import options_for, several
 from distbelief.task.initializers import recorded_initials
 from distbelief.task.task import (
@@ -77,11 +57,13 @@ from distbelief.task.task import (
     build_dataset,
     build_model,
 )
+from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.simulated.truth import CASES, truth
 from sandblaster.algorithm import SANDBLASTER
+from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
 
 
@@ -89,6 +71,8 @@ HERE: Final = "experiments.benchmarks.simulated.task"
 SPEECH: Final = (440, 2560, 2560, 2560, 2560, 8000)  # Dean et al. 2012, section 5
 SPEECH_BATCH: Final = 256
 BATCH: Final = 8
+
+Result = TypeVar("Result")
 
 TASK: Final = TaskSpec(
     model=ModelSpec(factory=f"{HERE}:net", initial="seed"),
@@ -126,16 +110,16 @@ def speech_layout(n_shards: int) -> Layout:
 
 
 def downpour(
-    n_replicas: int, n_shards: int, *, steps: int, priced: bool, watch: Stopwatch | None = None
+    n_replicas: int, n_shards: int, *, steps: int, priced: bool, spent: list[Seconds] | None = None
 ) -> Built:
-    """Return a Downpour job of the speech net; `watch` times its roles and their work."""
+    """Return a Downpour job of the speech net; what its roles and their work take is `spent`."""
     settings = DownpourSettings(
         loss="cross_entropy", batch_size=BATCH, rule=Adagrad(learning_rate=0.01), max_steps=steps
     )
-    roster = DOWNPOUR.roster(settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
+    roster = wb.roster(n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
     build = partial(DOWNPOUR.build, config=settings)
     names = [Address(entry.name) for entry in roster]
-    return _built(names, build, n_shards=n_shards, priced=priced, n_ending=n_replicas, watch=watch)
+    return _built(names, build, n_shards=n_shards, priced=priced, n_ending=n_replicas, spent=spent)
 
 
 def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
@@ -153,7 +137,9 @@ def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
         portion=portion,
         portions_per_set=1,
     )
-    roster = SANDBLASTER.roster(settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
+    roster = wb.roster(
+        n_replicas=n_replicas, n_shards=n_shards, evaluates=False, coordinator=COORDINATOR
+    )
     build = partial(SANDBLASTER.build, config=settings)
     names = [Address(entry.name) for entry in roster]
     built = partial(_built, names, build, n_shards=n_shards, priced=True, n_ending=1)
@@ -169,7 +155,7 @@ def _built(
     n_ending: int,
     n_per_shard: int = 1,
     in_blocks: bool = True,
-    watch: Stopwatch | None = None,
+    spent: list[Seconds] | None = None,
 ) -> Built:
     model = FlatModel(build_model(TASK.model))
     small, large = (Layout.of(model.specs(), n_shards=n_shards), speech_layout(n_shards))
@@ -186,7 +172,11 @@ def _built(
     )
 
     def builder(name: Address) -> Builder:
-        return lambda memory: build(name, context=context(memory=memory))
+        def built(memory: Memory) -> Role:
+            role = build(name, context=context(memory=memory))
+            return role if spent is None else Timed(role, spent)
+
+        return built
 
     n_parameters = sum(spec.n_elements for spec in large.tensors if spec.kind == "parameter")
     flops = 6.0 * n_parameters * SPEECH_BATCH / model.flops(BATCH)
@@ -195,17 +185,44 @@ def _built(
         rack(names, n_per_shard=n_per_shard),
         introduce=True,
         acquainted=_acquainted,
-        scales=scales_for(small, large, dict.fromkeys(others, flops)),
-        block_bytes=block_bytes_for(small, large) if in_blocks else None,
+        scales=_scales(small, large, dict.fromkeys(others, flops)),
         codec=not priced,
         trace="order" if priced else "content",
     )
+    vectors.BLOCK_BYTES = BLOCK_BYTES
+    if in_blocks:
+        vectors.BLOCK_BYTES = _block_bytes(small, large)
     builders = {name: builder(name) for name in names}
-    if watch is not None:
-        kinds = dict.fromkeys(names, "role")
-        builders = costed(builders, kinds, adapt=watch.adapt, handled=watch.handled)
     cluster = SimulatedCluster(builders, seed=1, options=options)
     return Built(cluster=cluster, n_ending=n_ending)
+
+
+def _scales(
+    small: Layout, large: Layout, flops: Mapping[Address, float]
+) -> dict[Address, CostScale]:
+    """Return scales by which roles with a small net have the costs of a large one."""
+    sizes = [(small.shard_size(k), large.shard_size(k)) for k in range(small.n_shards)]
+    whole = sum(n for _, n in sizes) / sum(m for m, _ in sizes)
+    scales = {
+        name: CostScale(flops=ratio, n_bytes=whole, frame_bytes=whole)
+        for name, ratio in flops.items()
+    }
+    for k, (m, n) in enumerate(sizes):
+        ratio = n / max(1, m)  # a shard of a small net may be empty
+        shard = CostScale(flops=ratio, n_bytes=ratio, frame_bytes=ratio)
+        scales[Address(f"shard-{k}")] = shard
+    return scales
+
+
+def _block_bytes(small: Layout, large: Layout) -> int:
+    """Return the block size with which small vectors have as many blocks as large ones.
+
+    With the usual size, each block would stand for far more than 1 MiB of the large vector:
+    clients would consider it lost and request it again.
+    """
+    itemsize = small.dtype.itemsize
+    pairs = [(small.shard_size(k), large.shard_size(k)) for k in range(small.n_shards)]
+    return max(-(-m // vectors.n_blocks(n, itemsize=itemsize)) for m, n in pairs) * itemsize
 
 
 def _acquainted(one: Address, other: Address) -> bool:
@@ -228,71 +245,44 @@ def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:
     return options_for(cluster, placement, threads=threads)
 
 
-class Answering:
-    """Answers every word of its peer with one; the first of the two begins."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A role that notes the processor time of its events and its work."""
 
-    accepts = ALL_MESSAGES
+    role: Role
+    spent: list[Seconds]
 
-    def __init__(self, peer: Address, *, n_words: int, begins: bool) -> None:
-        self._peer = peer
-        self._n_left = n_words
-        self._begins = begins
+    @property
+    def accepts(self) -> frozenset[type]:
+        return self.role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        del now
-        if isinstance(event, Started) and self._begins:
-            return [self._word()]
-        if isinstance(event, Received) and self._n_left:
-            self._n_left -= 1
-            return [self._word()]
-        return ()
+        actions = self._time(partial(self.role.handle, event, now))
+        return [
+            msgspec.structs.replace(a, work=partial(self._time, a.work))
+            if isinstance(a, Compute)
+            else a
+            for a in actions
+        ]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        return "answering", {}
+        return self.role.status()
 
-    def _word(self) -> Send:
-        if self._begins:
-            push = Push(
-                sequence=self._n_left,
-                shard_incarnation=1,
-                fetched_clock=0,
-                n_gradients=1,
-                samples=1,
-            )
-            return Send(receiver=self._peer, message=push)
-        answer = PushApplied(sequence=self._n_left, shard_incarnation=1, clock=1, staleness=0)
-        return Send(receiver=self._peer, message=answer)
+    def _time(self, call: Callable[[], Result]) -> Result:
+        begun = time.thread_time()
+        try:
+            return call()
+        finally:
+            self.spent.append(time.thread_time() - begun)
 
-
-def answering(*, n_pairs: int, n_words: int, priced: bool) -> SimulatedCluster:
-    builders: dict[Address, Builder] = {}
-    for index in range(n_pairs):
-        a, b = Address(f"a-{index}"), Address(f"b-{index}")
-        for name, peer in ((a, b), (b, a)):
-
-            def build(_: Memory, peer: Address = peer, *, begins: bool = name == a) -> Role:
-                return Answering(peer, n_words=n_words, begins=begins)
-
-            builders[name] = build
-    options = replace(
-        rack(list(builders)),
-        introduce=True,
-        codec=not priced,
-        trace="order" if priced else "content",
-    )
-    return SimulatedCluster(builders, seed=1, options=options)
-
-
-N_REPLICAS: Final = (25, 100, 400)
-N_REPLICAS_SMALL: Final = (1, 2, 3)  # of which memory is looked at
 
 SMALL: Final = {"jobs": ("alone",)}  # and each part in small
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parts = ("speed", "memory", "large", "truth")
-    usual = ("speed", "memory", "truth")
+    parts = ("speed", "large", "truth")
+    usual = ("speed", "truth")
     parser.add_argument("--only", nargs="+", choices=parts, default=usual)
     parser.add_argument("--jobs", nargs="+", choices=CASES, default=tuple(CASES))
     options = measurement.options_of(parser, arguments, small=SMALL)
@@ -300,11 +290,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures: dict[str, float] = {}
     run: dict[str, Callable[[], dict[str, float]]] = {
         "speed": partial(speed, small=options.small),
-        "memory": partial(memory, small=options.small),
         "large": partial(large, small=options.small),
         "truth": partial(truth, options.jobs, small=options.small),
     }
     for part in options.only:
+        vectors.BLOCK_BYTES = BLOCK_BYTES
         figures |= run[part]()
     measurement.conclude("simulation", figures)
 
@@ -314,55 +304,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def speed(*, small: bool) -> dict[str, float]:
     figures = {}
-    n_replicas, n_shards, n_words = (2, 1, 20) if small else (20, 10, 2000)
+    n_replicas, n_shards = (2, 1) if small else (20, 10)
     for key, priced in (("", False), ("_priced", True)):
         built = downpour(n_replicas, n_shards, steps=4, priced=priced)
         n, seconds = built.run()
         figures[f"messages_per_second{key}"] = n / seconds
         print(f"Downpour{key}: {n} messages in {seconds:.2f} s", flush=True)
-    watch = Stopwatch()
-    built = downpour(n_replicas, n_shards, steps=4, priced=False, watch=watch)
+    spent: list[Seconds] = []
+    built = downpour(n_replicas, n_shards, steps=4, priced=False, spent=spent)
     built.cluster.run(until=0.0)
-    began = _seconds_of(watch)
+    spent.clear()
     _, seconds = built.run()
-    of_roles = _seconds_of(watch) - began
-    figures["driver_over_roles"] = (seconds - of_roles) / of_roles
-    for key, priced in (("_driver", False), ("_passed", True)):
-        cluster = answering(n_pairs=20, n_words=n_words, priced=priced)
-        cluster.run(until=0.0)
-        began = time.process_time()
-        cluster.run(max_events=1 << 60)
-        seconds = time.process_time() - began
-        n = cluster.counts.delivered
-        figures[f"messages_per_second{key}"] = n / seconds
-        print(f"answers{key}: {n} messages in {seconds:.2f} s", flush=True)
+    figures["driver_over_roles"] = (seconds - sum(spent)) / sum(spent)
     return figures
-
-
-def _seconds_of(watch: Stopwatch) -> float:
-    pieces = (piece for every in watch.work.values() for piece in every)
-    return watch.handling + sum(seconds for seconds, _ in pieces)
-
-
-def memory(*, small: bool) -> dict[str, float]:
-    """Take a step; what a replica takes must not depend on how many there are.
-
-    Each number of them in a process of its own: what one lets go of the next would use
-    again, and it would not be counted. What the first few take once is taken off.
-    """
-    context = multiprocessing.get_context("spawn")
-    taken = {}
-    few, some, many = N_REPLICAS_SMALL if small else N_REPLICAS
-    for n_replicas in (few, some, many):
-        with context.Pool(1) as pool:
-            taken[n_replicas] = pool.apply(_bytes_of, (n_replicas,))
-    per_replica = (taken[many] - taken[some]) / (many - some)
-    at_first = (taken[some] - taken[few]) / (some - few)
-    print(f"bytes of so many replicas and their pairs: {taken}", flush=True)
-    return {
-        "kilobytes_per_replica": per_replica / 1000,
-        "memory_growth": per_replica / max(1.0, at_first),
-    }
 
 
 def large(*, small: bool) -> dict[str, float]:
@@ -372,21 +326,6 @@ def large(*, small: bool) -> dict[str, float]:
     virtual = built.cluster.now
     print(f"Sandblaster: {n} messages, {virtual:.0f} virtual s in {seconds:.0f} s")
     return {"sandblaster_seconds": seconds}
-
-
-def _bytes_of(n_replicas: int) -> int:
-    torch.set_num_threads(1)
-    downpour(1, 20, steps=1, priced=True).run()  # modules, buffers, data
-    gc.collect()
-    before = _resident_bytes()
-    built = downpour(n_replicas, 20, steps=1, priced=True)
-    built.run()
-    return _resident_bytes() - before
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from distbelief.program.plan import decode, encode, plan_for
 from distbelief.protocol import Blob, FileChunk, Message
 from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import HOST
-from distbelief.run.directory import RunDirectory, Status, status_in
+from distbelief.run.directory import Status, status_in
 from distbelief.run.metrics_file import Measurement, measurements_in
 from distbelief.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.serve.address import ServerAddress
@@ -322,11 +322,8 @@ def _status() -> Decoder:
 
 
 def _cut() -> Decoder:
-    run = RunDirectory(Path("run"), lock=None)
-    return Decoder(
-        seeds=_json(*_samples_of(CheckpointSet)),
-        decode=partial(checkpoint_set_in, file=_PATH, run=run),
-    )
+    decode = partial(checkpoint_set_in, file=_PATH)
+    return Decoder(seeds=_json(*_samples_of(CheckpointSet)), decode=decode)
 
 
 def _samples_of(kind: type) -> list[object]:

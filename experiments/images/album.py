@@ -25,8 +25,7 @@ from experiments import cache
 from experiments.cache import Advance
 from experiments.images import drawing, fonts
 from experiments.images.categories import texts
-from experiments.images.errors import ImagesError
-from experiments.images.fonts import Part, Script
+from experiments.images.fonts import ImagesError, Part
 
 
 FACTS: Final = "album.json"
@@ -41,7 +40,6 @@ LIBRARIES: Final = ("numpy", "Pillow")
 class Recipe:
     """What an album is made from."""
 
-    script: Script  # what is written in the images
     part: Part  # which fonts draw them
     categories: int  # how many there are
     copies: int  # images of each
@@ -65,7 +63,7 @@ class Recipe:
     @property
     def name(self) -> str:
         described = [repr(self), *_makers()]
-        described += map(fonts.hash_face, fonts.faces(self.script, self.part))
+        described += map(fonts.hash_face, fonts.faces(self.part))
         digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:10]
         return f"{self.part}-{self.categories}x{self.copies}-{self.size}px-{digest}"
 
@@ -110,8 +108,8 @@ def open_album(folder: Path, *, verify: bool = False) -> Album:
 
 
 def _make(recipe: Recipe, advance: Advance, folder: Path) -> None:
-    faces = fonts.faces(recipe.script, recipe.part)
-    written = texts(recipe.script, recipe.categories)
+    faces = fonts.faces(recipe.part)
+    written = texts(recipe.categories)
     for face in faces:
         fonts.check_covers(face, "".join(written))
     images = np.lib.format.open_memmap(
@@ -130,15 +128,13 @@ def _make(recipe: Recipe, advance: Advance, folder: Path) -> None:
     facts = {
         **asdict(recipe),
         "images": recipe.n_images,
-        "fonts": {Path(face.file).name: fonts.hash_face(face) for face in faces},
+        "fonts": {face.name: fonts.hash_face(face) for face in faces},
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
     }
     cache.write_facts(folder / FACTS, facts, arrays=ARRAYS)
 
 
-def _draw(
-    recipe: Recipe, faces: tuple[fonts.Face, ...], category: int, text: str
-) -> NDArray[np.uint8]:
+def _draw(recipe: Recipe, faces: tuple[Path, ...], category: int, text: str) -> NDArray[np.uint8]:
     """Return all images of a category: (copies, size, size)."""
     part = ("train", "test").index(recipe.part)
     rng = np.random.default_rng([recipe.seed, part, category])

@@ -1,10 +1,8 @@
-"""What is written in an image of a category: a character, or a pair of letters.
+"""What is written in an image of a category: an ordered pair of letters or digits.
 
-    han     20,902 characters, U+4E00 to U+9FA5
-    latin   21,025 ordered pairs of 145 letters and digits that do not look alike
-
-In their own order neighbours look alike, and a task of few categories would be harder
-than one of many. So they are shuffled once and for all, and a task has the first ones.
+There are 21,025 pairs of the 145 that do not look alike. In their own order neighbours look alike,
+and a task of few categories would be harder than one of many. So they are shuffled once and for
+all, and a task has the first ones.
 """
 
 from itertools import chain
@@ -12,12 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from experiments.images.errors import ImagesError
-from experiments.images.fonts import Script
+from experiments.images.fonts import ImagesError
 
-
-N_CATEGORIES_MAX: Final = 20_902
-HAN_FIRST: Final = 0x4E00
 
 _SHUFFLE_SEED: Final = 1
 
@@ -41,9 +35,10 @@ _SPANS: Final = (
     (0x28C, 0x28C),
 )
 LETTERS: Final = "".join(chr(code) for code in chain(*(range(a, b + 1) for a, b in _SPANS)))
+N_CATEGORIES_MAX: Final = len(LETTERS) ** 2
 
 
-def texts(script: Script, categories: int) -> list[str]:
+def texts(categories: int) -> list[str]:
     """Return what is written in images of categories 0, 1, ...
 
     Raises:
@@ -51,9 +46,6 @@ def texts(script: Script, categories: int) -> list[str]:
     """
     if not 2 <= categories <= N_CATEGORIES_MAX:
         raise ImagesError(f"categories = {categories}: use a number from 2 to {N_CATEGORIES_MAX:,}")
-    n_all = N_CATEGORIES_MAX if script == "han" else len(LETTERS) ** 2
-    chosen = np.random.default_rng(_SHUFFLE_SEED).permutation(n_all)[:categories]
-    if script == "han":
-        return [chr(HAN_FIRST + int(number)) for number in chosen]
+    chosen = np.random.default_rng(_SHUFFLE_SEED).permutation(N_CATEGORIES_MAX)[:categories]
     pairs = (divmod(int(number), len(LETTERS)) for number in chosen)
     return [LETTERS[first] + LETTERS[second] for first, second in pairs]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from experiments.cache import find_cache, show_progress
 from experiments.images.album import Album, Recipe, ensure, open_album
-from experiments.images.fonts import Part, choose_script
+from experiments.images.fonts import Part
 
 
 COPIES: Final = {"train": 200, "test": 10}  # images of each category, where `copies` is not given
@@ -58,7 +58,6 @@ def glyphs(
     copies: int | None = None,
     size: int = 32,
     colours: int = 1,
-    script: str = "auto",
     cache: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> Glyphs:
@@ -66,17 +65,14 @@ def glyphs(
 
     Args:
         part: "train" or "test".
-        categories: How many: 2 to 20,902.
+        categories: How many: 2 to 21,025.
         copies: Images of each; 200 for train and 10 for test if not given.
         size: Rows and columns of an image.
         colours: Channels, all alike: 1 or 3.
-        script: "han", "latin", or "auto": "han" where fonts of two designs are there.
         cache: Folder of all albums, if not the user's cache directory.
         seed: Of all that is left to chance.
     """
-    recipe = _recipe(
-        part, categories=categories, copies=copies, size=size, script=script, seed=seed
-    )
+    recipe = _recipe(part, categories=categories, copies=copies, size=size, seed=seed)
     folder = ensure(recipe, folder=find_cache("images", cache))
     return Glyphs(open_album(folder), colours=colours)
 
@@ -96,23 +92,16 @@ def prepare(
     recipe = _recipe(part, **chosen)
     found = find_cache("images", cache)
     if not (found / recipe.name).exists():
-        title = f"drawing {recipe.n_images:,} images, {part} part, {recipe.script}"
+        title = f"drawing {recipe.n_images:,} images, {part} part"
         with show_progress(title, n_frames=recipe.n_images, unit="images") as advance:
             ensure(recipe, folder=found, advance=advance)
     open_album(found / recipe.name, verify=True)
 
 
 def _recipe(
-    part: str,
-    *,
-    categories: int = 400,
-    copies: int | None = None,
-    size: int = 32,
-    script: str = "auto",
-    seed: int = 0,
+    part: str, *, categories: int = 400, copies: int | None = None, size: int = 32, seed: int = 0
 ) -> Recipe:
     return Recipe(
-        script=choose_script(script),
         part=cast("Part", part),  # checked there
         categories=categories,
         copies=COPIES.get(part, 1) if copies is None else copies,

@@ -6,14 +6,14 @@ glyph -> turned, sheared, scaled, moved, tilted -> thicker strokes -> blur
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from experiments.images.errors import FontError
-from experiments.images.fonts import Face
+from experiments.images.fonts import FontError
 
 
 Pixels = NDArray[np.uint8]  # (size, size)
@@ -36,7 +36,7 @@ class Conditions:
     noise: float = 0.08  # greatest standard deviation
 
 
-def draw_glyph(face: Face, text: str, *, size: int) -> Image.Image:
+def draw_glyph(face: Path, text: str, *, size: int) -> Image.Image:
     """Return it light on black, as large as fits, on twice `size` rows and columns.
 
     Raises:
@@ -47,7 +47,7 @@ def draw_glyph(face: Face, text: str, *, size: int) -> Image.Image:
     left, top, right, bottom = font.getbbox(text, anchor="ls")
     longest = max(right - left, bottom - top)
     if longest <= 0:
-        raise FontError(f"{face.file} draws nothing for {text!r}: remove it")
+        raise FontError(f"{face} draws nothing for {text!r}: remove it")
     font = _font(face, max(1, round(_FILL * extent * extent / longest)))
     left, top, right, bottom = font.getbbox(text, anchor="ls")
     image = Image.new("L", (extent, extent))
@@ -88,13 +88,11 @@ def photograph(
 
 
 @functools.lru_cache(maxsize=64)
-def _font(face: Face, size: int) -> ImageFont.FreeTypeFont:
+def _font(face: Path, size: int) -> ImageFont.FreeTypeFont:
     try:
-        return ImageFont.truetype(
-            face.file, size, index=face.index, layout_engine=ImageFont.Layout.BASIC
-        )
+        return ImageFont.truetype(face, size, layout_engine=ImageFont.Layout.BASIC)
     except OSError as error:
-        raise FontError(f"{face.file} cannot be read: {error}") from error
+        raise FontError(f"{face} cannot be read: {error}") from error
 
 
 def _perspective(

@@ -6,4 +6,4 @@ from sandblaster.optimizers.owlqn import OWLQN
 
 
 AnyMethod = LBFGS | ConjugateGradient | GradientDescent | OWLQN
-"""In a job file: `method = { name = "lbfgs", n_history = 20 }`."""
+"""In a job file: `method = { name = "lbfgs", history = 20 }`."""

@@ -121,7 +121,7 @@ class DescentRun:
                     ls.Sample(0.0, present.loss, present.slope),
                     step=present.step,
                     noise=self._noise(present),
-                    n_trials_max=self.method.n_evaluations_max - present.n_evaluations,
+                    n_trials_max=self.method.max_evaluations - present.n_evaluations,
                     measure=self.descent.measure,
                 )
             n_evaluations = present.n_evaluations + searched.n_evaluations
@@ -189,9 +189,9 @@ class DescentRun:
         return self._bound_reached(present)
 
     def _bound_reached(self, present: Present) -> Reason | None:
-        if present.iteration >= self.method.n_iterations_max:
+        if present.iteration >= self.method.max_iterations:
             return Reason.MAX_ITERATIONS
-        is_last = present.n_evaluations >= self.method.n_evaluations_max
+        is_last = present.n_evaluations >= self.method.max_evaluations
         return Reason.MAX_EVALUATIONS if is_last else None
 
     def _noise(self, present: Present) -> float:

@@ -55,12 +55,12 @@ _CURVATURE_MIN = 1e-14  # of the cosine between s and y
 class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
     """Settings of L-BFGS."""
 
-    n_history: int = 10  # m, the number of corrections remembered: 2 m + 2 more vectors
+    history: int = 10  # m, the number of corrections remembered: 2 m + 2 more vectors
     sufficient_decrease: float = 1e-3  # c1 of the line search
 
     @override
     def descent(self, memory: str | None) -> "QuasiNewton":
-        return QuasiNewton(n_history=self.n_history, memory=memory)
+        return QuasiNewton(history=self.history, memory=memory)
 
 
 class _Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,12 +77,12 @@ class QuasiNewton:
     def __init__(
         self,
         *,
-        n_history: int,
+        history: int,
         memory: str | None = None,
         steepest: VectorName = GRADIENT,  # v
         trial_steepest: VectorName | None = None,  # v at a trial; None: the trial's gradient
     ) -> None:
-        self._n_history = n_history
+        self._n_history = history
         self._steepest = steepest
         self._trial_steepest = trial_steepest
         # One slot more than corrections, for the pair of a trial.

@@ -35,7 +35,7 @@ class OWLQN(DescentMethod, frozen=True, kw_only=True, tag="owlqn"):
     """Settings of OWL-QN."""
 
     l1: float  # adds l1 |w|_1 to the loss, over all parameters, biases included
-    n_history: int = 10  # number of corrections remembered
+    history: int = 10  # number of corrections remembered
     sufficient_decrease: float = 1e-4  # c1 of the line search
 
     @override
@@ -53,7 +53,7 @@ class OWLQN(DescentMethod, frozen=True, kw_only=True, tag="owlqn"):
     @override
     def descent(self, memory: str | None) -> QuasiNewton:
         return QuasiNewton(
-            n_history=self.n_history,
+            history=self.history,
             memory=memory,
             steepest=PSEUDO_GRADIENT,
             trial_steepest=TRIAL_PSEUDO_GRADIENT,

@@ -2,7 +2,7 @@
 
 With f the loss, g its gradient, k the iteration, u the rounding of one operation:
 
-    gradient    |g_k|_inf <= gradient_tolerance
+    gradient    |g_k|_inf <= tolerance
     value       f_k-1 - f_k <= value_tolerance max(|f_k-1|, |f_k|, min(1, |f_0|))
     noise       8 u max(|f|, min(1, |f_0|)): losses that differ by less may be equal
 
@@ -61,20 +61,20 @@ class Method(
 ):
     """Settings that all methods have, and the tests that they set."""
 
-    gradient_tolerance: float = 1e-5  # ends at this largest absolute element of the gradient
+    tolerance: float = 1e-5  # ends at this largest absolute element of the gradient
     value_tolerance: float = 2.2e-9  # ends at this relative improvement of the loss ...
     value_iterations: int = 3  # ... in so many iterations in a row
-    n_iterations_max: int = 15000  # bound on accepted points
-    n_evaluations_max: int = 15000  # bound on evaluations
+    max_iterations: int = 15000  # bound on accepted points
+    max_evaluations: int = 15000  # bound on evaluations
     l2: float = 0.0  # adds l2 / 2 |w|^2 to the loss
     rounding: float = 2.0**-53  # u, of the arithmetic that computes losses
 
     def __post_init__(self) -> None:
-        for name in ("gradient_tolerance", "value_tolerance", "l2", "rounding"):
-            value = getattr(self, name)
+        for name in ("tolerance", "value_tolerance", "l1", "l2", "rounding"):
+            value = getattr(self, name, 0.0)
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; use a finite number, 0 or more")
-        for name in ("value_iterations", "n_iterations_max", "n_evaluations_max", "n_history"):
+        for name in ("value_iterations", "max_iterations", "max_evaluations", "history"):
             value = getattr(self, name, 1)
             if value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")
@@ -83,7 +83,7 @@ class Method(
             raise ValueError(f"sufficient_decrease is {decrease}; use a number between 0 and 1")
 
     def is_small(self, gradient_norm: float) -> bool:
-        return gradient_norm <= self.gradient_tolerance
+        return gradient_norm <= self.tolerance
 
     def is_small_improvement(self, before: float, after: float, *, loss_at_start: float) -> bool:
         size = max(abs(before), abs(after), min(1.0, abs(loss_at_start)))

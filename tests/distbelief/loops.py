@@ -5,7 +5,7 @@ virtual time pass where the real one waits at a socket.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import cast
@@ -17,9 +17,9 @@ from torch import nn
 import distbelief
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.client import ClientConfig, Numbers, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, Numbers, ShardConfig
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.shard import Shard
@@ -48,6 +48,7 @@ class Server:
         link: Link | None = None,
         numbers: Numbers = "float32",
         policy: ExchangePolicy = DOWNPOUR,
+        frozen: Collection[str] = (),  # names of parameters, of `Exchange` loops
     ) -> None:
         self.host = host
         self.policy = policy
@@ -72,8 +73,7 @@ class Server:
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
                 ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-                layout=self.layout,
-                shards=self.shards,
+                PartialView(self.layout, frozen=frozen),
                 memory=memory,
             )
             join = Join(endpoint="", host=memory.host, pid=0)

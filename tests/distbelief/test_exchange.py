@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distbelief
-from distbelief.parameter_server.client.client import Numbers
+from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.serve.address import ServerAddress
 from distbelief.simulation.network import Link
@@ -203,14 +203,14 @@ def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn
     for every in (0, 2.5, "3"):
         with pytest.raises(distbelief.JobError, match=f"every is {every!r}; use a whole number"):
             server.exchange(monkeypatch, inner, every=every)  # type: ignore[arg-type]
-    with pytest.raises(distbelief.JobError, match="use an optimizer of torch"):
+    with pytest.raises(distbelief.JobError, match="use an optimizer such as torch"):
         server.exchange(monkeypatch, model.parameters())  # type: ignore[arg-type]
     downpour = server.optimizer(monkeypatch, model.parameters())
     with pytest.raises(distbelief.JobError, match="has a server of its own"):
         server.exchange(monkeypatch, downpour)
     exchange = server.exchange(monkeypatch, inner)
     inner.add_param_group({"params": nn.Linear(2, 2).parameters()})
-    with pytest.raises(distbelief.JobError, match="the 4 that it began with"):
+    with pytest.raises(distbelief.JobError, match="pass all of them at once"):
         exchange.step()
 
 
@@ -415,7 +415,7 @@ def test_a_preset_is_the_servers_and_what_contradicts_it_is_refused(
     for preset, why in [
         ("diloco", "staleness is 0 with preset 'diloco', and None at the server: give"),
         ("dpplee3-asgd", "weight is 'sum' with preset 'dpplee3-asgd', and 'mean' at the server"),
-        ("horovod", "preset 'horovod' sends gradients, and there is an inner optimizer"),
+        ("horovod", "preset 'horovod' sends gradients"),
         ("dilocco", "Exchange: preset = .*dilocco.* is not known. Did you mean"),
     ]:
         with pytest.raises(distbelief.JobError, match=why):
@@ -450,7 +450,7 @@ def test_the_state_is_restored_and_another_is_refused(
         backward(net, 7)
         one.inner.step()
     assert all(torch.equal(one, other) for one, other in zip(flat(model), flat(twin), strict=True))
-    with pytest.raises(distbelief.JobError, match=r"a state with state, param_groups is not one"):
+    with pytest.raises(distbelief.JobError, match=r"not a state of an Exchange: state, param"):
         exchange.load_state_dict(inner.state_dict())
 
 

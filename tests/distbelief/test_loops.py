@@ -315,7 +315,7 @@ def test_groups_may_have_their_own_rates_for_local_steps(
 def test_parameters_cannot_be_added_later(optimizer: distbelief.DownpourSGD) -> None:
     """Regression: they moved by local steps only and were never pushed."""
     more = nn.Linear(2, 2)
-    with pytest.raises(distbelief.JobError, match="the 4 that it began with"):
+    with pytest.raises(distbelief.JobError, match="pass all of them at once"):
         optimizer.add_param_group({"params": more.parameters()})
 
 

@@ -51,7 +51,7 @@ def serving(serve: Callable[[], object]) -> Iterator[None]:
 def test_an_address_that_is_no_text_is_rejected(server: object) -> None:
     with pytest.raises(distbelief.JobError, match="use ParameterServer") as caught:
         connect(server)
-    assert str(caught.value).startswith(f"server is {server!r}, which is no address")
+    assert str(caught.value).startswith(f"server is {server!r}: use ParameterServer")
 
 
 def test_a_server_of_another_run_is_distinguished_from_an_absent_one() -> None:

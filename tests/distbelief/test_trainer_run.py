@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -19,9 +20,8 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
-from distbelief.run.result import Run
-from distbelief.run.summary import final_table, read_summary
-from distbelief.trainer import Trainer
+from distbelief.run.summary import Summary, final_table
+from distbelief.trainer import Run, Trainer
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
 from distbelief.transport.shared_memory import FileMemory
@@ -137,7 +137,7 @@ def test_without_a_checkpoint_of_each_shard_no_model_is_a_failure(desk: Desk) ->
     )
     assert summary.error == summary.model_error == why
     assert desk.life.exit_code == 1
-    assert read_summary(desk.run) == summary
+    assert msgspec.json.decode(desk.run.summary_file.read_bytes(), type=Summary) == summary
     status = desk.run.read_status()
     assert status is not None
     assert (status.ended, status.error) == (True, why)

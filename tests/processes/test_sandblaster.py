@@ -257,7 +257,7 @@ def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -
 
     function, model = plain_objective(net, x, y), net()
     initial = parameters_to_vector(model.parameters()).detach().numpy().copy()
-    method = LBFGS(n_iterations_max=4, gradient_tolerance=1e-5)
+    method = LBFGS(max_iterations=4, tolerance=1e-5)
     point, expected = minimize_flat(function, initial, method)
     result = sandblaster.minimize(
         model,

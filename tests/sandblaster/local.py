@@ -43,7 +43,7 @@ def minimize_flat(
     Args:
         function: Returns loss and gradient; either may be NaN or infinite.
         x0: (n,) where to begin.
-        method: Settings of a method, as in `LBFGS(n_history=20)`.
+        method: Settings of a method, as in `LBFGS(history=20)`.
         n_shards: Number of ranges the vector is divided into.
         callback: Called with each accepted point; returns whether to stop.
     """

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from distbelief.config.algorithms import roster_of
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
@@ -13,8 +12,10 @@ from distbelief.errors import JobFileError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard import Shard
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec
+from distbelief.worker import build as wb
 from distbelief.worker.replica import Replica
 from sandblaster.algorithm import SANDBLASTER, reason_of
+from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
@@ -43,16 +44,13 @@ def settings(**keys: object) -> SandblasterSettings:
     ("keys", "method"),
     [
         ({}, LBFGS()),
-        ({"history": 3, "l2": 0.5}, LBFGS(n_history=3, l2=0.5)),
-        ({"tolerance": 0.1}, LBFGS(gradient_tolerance=0.1)),
+        ({"history": 3, "l2": 0.5}, LBFGS(history=3, l2=0.5)),
+        ({"tolerance": 0.1}, LBFGS(tolerance=0.1)),
         (
             {"method": "conjugate-gradient", "max_iterations": 7},
-            ConjugateGradient(n_iterations_max=7),
+            ConjugateGradient(max_iterations=7),
         ),
-        (
-            {"method": "gradient-descent", "max_evaluations": 7},
-            GradientDescent(n_evaluations_max=7),
-        ),
+        ({"method": "gradient-descent", "max_evaluations": 7}, GradientDescent(max_evaluations=7)),
         (
             {"method": "owl-qn", "l1": 0.1, "value_tolerance": 0.0},
             OWLQN(l1=0.1, value_tolerance=0.0),
@@ -149,7 +147,7 @@ def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None
 def test_a_replica_may_have_several_ranks() -> None:
     read = job("[cluster]\npartitions = 2")
     assert read.cluster.is_split
-    assert [(entry.name, entry.kind) for entry in roster_of(read, n_machines=2)] == [
+    assert wb.roster_of(read, n_machines=2) == [
         ("shard-0", "shard"),
         ("coordinator", "coordinator"),
         ("replica-0.0", "replica"),
@@ -177,7 +175,7 @@ def context(*, n_train: int | None = 1437) -> BuildContext:
 
 def test_every_role_of_the_roster_can_be_built() -> None:
     config = settings()
-    roster = SANDBLASTER.roster(config, n_replicas=2, n_shards=2)
+    roster = wb.roster(n_replicas=2, n_shards=2, coordinator=COORDINATOR)
     built = [
         type(SANDBLASTER.build(entry.name, config=config, context=context()))
         for entry in roster

@@ -10,8 +10,8 @@ from torch import nn
 
 from distbelief.config.load import parse_job
 from distbelief.errors import JobError
-from distbelief.run.result import Run
 from distbelief.run.summary import Summary
+from distbelief.trainer import Run
 from sandblaster.api import result_of
 from sandblaster.optimizers.termination import Reason
 

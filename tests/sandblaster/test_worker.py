@@ -334,12 +334,6 @@ def test_user_errors_end_with_a_message() -> None:
         other.happen(rl.Computed(name="x"))
 
 
-@pytest.mark.parametrize("name", ["retry_seconds", "retry_seconds_max"])
-def test_a_time_is_above_0(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 0; use more than 0"):
-        WorkerConfig(chunk_sizes=CHUNK_SIZES, **{name: 0})
-
-
 def test_the_next_chunk_is_read_while_this_one_is_computed() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0), (2, 2, 0))

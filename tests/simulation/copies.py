@@ -17,11 +17,9 @@ import pytest
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.client.client import ClientConfig
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.config import ClientConfig, ShardConfig, copy_names
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.replication import copy_names
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Heartbeat, SaveCheckpoint
 from distbelief.roles import role as rl
@@ -216,13 +214,12 @@ class Run:
 
     def _worker(self, memory: Memory, *, n_wanted: int, holds_part: bool) -> Worker:
         return Worker(
-            [names[0] for names in self.copies],
             self.layout,
             memory,
             ledger=self.ledger,
             n_wanted=n_wanted,
             config=ClientConfig(pushes=True, retry_seconds=0.1),
-            backups=[names[1] for names in self.copies],
+            shard_copies=2,
             partial=holds_part,
         )
 

@@ -5,15 +5,18 @@ ReadsOwn     what a gated worker reads contains all its own pushes             S
 ReadsOld     and all pushes that the others made `staleness` ticks ago         SSP-3
 FloorRises   the floor falls in no incarnation of a primary                    SSP-8
 OneEach      a round has one push of each client, in the order of names        E5
+OneShare     each local step counts once; the shares of a round add up to one  E2, PA-3
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
 import numpy as np
 from typing_extensions import override
 
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient, ShardLink
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import Backup, Primary
@@ -21,28 +24,41 @@ from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Action, Address
+from distbelief.roles.role import Action, Address, PeerLost, Seconds
 from distbelief.simulation.driver import HandledEvent
+from distbelief.simulation.faults import Duplicate, Fault, Slow
+from distbelief.simulation.machines import TraceKind
+from distbelief.worker.local_steps import LocalSteps
 from tests.simulation import invariants as iv
 from tests.simulation.invariants import Invariant, Scene
+from tests.simulation.scenarios import Play, Scenario, scenario_of, set_for
 from tests.simulation.variants import Patch, Variant
-from tests.simulation.workers import N_MARKS, PLACES, Worker
+from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker, marks_of
 
 
 def policy_of(seed: int) -> ExchangePolicy:
-    """Return a random policy that waits, folds rounds, weighs or damps."""
-    draw = np.random.default_rng([seed, 25])
-    staleness = (None, 0, 0, 1, 3)[draw.integers(5)]
-    weight = ("sum", "sum", "mean", "samples")[draw.integers(4)]
-    rounds, damping = None, "none"
-    if draw.random() < 0.6:
-        # AD-4: three of four are enough; without a gate nobody may wait for all.
-        quorum = (0.75, 0.5, 0.01, 1.0, 1.0)[draw.integers(3 if staleness is None else 5)]
-        rounds = {"quorum": quorum, "grace_seconds": (0.0, 0.0, 0.01, 0.1)[draw.integers(4)]}
-    else:
-        damping = ("none", "none", "inverse", "excess")[draw.integers(4)]
-    table = {"staleness": staleness, "weight": weight, "damping": damping, "round": rounds}
-    return msgspec.convert(table, ExchangePolicy)
+    """Return a random valid policy: local steps, waits, rounds, weights, damping, bfloat16."""
+    stream = np.random.default_rng([seed, 25])
+
+    def pick(*values: object) -> object:
+        return values[int(stream.integers(len(values)))]
+
+    while True:
+        # AD-4: three of four are enough.
+        some = {"quorum": pick(0.75, 0.5, 0.01), "grace_seconds": pick(0.0, 0.0, 0.01, 0.1)}
+        drawn = {
+            "every": pick(1, 2, 3),
+            "send": pick("gradient", "delta"),
+            "staleness": pick(None, None, 0, 0, 1, 3),
+            "round": pick(None, None, {}, {}, some, some),
+            "weight": pick("sum", "sum", "mean", "samples"),
+            "damping": pick("none", "none", "none", "inverse", "excess"),
+            "numbers": pick("float32", "float32", "bfloat16"),
+        }
+        try:
+            return msgspec.convert(drawn, ExchangePolicy)
+        except msgspec.ValidationError:
+            continue
 
 
 def is_plain(policy: ExchangePolicy) -> bool:
@@ -154,7 +170,7 @@ class ReadsOwn(Invariant):
 
 
 def _check_read(worker: Worker, marks: list[int], whose: str) -> None:
-    for part in np.split(worker.values.numpy(), worker._layout.n_shards):
+    for part in np.split(worker.fetched.numpy(), worker._layout.n_shards):
         assert len(part) == N_MARKS
         missing = [mark for mark in marks if part[PLACES[mark]] == 0.0]
         assert not missing, f"read without pushes {missing}, {whose}"
@@ -189,17 +205,141 @@ class OneEach(Invariant):
         assert names == sorted(set(names)), f"{happening.name} folds {names}"
 
 
-WAITING: Final = (Gated, ReadsOwn, FloorRises, OneEach)
+class OneShare(Invariant):
+    """A mark, once in the values of a primary, stays as it is: no push counts twice.
 
-_BY_MARKS: Final = {iv.ExactlyOnce, iv.AcknowledgedIsKept, iv.MissingIsCounted}
-"""They count marks, each of which must be a whole push."""
+    All marks of a push have one share. Those of a round that is averaged add up to one.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._before: dict[tuple[Address, int], Vector] = {}
+
+    @override
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
+        if self.scene.serving(happening) is None:
+            return
+        life, marks = (happening.name, happening.incarnation), marks_of(shard)
+        before = self._before.get(life)
+        self._before[life] = marks.copy()
+        if before is None:
+            return
+        again = np.flatnonzero((before != 0.0) & (before != marks))
+        assert not len(again), f"{happening.name} applies the push of mark {again[0]} again"
+        if not (marks != before).any():
+            return
+        shares: list[float] = []
+        for of_push in self.scene.ledger.pushes:
+            new = {float(marks[mark]) for mark in of_push if marks[mark] != before[mark]}
+            assert len(new) <= 1, f"{happening.name} applies parts of a push: {new}"
+            shares += new
+        policy = shard._sessions._config.policy
+        if policy.round and policy.weight != "sum" and not shard._values.state:
+            assert abs(sum(shares) - 1.0) < 1e-5, f"a round of {happening.name}: {shares}"
+
+
+WAITING: Final = (Gated, ReadsOwn, FloorRises, OneEach, OneShare)
 
 
 def kinds_for(policy: ExchangePolicy) -> list[type[Invariant]]:
-    return [kind for kind in (*iv.ALL, *WAITING) if is_plain(policy) or kind not in _BY_MARKS]
+    # Whole pushes only: the marks are 0 or 1.
+    return [kind for kind in (*iv.ALL, *WAITING) if is_plain(policy) or kind is not iv.ExactlyOnce]
+
+
+def play_any(seed: int, *, trace: TraceKind = "order") -> Play:
+    """Play the scenario of a seed under a policy drawn from it, perhaps with more roles.
+
+    Shards fold different rounds only where some workers are late here, and others there.
+    """
+    scenario = scenario_of(seed)
+    stream = np.random.default_rng([seed, 26])
+    scenario = replace(
+        scenario,
+        n_workers=scenario.n_workers + int(stream.choice([0, 0, 1, 2])),
+        n_shards=scenario.n_shards + int(stream.choice([0, 0, 0, 1])),
+    )
+    return play_under(policy_of(seed), scenario, trace=trace)
+
+
+def play_under(policy: ExchangePolicy, scenario: Scenario, *, trace: TraceKind = "order") -> Play:
+    with set_for(scenario):
+        drama = Play(replace(scenario, policy=policy), kinds=kinds_for(policy), trace=trace)
+        drama.run()
+    return drama
 
 
 # ------------------------------------------------------------------- broken variants
+
+
+LOST_SECONDS: Final = 0.05  # after a death the shards are told of it
+FIRST: Final = Address("worker-0")
+
+
+class Quartet(Play):
+    """Four workers, two shards, no fault but those given; worker-0 may be lost for good."""
+
+    def __init__(
+        self,
+        policy: ExchangePolicy,
+        *,
+        seed: int = 0,
+        faults: Sequence[Fault] = (),
+        n_wanted: int = 8,
+    ) -> None:
+        scenario = replace(
+            scenario_of(seed),
+            policy=policy,
+            n_workers=4,
+            n_shards=2,
+            n_twins=1,
+            n_wanted=n_wanted,
+            hosts="one",
+            rule=PLAIN,
+            shard_bytes_per_second=1e10,
+            latency_seconds=50e-6,
+            faults=tuple(faults),
+            saves=(),
+        )
+        super().__init__(scenario, trace="order", kinds=kinds_for(policy))
+
+    def worker(self, name: Address) -> Worker:
+        role = self.cluster.role(name)
+        assert isinstance(role, Worker)
+        return role
+
+    def lose_first(self, *, at: Seconds) -> None:
+        """Kill the first worker, and tell the shards as a supervisor would."""
+        self.cluster.run(until=at)
+        self.cluster.kill(FIRST)
+        self.cluster.run(until=at + LOST_SECONDS)
+        for name in self.scenario.shards:
+            lost = PeerLost(peer=FIRST, incarnation=1, reason="it is dead")
+            self.cluster.post(name, lost)
+
+    def finish(self, *, but: Address | None = None, within: Seconds = 5.0) -> None:
+        """Run until all workers but this one have ended."""
+        self.cluster.run(until=max(self.cluster.now, 1e-3))  # all have started
+        workers = [self.worker(name) for name in self.scenario.workers if name != but]
+        self.cluster.run_until(
+            lambda: all(worker.state == "done" for worker in workers), within=within
+        )
+
+
+def without_one(policy: ExchangePolicy, *, at: Seconds = 0.032) -> Quartet:
+    """Let one of four workers die for good, in mid-step; the others end."""
+    quartet = Quartet(policy)
+    quartet.lose_first(at=at)
+    quartet.finish(but=FIRST)
+    return quartet
+
+
+def with_late_messages() -> Quartet:
+    """Let three of four workers end early, while what they said comes twice, and late."""
+    late = Duplicate(probability=0.7, seconds_max=0.3)
+    slow = Slow(at=0.0, role=FIRST, factor=6.0, seconds=1e6)
+    quartet = Quartet(ExchangePolicy(send="delta", staleness=1), faults=(late, slow))
+    quartet.finish()
+    return quartet
 
 
 def the_gone_hold_the_floor(patch: Patch) -> None:
@@ -223,18 +363,6 @@ def own_pushes_are_not_awaited(patch: Patch) -> None:
 def no_gate(patch: Patch) -> None:
     """A worker begins whatever the floor is."""
     patch.setattr(ShardLink, "waits_for_floor", False)
-
-
-def ticks_count_on_arrival(patch: Patch) -> None:
-    """A tick counts as ended before its push is applied."""
-    whole = Sessions.take_push
-
-    def take_push(self: Sessions, client: Session, message: pf.Push) -> list[Action]:
-        if client.tick is not msgspec.UNSET:
-            client.tick = max(client.tick, message.tick or 0)
-        return whole(self, client, message)
-
-    patch.setattr(Sessions, "take_push", take_push)
 
 
 def reopened_sessions_tell_no_tick(patch: Patch) -> None:
@@ -281,8 +409,8 @@ def push_counts_twice_in_a_round(patch: Patch) -> None:
     """The first push of a round is in it twice."""
     whole = Sessions._take_queued
 
-    def take(self: Sessions) -> None:
-        whole(self)
+    def take(self: Sessions, now: Seconds) -> None:
+        whole(self, now)
         if len(self._round) > 1:
             self._round.insert(1, self._round[0])
 
@@ -336,12 +464,89 @@ def backup_joins_in_mid_round(patch: Patch) -> None:
     patch.setattr(Primary, "_replicates_round", always, raising=False)
 
 
+def round_is_folded_in_order_of_arrival(patch: Patch) -> None:
+    """The pushes of a round are added as they came."""
+    whole = Sessions._take_queued
+
+    def take(self: Sessions, now: Seconds) -> None:
+        arrived = list(self.queue)
+        whole(self, now)
+        if self._config.policy.round is not None:
+            taken = sorted(self._round, key=lambda one: arrived.index(one.client.name))
+            shares = [push.share for push in self._round]
+            self._round.clear()
+            self._round += [
+                replace(
+                    one, share=msgspec.structs.replace(one.share, n_to_follow=share.n_to_follow)
+                )
+                for one, share in zip(taken, shares, strict=True)
+            ]
+
+    patch.setattr(Sessions, "_take_queued", take)
+
+
+def late_push_is_dropped(patch: Patch) -> None:
+    """A push that comes after its round has ended is acknowledged, and not applied."""
+    whole = Sessions.take_push
+
+    def take_push(self: Sessions, client: Session, message: pf.Push) -> list[Action]:
+        others = [one.tick or 0 for one in self._clients.values() if one.is_in]
+        is_late = message.tick is not msgspec.UNSET and (message.tick or 0) <= max(
+            others, default=0
+        )
+        if self._config.policy.round is None or not is_late or client.n_unconfirmed:
+            return whole(self, client, message)
+        client.watermark = max(client.watermark, message.sequence)
+        client.count_confirmed(message, staleness=0)
+        return [self._push_applied(client)]
+
+    patch.setattr(Sessions, "take_push", take_push)
+
+
+def delta_is_sent_again(patch: Patch) -> None:
+    """The anchor stays at a push, so that the next one contains its steps, too."""
+    patch.setattr(LocalSteps, "pushed", lambda *_, **__: None)
+
+
+def torn_install_holds_anew(patch: Patch) -> None:
+    """What is kept of local steps is taken again from the mixture that a torn fetch leaves."""
+    whole = LocalSteps.hold
+
+    def hold(self: LocalSteps) -> None:
+        self._is_held = False
+        whole(self)
+
+    patch.setattr(LocalSteps, "hold", hold)
+
+
+def fetch_overwrites_local_steps(patch: Patch) -> None:
+    """Steps since the push are lost at the next fetch: a fault of Dpplee3."""
+    whole = LocalSteps.merge
+
+    def merge(self: LocalSteps) -> None:
+        self._has_moved = False
+        whole(self)
+
+    patch.setattr(LocalSteps, "merge", merge)
+
+
+def inner_state_is_kept_across_a_lost_anchor(patch: Patch) -> None:
+    """Velocity and moments outlive the steps that are dropped with the values they began from."""
+    whole = LocalSteps.restart
+
+    def restart(self: LocalSteps) -> None:
+        state = self._optimizer
+        whole(self)
+        self._optimizer = state
+
+    patch.setattr(LocalSteps, "restart", restart)
+
+
 _ALL: Final[tuple[Variant, ...]] = (
     the_gone_hold_the_floor,
     idle_workers_hold_the_floor,
     own_pushes_are_not_awaited,
     no_gate,
-    ticks_count_on_arrival,
     reopened_sessions_tell_no_tick,
     floor_rises_before_clients_are_back,
     late_open_session_enters_again,
@@ -353,6 +558,12 @@ _ALL: Final[tuple[Variant, ...]] = (
     backup_counts_half_a_round,
     other_work_comes_between_the_pushes_of_a_round,
     backup_joins_in_mid_round,
+    round_is_folded_in_order_of_arrival,
+    late_push_is_dropped,
+    delta_is_sent_again,
+    torn_install_holds_anew,
+    fetch_overwrites_local_steps,
+    inner_state_is_kept_across_a_lost_anchor,
 )
 
 VARIANTS: Final = {variant.__name__.replace("_", " "): variant for variant in _ALL}

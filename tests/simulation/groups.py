@@ -72,10 +72,10 @@ class Group(Direct):
             micro_batches=micro_batches,
         )
         self.settings = settings
-        self.split = Split(plan=plan, graph=graph, modules=captured.modules)
         self.layout = Layout.of(captured.specs, n_shards=n_shards, dtype=dtype)
         self.split_of: dict[str, Split] = {}  # where not the one above
         model = FlatModel(build_model(task.model))
+        self.split = Split(plan=plan, graph=graph, modules=captured.modules, frozen=model.frozen)
         assert model.specs() == captured.specs
         self.machines = member_names(group, n_machines)
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from typing_extensions import override
 
 from distbelief.core.vectors import Vector
@@ -191,7 +192,7 @@ class AcknowledgedIsKept(Invariant):
     def _check(self, index: int, name: Address, shard: Shard) -> None:
         if index in self.scene.forgetful:
             return
-        missing = self.scene.acknowledged[index] & (marks_of(shard) != 1.0)
+        missing = self.scene.acknowledged[index] & (marks_of(shard) == 0.0)
         assert not missing.any(), (
             f"{name} acknowledged push {np.flatnonzero(missing)[0]}, which is not in the values"
         )
@@ -213,8 +214,8 @@ class MissingIsCounted(Invariant):
                 continue  # it had ended when this primary began: no one told it
             counted = sum(n_lost([link.pushing.lost]) for link in links)
             if not scene.broken_lives:
-                applied = int(marks_of(scene.shard(name)).sum())
-                missing = scene.ledger.n_issued - applied
+                marks = marks_of(scene.shard(name))
+                missing = sum(not marks[of_push].all() for of_push in scene.ledger.pushes)
                 assert counted == missing, f"{name} lacks {missing}, counted {counted}"
             elif index not in scene.forgetful:
                 assert counted == 0, f"{counted} pushes lost by {name}, which kept all"
@@ -315,10 +316,15 @@ class WholeVersions(Invariant):
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if is_whole(shard) and self.scene.counts(happening.name, shard):
-            index = self.scene.shards[happening.name]
-            key = zlib.crc32(Unreadable.read(shard._values).tobytes())
-            known = self.scene.versions[index].setdefault(key, set())
-            known.add(shard._values.clock)
+            versions = self.scene.versions[self.scene.shards[happening.name]]
+            vector = Unreadable.read(shard._values)
+            for sent in (vector, *self._rounded(shard, vector)):
+                versions.setdefault(zlib.crc32(sent.tobytes()), set()).add(shard._values.clock)
+
+    def _rounded(self, shard: Shard, vector: Vector) -> Iterator[Vector]:
+        """Yield what a client reads of it if it goes in words, unless that has the same bits."""
+        if shard._sessions._config.policy.numbers == "bfloat16":
+            yield torch.from_numpy(vector).bfloat16().float().numpy()
 
     @override
     def installed(self, worker: Worker, happening: HandledEvent) -> None:
@@ -477,7 +483,7 @@ def installs(happening: HandledEvent) -> bool:
 
 def checksum(worker: Worker, index: int) -> int:
     """Return the checksum of what a worker has installed of one shard."""
-    part = worker.values.numpy()[index * N_MARKS : (index + 1) * N_MARKS]
+    part = worker.fetched.numpy()[index * N_MARKS : (index + 1) * N_MARKS]
     return zlib.crc32(part.tobytes())
 
 

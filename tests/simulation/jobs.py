@@ -12,9 +12,9 @@ from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.job import PATIENCE_SECONDS, StopTable
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
+from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.parameter_server.replication import copy_names
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Evaluate, Message, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
@@ -34,6 +34,7 @@ from distbelief.task.task import (
     build_dataset,
     build_model,
 )
+from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
@@ -147,15 +148,14 @@ class JobCluster:
             initials=initials_of(model.module),
             evaluation_subset=20,
         )
-        roster = DOWNPOUR.roster(
-            self._settings,
+        roster = wb.roster(
             n_replicas=n_replicas,
             n_shards=n_shards,
             shard_copies=shard_copies,
             evaluates=task.test is not None,
         )
         config = SupervisorConfig(
-            roster=tuple((entry.name, entry.kind) for entry in roster),
+            roster=tuple(roster),
             stop=StopRules(stop, n_train=len(build_dataset(task.train))),
             warm_start_steps=warm_start_steps,
             evaluate_every=evaluate_every,

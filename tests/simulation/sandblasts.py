@@ -24,9 +24,9 @@ from torch.nn import functional
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.data import DataShard, Samples, read_batch
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, ShardConfig
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
@@ -81,7 +81,7 @@ from tests.simulation.random_faults import random_faults
 N_SAMPLES = 30
 N_INPUTS = 5
 SECONDS_PER_MINI_BATCH: Seconds = 2e-3
-METHOD = LBFGS(n_history=3, n_iterations_max=3, gradient_tolerance=1e-12)
+METHOD = LBFGS(history=3, max_iterations=3, tolerance=1e-12)
 ORDER_SEED = 11
 CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
 
@@ -507,8 +507,7 @@ class Run:
                 retry_seconds_max=0.1 * scene.leisure,
                 torn_seconds_max=0.05 * scene.leisure,
             ),
-            layout=layout,
-            shards=scene.shards,
+            PartialView(layout),
             memory=memory,
         )
         model = FlatModel(module(scene.n_inputs))

@@ -22,10 +22,10 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.client import ClientConfig
+from distbelief.parameter_server.config import ClientConfig, copy_names, other_copy
+from distbelief.parameter_server.layout import ElementType
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.replication import copy_names, other_copy
 from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
@@ -370,17 +370,19 @@ class Play:
         self.ledger = Ledger()
         self.sights: Counter[str] = Counter()
         self.overseer = LateOverseer(scenario)
-        layout = layout_of(scenario.n_shards)
+        # Words of bfloat16 are of float32.
+        numbers = scenario.policy.numbers
+        dtype: ElementType = "float64" if numbers == "float32" else "float32"
+        layout = layout_of(scenario.n_shards, dtype=dtype)
 
         def build_worker(memory: Memory) -> Worker:
             return Worker(
-                [names[0] for names in scenario.twins],
                 layout,
                 memory,
                 ledger=self.ledger,
                 n_wanted=scenario.n_wanted,
-                config=scenario.client,
-                backups=[name for names in scenario.twins for name in names[1:]],
+                config=replace(scenario.client, numbers=numbers),
+                shard_copies=scenario.n_twins,
                 policy=scenario.policy,
             )
 
@@ -552,27 +554,19 @@ def set_for(scenario: Scenario) -> Iterator[None]:
         yield
 
 
-def play(
-    seed: int,
-    *,
-    trace: TraceKind = "content",
-    policy: ExchangePolicy = DOWNPOUR,
-    kinds: Sequence[type[Invariant]] = ALL,
-) -> Play:
+def play(seed: int, *, trace: TraceKind = "content") -> Play:
     """Run the scenario of a seed to its end.
 
     Args:
         seed: Decides everything that is drawn.
         trace: What a failure reports: the content of each event, or only the order, which
             takes less time.
-        policy: How workers wait for each other, and shards fold their pushes.
-        kinds: What must hold.
 
     Raises:
         SimulationFailed: An invariant is broken, or the run does not end.
     """
-    scenario = replace(scenario_of(seed), policy=policy)
+    scenario = scenario_of(seed)
     with set_for(scenario):
-        drama = Play(scenario, trace=trace, kinds=kinds)
+        drama = Play(scenario, trace=trace)
         drama.run()
     return drama

@@ -37,6 +37,7 @@ from distbelief.task.task import (
     build_dataset,
     build_model,
 )
+from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.training import Counters, TrainingObjective
@@ -135,9 +136,8 @@ class Cluster(Direct):
             evaluation_subset=20,
             await_begin=await_begin,
         )
-        roster = DOWNPOUR.roster(
-            settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=task.test is not None
-        )
+        evaluates = task.test is not None
+        roster = wb.roster(n_replicas=n_replicas, n_shards=n_shards, evaluates=evaluates)
         self.simulation = SimulatedCluster(
             {Address(entry.name): self._builder(entry.name) for entry in roster},
             seed=seed,

@@ -49,7 +49,7 @@ class Run:
         layout = layout_of(len(SHARDS))
 
         def build_worker(memory: Memory) -> Worker:
-            return Worker(SHARDS, layout, memory, ledger=self.ledger, n_wanted=n_wanted)
+            return Worker(layout, memory, ledger=self.ledger, n_wanted=n_wanted)
 
         def build_shard(index: int, memory: Memory) -> Shard:
             config = config_of(index, layout, absence_seconds_max=absence_seconds_max)

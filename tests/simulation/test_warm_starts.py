@@ -15,7 +15,7 @@ from sandblaster.optimizers.lbfgs import LBFGS
 from tests.simulation.sandblasts import Run, Sandblast, drawn
 
 
-METHOD = LBFGS(gradient_tolerance=1e-8, value_tolerance=0.0)
+METHOD = LBFGS(tolerance=1e-8, value_tolerance=0.0)
 WARM = Sandblast(warm_steps=20, n_shards=2, n_replicas=3, method=METHOD)
 
 

@@ -50,7 +50,7 @@ def failure_of(variant: Variant, play: Callable[[], object]) -> str | None:
         with broken(variant):
             play()
     except (SimulationFailed, AssertionError) as error:
-        what = str(error)
+        what = str(error) or type(error).__name__
     else:
         return None
     mistakes = ("AttributeError", "TypeError", "NameError")

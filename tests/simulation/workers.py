@@ -4,7 +4,7 @@ The tensor has `N_MARKS` elements on each shard. Push number i of a test has a g
 element of every shard, else 0. Shards start at zeros and apply SGD at rate 1, or Adagrad, which
 gives the same here and has a state as well. So that element is minus the number of times that the
 shard applied push i. Successive pushes mark elements far apart: a mixture of two versions contains
-some of a push's marks and not others.
+some of a push's marks and not others. With local steps each step leaves a mark.
 
 While a push is applied, the values in memory are NaN.
 """
@@ -21,16 +21,17 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, ShardConfig
+from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.rounds import WHOLE, Share
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol.replication import WHOLE, Share
 from distbelief.roles import role as rl
+from distbelief.worker.local_steps import LocalSteps
 
 
 N_MARKS = 512  # pushes of one test; a multiple of 64
@@ -45,9 +46,9 @@ PLAIN = SGD(learning_rate=1.0)
 WITH_STATE = Adagrad(learning_rate=1.0, epsilon=0.0)  # 1 / sqrt(1) the first time
 
 
-def layout_of(n_shards: int) -> Layout:
+def layout_of(n_shards: int, *, dtype: ElementType = "float64") -> Layout:
     marks = TensorSpec(name="marks", shape=(n_shards * N_MARKS // WIDTH, WIDTH))
-    return Layout.of([marks], n_shards=n_shards, dtype="float64")
+    return Layout.of([marks], n_shards=n_shards, dtype=dtype)
 
 
 def config_of(
@@ -62,7 +63,7 @@ def shard_of(
     shard = Shard(
         config or config_of(index, layout),
         memory=memory,
-        initialise=lambda: np.zeros(layout.shard_size(index)),
+        initialise=lambda: np.zeros(layout.shard_size(index), layout.dtype),
     )
     Unreadable.make(shard._values)
     return shard
@@ -144,6 +145,7 @@ class Ledger:
 
     n_issued: int = 0
     settled: list[int] = field(default_factory=list)  # of workers that ended well
+    pushes: list[list[int]] = field(default_factory=list)  # the marks of each
     _unused: list[int] = field(default_factory=lambda: list(range(N_MARKS)))
 
     def issue(self, *, n_columns: int = WIDTH) -> int:
@@ -156,27 +158,28 @@ class Ledger:
 
 
 class Worker:
-    """Fetches, computes and pushes, `n_wanted` times over all its incarnations.
+    """Fetches, computes and pushes, until `n_wanted` steps are pushed over all its incarnations.
 
-    It holds all columns of the tensor, or the first ones if it is `partial`.
+    It holds all columns of the tensor, or the first ones if it is `partial`. If its policy sends
+    deltas, it goes on with local steps while a push and a fetch travel, unless it is gated.
 
     Attributes:
-        marks: (sequence, mark) of each push of this incarnation, in order.
-        values: The tensor as last fetched.
+        marks: (sequence, mark) of each step of this incarnation that is pushed, in order.
+        values: The tensor as last fetched; with local steps, they are in it as well.
+        fetched: The tensor as last fetched.
     """
 
     accepts = rl.ALL_MESSAGES
 
     def __init__(
         self,
-        shards: Sequence[rl.Address],
         layout: Layout,
         memory: Memory,
         *,
         ledger: Ledger,
         n_wanted: int,
         config: ClientConfig | None = None,
-        backups: Sequence[rl.Address] = (),
+        shard_copies: int = 1,
         partial: bool = False,
         policy: ExchangePolicy = DOWNPOUR,
     ) -> None:
@@ -185,25 +188,31 @@ class Worker:
         region = Region(((0, n_rows), (0, self._n_columns)))
         self.client = ParameterClient(
             config or ClientConfig(pushes=True),
-            layout=layout,
-            shards=shards,
+            PartialView(layout, [("marks", region)] if partial else None),
             memory=memory,
-            backups=backups,
-            selection=PartialView(layout, [("marks", region)]) if partial else None,
+            shard_copies=shard_copies,
         )
         self.state = "greeting"
         self.samples = 0
         self.marks: list[tuple[int, int]] = []
-        self.values = torch.zeros(region.n_elements, dtype=torch.float64)
+        dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
+        self.values = torch.zeros(region.n_elements, dtype=dtype)
         self._layout = layout
         self._ledger = ledger
         self._n_wanted = n_wanted
         self._gradient = torch.zeros_like(self.values)
-        self._mark = 0  # of the push being staged
+        self._unsent: list[int] = []  # marks of the push being staged, or of local steps
         self._waits = False  # for work, or for the timer
         self._policy = policy
+        self._every = policy.every if isinstance(policy.every, int) else 1
+        inner = {"name": "SGD", "lr": 1.0}
+        self.local_steps = LocalSteps(inner, {0: self.values}) if policy.send == "delta" else None
         self.begun = 0  # ticks
         self.ticks: dict[int, int] = {}  # by mark: which one its push ended
+
+    @property
+    def fetched(self) -> torch.Tensor:
+        return self.values if self.local_steps is None else self.local_steps._anchors[0]
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         actions: list[rl.Action] = []
@@ -235,14 +244,14 @@ class Worker:
                 return self._advance(now)
             case "beginning":
                 return self._begin(now)
-            case "fetching" if client.fetch_complete:
-                return self._work("install", client.install([self.values]), COPY)
+            case "fetching":
+                return self._fetch()
             case "pushing" if client.can_push:
                 return self._work("stage", self._stage(), COPY)
         return []
 
     def _begin(self, now: rl.Seconds) -> Sequence[rl.Action]:
-        if self.samples >= self._n_wanted:
+        if self.samples >= self._n_wanted and not self._unsent:
             if self.client.unacknowledged == 0:
                 self.state = "done"
                 self._ledger.settled += [mark for _, mark in self.marks]
@@ -251,20 +260,76 @@ class Worker:
         entered = self.client.enter(now, staleness=staleness)
         if staleness is not None and not self.client.may_begin:
             return entered
+        if self.local_steps is not None and self.client.unacknowledged:
+            # The values fetched must contain what is no longer in a - x.
+            goes_on = self._may_go_on
+            return [*entered, *(self._work("step", self._step, STEP) if goes_on else ())]
         self.begun += 1
         self.state = "fetching"
         return [*entered, *self.client.begin_fetch(now), *self._advance(now)]
+
+    def _fetch(self) -> Sequence[rl.Action]:
+        if self.client.fetch_complete:
+            return self._work("install", self._install(), COPY)
+        return self._work("step", self._step, STEP) if self._may_go_on else []
+
+    @property
+    def _n_left(self) -> int:
+        return self._n_wanted - self.samples - len(self._unsent)
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether to take a local step while a push or a fetch travels."""
+        local_steps = self.local_steps
+        if local_steps is None or local_steps.is_held or self._policy.staleness is not None:
+            return False
+        return self.begun > 0 and self._n_left > 0 and len(self._unsent) < 2 * self._every
 
     def _work(self, name: str, work: Callable[[], object], cost: rl.Cost) -> Sequence[rl.Action]:
         self._waits = True
         return [rl.Compute(name=name, work=work, cost=cost)]
 
-    def _stage(self) -> Callable[[], object]:
-        self._mark = self._ledger.issue(n_columns=self._n_columns)
-        row, column = divmod(int(PLACES[self._mark]), WIDTH)
+    def _install(self) -> Callable[[], object]:
+        work, local_steps = self.client.install([self.values]), self.local_steps
+        if local_steps is None:
+            return work
+
+        def install() -> FetchResult:
+            local_steps.hold()
+            installed = work()
+            if not installed.torn:
+                local_steps.merge()
+            return installed
+
+        return install
+
+    def _mark_next(self) -> torch.Tensor:
+        """Return the gradient of the next step."""
+        mark = self._ledger.issue(n_columns=self._n_columns)
+        self._unsent.append(mark)
+        row, column = divmod(int(PLACES[mark]), WIDTH)
         parts = self._gradient.view(self._layout.n_shards, -1, self._n_columns)
         parts.zero_()[:, row, column] = 1.0
-        return self.client.stage([self._gradient], [self.values])
+        return self._gradient
+
+    def _step(self) -> None:
+        self._check()
+        if self.local_steps is not None and self._n_left > 0:
+            self.local_steps.step({0: self._mark_next()}, 0)
+
+    def _stage(self) -> Callable[[], object]:
+        local_steps = self.local_steps
+        if local_steps is None:
+            return self.client.stage([self._mark_next()], [self.values])
+        draft = self.client.draft()
+
+        def stage() -> PushResult:
+            local_steps.put_into(draft.put)
+            staged = draft.finish()
+            local_steps.pushed(finite=staged.finite)
+            return staged
+
+        return stage
 
     def _computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         assert event.error is None, event.error
@@ -276,19 +341,36 @@ class Worker:
                     self._waits = True
                     return [*actions, rl.SetTimer(name="torn", at=now + 2e-3)]
                 self.state = "computing"
-                return [*actions, *self._work("step", self._check, STEP)]
+                return [*actions, *self._compute()]
             case PushResult() as outcome:
                 assert outcome.finite, outcome
-                self.samples += 1
-                self.state = "beginning"
-                actions = self.client.staged(outcome, n_gradients=1, samples=self.samples, now=now)
-                sequence = self.client._links[0].pushing.issued
-                self.marks.append((sequence, self._mark))
-                self.ticks[self._mark] = self.client.tick
-                return actions
-            case _:
+                return self._pushed(outcome, now)
+            case _ if self.state == "computing" and self.local_steps is None:
                 self.state = "pushing"
-                return []
+            case _ if self.state == "computing":
+                return self._compute()
+            case _:
+                pass
+        return []
+
+    def _compute(self) -> Sequence[rl.Action]:
+        """Take the next step, unless there are as many local ones as a push has."""
+        lacks_steps = self._n_left > 0 and len(self._unsent) < self._every
+        if self.local_steps is None or lacks_steps:
+            return self._work("step", self._step, STEP)
+        self.state = "pushing"
+        return []
+
+    def _pushed(self, outcome: PushResult, now: rl.Seconds) -> Sequence[rl.Action]:
+        marks, self._unsent = self._unsent, []
+        self.samples += len(marks)
+        self.state = "beginning"
+        self._ledger.pushes.append(marks)
+        actions = self.client.staged(outcome, n_gradients=len(marks), samples=self.samples, now=now)
+        sequence = self.client._links[0].pushing.issued
+        self.marks += [(sequence, mark) for mark in marks]
+        self.ticks |= dict.fromkeys(marks, self.client.tick)
+        return actions
 
     def _check(self) -> None:
         """What was fetched is whole numbers of pushes: no poison, nothing torn."""

@@ -13,7 +13,6 @@ import torch
 from distbelief.graph.graph import Builder, Layer, Option
 from distbelief.graph.lowering.operation import Operation, by_name, lowers, plain_name
 from distbelief.graph.lowering.values import (
-    SYMBOLS,
     Encoder,
     Filled,
     Held,
@@ -22,6 +21,7 @@ from distbelief.graph.lowering.values import (
     Value,
     factor,
     is_mask,
+    refuse_symbols,
 )
 from distbelief.graph.lowering.views import lined_up
 from distbelief.graph.region import Shape
@@ -34,7 +34,8 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "diff"), "dim"),
     **dict.fromkeys(("amin", "amax", "min", "max", "argmin", "argmax", "median", "mode"), "dim"),
     **dict.fromkeys(("prod", "any", "all", "logsumexp", "nansum", "sum", "mean"), "dim"),
-    **dict.fromkeys(("linalg_vector_norm", "norm", "count_nonzero", "std", "var"), "dim"),
+    **dict.fromkeys(("linalg_vector_norm", "norm", "count_nonzero"), "dim"),
+    **dict.fromkeys(("std", "var", "var_mean"), "dim"),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), "dim"),
     **dict.fromkeys(("glu", "index_select", "index_fill", "repeat_interleave"), "dim"),
     **dict.fromkeys(("flip", "roll"), "dims"),
@@ -44,7 +45,10 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **{
         f"{kind}{n}d": range(-n, 0)
         for n in (1, 2, 3)
-        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+        for kind in (
+            *("upsample_nearest", "_upsample_nearest_exact"),
+            *("adaptive_avg_pool", "adaptive_max_pool"),
+        )
     },
     "upsample_linear1d": (-1,),
     "upsample_bilinear2d": (-2, -1),
@@ -59,8 +63,7 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
 def call_in_parts(op: Operation) -> object:
     """Add layers "call" that are split by the dimensions that an operation treats alike.
 
-    Raises:
-        NotSplitError: It is not known to treat any alike.
+    NotSplitError if it is not known to treat any alike.
     """
     packet = plain_name(op.target).partition(".")[0]
     if torch.Tag.nondeterministic_seeded in op.target.tags:
@@ -101,8 +104,7 @@ def _elementwise(
 
 def _number(given: object) -> object:
     # Tensors of one number stay in the call, without dimensions.
-    if isinstance(given, SYMBOLS):
-        raise NotSplitError("it depends on the batch size")
+    refuse_symbols([given])
     if isinstance(given, Filled):
         return replace(given, shape=())
     if isinstance(given, torch.Tensor) and given.numel() == 1:
@@ -112,8 +114,7 @@ def _number(given: object) -> object:
 
 def _along(op: Operation, word: str | Sequence[int]) -> object:
     arguments = dict(op.arguments)
-    if any(isinstance(given, SYMBOLS) for given in arguments.values()):
-        raise NotSplitError("it depends on the batch size")
+    refuse_symbols(arguments.values())
     # Indices that the forward makes stay in the call.
     words = [w for w, given in arguments.items() if isinstance(given, Value | Held | Filled)]
     values = [op.context.as_value(arguments[w]) for w in words]

@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.operation import Context, Operation
 from distbelief.graph.lowering.values import (
-    SYMBOLS,
     Encoder,
     NotSplitError,
     Results,
     Value,
     batch_of,
     factor,
+    refuse_symbols,
 )
 from distbelief.graph.module_calls import LeafCall, OpaqueError
 from distbelief.graph.ops.call import evaluated
@@ -40,15 +40,11 @@ _N_TRIED_MAX: Final = 1 << 24  # elements of an operation that is tried on noise
 def call_whole(operation: Operation, reason: str) -> object:
     """Add layers "call" for the results of an operation.
 
-    Raises:
-        NotSplitError: It cannot be called so; its module can be opaque.
-        GraphError: It mixes samples.
+    NotSplitError if it cannot be called so; its module can be opaque. GraphError if it mixes
+    samples.
     """
-    numbers = operation.arguments.values()
-    if torch.Tag.pointwise in operation.target.tags and any(
-        isinstance(n, SYMBOLS) for n in numbers
-    ):
-        raise NotSplitError(f"{reason}: it depends on the batch size")
+    if torch.Tag.pointwise in operation.target.tags:
+        refuse_symbols(operation.arguments.values())
     encoder = Encoder(operation.builder)
     text = encoder.text([], operation.arguments)
     result = operation.result
@@ -67,9 +63,7 @@ def call_whole(operation: Operation, reason: str) -> object:
         if not is_known:
             options["unchecked"] = True
         tensors = encoder.tensors
-        return _added(
-            operation.context, operation.name, "call", encoder, one, options, tensors, reason
-        )
+        return _added(operation.context, operation.name, encoder, one, options, tensors, reason)
 
     return Results(make) if several else make(None)
 
@@ -89,7 +83,6 @@ def per_sample(context: Context, mean: Value) -> Layer:
 def _added(
     context: Context,
     name: str,
-    kind: str,
     encoder: Encoder,
     result: torch.Tensor,
     options: dict[str, Option],
@@ -101,7 +94,7 @@ def _added(
     batched = any(value.batch is not None for value in encoder.inputs)
     is_loss = context.joins and not result.shape
     if batch is None and batched and not is_loss:
-        why = f" ({reason})" if kind == "whole" else ""
+        why = f" ({reason})" if "module" in options else ""
         raise GraphError(f"{name} joins samples{why}: a layer must keep them separate")
     if result.dtype == torch.bool:
         options["mask"] = True
@@ -116,7 +109,7 @@ def _added(
             shape.append(factor(extent))
     added = context.builder.add(
         name,
-        kind,
+        "call",
         sources,
         tuple(shape),
         options=options | {"batch": -1 if batch is None else batch},
@@ -140,9 +133,8 @@ def whole_module(
 ) -> object:
     """Add a layer for each used result of an opaque module.
 
-    Raises:
-        OpaqueError: Its caller must be opaque: it is called with something that cannot be sent.
-        GraphError: Its statistics would be lost, or the forward of a part was replaced.
+    OpaqueError if its caller must be opaque: it is called with something that cannot be sent.
+    GraphError if its statistics would be lost, or the forward of a part was replaced.
     """
     what = call.path or "the model"
     refuse_state(call.module, call.path, reason)
@@ -161,7 +153,7 @@ def whole_module(
         options: dict[str, Option] = {"module": call.path, "arguments": text, "output": index}
         if call.operations:
             options["operations"] = call.operations
-        return _added(context, name, "whole", encoder, result[index], options, tensors, reason)
+        return _added(context, name, encoder, result[index], options, tensors, reason)
 
     _add_statistics(context, call, name, text, [value.layer for value in encoder.inputs], reason)
     return Results(make)
@@ -190,7 +182,7 @@ def _add_statistics(
     sizes = [math.prod(tensors[word].shape) for word in words]
     every = context.builder.add(
         f"{name}.statistics",
-        "whole",
+        "call",
         sources,
         (sum(sizes),),
         options=options,
@@ -228,10 +220,8 @@ def refuse_state(module: nn.Module, path: str, reason: str) -> None:
 def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> bool:
     """Check that each sample of noise alone gives what it gives among others.
 
-    Return False for an operator that torch does not bring and that could not be tried.
-
-    Raises:
-        GraphError: It mixes samples.
+    Return False for an operator that torch does not bring and that could not be tried. GraphError
+    if it mixes samples.
     """
     target = operation.target
     inputs = encoder.inputs

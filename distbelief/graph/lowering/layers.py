@@ -196,15 +196,13 @@ def embedding(op: Operation) -> object:
     words = op["indices"]
     if isinstance(words, torch.Tensor) and (rows := _rows_of_table(op, use, words)) is not None:
         return rows
-    value = op.value("indices")
     padding = op["padding_idx"]
-    return op.add(
-        "embedding",
-        [value],
-        (*value.layer.shape, use.shape[1]),
-        options={"padding": None if padding < 0 else padding},
-        tensors={"weight": use},
-    )
+    return _looked_up(op, use, op.value("indices"), padding=None if padding < 0 else padding)
+
+
+def _looked_up(op: Operation, use: TensorUse, words: Value, *, padding: int | None = None) -> Value:
+    shape, options = (*words.layer.shape, use.shape[1]), {"padding": padding}
+    return op.add("embedding", [words], shape, options=options, tensors={"weight": use})
 
 
 def _rows_of_table(op: Operation, use: TensorUse, words: torch.Tensor) -> Value | None:
@@ -247,14 +245,7 @@ def index(op: Operation) -> object:
         return viewed(op, op.context.as_value(call_in_parts(chosen)), op.result.shape)
     if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
-    value = op.context.as_value(words[0])
-    return op.add(
-        "embedding",
-        [value],
-        (*value.layer.shape, table.use.shape[1]),
-        options={"padding": None},
-        tensors={"weight": table.use},
-    )
+    return _looked_up(op, table.use, op.context.as_value(words[0]))
 
 
 # --- attention ---

@@ -329,23 +329,17 @@ _SCATTERS: Final[dict[object, Any]] = {
 }
 _PLACES: Final = frozenset({"device", "layout", "pin_memory"})
 _FILLED: Final = {
-    "zeros": 0.0,
-    "ones": 1.0,
-    "zeros_like": 0.0,
-    "ones_like": 1.0,
-    "new_zeros": 0.0,
-    "new_ones": 1.0,
-    "empty": 0.0,
-    "empty_like": 0.0,
-    "new_empty": 0.0,
+    form.format(word): number
+    for word, number in (("zeros", 0.0), ("ones", 1.0), ("empty", 0.0))
+    for form in ("{}", "{}_like", "new_{}")
 }
+_FULL: Final = ("full", "full_like", "new_full")
 _N_ELEMENTS_MAX: Final = 1 << 24
 
 
 def _is_filling(target: Any) -> bool:  # noqa: ANN401 -- an operation
     # Its result depends on the shape of its input only.
-    packet = plain_name(target).partition(".")[0]
-    return packet in {*_FILLED, "full_like", "new_zeros", "new_ones", "new_full", "empty_like"}
+    return plain_name(target).partition(".")[0] in {*_FILLED, *_FULL}
 
 
 def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: object) -> object:  # noqa: ANN401
@@ -356,7 +350,7 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
     said = {word: value for word, value in keywords.items() if word not in _PLACES}
     made = Made(target, args, said, result)
     number = _FILLED.get(packet)
-    if packet in {"full", "full_like", "new_full"}:
+    if packet in _FULL:
         number = float(args[-1])
     if any(factor(extent) for extent in result.shape):
         return made if number is None else Filled(number, tuple(result.shape), result.dtype)

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final, final
 
 import torch
@@ -44,8 +44,7 @@ class Context:
     def as_value(self, given: object) -> Value:
         """Return a value for anything that is a tensor.
 
-        Raises:
-            NotSplitError: It is none.
+        NotSplitError if it is none.
         """
         if isinstance(given, Value):
             return given
@@ -127,8 +126,7 @@ class Operation:
     def plain(self, word: str) -> Value:
         """Return a value whose batch is first and alone.
 
-        Raises:
-            NotSplitError: It is arranged in another way.
+        NotSplitError if it is arranged in another way.
         """
         value = self.value(word)
         if not value.is_plain:
@@ -138,8 +136,7 @@ class Operation:
     def use(self, word: str) -> TensorUse | None:
         """Return a tensor of the model, None if there is none.
 
-        Raises:
-            NotSplitError: It is computed.
+        NotSplitError if it is computed.
         """
         given = self.arguments[word]
         if given is None:
@@ -207,6 +204,8 @@ def lowers_module(*kinds: object) -> Callable[[ModuleRule], ModuleRule]:
 
 # --- torch's names ---
 
+_HERE: Final = str(Path(__file__).parents[1])
+
 
 def plain_name(target: Any) -> str:  # noqa: ANN401 -- an operation
     """Return the name of the operation that changes nothing: aten.relu_.default, relu.default."""
@@ -228,7 +227,7 @@ def by_name(target: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> di
 def place_of(node: fx.Node, *, is_short: bool = False) -> str:
     """Return the user's source line of an operation, in brackets; in short, without folders."""
     lines = re.findall(r'File "(.+?)", line (\d+)', str(node.meta.get("stack_trace", "")))
-    own = [each for each in lines if "module_calls" not in each[0]]
+    own = [each for each in lines if not each[0].startswith(_HERE)]
     if not own:
         return ""
     file, line = own[-1]

@@ -19,14 +19,7 @@ _MEAN: Final = 1  # torch's number of the reduction
 
 
 def _reduced(
-    op: Operation,
-    value: Value,
-    function: str,
-    dims: Sequence[int] | None,
-    *,
-    keep: bool,
-    mean: Value | None = None,
-    correction: int = 0,
+    op: Operation, value: Value, function: str, dims: Sequence[int] | None, *, keep: bool
 ) -> Value:
     """Add a reduction over torch's dimensions, by default all."""
     if value.layer.is_integer:
@@ -34,12 +27,10 @@ def _reduced(
     torchs = [dim % value.n_dims for dim in dims or range(value.n_dims)]
     layer = reduction_layer(
         op.free_name,
-        [value.layer] if mean is None else [value.layer, mean.layer],
+        [value.layer],
         function=function,
         dims=sorted(value.dim(dim) for dim in torchs),
         keep=keep,
-        correction=correction,
-        gradient=True,
     )
     layer = op.builder.add_layer(layer)
     return value.to(layer) if keep else value.without(layer, torchs)
@@ -69,29 +60,6 @@ def _over_samples(op: Operation, value: Value, function: str, name: str = "") ->
         batch=True,
     )
     return Value(op.builder.add_layer(layer), batch=None)
-
-
-@lowers("amax")
-def maximum(op: Operation) -> object:
-    return _reduced(op, op.value("self"), "maximum", op["dim"], keep=bool(op["keepdim"]))
-
-
-@lowers("var", "std", "var_mean")
-def variance(op: Operation) -> object:
-    value = op.value("self")
-    correction = op.arguments.get("correction")
-    if "unbiased" in op.arguments:
-        correction = int(bool(op["unbiased"]))
-    correction = 1 if correction is None else int(correction)
-    dims = op.arguments.get("dim")
-    keep = bool(op.arguments.get("keepdim"))
-    mean = _reduced(op, value, "mean", dims, keep=True)
-    spread = _reduced(op, value, "variance", dims, keep=keep, mean=mean, correction=correction)
-    if ".std" in str(op.target):
-        return elementwise(op, _ATEN.sqrt.default, spread)
-    if "var_mean" in str(op.target):
-        return [spread, mean if keep else _reduced(op, value, "mean", dims, keep=False)]
-    return spread
 
 
 @lowers("softmax", "_softmax", "log_softmax", "_log_softmax")

@@ -10,7 +10,7 @@ So a view that only moves the batch is no layer.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
@@ -24,11 +24,21 @@ from distbelief.graph.ops.call import packed
 _N_CHARACTERS_MAX: Final = 1 << 20  # of a constant that stands in the graph
 
 
-SYMBOLS: Final = (torch.SymInt, torch.SymFloat)  # numbers that depend on the batch size
+SYMBOLS: Final = (torch.SymInt, torch.SymFloat)  # numbers that depend on batch size or data
 
 
 class NotSplitError(Exception):
     """An operation has no split rule for these arguments."""
+
+
+def refuse_symbols(given: Iterable[object]) -> None:
+    """Raise `NotSplitError` if there is a number that depends on the batch size, or on data."""
+    for number in given:
+        if isinstance(number, SYMBOLS):
+            names = number.node.expr.free_symbols
+            of_data = any(str(name).startswith(("u", "zuf")) for name in names)
+            what = "the values of its data (`.item()`)" if of_data else "the batch size"
+            raise NotSplitError(f"it depends on {what}")
 
 
 @final
@@ -54,8 +64,7 @@ class Value:
     def dim(self, given: int) -> int:
         """Return the layer's dimension for one of torch's.
 
-        Raises:
-            NotSplitError: It is the batch.
+        NotSplitError if it is the batch.
         """
         dim = given % max(1, self.n_dims)
         if dim == self.batch:
@@ -115,8 +124,7 @@ class Made:
     def row(self) -> torch.Tensor:
         """Return it for any number of samples; without them, but for what each has of its own.
 
-        Raises:
-            NotSplitError: Samples get different numbers.
+        NotSplitError if samples get different numbers.
         """
         batch = batch_of(self.result.shape)
         two, three = self.at(2), self.at(3)
@@ -165,8 +173,7 @@ class Results:
 def linear(extent: Any) -> tuple[int, int]:  # noqa: ANN401 -- an int or a symbol
     """Return a and b of an extent of a * n + b for n samples.
 
-    Raises:
-        NotSplitError: It is something else, such as half the batch size.
+    NotSplitError if it is something else, such as half the batch size.
     """
     if isinstance(extent, int):
         return 0, extent
@@ -180,8 +187,7 @@ def linear(extent: Any) -> tuple[int, int]:  # noqa: ANN401 -- an int or a symbo
 def factor(extent: object) -> int:
     """Return n of an extent of n samples; 0 if it does not depend on the batch.
 
-    Raises:
-        NotSplitError: It is something else, such as the batch size plus one.
+    NotSplitError if it is something else, such as the batch size plus one.
     """
     a, b = linear(extent)
     if a and b:

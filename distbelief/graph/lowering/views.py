@@ -255,24 +255,13 @@ def roll(op: Operation) -> object:
     return value
 
 
-@lowers("copy", "fill")
+@lowers("copy")
 def copied(op: Operation) -> object:
-    if "src" not in op.arguments:
-        return _filled(op)
-    value = op.value("src")
     source = op.node.args[1]
     assert isinstance(source, fx.Node)
     if tuple(map(str, op.result.shape)) != tuple(map(str, source.meta["val"].shape)):
         raise NotSplitError("it repeats elements")
-    return value
-
-
-def _filled(op: Operation) -> object:
-    # With a number, or a tensor of one.
-    given = op.arguments["value"]
-    if isinstance(given, torch.Tensor | int | float):
-        given = torch.as_tensor(given, dtype=op.result.dtype)
-    return expanded(op, op.context.as_value(given), op.result.shape)
+    return op.value("src")
 
 
 @lowers("slice_scatter")

@@ -1,6 +1,7 @@
 """Lowering rules for convolution, pooling and this library's locally connected modules."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -8,12 +9,19 @@ from torch import nn
 
 from distbelief.graph.graph import Option, uses
 from distbelief.graph.lowering.calls import elementwise
-from distbelief.graph.lowering.operation import Context, Operation, lowers, lowers_module
+from distbelief.graph.lowering.operation import (
+    Context,
+    Operation,
+    lowers,
+    lowers_module,
+    plain_name,
+)
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
-from distbelief.graph.ops.windows import L2Pool2d, adaptive_pool_layers
+from distbelief.graph.ops.reductions import reduction_layer
+from distbelief.graph.ops.windows import L2Pool2d
 from distbelief.graph.region import Shape
 
 
@@ -69,46 +77,61 @@ def _is_held(given: object) -> bool:
     return given is None or (isinstance(given, Held) and not given.turned)
 
 
-@lowers("max_pool1d", "max_pool2d", "max_pool3d")
-def max_pool(op: Operation) -> object:
+@lowers(*(f"{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)))
+def pool(op: Operation) -> object:
     n = op.result.dim() - 2
-    options = _pool_options(op, n) | {
-        "dilation": _several(op["dilation"], n),
-        "ceil": bool(op["ceil_mode"]),
-    }
-    return op.add("max_pool", [op.plain("self")], _shape(op), options=options)
-
-
-@lowers("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def average_pool(op: Operation) -> object:
-    n = op.result.dim() - 2
-    options = _pool_options(op, n) | {
-        "ceil": bool(op["ceil_mode"]),
-        "count_include_pad": bool(op["count_include_pad"]),
-        "divisor": op.arguments.get("divisor_override"),
-    }
-    return op.add("average_pool", [op.plain("self")], _shape(op), options=options)
-
-
-def _pool_options(op: Operation, n: int) -> dict[str, Option]:
     size = _several(op["kernel_size"], n)
-    return {
+    options: dict[str, Option] = {
         "size": size,
         "stride": _several(op["stride"], n) if op["stride"] else size,
         "padding": _several(op["padding"], n),
+        "ceil": bool(op["ceil_mode"]),
     }
+    if "max" in str(op.target):
+        options |= {"function": "max", "dilation": _several(op["dilation"], n)}
+    else:
+        options |= {"function": "average", "count_include_pad": bool(op["count_include_pad"])}
+        options["divisor"] = op.arguments.get("divisor_override")
+    return op.add("pool", [op.plain("self")], _shape(op), options=options)
 
 
 @lowers(*(f"adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)))
 def adaptive_pool(op: Operation) -> object:
     several = isinstance(op.result, tuple | list)
-    result = op.result[0] if several else op.result
-    value = op.plain("self")
+    value, result = op.plain("self"), op.result[0] if several else op.result
     sizes = tuple(int(extent) for extent in result.shape[2:])
-    maximum = "max" in str(op.target)
-    layers = adaptive_pool_layers(op.free_name, value.layer, sizes=sizes, maximum=maximum)
-    found = op.extend(value, layers)
+    if set(sizes) == {1} and "avg" in str(op.target):  # a mean over all has partial sums
+        space = range(1, len(value.layer.shape))
+        layer = reduction_layer(op.free_name, [value.layer], function="mean", dims=space)
+        return value.to(op.builder.add_layer(layer))
+    pairs = list(zip(value.layer.shape[1:], sizes, strict=True))
+    if any(extent % size for extent, size in pairs):
+        raise NotSplitError("its windows differ in size")
+    window = [extent // size for extent, size in pairs]
+    plain = {"self": op["self"], "kernel_size": window, "stride": window, "padding": 0}
+    plain |= {"dilation": 1, "ceil_mode": False, "count_include_pad": True}
+    found = pool(replace(op, arguments=plain, result=result))
     return [found, None] if several else found
+
+
+@lowers(
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+)
+def resized(op: Operation) -> object:
+    value = op.plain("self" if "self" in op.arguments else "input")
+    # The factors, if any, stand in a list or each alone.
+    words = ("scales", "scales_d", "scales_h", "scales_w")
+    alone = [op.arguments[word] for word in words if op.arguments.get(word) is not None]
+    factors = op.arguments.get("scale_factors") or alone
+    if len(factors) not in {0, op.result.dim() - 2}:
+        raise NotSplitError("a dimension has a factor, another has none")
+    options: dict[str, Option] = {
+        "operation": plain_name(op.target).partition(".")[0],
+        "align": op.arguments.get("align_corners"),
+        "scales": ",".join(map(repr, factors)),
+    }
+    return op.add("resize", [value], _shape(op), options=options)
 
 
 @lowers("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
@@ -119,7 +142,7 @@ def enlarged(op: Operation) -> object:
     n_channels, *sizes = _shape(op)
     extents = value.layer.shape[1:]
     if any(size % extent for size, extent in zip(sizes, extents, strict=True)):
-        raise NotSplitError("the sizes are no multiples of the former")
+        return resized(op)
     thin, wide = [n_channels], [n_channels]
     for size, extent in zip(sizes, extents, strict=True):
         thin += [extent, 1]
@@ -138,7 +161,7 @@ _MODULES: Final[Mapping[type[nn.Module], tuple[str, Mapping[str, str]]]] = {
         {"size": "kernel_size", "stride": "stride", "padding": "padding"},
     ),
     L2Pool2d: (
-        "l2_pool",
+        "pool",
         {"size": "kernel_size", **{word: word for word in ("stride", "padding", "epsilon")}},
     ),
     LocalContrastNorm2d: ("local_contrast", {"size": "size", "epsilon": "epsilon"}),
@@ -153,13 +176,11 @@ def of_module(
     if not value.is_plain:
         raise NotSplitError("the batch is not its first dimension")
     kind, attributes = _MODULES[type(module)]
+    options: dict[str, Option] = {word: getattr(module, name) for word, name in attributes.items()}
+    if isinstance(module, L2Pool2d):
+        options["function"] = "l2"
     shape = tuple(int(str(extent)) for extent in call.shapes_found[0][1:])
     layer = context.builder.add(
-        call.path,
-        kind,
-        [value.layer],
-        shape,
-        options={word: getattr(module, name) for word, name in attributes.items()},
-        tensors=uses(module, call.path),
+        call.path, kind, [value.layer], shape, options=options, tensors=uses(module, call.path)
     )
     return [Value(layer)]

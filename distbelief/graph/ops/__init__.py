@@ -1,34 +1,16 @@
 """Operators that can be split; importing this package registers them all."""
 
 from distbelief.graph.ops import (
-    attention,
-    call,
-    dropout,
-    experts,
-    linear,
-    local_norms,
-    locally_connected,
-    losses,
-    norms,
-    opaque,
-    reductions,
-    views,
-    windows,
+    attention as attention,
+    call as call,
+    dropout as dropout,
+    experts as experts,
+    linear as linear,
+    local_norms as local_norms,
+    locally_connected as locally_connected,
+    losses as losses,
+    norms as norms,
+    reductions as reductions,
+    views as views,
+    windows as windows,
 )
-
-
-__all__ = [
-    "attention",
-    "call",
-    "dropout",
-    "experts",
-    "linear",
-    "local_norms",
-    "locally_connected",
-    "losses",
-    "norms",
-    "opaque",
-    "reductions",
-    "views",
-    "windows",
-]

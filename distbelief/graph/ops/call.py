@@ -18,6 +18,8 @@ from functools import lru_cache, reduce
 from typing import Any, ClassVar, Final, final
 
 import torch
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
@@ -30,14 +32,20 @@ CONSTANT: Final = "constant"  # the operation that returns its argument
 
 @final
 class TorchCall(Operator):
-    """The result of one ATen (or custom) operation."""
+    """The result of one ATen (or custom) operation, or of a module that is not split."""
 
     # inputs    outputs of layers, in the order of their places in the arguments
-    # tensors   of the model, by the words in the arguments
-    # options   operation: "aten.cumsum.default"; arguments: JSON; output: index of one of several
-    #           results; batch: the dimension of the result that is the batch, -1 for none;
-    #           mask: whether its numbers stand for True and False; along: the dimensions that it
-    #           works along, it is split by all others; if absent, by none
+    # tensors   of the model, by the words in the arguments; all of a module, by its own names: the
+    #           module may lie on torch's meta device
+    # options   operation: "aten.cumsum.default", or module: its path in the model, a key of
+    #           `Step.modules`; arguments: JSON; output: index of one of several results; batch: the
+    #           dimension of the result that is the batch, -1 for none; mask: whether its numbers
+    #           stand for True and False; along: the dimensions that an operation works along, it
+    #           is split by all others; if absent, by none
+    #           of a module, without arguments: they are the inputs, and the batch comes first
+    #           statistics: buffers by name, separated by commas: the output is their new values
+    #           operations: floating point operations of a module's forward pass per sample; if
+    #           absent, two per element of its tensors
     name: ClassVar[str] = "call"
 
     @override
@@ -48,7 +56,7 @@ class TorchCall(Operator):
 
     @override
     def joins_samples(self, layer: Layer) -> bool:
-        return layer.integer("batch") < 0
+        return layer.options.get("batch") == -1
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -68,8 +76,12 @@ class TorchCall(Operator):
         if layer.options.get("along") == ():
             work = super().work(layer, output)
             return replace(work, backward=0.0) if layer.is_integer else work
-        n_read = sum(region.n_elements for region in self.reads(layer, output))
         n_tensors = sum(math.prod(use.shape) for use in layer.tensors.values())
+        if is_module(layer):
+            counted = "operations" in layer.options
+            operations = layer.number("operations") if counted else 2.0 * n_tensors
+            return self.product_work(layer, output, operations)
+        n_read = sum(region.n_elements for region in self.reads(layer, output))
         forward = float(output.n_elements + 2 * n_tensors)
         return Work(forward=forward, backward=2 * forward, n_elements=float(n_read) + forward)
 
@@ -79,15 +91,58 @@ class TorchCall(Operator):
         if "along" in layer.options:
             inputs = _promoted([aligned(value, len(layer.shape)) for value in inputs])
         n_samples = max((value.shape[0] for value in inputs), default=1)
-        name, text = layer.text("operation"), layer.text("arguments")
-        with step_numbers(call) if _is_random(name) else nullcontext():
-            result = evaluated(name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples)
+        if is_module(layer):
+            result = _of_module(call, n_samples)
+        else:
+            name, text = layer.text("operation"), layer.text("arguments")
+            with step_numbers(call) if _is_random(name) else nullcontext():
+                result = evaluated(
+                    name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples
+                )
         if "output" in layer.options:
-            result = result[layer.integer("output")]  # type: ignore[index] # several results
-        assert isinstance(result, torch.Tensor), layer.name
-        if name == CONSTANT:
+            leaves = pytree.tree_leaves(result)
+            tensors = [x for x in leaves if not is_module(layer) or isinstance(x, torch.Tensor)]
+            result = tensors[layer.integer("output")]
+        if not isinstance(result, torch.Tensor):
+            raise GraphError(
+                f"{layer.name!r} returns a {type(result).__name__}, not a tensor: select one of "
+                "its outputs with the option `output`"
+            )
+        if layer.options.get("operation") == CONSTANT:
             result = result[call.region.slices]
-        return from_torch(result, call, n_samples)
+        return from_torch(result, call, n_samples) if "batch" in layer.options else result
+
+
+def is_module(layer: Layer) -> bool:
+    """Return whether a layer is a module that is computed whole."""
+    return layer.kind == TorchCall.name and "module" in layer.options
+
+
+def _of_module(call: Call, n_samples: int) -> object:
+    # Buffers may change meanwhile; random numbers are the step's.
+    layer, module = call.layer, call.module
+    if module.training != call.step.training:
+        module.train(call.step.training)
+    buffers = dict(module.named_buffers())
+    state = dict(call.tensors)
+    for word in buffers.keys() & state.keys():
+        # Ranks have floats, also of whole numbers.
+        own, value = buffers[word].dtype, state[word]
+        state[word] = value.clone() if own.is_floating_point else value.to(own, copy=True)
+    arguments: list[Any] = [value.expand(n_samples, *value.shape[1:]) for value in call.inputs]
+    words: dict[str, Any] = {}
+    if "arguments" in layer.options:
+        text = layer.text("arguments")
+        arguments, words = decoded(
+            text, inputs=call.inputs, tensors=call.tensors, n_samples=n_samples
+        )
+    # All layers of one call draw the same numbers.
+    with step_numbers(call, f"{layer.text('module')}:{','.join(layer.inputs)}"):
+        result: object = functional_call(module, state, tuple(arguments), words)
+    if "statistics" in layer.options:
+        kept = [state[word].flatten() for word in layer.text("statistics").split(",")]
+        return torch.cat(kept).detach()
+    return result
 
 
 def _is_random(name: str) -> bool:
@@ -240,8 +295,7 @@ def _arranged(value: torch.Tensor, place: dict[str, Any], n_samples: int) -> tor
 def operation_of(name: str) -> Any:  # noqa: ANN401 -- an operation of torch
     """Return an operation by its name.
 
-    Raises:
-        GraphError: torch has none of this name here.
+    GraphError if torch has none of this name here.
     """
     namespace, packet, overload = name.split(".")
     try:

@@ -66,10 +66,8 @@ def mask(
     a random number per sample. The probability is exact to 2^-32.
 
     `part` is a region of `shape`, the independent elements; `like` has the number of samples,
-    device and dtype of the result, (n_samples, *part.shape).
-
-    Raises:
-        GraphError: A sample has 2^32 elements or more.
+    device and dtype of the result, (n_samples, *part.shape). GraphError if a sample has 2^32
+    elements or more.
     """
     if math.prod(shape) >= 1 << 32:
         raise GraphError(

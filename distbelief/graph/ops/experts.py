@@ -12,10 +12,9 @@ import torch
 from torch.func import functional_call
 from typing_extensions import override
 
-from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import Call, Cut, Operator, PartialSums, Work
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import Call, Cut, Operator, Sums, Work
 from distbelief.graph.ops.call import step_numbers
-from distbelief.graph.ops.reductions import SumOfParts
 from distbelief.graph.region import Region
 
 
@@ -40,8 +39,22 @@ class Routing(Operator):
 
 
 @final
-class ExpertParts(PartialSums):
-    """Some of the experts, for some of the tokens."""
+class Experts(Sums):
+    """The weighted sum of the experts that each token chose; a part is some of the experts."""
+
+    # inputs    weights of all experts (*tokens, experts); x (*tokens, size); numbers of those that
+    #           each token chose, (*tokens, chosen)
+    # tensors   of its module, each (experts, ...)
+    # options   module: its path in the model, a key of `Step.modules`
+    name: ClassVar[str] = "experts"
+
+    @override
+    def reduced(self, layer: Layer, output: Region) -> Region:
+        return output.replaced(len(layer.shape) - 1, (0, layer.input_shapes[0][-1]))
+
+    @override
+    def cuts_of_output(self, layer: Layer) -> tuple[Cut, ...]:
+        return super().cuts_of_output(layer)[:-1]  # a row of a token is computed at once
 
     @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
@@ -64,9 +77,6 @@ class ExpertParts(PartialSums):
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        path = layer.text("module")
-        if path not in call.step.modules:
-            raise GraphError(f"the module {path!r} of {layer.name!r} is missing in Step.modules")
         routing, x, chosen = (value.flatten(0, -2) for value in call.inputs)
         first, last = call.region.intervals[-1]
         tokens, places = ((chosen >= first) & (chosen < last)).nonzero(as_tuple=True)
@@ -76,7 +86,7 @@ class ExpertParts(PartialSums):
             factor = 0.0
         own = (chosen[tokens, places] - first).clamp(0, last - first - 1).unsqueeze(-1)
         weights = routing[tokens].gather(1, own) * factor
-        module = call.step.modules[path]
+        module = call.module
         n_experts = module.num_experts
         try:
             module.num_experts = last - first  # type: ignore[assignment] # not a tensor
@@ -87,31 +97,12 @@ class ExpertParts(PartialSums):
         found = x.new_zeros(x.shape[0], layer.shape[-1]).index_add(0, tokens, rows)
         return found.view(*call.inputs[1].shape[:-1], layer.shape[-1])
 
-
-@final
-class Experts(SumOfParts):
-    """The weighted sum of the experts that each token chose."""
-
-    # inputs    weights of all experts (*tokens, experts); x (*tokens, size); numbers of those that
-    #           each token chose, (*tokens, chosen)
-    # tensors   of its module, each (experts, ...)
-    # options   module: its path in the model, a key of `Step.modules`
-    name: ClassVar[str] = "experts"
-    partial: ClassVar[PartialSums | None] = ExpertParts()
-
     @override
-    def reduced_region(self, layer: Layer, output: Region) -> Region:
-        return output.replaced(len(layer.shape) - 1, (0, layer.input_shapes[0][-1]))
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
+    def work(self, layer: Layer, part: Region) -> Work:
         n_experts, n_chosen = layer.input_shapes[0][-1], layer.input_shapes[2][-1]
         n_weights = sum(math.prod(use.shape) for use in layer.tensors.values()) / n_experts
-        n_tokens = math.prod(output.shape[:-1])
+        n_tokens = math.prod(part.shape[:-1])
         forward = 2.0 * n_weights * n_chosen * n_tokens
-        read = sum(region.n_elements for region in self.reads(layer, output))
-        return Work(forward=forward, backward=2 * forward, n_elements=read + output.n_elements)
-
-    @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return super().cuts(layer)[:-1]  # a row of a token is computed at once
+        read = sum(region.n_elements for region in self.reads(layer, part))
+        n_written = self.writes(layer, part).n_elements
+        return Work(forward=forward, backward=2 * forward, n_elements=read + n_written)

@@ -71,7 +71,7 @@ class Linear(Operator):
     #           (attention keeps queries, keys and values in one tensor)
     #           transposed: whether the weight is (inputs, outputs), as in x @ w
     name: ClassVar[str] = "linear"
-    partial: ClassVar[PartialSums | None] = LinearSums()
+    partial: PartialSums | None = LinearSums()
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:

@@ -32,8 +32,7 @@ class LocalContrastNorm2d(nn.Module):
         size: Extent of the square window, odd.
         epsilon: The smallest divisor.
 
-    Raises:
-        ValueError: size is not odd and positive, or epsilon is not positive.
+    ValueError if size is not odd and positive, or epsilon is not positive.
     """
 
     def __init__(self, size: int = 9, *, epsilon: float = 0.01) -> None:

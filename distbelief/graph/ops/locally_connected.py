@@ -274,8 +274,7 @@ class LocallyConnected2d(nn.Module):
         device: Device of the parameters; "meta" for none.
         dtype: Dtype of the parameters.
 
-    Raises:
-        ValueError: The window does not fit into the input.
+    ValueError if the window does not fit into the input.
     """
 
     def __init__(  # noqa: PLR0913 -- those of torch.nn.Conv2d

@@ -14,8 +14,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Call, Cut, PartialSums, Work
-from distbelief.graph.ops.reductions import SumOfParts, reduction_layer
+from distbelief.graph.operator import Call, Cut, Sums, Work
+from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.region import Region
 
 
@@ -23,8 +23,16 @@ from distbelief.graph.region import Region
 
 
 @final
-class ElementwiseLossParts(PartialSums):
-    """Any box of x contributes a summand."""
+class ElementwiseLoss(Sums):
+    """The sum or mean of f(x, target) over all elements of a sample."""
+
+    # inputs    x; target of the same shape, or integer labels without dimension `dim`
+    # options   function: its name in torch.nn.functional
+    #           mean: over the elements of a sample, or the sum
+    #           labels: whether target is labels: class c has target 1 if it is the label
+    #           dim: the class dimension of x, the batch not counted; -1 if labels is False
+    name: ClassVar[str] = "place_loss"
+    per_element: ClassVar[Work] = Work(forward=4.0, backward=4.0, n_elements=2.0)
 
     @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
@@ -41,20 +49,6 @@ class ElementwiseLossParts(PartialSums):
         losses: torch.Tensor = function(x, target.to(x.dtype), reduction="none")
         n_elements = math.prod(layer.input_shapes[0]) if layer.options["mean"] else 1
         return per_sample(losses) / n_elements
-
-
-@final
-class ElementwiseLoss(SumOfParts):
-    """The sum or mean of f(x, target) over all elements of a sample."""
-
-    # inputs    x; target of the same shape, or integer labels without dimension `dim`
-    # options   function: its name in torch.nn.functional
-    #           mean: over the elements of a sample, or the sum
-    #           labels: whether target is labels: class c has target 1 if it is the label
-    #           dim: the class dimension of x, the batch not counted; -1 if labels is False
-    name: ClassVar[str] = "place_loss"
-    partial: ClassVar[PartialSums | None] = ElementwiseLossParts()
-    per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=2.0)
 
 
 def elementwise_loss_layer(
@@ -97,8 +91,27 @@ def one_hot(labels: torch.Tensor, part: Region, *, dim: int) -> torch.Tensor:
 
 
 @final
-class ClassSumParts(PartialSums):
-    """Any box of the scores contributes a summand to the sums at its positions."""
+class ClassSums(Sums):
+    """Sums over classes from which the cross-entropy follows."""
+
+    # inputs    scores; labels (integers without dimension `dim`, or probabilities of the scores'
+    #           shape); maximum of the scores over `dim`, with extent 1, or absent
+    # options   dim: the class dimension; smoothing: share of the label's weight that is spread
+    #           over all classes; soft: whether labels are probabilities
+    # output    extent 3 in `dim`: sums of exp(s), of q s, of q, where s = score - maximum and q is
+    #           the label's distribution; without a maximum, scores are log-probabilities and the
+    #           first sum is 0
+    name: ClassVar[str] = "class_sums"
+    per_element: ClassVar[Work] = Work(forward=8.0, backward=4.0, n_elements=2.0)
+
+    @override
+    def cuts_of_output(self, layer: Layer) -> tuple[Cut, ...]:
+        return _other_dims(layer)
+
+    @override
+    def reduced(self, layer: Layer, output: Region) -> Region:
+        dim = layer.integer("dim")
+        return output.replaced(dim, (0, layer.input_shapes[0][dim]))
 
     @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
@@ -130,39 +143,20 @@ class ClassSumParts(PartialSums):
 
 
 @final
-class ClassSums(SumOfParts):
-    """Sums over classes from which the cross-entropy follows."""
+class CrossEntropy(Sums):
+    """The loss of each sample, from its class sums."""
 
-    # inputs    scores; labels (integers without dimension `dim`, or probabilities of the scores'
-    #           shape); maximum of the scores over `dim`, with extent 1, or absent
-    # options   dim: the class dimension; smoothing: share of the label's weight that is spread
-    #           over all classes; soft: whether labels are probabilities
-    # output    extent 3 in `dim`: sums of exp(s), of q s, of q, where s = score - maximum and q is
-    #           the label's distribution; without a maximum, scores are log-probabilities and the
-    #           first sum is 0
-    name: ClassVar[str] = "class_sums"
-    partial: ClassVar[PartialSums | None] = ClassSumParts()
-    per_element: ClassVar[Work | None] = Work(forward=8.0, backward=4.0, n_elements=2.0)
+    # Positions are summands; each part reads all labels, to know how many count.
+    # inputs    class sums; labels, if they are not probabilities
+    # options   dim; ignore: the label that does not count; mean: over the labels that count, or
+    #           the sum over positions; soft: as above; normalised: scores are log-probabilities
+    #           (torch's nll_loss)
+    name: ClassVar[str] = "cross_entropy"
+    per_element: ClassVar[Work] = Work(forward=4.0, backward=4.0, n_elements=1.0)
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        dim = layer.integer("dim")
-        return tuple(Cut(d) for d in range(len(layer.shape)) if d != dim)
-
-    @override
-    def reduced_region(self, layer: Layer, output: Region) -> Region:
-        dim = layer.integer("dim")
-        return output.replaced(dim, (0, layer.input_shapes[0][dim]))
-
-
-@final
-class CrossEntropyParts(PartialSums):
-    """Positions are summands; each part reads all labels, to know how many count."""
-
-    @override
-    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        dim = layer.integer("dim")
-        return tuple(Cut(d) for d in range(len(layer.input_shapes[0])) if d != dim)
+        return _other_dims(layer)
 
     @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
@@ -182,19 +176,6 @@ class CrossEntropyParts(PartialSums):
             losses = losses * counts[(slice(None), *call.region.without(dim).slices)]
             factor = labels.shape[0] / max(1, int(counts.sum()))
         return per_sample(losses) * (factor if layer.options["mean"] else 1.0)
-
-
-@final
-class CrossEntropy(SumOfParts):
-    """The loss of each sample, from its class sums."""
-
-    # inputs    class sums; labels, if they are not probabilities
-    # options   dim; ignore: the label that does not count; mean: over the labels that count, or
-    #           the sum over positions; soft: as above; normalised: scores are log-probabilities
-    #           (torch's nll_loss)
-    name: ClassVar[str] = "cross_entropy"
-    partial: ClassVar[PartialSums | None] = CrossEntropyParts()
-    per_element: ClassVar[Work | None] = Work(forward=4.0, backward=4.0, n_elements=1.0)
 
 
 def cross_entropy_layers(
@@ -237,6 +218,11 @@ def cross_entropy_layers(
         },
     )
     return [sums, loss] if normalised else [maximum, sums, loss]
+
+
+def _other_dims(layer: Layer) -> tuple[Cut, ...]:
+    dim = layer.integer("dim")
+    return tuple(Cut(d) for d in range(len(layer.input_shapes[0])) if d != dim)
 
 
 def _label_scores(

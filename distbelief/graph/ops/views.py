@@ -193,8 +193,7 @@ def blocks(before: Shape, after: Shape) -> list[Block]:
 
         (16, 5, 5, 3) -> (400, 3)        blocks 16 5 5 -> 400, 3 -> 3
 
-    Raises:
-        GraphError: The shapes have different numbers of elements, or none.
+    GraphError if the shapes have different numbers of elements, or none.
     """
     if math.prod(before) != math.prod(after) or not math.prod(before):
         raise GraphError(

@@ -1,4 +1,4 @@
-"""Operators over sliding windows: convolutions and pooling (maximum, average, L2, adaptive).
+"""Operators over sliding windows: convolutions and pooling (maximum, average, L2).
 
 Split in space, a part needs a halo of its input, which `Window` computes. Positions outside of
 [0, extent) are padding: no rank owns or sends them.
@@ -19,77 +19,111 @@ from typing_extensions import override
 
 from distbelief.graph.graph import Layer, Option
 from distbelief.graph.operator import Call, Cut, Operator, Work
-from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.region import Interval, Region, Shape
 
 
-# --- adaptive pooling ---
+# --- resizing ---
+
+_FLOATS: Final = (torch.float32, torch.float64)
 
 
 @final
-class AdaptivePool(Operator):
-    """The mean or maximum of each window; the first of equal maxima gets the gradient."""
+class Resize(Operator):
+    """What `torch.nn.functional.interpolate` computes: each output is a sum over a few inputs."""
 
-    # Output o of n reads [floor(o H / n), ceil((o + 1) H / n)) of H inputs: rows, then columns.
+    # Each dimension of space is resized by itself: output o is the sum of weights of its taps.
+    # Split in space, a part needs a halo of its input.
     # input     (channels, *space), one to three dimensions of space
-    # options   maximum
-    name: ClassVar[str] = "adaptive_pool"
+    # options   operation: "upsample_bilinear2d"; align: its align_corners, None without one;
+    #           scales: the factors that it was given, separated by commas; "" for none
+    name: ClassVar[str] = "resize"
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         spans = []
-        for (start, stop), extent, size in zip(
-            output.intervals[1:], layer.input_shapes[0][1:], layer.shape[1:], strict=True
-        ):
-            first, last = _window(start, extent, size), _window(stop - 1, extent, size)
-            spans.append((first[0], last[1]) if start < stop else (0, 0))
+        for dim, (start, stop) in enumerate(output.intervals[1:]):
+            places = [_taps(layer, dim, dtype)[0][start:stop].flatten() for dtype in _FLOATS]
+            found = torch.cat(places).tolist() or [0, -1]
+            spans.append((min(found), max(found) + 1))
         return (Region((output.intervals[0], *spans)),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        n = float(self.reads(layer, output)[0].n_elements)
-        return Work(forward=n, backward=n, n_elements=n + output.n_elements)
+        n = 4.0 * len(output.intervals[1:]) * output.n_elements
+        read = self.reads(layer, output)[0].n_elements
+        return Work(forward=n, backward=n, n_elements=float(read + output.n_elements))
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
-        # Columns first: as in torch, the first of equal values in row-major order gets the
-        # gradient.
-        layer, tile = call.layer, call.inputs[0]
+        layer, tile, outputs = call.layer, call.inputs[0], call.region.intervals[1:]
+        if outputs == layer.region.intervals[1:]:
+            return _resized(layer, tile)
         (read,) = self.reads(layer, call.region)
-        for dim in reversed(range(1, len(layer.shape))):
-            offset = read.intervals[dim][0]
-            slices = []
-            for index in range(*call.region.intervals[dim]):
-                start, stop = _window(index, layer.input_shapes[0][dim], layer.shape[dim])
-                window = tile.narrow(dim + 1, start - offset, stop - start)
-                if layer.options["maximum"]:
-                    slices.append(window.max(dim + 1).values)
-                else:
-                    slices.append(window.mean(dim + 1))
-            tile = torch.stack(slices, dim + 1)
+        for dim, (start, stop) in enumerate(outputs):
+            places, weights = _taps(layer, dim, tile.dtype)
+            places = (places[start:stop] - read.intervals[dim + 1][0]).to(tile.device)
+            weights = weights[start:stop].to(tile)
+            ones = (1,) * (len(outputs) - dim - 1)
+            parts = [
+                tile.index_select(dim + 2, place) * weight.view(-1, *ones)
+                for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True)
+            ]
+            tile = sum(parts[1:], parts[0])
         return tile
 
 
-def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: bool) -> list[Layer]:
-    """Return the cheapest layer that pools (channels, *space) to (channels, *sizes)."""
-    extents = source.shape[1:]
-    if set(sizes) == {1} and not maximum:  # a mean over all of space, which has partial sums
-        dims = range(1, len(source.shape))
-        return [reduction_layer(name, [source], function="mean", dims=dims)]
-    kind: type[Operator] = AdaptivePool
-    options: dict[str, Option] = {"maximum": maximum}
-    if not any(extent % size for extent, size in zip(extents, sizes, strict=True)):
-        # Windows of equal size: plain pooling.
-        kind = MaxPool if maximum else AveragePool
-        window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
-        zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
-        options = {"size": window, "stride": window, "padding": zeros, "ceil": False}
-        options |= {"dilation": ones} if maximum else {"count_include_pad": True, "divisor": None}
-    return [Layer.of(name, kind.name, [source], (source.shape[0], *sizes), options=options)]
+def _resized(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    options = (layer.text("operation"), layer.options["align"], _factors(layer))
+    return _by_torch(*options, x=x, sizes=layer.shape[1:])
 
 
-def _window(output: int, extent: int, n_outputs: int) -> Interval:
-    return (output * extent // n_outputs, -(-(output + 1) * extent // n_outputs))
+def _factors(layer: Layer) -> tuple[float | None, ...]:
+    words = layer.text("scales")
+    return tuple(map(float, words.split(","))) if words else (None,) * len(layer.shape[1:])
+
+
+def _by_torch(
+    operation: str, align: Option, factors: Sequence[float | None], x: torch.Tensor, sizes: Shape
+) -> torch.Tensor:
+    more = factors if align is None else (align, *factors)
+    result: torch.Tensor = getattr(torch.ops.aten, operation).default(x, list(sizes), *more)
+    return result
+
+
+def _taps(layer: Layer, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    # The inputs that each output reads along a dimension of space, and their weights: both
+    # (outputs, taps).
+    return _taps_of(
+        layer.text("operation"),
+        layer.options["align"],
+        _factors(layer),
+        dim=dim,
+        extent=layer.input_shapes[0][dim + 1],
+        size=layer.shape[dim + 1],
+        dtype=dtype if dtype in _FLOATS else _FLOATS[0],
+    )
+
+
+@lru_cache(maxsize=256)  # as for windows
+def _taps_of(
+    operation: str,
+    align: Option,
+    factors: tuple[float | None, ...],
+    *,
+    dim: int,
+    extent: int,
+    size: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # torch resizes the rows of the identity, as channels: so the weights are its own.
+    own = tuple(factor if i == dim else None for i, factor in enumerate(factors))
+    extents, sizes = ([n if i == dim else 1 for i in range(len(factors))] for n in (extent, size))
+    rows = torch.eye(extent, dtype=dtype, device="cpu").view(1, extent, *extents)
+    weights = _by_torch(operation, align, own, rows, tuple(sizes)).view(extent, size).T
+    has = (weights != 0).to(torch.int8)
+    places = has.topk(int(has.sum(1).max()), dim=1).indices
+    chosen = weights.gather(1, places)
+    return torch.where(chosen != 0, places, places[:, :1]), chosen
 
 
 # --- window sums ---
@@ -119,10 +153,7 @@ def window_sums(
 
         y[r, q] = sum over j of columns[j] (sum over i of rows[i] x[r s + i, q t + j])
 
-    x is (*maps, rows, columns); the strides are s and t.
-
-    Raises:
-        ValueError: No window fits.
+    x is (*maps, rows, columns); the strides are s and t. ValueError if no window fits.
     """
     sums: torch.Tensor = _WindowSums.apply(  # type: ignore[no-untyped-call]
         x, rows, columns, tuple(stride)
@@ -418,63 +449,56 @@ _MAXIMA: Final = (functional.max_pool1d, functional.max_pool2d, functional.max_p
 _AVERAGES: Final = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 
 
-class _Pooling(Windowed, ABC):
-    # Every place of every window counts.
+@final
+class Pool(Windowed):
+    """The maximum, average or L2 norm of each window."""
+
+    # options   function: "max": the first of equal values gets the gradient
+    #                     "average": divided by the number of places that count; more options are
+    #                     count_include_pad, and divisor: a number, or None
+    #                     "l2": sqrt(epsilon + sum of squares), as `L2Pool2d` computes it
+    name: ClassVar[str] = "pool"
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
+        # Every place of every window counts.
         n = float(output.n_elements * math.prod(layer.integers("size")))
         (read,) = self.reads(layer, output)
         return Work(forward=n, backward=n, n_elements=float(output.n_elements + read.n_elements))
 
-
-@final
-class MaxPool(_Pooling):
-    """The maximum of each window; the first of equal values gets the gradient."""
-
-    name: ClassVar[str] = "max_pool"
-
     @override
     def compute(self, call: Call) -> torch.Tensor:
-        layer = call.layer
-        pool = _MAXIMA[len(layer.shape) - 2]
-        pooled: torch.Tensor = pool(
-            tile_of(call, value=-math.inf),
-            layer.integers("size"),
-            stride=layer.integers("stride"),
-            dilation=layer.integers("dilation"),
+        layer, n_dims = call.layer, len(call.layer.shape) - 1
+        size, stride = layer.integers("size"), layer.integers("stride")
+        match layer.text("function"):
+            case "max":
+                tile, dilation = tile_of(call, value=-math.inf), layer.integers("dilation")
+                largest: torch.Tensor = _MAXIMA[n_dims - 1](tile, size, stride, dilation=dilation)
+                return largest
+            case "l2":
+                return _l2_pooled(tile_of(call), size, stride, epsilon=layer.number("epsilon"))
+            case _:
+                mean: torch.Tensor = _AVERAGES[n_dims - 1](tile_of(call), size, stride)
+                return _recounted(call, mean)
+
+
+def _recounted(call: Call, mean: torch.Tensor) -> torch.Tensor:
+    # Windows over padding, or with another divisor, are divided by another number.
+    layer, sizes = call.layer, call.layer.integers("size")
+    if layer.options["divisor"] is not None:
+        return mean * (math.prod(sizes) / layer.number("divisor"))
+    counts = [
+        _counts(layer, dim, window, interval)
+        for dim, (window, interval) in enumerate(
+            zip(_windows(layer), call.region.intervals[1:], strict=True), start=1
         )
-        return pooled
-
-
-@final
-class AveragePool(_Pooling):
-    """The sum of each window divided by its size, or by the number of places that count."""
-
-    # options   count_include_pad; divisor: a number, or None
-    name: ClassVar[str] = "average_pool"
-
-    @override
-    def compute(self, call: Call) -> torch.Tensor:
-        layer = call.layer
-        sizes = layer.integers("size")
-        n = math.prod(sizes)
-        average = _AVERAGES[len(layer.shape) - 2]
-        pooled: torch.Tensor = average(tile_of(call), sizes, stride=layer.integers("stride"))
-        if layer.options["divisor"] is not None:
-            return pooled * (n / layer.number("divisor"))
-        counts = [
-            _counts(layer, dim, window, interval)
-            for dim, (window, interval) in enumerate(
-                zip(_windows(layer), call.region.intervals[1:], strict=True), start=1
-            )
-        ]
-        if all(set(count) == {size} for size, count in zip(sizes, counts, strict=True)):
-            return pooled
-        factor = pooled.new_full((), float(n))
-        for count in counts:
-            factor = factor.unsqueeze(-1) / pooled.new_tensor(count)
-        return pooled * factor
+    ]
+    if all(set(count) == {size} for size, count in zip(sizes, counts, strict=True)):
+        return mean
+    factor = mean.new_full((), float(math.prod(sizes)))
+    for count in counts:
+        factor = factor.unsqueeze(-1) / mean.new_tensor(count)
+    return mean * factor
 
 
 def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[int]:
@@ -530,24 +554,6 @@ class L2Pool2d(nn.Module):
         return (
             f"kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, epsilon={self.epsilon}"
-        )
-
-
-@final
-class L2Pool(_Pooling):
-    """sqrt(epsilon + sum of squares over the window)."""
-
-    # options   epsilon: as in the module
-    name: ClassVar[str] = "l2_pool"
-
-    @override
-    def compute(self, call: Call) -> torch.Tensor:
-        layer = call.layer
-        return _l2_pooled(
-            tile_of(call),
-            layer.integers("size"),
-            layer.integers("stride"),
-            epsilon=layer.number("epsilon"),
         )
 
 

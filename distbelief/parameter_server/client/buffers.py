@@ -29,18 +29,13 @@ import msgspec
 import numpy as np
 import torch
 
+from distbelief.core.memory import Memory
 from distbelief.core.reliable import Window
 from distbelief.core.vectors import Vector
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.errors import LocalProtocolError, MemoryGoneError, RemoteProtocolError
+from distbelief.parameter_server import slices as sl
+from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.slices import (
-    N_PUSH_BUFFERS,
-    WORD,
-    SeqlockVector,
-    ShardSlice,
-    TensorCopier,
-    convert,
-)
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Seconds
 
@@ -79,6 +74,70 @@ def n_lost(of_shards: Iterable[Lost]) -> int:
     return n
 
 
+# --- shared memory ---
+
+N_ATTACH_MAX: Final = 3
+"""Failures in a row after which the client uses messages instead of shared memory."""
+
+PushBuffers = tuple[Vector, Vector]  # each of what the client holds: (n_elements,), or words
+
+
+@final
+class ShardMemory:
+    """The memory of one shard that its client has attached."""
+
+    def __init__(self, memory: Memory, view: PartialView, index: int) -> None:
+        self._memory = memory
+        self._slice, self._size = view.slices[index], view.layout.shard_size(index)
+        self.published: sl.SeqlockVector | None = None  # the values; None: they come in blocks
+        self.push_buffers: PushBuffers | None = None  # None: pushes go in blocks
+        self._push_region = ""
+        self._held: set[str] = set()  # names of regions to release
+        self.n_failures = 0
+
+    @property
+    def host(self) -> str:
+        return self._memory.host if self.n_failures < N_ATTACH_MAX else ""
+
+    def attach(self, opened: pf.SessionOpened) -> bool:
+        """Attach the regions that SessionOpened names; return whether all of them exist.
+
+        On failure nothing changes: the old push buffers hold pushes in flight, which are copied
+        to the new ones later.
+        """
+        published, push_buffers = self.published, self.push_buffers
+        values_region, push_region = opened.parameters_region, opened.push_buffers_region
+        n_elements, dtype = self._slice.n_elements, self._slice.dtype
+        try:
+            if published is None or published.name != values_region:
+                published = None
+                if values_region:
+                    self._held.add(values_region)
+                    published = sl.SeqlockVector.attach(
+                        self._memory, values_region, n_elements=self._size, dtype=dtype
+                    )
+            if push_region != self._push_region:
+                push_buffers = None
+                if push_region:
+                    self._held.add(push_region)
+                    region = self._memory.attach(push_region)
+                    push_buffers = sl.push_buffer_views(region, n_elements=n_elements, dtype=dtype)
+        except MemoryGoneError:
+            self.n_failures += 1
+            return False
+        self.published, self.push_buffers, self._push_region = published, push_buffers, push_region
+        return True
+
+    def release(self) -> None:
+        """Release memory of former primaries; call when no work touches it."""
+        if not self._held:  # always so for a shard on another host
+            return
+        used = {self._push_region, self.published.name if self.published else ""}
+        for name in self._held - used:
+            self._memory.release(name)
+        self._held &= used
+
+
 # --- pushes ---
 
 
@@ -110,14 +169,11 @@ class Staleness:
         }
 
 
-PushBuffers = tuple[Vector, Vector]  # each of what the client holds: (n_elements,), or words
-
-
 PushMessage = TypeVar("PushMessage", pf.Push, rp.ReplicatePush)
 
 
 def payload_of(values: Vector) -> pf.Payload:
-    return "bfloat16" if values.dtype == WORD else msgspec.UNSET
+    return "bfloat16" if values.dtype == sl.WORD else msgspec.UNSET
 
 
 @final
@@ -136,7 +192,7 @@ class OutgoingPush(Generic[PushMessage]):
 
     def due(
         self,
-        held: ShardSlice,
+        held: sl.ShardSlice,
         *,
         sequence: int,
         shard_incarnation: int,
@@ -164,7 +220,7 @@ class OutgoingPush(Generic[PushMessage]):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTarget:
-    copier: TensorCopier
+    copier: sl.TensorCopier
     values: Vector  # (n_elements,), or words
     push: pf.Push  # without its counts
 
@@ -174,11 +230,10 @@ class ShardPush:
     """The pushes of one client to one shard."""
 
     def __init__(
-        self, view: PartialView, index: int, *, credit_blocks: int, rounds: bool = False
+        self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
     ) -> None:
+        self._config, self._memory = config, memory
         self._view, self._index, self._slice = view, index, view.slices[index]
-        self._credit_blocks = credit_blocks
-        self._rounds = rounds  # to bfloat16, what goes in blocks
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
         self._push_buffers: PushBuffers | None = None
@@ -205,7 +260,7 @@ class ShardPush:
 
     @property
     def has_room(self) -> bool:
-        return self.issued + 1 - self.settled <= N_PUSH_BUFFERS
+        return self.issued + 1 - self.settled <= sl.N_PUSH_BUFFERS
 
     def agrees(self, opened: pf.SessionOpened) -> bool:
         """Return whether the shard knows every settled push; if not, open the session again."""
@@ -217,8 +272,8 @@ class ShardPush:
             )
         return opened.watermark >= self.settled
 
-    def session_opened(self, opened: pf.SessionOpened, push_buffers: PushBuffers | None) -> None:
-        """Push into these buffers from now on, or in blocks if there are none.
+    def session_opened(self, opened: pf.SessionOpened) -> None:
+        """Push into the attached buffers from now on, or in blocks if there are none.
 
         Pushes in flight are moved there; `again` sends them.
         """
@@ -229,14 +284,15 @@ class ShardPush:
         self._settle(opened.watermark)
         n_settled = self._n_issued - len(self._in_flight)
         self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
-        self._by_blocks = push_buffers is None
-        if push_buffers is None:
+        self._push_buffers = self._memory.push_buffers
+        self._by_blocks = self._push_buffers is None
+        if self._push_buffers is None:
             if self._own_buffers is None:
-                memory = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
-                one, other = (self._slice.room(part, words=self._rounds) for part in memory)
+                memory = np.zeros((sl.N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
+                words = self._config.numbers == "bfloat16"
+                one, other = (self._slice.room(part, words=words) for part in memory)
                 self._own_buffers = one, other
-            push_buffers = self._own_buffers
-        self._push_buffers = push_buffers
+            self._push_buffers = self._own_buffers
         for in_flight in self._in_flight:
             self._move(in_flight)
             # The shard may have released the old buffers of a client that it believed gone.
@@ -248,7 +304,7 @@ class ShardPush:
         """Return where to stage the next push; it changes `touched` tensors, or None for all."""
         assert self.has_room
         assert self._push_buffers is not None
-        values = self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS]
+        values = self._push_buffers[(self.issued + 1) % sl.N_PUSH_BUFFERS]
         return StageTarget(
             copier=self._copier,
             values=values,
@@ -264,27 +320,12 @@ class ShardPush:
         )
 
     def issue(
-        self,
-        staged: StageTarget,
-        *,
-        n_gradients: int,
-        samples: int,
-        commit_token: int,
-        tick: int | None,
-        n_samples: int | None,
-        is_open: bool,
+        self, staged: StageTarget, *, is_open: bool, **counts: pf.Ticks
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
-        push = msgspec.structs.replace(
-            staged.push,
-            n_gradients=n_gradients,
-            samples=samples,
-            commit_token=commit_token,
-            tick=msgspec.UNSET if tick is None else tick,
-            n_samples=msgspec.UNSET if n_samples is None else n_samples,
-        )
+        push = msgspec.structs.replace(staged.push, **counts)
         in_flight = OutgoingPush(push, staged.values, Window(len(self._slice.bounds)))
         self._in_flight.append(in_flight)
         self._move(in_flight)
@@ -303,8 +344,7 @@ class ShardPush:
         """Settle every push up to the acknowledged one; return whether there was one."""
         if message.sequence > self.issued:
             raise RemoteProtocolError(
-                f"shard {self._index} acknowledges push {message.sequence}; the last one made is "
-                f"{self.issued}"
+                f"shard {self._index} acknowledges push {message.sequence} of {self.issued}"
             )
         if message.sequence <= self.settled:
             return False
@@ -330,9 +370,9 @@ class ShardPush:
     def _move(self, in_flight: OutgoingPush[pf.Push]) -> None:
         assert self._push_buffers is not None
         push = in_flight.message
-        buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
+        buffer = self._push_buffers[push.sequence % sl.N_PUSH_BUFFERS]
         if in_flight.values is not buffer:
-            convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
+            sl.convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
             in_flight.values = buffer
             push = in_flight.message = msgspec.structs.replace(push, payload=payload_of(buffer))
         if push.shard_incarnation != self._shard_incarnation:
@@ -350,8 +390,8 @@ class ShardPush:
             self._slice,
             sequence=in_flight.message.sequence,
             shard_incarnation=self._shard_incarnation,
-            credit=self._credit_blocks,
-            per_answer=max(1, self._credit_blocks // 4),
+            credit=self._config.credit_blocks,
+            per_answer=self._config.blocks_per_answer,
         )
         self.bytes_out += sum(
             one.values.nbytes for one in messages if isinstance(one, pf.PushBlock)
@@ -371,7 +411,7 @@ class ShardReader:
     """What one install reads from one shard: a new session meanwhile changes nothing for it."""
 
     copy: Callable[[Sequence[torch.Tensor]], None]
-    published: SeqlockVector | None  # where it reads; None: blocks
+    published: sl.SeqlockVector | None  # where it reads; None: blocks
     clock: int | None  # of the blocks; None if there are more to come
     shard_incarnation: int  # that the values come from
     blocks: Sequence[Vector] = ()
@@ -393,16 +433,15 @@ class ShardFetch:
     """The fetches of one client from one shard. Invalid blocks raise RemoteProtocolError."""
 
     def __init__(
-        self, view: PartialView, index: int, *, credit_blocks: int, rounds: bool = False
+        self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
     ) -> None:
-        self._view, self._index, self._slice = view, index, view.slices[index]
-        self._credit_blocks = credit_blocks
-        self._rounds = rounds  # to bfloat16, what comes in blocks
+        self._config, self._memory = config, memory
+        self._later, self._index = view, index  # once frozen tensors are here
+        self._view, self._slice = view.first, view.first.slices[index]
         self._payload: pf.Payload = msgspec.UNSET  # of this request
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
-        self._published: SeqlockVector | None = None
-        self._copier: TensorCopier | None = None  # of the published values, once there are some
+        self._copier: sl.TensorCopier | None = None  # of the published values, once there are some
         self._request = 0
         self._block_clock = 0
         self._block_incarnation = 0
@@ -427,20 +466,17 @@ class ShardFetch:
         has_part = self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
         return self.wanted and (self.complete or has_part)
 
-    def session_opened(
-        self, published: SeqlockVector | None, *, shard_incarnation: int, clock: int
-    ) -> list[pf.Fetch]:
+    def session_opened(self, opened: pf.SessionOpened) -> list[pf.Fetch]:
         """Read from this shard incarnation; restart an incomplete fetch."""
-        if shard_incarnation != self._shard_incarnation:
+        if opened.shard_incarnation != self._shard_incarnation:
             # Staleness is counted within one incarnation of the shard.
-            self.clock = min(self.clock, clock)
-            self._first_clock = clock
-        self._shard_incarnation = shard_incarnation
-        self._published = published
-        if published is not None and self._copier is None:
+            self.clock = min(self.clock, opened.clock)
+            self._first_clock = opened.clock
+        self._shard_incarnation = opened.shard_incarnation
+        if self._memory.published is not None and self._copier is None:
             self._copier = self._view.copier(self._index)
         if self.wanted and not (self._by_blocks and self.complete):
-            return self._begin(by_blocks=published is None)
+            return self._begin(by_blocks=self._memory.published is None)
         return []
 
     def lost(self) -> None:
@@ -450,10 +486,12 @@ class ShardFetch:
 
     def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
         self.wanted = True
-        self._payload = "bfloat16" if self._rounds and not exact else msgspec.UNSET
+        exact |= self._view is not self._later  # frozen ones come once
+        rounds = self._config.numbers == "bfloat16" and not exact
+        self._payload = "bfloat16" if rounds else msgspec.UNSET
         self._torn_since = None
         if is_open:
-            return self._begin(by_blocks=self._published is None)
+            return self._begin(by_blocks=self._memory.published is None)
         self._restart(by_blocks=True)
         return []
 
@@ -469,8 +507,7 @@ class ShardFetch:
             return []
         if self.received and block.clock != self._block_clock:
             raise RemoteProtocolError(
-                f"{sender} sent block {block.block_index} of clock {block.clock} after blocks of "
-                f"clock {self._block_clock}: a mixture"
+                f"{sender} mixes blocks of clocks {self._block_clock} and {block.clock}"
             )
         self._block_clock = block.clock
         self._block_incarnation = self._shard_incarnation
@@ -478,8 +515,7 @@ class ShardFetch:
         self.received += 1
         self.complete = self.received == len(self._slice.bounds)
         self.bytes_in += block.values.nbytes
-        n_new = self.received - self._acked
-        if not self.complete and n_new < max(1, self._credit_blocks // 4):
+        if not self.complete and self.received - self._acked < self._config.blocks_per_answer:
             return []
         return [self._ack(again=False)]
 
@@ -491,7 +527,7 @@ class ShardFetch:
 
     def reader(self) -> ShardReader:
         """Return what the install reads; call only if `installable`."""
-        view, k, published = self._view, self._index, self._published
+        view, k, published = self._view, self._index, self._memory.published
         if self._by_blocks:
             blocks = tuple(self._blocks)
             first = self.received - len(blocks)
@@ -522,6 +558,9 @@ class ShardFetch:
         self.clock = clock
         if reader.published is not None:
             self.bytes_in += self._slice.n_elements * self._slice.dtype.itemsize
+        if self._view is not self._later:
+            self._view, self._slice = self._later, self._later.slices[self._index]
+            self._copier = self._copier and self._view.copier(self._index)
 
     def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
         """Note a torn read; after `seconds_max` of them, fetch by blocks.
@@ -548,12 +587,12 @@ class ShardFetch:
         self._blocks.clear()
 
     def _fetch(self) -> pf.Fetch:
-        incarnation, credit = self._shard_incarnation, self._credit_blocks
         return pf.Fetch(
             request=self._request,
-            shard_incarnation=incarnation,
-            credit=credit,
+            shard_incarnation=self._shard_incarnation,
+            credit=self._config.credit_blocks,
             payload=self._payload,
+            holds=msgspec.UNSET if self._view is self._later else self._slice.all_stripes,
         )
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
@@ -562,7 +601,7 @@ class ShardFetch:
             request=self._request,
             shard_incarnation=self._shard_incarnation,
             received=self._acked,
-            limit=self._acked + self._credit_blocks,
+            limit=self._acked + self._config.credit_blocks,
             again=again,
         )
 
@@ -624,15 +663,10 @@ class PushDraft:
         """Copy one gradient, or the value of a buffer, into every shard's push buffer.
 
         The tensor, (n_elements,), may be overwritten as soon as this returns.
-
-        Raises:
-            LocalProtocolError: This tensor was put before.
-            ValueError: It has another shape.
         """
         if index in self._put or not 0 <= index < len(self._specs):
             raise LocalProtocolError(
-                f"tensor {index} of {len(self._specs)} does not exist or is in this draft "
-                "already: sum gradients first"
+                f"tensor {index} of {len(self._specs)} is put twice: sum gradients first"
             )
         total = sum(one.copier.put(index, tensor, one.values) for one in self._targets)
         self._put.add(index)
@@ -650,8 +684,7 @@ class PushDraft:
     def finish(self) -> PushResult:
         """Fill the rest with zeros; return whether all that was put is finite.
 
-        Raises:
-            LocalProtocolError: A buffer is missing; zeros would spoil its average.
+        LocalProtocolError if a buffer is missing: zeros would spoil its average.
         """
         for index, spec in enumerate(self._specs):
             if index in self._put:

@@ -14,46 +14,23 @@ Where shards count ticks, workers wait for each other: `enter` before every tick
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, assert_never, cast, final
+from typing import Final, assert_never, cast, final
 
 import msgspec
-import numpy as np
 import torch
 
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Backoff, Silence
-from distbelief.errors import (
-    JobError,
-    LocalProtocolError,
-    MemoryGoneError,
-    PeerLostError,
-    RemoteProtocolError,
-)
-from distbelief.parameter_server.client.buffers import (
-    FetchResult,
-    PushBuffers,
-    PushDraft,
-    PushResult,
-    ShardFetch,
-    ShardPush,
-    ShardReader,
-    StageTarget,
-    Staleness,
-    install,
-    n_lost,
-)
-from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.slices import SeqlockVector, push_buffer_views
+from distbelief.errors import JobError, LocalProtocolError, PeerLostError
+from distbelief.parameter_server.client import buffers as bf
+from distbelief.parameter_server.config import ClientConfig, copy_names
+from distbelief.parameter_server.layout import PartialView
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.roles import role as rl
 
 
 # --- one shard ---
-
-N_ATTACH_MAX: Final = 3
-"""Failures in a row after which the client uses messages instead of shared memory."""
 
 TIMER: Final = "client:"
 
@@ -66,38 +43,7 @@ ShardReply = (
     | pf.PushApplied
     | pf.Floor
 )
-Numbers = Literal["float32", "bfloat16"]
 _SHARD_REPLIES: Final = rl.message_types(ShardReply)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    """Limits and delays of a client."""
-
-    pushes: bool
-    retry_seconds: rl.Seconds = 0.5
-    retry_seconds_max: rl.Seconds = 4.0
-    silence_seconds_max: rl.Seconds = 60.0  # without any message
-    stall_seconds_max: rl.Seconds = 600.0  # with messages but without progress
-    torn_seconds_max: rl.Seconds = 1.0  # then a fetch from shared memory goes by blocks
-    credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction
-    # As sent, both ways; never in shared memory. Half the bytes, and 8 significant bits.
-    numbers: Numbers = "float32"
-
-    def __post_init__(self) -> None:
-        for name in (
-            "retry_seconds",
-            "retry_seconds_max",
-            "silence_seconds_max",
-            "stall_seconds_max",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
-        if not self.torn_seconds_max >= 0:
-            raise ValueError(f"torn_seconds_max is {self.torn_seconds_max}; use 0 or more")
-        if not 1 <= self.credit_blocks <= 64:
-            raise ValueError(f"credit_blocks is {self.credit_blocks}; use 1 to 64")
 
 
 @final
@@ -119,37 +65,29 @@ class ShardLink:
 
     def __init__(
         self,
-        copies: Sequence[rl.Address],  # one or two
-        index: int,
-        *,
         config: ClientConfig,
         view: PartialView,
+        index: int,
+        copies: tuple[rl.Address, ...],  # one or two
+        *,
         memory: Memory,
-        note_staleness: Callable[[int], None],  # of each acknowledged push
+        staleness: bf.Staleness,  # of acknowledged pushes
     ) -> None:
-        self.copies = tuple(copies)
+        self.copies = copies
         self.index = index
         self.config = config
         self._layout = view.layout
         self._slice = view.slices[index]  # what the client holds of the shard
-        self._note_staleness = note_staleness
+        self._staleness = staleness
         self.is_open = False  # whether the current primary has opened the session
         self.samples = 0  # this client's samples in the shard's values when the session opened
-        credit = config.credit_blocks
-        rounds = config.numbers == "bfloat16"
-        self.fetching = ShardFetch(view, index, credit_blocks=credit, rounds=rounds)
-        self.pushing = ShardPush(view, index, credit_blocks=credit, rounds=rounds)
+        self.memory = bf.ShardMemory(memory, view, index)
+        self.fetching = bf.ShardFetch(config, view, index, self.memory)
+        self.pushing = bf.ShardPush(config, view, index, self.memory)
         # The copy that opened the last session; before that, the first copy.
         self.primary = self.copies[0]
         self.term = 0  # the highest known term; 0 before the first
         self._incarnations = dict.fromkeys(self.copies, 0)
-        # Shared memory of the shard that is attached, and names of regions to release.
-        self._memory = memory
-        self._published: SeqlockVector | None = None  # its values; None: they come in blocks
-        self._push_buffers: PushBuffers | None = None  # None: pushes go in blocks
-        self._push_region = ""
-        self._held: set[str] = set()
-        self._n_attach_failures = 0
         self._silence = Silence()
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self._sent_at: rl.Seconds = 0.0
@@ -176,6 +114,12 @@ class ShardLink:
         told = self.pushing.tick
         is_known = self.tick is not None and (told is None or self.tick >= told)
         return self._entries == self._known_entries and (self._entries % 2 == 0 or is_known)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What the client's role may wait for."""
+        blocks, settled = self.fetching.complete, self.pushing.settled
+        return self.is_open, self.term, blocks, settled, self.floor, self.tick, self.agrees
 
     # ------------------------------------------------------------ from the client
 
@@ -246,7 +190,7 @@ class ShardLink:
         self.is_open = False
         self.fetching.lost()
         self._backoff.pause = self._backoff.first
-        self._n_attach_failures = 0
+        self.memory.n_failures = 0
 
     def _take(self, sender: rl.Address, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         replies: Sequence[Message] = ()
@@ -285,7 +229,7 @@ class ShardLink:
         self._note_floor(message)
         if not self.pushing.acknowledged(message):
             return False
-        self._note_staleness(message.staleness)
+        self._staleness.add(message.staleness)
         if self.tick is not None:
             self.tick = max(self.tick, self.pushing.tick or 0)
         return True
@@ -301,7 +245,7 @@ class ShardLink:
         # A SessionOpened behind our own watermark answers an older OpenSession.
         if not self.pushing.agrees(message):
             return self._open_session(self.copies)
-        if not self._attach(message):
+        if not self.memory.attach(message):
             return []  # the timer sends OpenSession again
         self.is_open = True
         self.primary = sender
@@ -309,12 +253,9 @@ class ShardLink:
         self.floor = self.tick = None  # it may be another incarnation of the shard
         self._known_entries = 0
         self._progressed(now)
-        self.pushing.session_opened(message, self._push_buffers)
+        self.pushing.session_opened(message)
         self._note_ticks(message)
-        fetches = self.fetching.session_opened(
-            self._published, shard_incarnation=message.shard_incarnation, clock=message.clock
-        )
-        return self.send([*fetches, *self.pushing.again()], now)
+        return self.send([*self.fetching.session_opened(message), *self.pushing.again()], now)
 
     def _note_ticks(self, message: pf.SessionOpened) -> None:
         self._note_floor(message)
@@ -338,53 +279,8 @@ class ShardLink:
         if self.is_open and sender != self.primary:
             return []
         self._silence.heard(now, progress=False)
-        if not self.is_open:
-            return []  # the shard is busy; the timer sends OpenSession again
-        return self.open_session(now)
-
-    # ------------------------------------------------------------- shared memory
-
-    def _attach(self, opened: pf.SessionOpened) -> bool:
-        """Attach the regions that SessionOpened names; return whether all of them exist.
-
-        On failure nothing changes: the old push buffers hold pushes in flight, which are copied
-        to the new ones later.
-        """
-        published, push_buffers = self._published, self._push_buffers
-        values_region, push_region = opened.parameters_region, opened.push_buffers_region
-        n_elements, dtype = self._slice.n_elements, self._slice.dtype
-        try:
-            if published is None or published.name != values_region:
-                published = None
-                if values_region:
-                    self._held.add(values_region)
-                    size = self._layout.shard_size(self.index)
-                    published = SeqlockVector.attach(
-                        self._memory, values_region, n_elements=size, dtype=dtype
-                    )
-            if push_region != self._push_region:
-                push_buffers = None
-                if push_region:
-                    self._held.add(push_region)
-                    region = self._memory.attach(push_region)
-                    push_buffers = push_buffer_views(region, n_elements=n_elements, dtype=dtype)
-        except MemoryGoneError:
-            self._n_attach_failures += 1
-            return False
-        self._published, self._push_buffers = published, push_buffers
-        self._push_region = push_region
-        return True
-
-    def release(self) -> None:
-        """Release memory of former primaries; call when no work touches it."""
-        if not self._held:  # always so for a shard on another host
-            return
-        used = {self._push_region}
-        if self._published is not None:
-            used.add(self._published.name)
-        for name in self._held - used:
-            self._memory.release(name)
-        self._held &= used
+        # If the shard is busy, the timer sends OpenSession again.
+        return self.open_session(now) if self.is_open else []
 
     # --------------------------------------------------------------------- waiting
 
@@ -457,11 +353,10 @@ class ShardLink:
     # --------------------------------------------------------------------- sending
 
     def _open_session(self, copies: Sequence[rl.Address]) -> list[rl.Action]:
-        may_attach = self._n_attach_failures < N_ATTACH_MAX
         request = pf.OpenSession(
             layout=self._layout.fingerprint,
             pushes=self.config.pushes,
-            host=self._memory.host if may_attach else "",
+            host=self.memory.host,
             next_sequence=self.pushing.settled + 1,
             holds=self._slice.stripes,
             entries=self._entries or msgspec.UNSET,
@@ -497,63 +392,38 @@ class ParameterClient:
     def __init__(
         self,
         config: ClientConfig,
+        view: PartialView,  # what this client holds
         *,
-        layout: Layout,
-        shards: Sequence[rl.Address],  # shard 0 first
         memory: Memory,  # shared with shards on this host
-        backups: Sequence[rl.Address] = (),  # each shard's other copy; none if each has one copy
-        selection: PartialView | None = None,  # what this client holds; None for everything
+        shard_copies: int = 1,
     ) -> None:
-        if len(shards) != layout.n_shards:
-            raise ValueError(f"{len(shards)} shards are given, the layout has {layout.n_shards}")
-        if backups and len(backups) != len(shards):
-            raise ValueError(
-                f"{len(backups)} backups are given for {len(shards)} shards: give none, "
-                "or one for each"
-            )
-        if config.numbers == "bfloat16" and layout.dtype != np.float32:
-            raise ValueError(
-                f'numbers is "bfloat16" and the layout is of {layout.dtype}: use "float32", or '
-                "a layout of float32"
-            )
-        view = PartialView(layout) if selection is None else selection
-        if view.layout.fingerprint != layout.fingerprint:
-            raise ValueError(
-                f"the selection has layout {view.layout.fingerprint}, the client has "
-                f"{layout.fingerprint}: use one layout"
-            )
         self._specs = view.tensors
         self._is_parameter = [spec.kind == "parameter" for spec in view.tensors]
         self._pushes_allowed = config.pushes
         self._incarnation: int | None = None  # once started
-        self._staleness = Staleness()
+        self._staleness = bf.Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
+        self._links_by_timer: dict[str, ShardLink] = {}
         for index in view.shards:
-            copies = (shards[index], *backups[index : index + 1])
-            self._links[index] = link = ShardLink(
-                copies,
-                index,
-                config=config,
-                view=view,
-                memory=memory,
-                note_staleness=self._staleness.add,
-            )
+            copies = copy_names(index, shard_copies)
+            link = ShardLink(config, view, index, copies, memory=memory, staleness=self._staleness)
+            self._links[index] = link
             self._links_by_copy |= dict.fromkeys(copies, link)
-        self._incomplete: set[int] = set()  # shards that are still to send blocks of a fetch
-        self._installing: dict[int, ShardReader] | None = None
-        self._staging: list[StageTarget] | None = None
+            self._links_by_timer[f"{TIMER}{index}"] = link
+        self._installing: dict[int, bf.ShardReader] | None = None
+        self._staging: list[bf.StageTarget] | None = None
         self._n_torn = 0  # torn reads, each of one shard
         self._n_pushed = 0
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
         # Ticks, where the shards count them.
         self._tick: int | None = None  # ended, of those in; None: not in, or not placed yet
         self._samples_before: int | None = None  # those of the last push
+        self._gap_max = 0  # ticks ahead of the slowest
         # The worker that is waited for, and since when.
         self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
         self._waits: dict[rl.Address, rl.Seconds] = {}  # by who was waited for
-        # Whether the last event may have removed what the role waits for: a session has opened or
-        # is lost, a fetch is complete, a push is acknowledged by the last shard.
+        # Whether the last event may have removed what the role waits for.
         self.has_news = False
 
     # ---------------------------------------------------------------------- events
@@ -567,33 +437,22 @@ class ParameterClient:
         for link in self._links.values():
             link.fetching.start(incarnation << _INCARNATION_BITS)
             link.pushing.start((incarnation << _INCARNATION_BITS) + 1)
-            actions += [*link.open_session(now), *self._wait(link, now)]
+            actions += [*link.open_session(now), *link.wait(now)]
         return actions
 
     def owns(self, event: rl.Event) -> bool:
-        if type(event) is rl.Received and type(event.message) not in _SHARD_REPLIES:
-            return False
         return self._link_of(event) is not None
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
         """Return the actions for `event`; none if the client does not own it.
 
-        Raises:
-            PeerLostError: A shard was silent for too long.
-            JobError: A shard refuses this client for good.
-            RemoteProtocolError: A shard broke the protocol; the event has no effect.
+        PeerLostError if a shard was silent for too long; JobError if it refuses this client.
         """
         link = self._link_of(event)
         if link is None:
             return []
-        was_open, term, settled = link.is_open, link.term, link.pushing.settled
-        was_complete, ticks = link.fetching.complete, (link.floor, link.tick, link.agrees)
+        before = link.state
         if isinstance(event, rl.Received):
-            if type(event.message) not in _SHARD_REPLIES:
-                raise RemoteProtocolError(
-                    f"{event.sender} sent {type(event.message).__name__}, which a client does "
-                    "not accept"
-                )
             actions = link.receive(event, cast("ShardReply", event.message), now)
         elif isinstance(event, rl.TimerFired):
             actions = link.timer(now)
@@ -601,36 +460,20 @@ class ParameterClient:
             assert isinstance(event, rl.PeerJoined | rl.PeerLost)
             actions = link.peer(event, now)
         if self._installing is None and self._staging is None:
-            link.release()
-        actions += self._wait(link, now)
-        self.has_news = (
-            link.is_open is not was_open
-            or link.term != term
-            or (link.fetching.complete is not was_complete and self.fetch_complete)
-            or (link.pushing.settled > settled and self._all_settled(settled + 1))
-            or ticks != (link.floor, link.tick, link.agrees)
-        )
+            link.memory.release()
+        actions += link.wait(now)
+        self.has_news = link.state != before
         return actions
-
-    def _all_settled(self, sequence: int) -> bool:
-        return all(link.pushing.settled >= sequence for link in self._links.values())
-
-    def _wait(self, link: ShardLink, now: rl.Seconds) -> list[rl.Action]:
-        """Note what a link waits for; call after every change of it."""
-        if link.fetching.complete:
-            self._incomplete.discard(link.index)
-        else:
-            self._incomplete.add(link.index)
-        return link.wait(now)
 
     def _link_of(self, event: rl.Event) -> ShardLink | None:
         if type(event) is rl.Received:  # nearly all events, without the match statement
-            return self._links_by_copy.get(event.sender)
+            is_reply = type(event.message) in _SHARD_REPLIES
+            return self._links_by_copy.get(event.sender) if is_reply else None
         match event:
             case rl.PeerJoined(peer=peer) | rl.PeerLost(peer=peer):
                 return self._links_by_copy.get(peer)
-            case rl.TimerFired(name=name) if name.startswith(TIMER):
-                return self._links.get(int(name.removeprefix(TIMER)))
+            case rl.TimerFired(name=name):
+                return self._links_by_timer.get(name)
             case _:
                 return None
 
@@ -653,22 +496,18 @@ class ParameterClient:
         return tuple(link.fetching.version for link in self._links.values())
 
     def begin_fetch(self, now: rl.Seconds, *, exact: bool = False) -> list[rl.Action]:
-        """Fetch from every shard, without rounding if `exact`.
-
-        Raises:
-            LocalProtocolError: The last fetch is being installed.
-        """
+        """Fetch from every shard, without rounding if `exact`; not during an install."""
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
         actions: list[rl.Action] = []
         for link in self._links.values():
             fetches = link.fetching.begin(is_open=link.is_open, exact=exact)
-            actions += [*link.send(fetches, now), *self._wait(link, now)]
+            actions += [*link.send(fetches, now), *link.wait(now)]
         return actions
 
     @property
     def fetch_complete(self) -> bool:
-        return not self._incomplete
+        return all(link.fetching.complete for link in self._links.values())
 
     @property
     def installable(self) -> bool:
@@ -677,29 +516,26 @@ class ParameterClient:
             link.fetching.installable for link in self._links.values()
         )
 
-    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], bf.FetchResult]:
         """Return the work that copies the fetched values into `tensors`.
 
         The tensors are (n_elements,) each, in the order of the layout or the selection. A repeated
         install skips what an earlier one of the same fetch has copied, so that a client with
         nothing else to do can install what has come while the rest is on its way.
-
-        Raises:
-            LocalProtocolError: Another install is running.
         """
         if self._installing is not None:
             raise LocalProtocolError("install while an install is under way")
         fetches = {index: link.fetching for index, link in self._links.items()}
         self._installing = {i: one.reader() for i, one in fetches.items() if one.installable}
         known = {index: -1 if one.wanted else one.clock for index, one in fetches.items()}
-        return partial(install, self._installing, tensors, known=known)
+        return partial(bf.install, self._installing, tensors, known=known)
 
     @property
     def readable_share(self) -> float:
         readable = [reader.readable for reader in (self._installing or {}).values()]
         return sum(readable) / max(len(self._links), 1)
 
-    def installed(self, outcome: FetchResult, now: rl.Seconds) -> list[rl.Action]:
+    def installed(self, outcome: bf.FetchResult, now: rl.Seconds) -> list[rl.Action]:
         """Take the result of an install.
 
         If `outcome.torn` names shards, install again after a millisecond and once `fetch_complete`.
@@ -718,7 +554,7 @@ class ParameterClient:
                 self._n_torn += 1
                 seconds_max = link.config.torn_seconds_max
                 fetches = link.fetching.torn(now, seconds_max=seconds_max)
-                actions += [*link.send(fetches, now), *self._wait(link, now)]
+                actions += [*link.send(fetches, now), *link.wait(now)]
             else:
                 link.fetching.installed(clocks[index], reader)
         self._release()
@@ -747,16 +583,13 @@ class ParameterClient:
         *,
         fetched_clocks: Sequence[int] | None = None,  # of the parameters of the oldest gradient
         skip_missing: bool = False,
-    ) -> Callable[[], PushResult]:
+    ) -> Callable[[], bf.PushResult]:
         """Return the work that copies a push into every shard's buffer and checks it.
 
         Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
         or the selection; None for zeros. Of buffers the values are pushed instead. `fetched_clocks`
         are by default those of the last install. With `skip_missing`, for a client that holds
         everything, tensors without a gradient keep their values and rule state.
-
-        Raises:
-            LocalProtocolError: Not `can_push`.
         """
         tensors = [
             gradient if is_parameter else value
@@ -765,11 +598,11 @@ class ParameterClient:
             )
         ]
         targets = self._begin_push(fetched_clocks, touched=tensors if skip_missing else None)
-        return partial(PushDraft(targets, self._specs).put_all, tensors)
+        return partial(bf.PushDraft(targets, self._specs).put_all, tensors)
 
-    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> PushDraft:
+    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> bf.PushDraft:
         """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`."""
-        return PushDraft(self._begin_push(fetched_clocks), self._specs)
+        return bf.PushDraft(self._begin_push(fetched_clocks), self._specs)
 
     def abandon(self) -> None:
         """Drop what was staged or drafted; its work must have ended."""
@@ -780,7 +613,7 @@ class ParameterClient:
 
     def staged(
         self,
-        outcome: PushResult,
+        outcome: bf.PushResult,
         *,
         n_gradients: int,  # that were summed
         samples: int,
@@ -797,18 +630,11 @@ class ParameterClient:
         actions: list[rl.Action] = []
         if outcome.finite:
             self._n_pushed += 1
-            tick, n_samples = self._end_tick(samples) if not commit_token else (None, None)
+            counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
+            counts |= {} if commit_token else self._end_tick(samples)
             for link, target in zip(self._links.values(), targets, strict=True):
-                messages = link.pushing.issue(
-                    target,
-                    n_gradients=n_gradients,
-                    samples=samples,
-                    commit_token=commit_token,
-                    tick=tick,
-                    n_samples=n_samples,
-                    is_open=link.is_open,
-                )
-                actions += [*link.send(messages, now), *self._wait(link, now)]
+                messages = link.pushing.issue(target, is_open=link.is_open, **counts)
+                actions += [*link.send(messages, now), *link.wait(now)]
         else:
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
@@ -821,7 +647,7 @@ class ParameterClient:
         fetched_clocks: Sequence[int] | None,
         *,
         touched: Sequence[torch.Tensor | None] | None = None,
-    ) -> list[StageTarget]:
+    ) -> list[bf.StageTarget]:
         if not self.can_push:
             raise LocalProtocolError("stage while not can_push: wait until it is")
         clocks = self.clocks if fetched_clocks is None else fetched_clocks
@@ -839,20 +665,13 @@ class ParameterClient:
         return [link for link in self._links.values() if link.floor is not None]
 
     @property
-    def floor(self) -> int:
-        """The ticks that all workers have ended, at the shard where they are the fewest."""
-        return min((link.floor or 0 for link in self._counting), default=0)
-
-    @property
-    def behind(self) -> rl.Address | None:
-        """Who keeps the floor down."""
-        slowest = min(self._counting, key=lambda link: link.floor or 0, default=None)
-        return None if slowest is None else slowest.behind
-
-    @property
     def tick(self) -> int:
         """The ticks that this worker has ended; one that enters has those of the slowest."""
         return self._tick or 0
+
+    @property
+    def _gap(self) -> int:
+        return self.tick - min((link.floor or 0 for link in self._counting), default=0)
 
     def enter(self, now: rl.Seconds, *, staleness: int | None = None) -> list[rl.Action]:
         """Want to begin a tick at most `staleness` ahead of the slowest worker; None: at once.
@@ -863,7 +682,7 @@ class ParameterClient:
         if not counting or not self.ready:
             return []
         if staleness is not None:
-            self._count_wait(now)
+            self._count_wait(now, needed=self.tick - staleness)
         if self.unacknowledged:
             return []  # these pushes tell the tick
         if self._tick is None and all(link.tick is not None for link in counting):
@@ -875,7 +694,7 @@ class ParameterClient:
         needed = 0 if staleness is None or self._tick is None else self._tick - staleness
         actions: list[rl.Action] = []
         for link in counting:
-            actions += [*link.enter(self._tick, needed=needed), *self._wait(link, now)]
+            actions += [*link.enter(self._tick, needed=needed), *link.wait(now)]
         if self.may_begin:
             self._waits_since = None
         return actions
@@ -889,27 +708,33 @@ class ParameterClient:
             is_placed and all(link.agrees and not link.waits_for_floor for link in counting)
         )
 
-    def _count_wait(self, now: rl.Seconds) -> None:
+    def _count_wait(self, now: rl.Seconds, *, needed: int) -> None:
         if self._waits_since is not None:
             culprit, since = self._waits_since
             self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
-        self._waits_since = self.behind or rl.Address(""), now
+        slowest = min(self._counting, key=lambda link: link.floor or 0)
+        # Not for another worker, if it is its own push that is not applied yet.
+        is_gated = (slowest.floor or 0) < needed
+        self._waits_since = (is_gated and slowest.behind) or rl.Address(""), now
 
-    def _end_tick(self, samples: int) -> tuple[int | None, int | None]:
+    def _end_tick(self, samples: int) -> dict[str, int]:
         """Return the ticks ended with this push, and the samples in it, if shards count ticks."""
         before, self._samples_before = self._samples_before, samples
         if not self._counting:
-            return None, None
-        if self._tick is not None:
-            self._tick += 1
-        return self._tick, max(samples - (self.samples if before is None else before), 0)
+            return {}
+        n_samples = {"n_samples": max(samples - (self.samples if before is None else before), 0)}
+        if self._tick is None:
+            return n_samples
+        self._tick += 1
+        self._gap_max = max(self._gap_max, self._gap)
+        return n_samples | {"tick": self._tick}
 
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
         """End no further tick until `enter`: nobody waits for this worker."""
         self._tick = self._waits_since = None
         actions: list[rl.Action] = []
         for link in self._links.values():
-            actions += [*link.leave(), *self._wait(link, now)]
+            actions += [*link.leave(), *link.wait(now)]
         return actions
 
     # -------------------------------------------------------------------- status
@@ -929,16 +754,18 @@ class ParameterClient:
         A push to several shards counts once. `pushes_acknowledged` counts those that every shard
         has acknowledged, `pushes_lost` those that were acknowledged and then lost by a shard.
         Bytes count blocks and copies to and from shared memory. Where workers wait for each other,
-        `clock_gap` is how many ticks this one is ahead of the slowest, `waits_NAME` how many
-        seconds it waited for that worker.
+        `clock_gap` is how many ticks this one is ahead of the slowest (`clock_gap_max`: has been),
+        `waits_NAME` how many seconds it waited for that worker.
         """
         links = self._links.values()
         waits = {f"waits_{name}": seconds for name, seconds in self._waits.items() if name}
-        gap = {"clock_gap": float(self.tick - self.floor)} if self._tick is not None else {}
+        gap = {"clock_gap_max": float(self._gap_max)} if self._gap_max or waits else {}
+        if self._tick is not None:
+            gap["clock_gap"] = float(self._gap)
         return {
             "pushes_sent": float(self._n_pushed),
             "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
-            "pushes_lost": float(n_lost(link.pushing.lost for link in links)),
+            "pushes_lost": float(bf.n_lost(link.pushing.lost for link in links)),
             "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
             "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
             "torn_reads": float(self._n_torn),
@@ -951,4 +778,4 @@ class ParameterClient:
     def _release(self) -> None:
         if self._installing is None and self._staging is None:
             for link in self._links.values():
-                link.release()
+                link.memory.release()

@@ -73,8 +73,7 @@ ASSUMED: Final = Network(bandwidth=1.25e8, latency=1e-4, message_overhead=1e-4)
 def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> Cluster:
     """Return a cluster of n machines like this one; measure this one if its profile is missing.
 
-    Raises:
-        GraphError: too many or too few machines.
+    GraphError if there are too many or too few machines.
     """
     if not 1 <= n <= N_MACHINES_MAX:
         raise GraphError(f"machines = {n} for cluster 'here': use 1 to {N_MACHINES_MAX}")

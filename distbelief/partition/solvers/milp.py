@@ -55,10 +55,8 @@ def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None
 
     If none fits the caps, the cheapest of those that overrun them least.
 
-    If `start` fits the caps, nothing more expensive is searched.
-
-    Raises:
-        GraphError: none was found in time.
+    If `start` fits the caps, nothing more expensive is searched. GraphError if none was found in
+    time.
     """
     program, deadline = _Program(problem), Deadline(seconds)
     fits = start is not None and problem.fits(start)

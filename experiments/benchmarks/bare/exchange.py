@@ -35,7 +35,7 @@ from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import Authenticator, Socket, Verdict
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
-from distbelief.worker.transfers import Reassembly, StreamKey, blocks_of
+from distbelief.worker.steps import Reassembly, StreamKey, blocks_of
 from experiments.benchmarks.measuring.workers import serve_steps
 
 

@@ -6,23 +6,19 @@ The same bytes between as many processes as ours, and the same update; but nothi
 asked for again, checked, leased, or decoded, and nobody else is served. Gradients are
 copied once, so that the model may go on, and go to each server over loopback:
 
-    sockets    one connection for each server, a thread for each at the client's end;
-               what comes is read straight into place
-    zmq        pyzmq, PUSH to PULL as our transport, messages of 1 MiB that are sent
-               without a copy, and copied once into place where they arrive
-    zmq_curve  the same, encrypted
+    zmq_curve  pyzmq, PUSH to PULL as our transport, messages of 1 MiB that are sent
+               without a copy, and copied once into place where they arrive; encrypted
     zmq_files  the same over sockets in files, not encrypted
 
 Asked for n, it pushes and fetches n times, and answers the seconds of each push and fetch.
 """
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -40,44 +36,6 @@ IDLE_SECONDS_MAX: Final = 600
 PUSH, FETCH, END, DONE = b"p", b"f", b"e", b"d"
 HOST: Final = "127.0.0.1"
 PAIR: Final = KeyPair.of(bytes(range(KEY_BYTES)))  # no secret: all processes of a benchmark know it
-
-
-class Link(Protocol):
-    """One end of a connection between two processes."""
-
-    def send_word(self, word: bytes) -> None: ...
-
-    def receive_word(self) -> bytes: ...
-
-    def send(self, values: memoryview) -> None: ...
-
-    def receive(self, values: memoryview) -> None: ...
-
-
-class SocketLink:
-    """A TCP connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    @classmethod
-    def to(cls, port: str) -> Self:
-        return cls(socket.create_connection((HOST, int(port))))
-
-    def send_word(self, word: bytes) -> None:
-        self._connection.sendall(word)
-
-    def receive_word(self) -> bytes:
-        return self._connection.recv(1)
-
-    def send(self, values: memoryview) -> None:
-        self._connection.sendall(values)
-
-    def receive(self, values: memoryview) -> None:
-        done = 0
-        while done < len(values):
-            done += self._connection.recv_into(values[done:])
 
 
 class ZmqLink:
@@ -125,7 +83,7 @@ def bytes_of(vector: torch.Tensor) -> memoryview:
     return vector.numpy().view(np.uint8).data
 
 
-def serve(link: Link, n_elements: int) -> None:
+def serve(link: ZmqLink, n_elements: int) -> None:
     mine, slot = Slice(n_elements), torch.zeros(n_elements)
     while (word := link.receive_word()) not in {END, b""}:
         if word == PUSH:
@@ -139,7 +97,7 @@ def serve(link: Link, n_elements: int) -> None:
 class Client:
     """Pushes to all servers, and fetches from them, side by side."""
 
-    def __init__(self, links: Sequence[Link], n_elements: int) -> None:
+    def __init__(self, links: Sequence[ZmqLink], n_elements: int) -> None:
         self._links = links
         self._threads = ThreadPoolExecutor(len(links))
         self._gradients = [torch.randn(n_elements) for _ in links]
@@ -171,14 +129,8 @@ class Client:
         self._links[k].receive(bytes_of(self._values[k]))
 
 
-def links_of(kind: str, n_servers: int, start: Callable[[str], None]) -> Iterator[Link]:
+def links_of(kind: str, n_servers: int, start: Callable[[str], None]) -> Iterator[ZmqLink]:
     """Start servers by the endpoint that they are to connect to; yield the links."""
-    if kind == "sockets":
-        with socket.create_server((HOST, 0)) as listening:
-            for _ in range(n_servers):
-                start(str(listening.getsockname()[1]))
-                yield SocketLink(listening.accept()[0])
-        return
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     for _ in range(n_servers):
         link = ZmqLink(context, kind)
@@ -192,8 +144,7 @@ def main(kind: str, n_servers: int, n_elements: int, endpoint: str = "") -> None
     torch.set_num_threads(1)
     if endpoint:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)
-        link = SocketLink.to(endpoint) if kind == "sockets" else ZmqLink.to(endpoint, kind)
-        serve(link, n_elements)
+        serve(ZmqLink.to(endpoint, kind), n_elements)
         return
     keep_memory()
     command = [sys.executable, "-m", "experiments.benchmarks.bare.links"]

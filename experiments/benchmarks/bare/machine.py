@@ -41,8 +41,7 @@ from distbelief.roles.role import (
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
 from distbelief.worker.objective import StepOutcome
-from distbelief.worker.steps import StepRunner
-from distbelief.worker.transfers import RankLink
+from distbelief.worker.steps import RankLink, StepRunner
 from experiments.benchmarks.bare.exchange import attached, take_step
 from experiments.benchmarks.measuring.workers import serve, timed
 from experiments.benchmarks.measuring.workload import Workload

@@ -1,15 +1,14 @@
 """A parameter server on torch.distributed.rpc: what ours is compared with.
 
-    python -m experiments.benchmarks.bare.rpc_server MEETING_FILE RANK N_SERVERS \
-        N_ELEMENTS local|tcp
+    python -m experiments.benchmarks.bare.rpc_server MEETING_FILE RANK N_SERVERS N_ELEMENTS
 
 Each server holds a slice of one flat vector, applies what is pushed to it by torch's
 fused Adagrad on one thread, and returns its values. Rank 0 is the client: asked for n, it
 pushes and fetches n times, and answers the seconds of each push and of each fetch.
 
-With `local` tensorpipe chooses by itself: between processes of one host it has the kernel copy from
-one address space into the other (process_vm_readv), which no two hosts can do. With `tcp` it may
-use what it would use between hosts: libuv's sockets, several at once for what is large.
+tensorpipe may use what it would use between hosts: libuv's sockets, several at once for what is
+large. Between processes of one host it would otherwise have the kernel copy from one address space
+into the other (process_vm_readv), which no two hosts can do.
 
 tensorpipe polls without a pause, even while nothing is asked of it: whoever measures
 something else meanwhile has to stop these processes (SIGSTOP).
@@ -67,11 +66,9 @@ def values() -> Tensor:
     return _slices[0].values
 
 
-def join(name: str, meeting: Path, *, rank: int, n_servers: int, tcp: bool) -> None:
+def join(name: str, meeting: Path, *, rank: int, n_servers: int) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=meeting.as_uri(),
-        _transports=["uv"] if tcp else None,
-        _channels=["mpt_uv", "basic"] if tcp else None,
+        init_method=meeting.as_uri(), _transports=["uv"], _channels=["mpt_uv", "basic"]
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of its own use of its own
@@ -93,13 +90,13 @@ def fetch(n_servers: int) -> list[Tensor]:
     return [call.wait() for call in calls]
 
 
-def main(meeting: str, rank: int, n_servers: int, n_elements: int, *, tcp: bool) -> None:
+def main(meeting: str, rank: int, n_servers: int, n_elements: int) -> None:
     """Serve until the client leaves; or be the client."""
     torch.set_num_threads(1)
     name = f"server-{rank - 1}" if rank else CLIENT
     if rank:
         _slices.append(Slice(n_elements))
-    join(name, Path(meeting), rank=rank, n_servers=n_servers, tcp=tcp)
+    join(name, Path(meeting), rank=rank, n_servers=n_servers)
     gradients = [torch.randn(n_elements) for _ in range(0 if rank else n_servers)]
     serve(lambda n: timed_pairs(lambda: push(gradients), lambda: fetch(n_servers), n))
     with warnings.catch_warnings():
@@ -110,5 +107,5 @@ def main(meeting: str, rank: int, n_servers: int, n_elements: int, *, tcp: bool)
 if __name__ == "__main__":
     # Remote calls name this module, which is another one than `__main__`.
     import_module("experiments.benchmarks.bare.rpc_server").main(
-        sys.argv[1], *map(int, sys.argv[2:5]), tcp=sys.argv[5] == "tcp"
+        sys.argv[1], *map(int, sys.argv[2:5])
     )

@@ -32,9 +32,8 @@ import msgspec
 from distbelief.config import toml
 from distbelief.config.load import parse_job
 from distbelief.run.metrics_file import Measurement, read_metrics
-from distbelief.run.result import Run
 from distbelief.supervisor.view import JobView
-from distbelief.trainer import Watch, train
+from distbelief.trainer import Run, Watch, train
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Workers, module, send

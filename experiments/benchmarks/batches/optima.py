@@ -1,18 +1,12 @@
-"""Races to an optimum: Sandblaster, scipy, torch.optim.LBFGS and Vowpal Wabbit.
+"""Races to an optimum: Sandblaster, scipy and torch.optim.LBFGS.
 
 Each peer minimises the same objective in one process with as many threads as the job has replicas,
 and reports when it first was at the target, and after how many evaluations.
 """
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -34,24 +28,6 @@ from experiments.benchmarks.batches.problems import (
 from experiments.benchmarks.measuring import measurement
 
 
-VW_HOME = "/tmp/peers/vw"  # pip install --target /tmp/peers/vw vowpalwabbit
-
-_VW = """
-import json, sys, time
-from vowpalwabbit import Workspace
-folder, width, l2, passes, threads = sys.argv[1:]
-begun = time.perf_counter()
-vw = Workspace(
-    f"--bfgs --loss_function logistic --l2 {l2} --passes {passes} --noconstant --quiet "
-    f"--holdout_off --termination 1e-12 -k --cache_file {folder}/cache -b 18 "
-    f"-d {folder}/data.txt"
-)
-seconds = time.perf_counter() - begun
-weights = [vw.get_weight_from_name(f"{j}", "f") for j in range(int(width))]
-print(json.dumps([seconds, weights]))
-"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a contestant came to."""
@@ -59,7 +35,6 @@ class Outcome:
     loss: float  # the best
     seconds: float | None  # until it was at the target; None: it never was
     n_evaluations: int | None  # None if it never got there
-    error: str | None = None  # why there is no more, if there is not
 
 
 class Watched:
@@ -127,46 +102,6 @@ def by_torch(objective: Objective, target: float) -> Outcome:
 
     optimizer.step(closure)
     return watched.outcome
-
-
-def by_vowpal_wabbit(
-    objective: Objective, target: float, *, data: tuple[torch.Tensor, torch.Tensor], l2: float
-) -> Outcome:
-    """Let Vowpal Wabbit's BFGS minimise a logistic loss; it reads text.
-
-    Its l2 is of the sum of losses. It says nothing on the way: it is run again with
-    more passes, until it is at the target; the time of the last run counts.
-    """
-    inputs, targets = data
-    environment = {**os.environ, "PYTHONPATH": VW_HOME}
-    best, width = np.inf, inputs.shape[1]
-    with TemporaryDirectory() as folder:
-        _write_text(Path(folder) / "data.txt", inputs, targets)
-        for passes in (5, 10, 20, 40, 80):
-            arguments = [folder, str(width), str(l2 * len(inputs)), str(passes), "2"]
-            ended = subprocess.run(
-                [sys.executable, "-P", "-c", _VW, *arguments],
-                capture_output=True,
-                text=True,
-                check=False,
-                env=environment,
-            )
-            if ended.returncode:
-                why = (ended.stderr.strip().splitlines() or ["it failed"])[-1]
-                return Outcome(loss=best, seconds=None, n_evaluations=None, error=why)
-            seconds, weights = json.loads(ended.stdout)
-            loss, _ = objective(np.array(weights, dtype=np.float64))
-            best = min(best, loss)
-            if loss <= target:
-                return Outcome(loss=best, seconds=seconds, n_evaluations=passes)
-    return Outcome(loss=best, seconds=None, n_evaluations=None)
-
-
-def _write_text(path: Path, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    with path.open("w") as file:
-        for row, label in zip(inputs.tolist(), targets.tolist(), strict=True):
-            values = " ".join(f"{j}:{value:.8g}" for j, value in enumerate(row))
-            file.write(f"{label:g} |f {values}\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,10 +199,6 @@ def optimum(*, small: bool) -> dict[str, float]:
             "scipy": by_scipy(problem.objective(), target),
             "torch": by_torch(problem.objective(), target),
         }
-        if problem.name == "logistic":
-            outcomes["vowpal wabbit"] = by_vowpal_wabbit(
-                problem.objective(), target, data=problem.data, l2=problem.l2
-            )
         title = f"{problem.name}: to {problem.share:g} of the optimum"
         _show_outcomes(title, outcomes, start=start)
         if ours.n_evaluations and outcomes["scipy"].n_evaluations:
@@ -282,7 +213,6 @@ def _show_outcomes(title: str, outcomes: dict[str, Outcome], *, start: float) ->
             "seconds": "" if o.seconds is None else f"{o.seconds:.2f}",
             "evaluations": "" if o.n_evaluations is None else f"{o.n_evaluations}",
             "loss": f"{o.loss:.9g}",
-            "": o.error or "",
         }
         for name, o in outcomes.items()
     }

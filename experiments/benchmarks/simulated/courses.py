@@ -12,7 +12,8 @@ those of the large net.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from distbelief.config.load import parse_job
 from distbelief.config.presets import PRESETS, Table
+from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import FinishedRun, run_simulated
@@ -149,7 +151,6 @@ class Hosts:
         return replace(
             options_for(cluster, places, share_memory=False),
             scales=scales,
-            block_bytes=-(-n_small // N_BLOCKS) * 4,
             start=(SUPERVISOR,),
             faults=tuple(faults),
             trace="order",
@@ -213,11 +214,24 @@ snapshot_every = "10 h"
 """
 
 
+@contextmanager
+def _blocks_of(n_bytes: int) -> Iterator[None]:
+    # Of the usual size, a block would be all that a small net sends, and stand for far more.
+    usual = vectors.BLOCK_BYTES
+    vectors.BLOCK_BYTES = n_bytes
+    try:
+        yield
+    finally:
+        vectors.BLOCK_BYTES = usual
+
+
 def run(
     preparation: Preparation, text: str, hosts: Hosts, *, seed: int, faults: Sequence[Fault] = ()
 ) -> tuple[Course, FinishedRun]:
     job = parse_job(text, path="exchanges.toml")
-    ended = run_simulated(preparation.stage(job), hosts, seed=seed, faults=faults)
+    prepared = preparation.stage(job)
+    with _blocks_of(-(-prepared.layout.shard_size(0) // N_BLOCKS) * 4):
+        ended = run_simulated(prepared, hosts, seed=seed, faults=faults)
     outcome = ended.outcome
     begun = outcome.seconds - outcome.training_seconds
     points: list[tuple[float, int, float]] = []

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -147,12 +146,7 @@ def mean_of(found: Sequence[Rates]) -> Rates:
             seconds = (rate.n * rate.seconds + other.n * other.seconds) / max(1, n)
             waiting = (rate.n * rate.waiting + other.n * other.waiting) / max(1, n)
             work[key] = Rate(unit=rate.unit, seconds=seconds, n=n, waiting=waiting)
-    return Rates(
-        work=work,
-        message=fmean(rates.message for rates in found),
-        wake=fmean(rates.wake for rates in found),
-        share=min(rates.share for rates in found),
-    )
+    return Rates(work=work, share=min(rates.share for rates in found))
 
 
 def simulated_side(

@@ -16,6 +16,7 @@ from distbelief.parameter_server.optimizers import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.roles.role import Compute, Role, Started
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
+from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import EvaluationObjective
 from distbelief.worker.local_executor import FlatModel
@@ -67,8 +68,8 @@ def test_a_mistake_in_the_table_is_named(table: dict[str, object], claim: str) -
 
 
 def test_the_roster_has_shards_first() -> None:
-    roster = DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2)
-    assert [(entry.name, entry.kind) for entry in roster] == [
+    roster = wb.roster(n_replicas=2, n_shards=2)
+    assert roster == [
         ("shard-0", "shard"),
         ("shard-1", "shard"),
         ("replica-0", "replica"),
@@ -76,12 +77,12 @@ def test_the_roster_has_shards_first() -> None:
         ("evaluator", "evaluator"),
     ]
     # Without test data there is no evaluator.
-    roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=1, evaluates=False)
+    roster = wb.roster(n_replicas=1, n_shards=1, evaluates=False)
     assert [entry.kind for entry in roster] == ["shard", "replica"]
 
 
 def test_the_copies_of_a_shard_come_together() -> None:
-    roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=2, shard_copies=2)
+    roster = wb.roster(n_replicas=1, n_shards=2, shard_copies=2)
     names = [entry.name for entry in roster if entry.kind == "shard"]
     assert names == ["shard-0", "shard-0b", "shard-1", "shard-1b"]
     for entry in roster:
@@ -91,11 +92,7 @@ def test_the_copies_of_a_shard_come_together() -> None:
 
 
 def context(
-    *,
-    shard_copies: int = 1,
-    n_layout_shards: int = 2,
-    test: bool = True,
-    initial_file: str | None = None,
+    *, shard_copies: int = 1, test: bool = True, initial_file: str | None = None
 ) -> BuildContext:
     data = DataSpec(factory=f"{HERE}:frames")
     task = TaskSpec(
@@ -107,7 +104,7 @@ def context(
     model = FlatModel(build_model(task.model))
     return BuildContext(
         task=task,
-        layout=Layout.of(model.specs(), n_shards=n_layout_shards),
+        layout=Layout.of(model.specs(), n_shards=2),
         n_replicas=2,
         n_shards=2,
         shard_copies=shard_copies,
@@ -134,7 +131,7 @@ def test_a_replica_with_other_data_than_the_job_is_rejected() -> None:
 
 def test_every_role_of_the_roster_can_be_built() -> None:
     objectives = {"replica": TrainingObjective, "evaluator": EvaluationObjective}
-    for entry in DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2):
+    for entry in wb.roster(n_replicas=2, n_shards=2):
         role = build(entry.name, context())
         if entry.kind == "shard":
             assert isinstance(role, Shard)
@@ -149,10 +146,6 @@ def test_what_does_not_fit_the_job_is_rejected() -> None:
             build(name, context())
     with pytest.raises(JobError, match=r"needs held-out data: give \[data.test\]"):
         build("evaluator", context(test=False))
-    with pytest.raises(LocalProtocolError, match="a layout of 3 shards in a job of 2"):
-        build("shard-0", context(n_layout_shards=3))
-    with pytest.raises(LocalProtocolError, match="need the layout"):
-        build("shard-0", replace(context(), layout=None))
 
 
 def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:

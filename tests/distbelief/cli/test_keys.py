@@ -67,7 +67,7 @@ def test_mistakes_are_named() -> None:
         (["new"], "has a key already"),
         (["allow", "abc", "x"], "not a public key"),
         (["allow", key, "x"], "this host's own key"),
-        (["allow", OTHER, "two words"], "invalid name 'two words': use letters"),
+        (["allow", OTHER, "two words"], "invalid name 'two words': use at most 64 letters"),
         (["allow", OTHER, "x "], "invalid name 'x '"),
         (["allow", OTHER, "x", "--role", "king"], "unknown role 'king': use work"),
         (["allow", OTHER, "x", "--role", ""], "unknown role ''"),

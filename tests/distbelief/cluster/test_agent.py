@@ -97,6 +97,6 @@ def test_a_host_says_what_is_wrong_with_a_run(code: Path) -> None:
     (code / "letters.py").write_text(LETTERS.replace("prepare", "other"))
     sys.modules.pop("letters")
     assert told(storage, code) is None
-    preflight.verdict_file(storage.spec).unlink()
+    preflight.answer_file(storage.spec).unlink()
     assert "trying out the job failed" in str(storage.verdict())
     storage.clear()

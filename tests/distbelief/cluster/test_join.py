@@ -20,7 +20,7 @@ from distbelief.roles.role import SUPERVISOR
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.zmq_transport import ANOTHER, ZmqTransport
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -106,7 +106,7 @@ def monitor(
     port: int, said: list[str], *, host: str = LOOPBACK, other_key: bool = False
 ) -> SupervisorMonitor:
     """Return what watches a supervisor that may have another key than expected."""
-    transport = SimpleNamespace(is_refused=lambda _: False, has_other_key=lambda _: other_key)
+    transport = SimpleNamespace(has_failed=lambda _, kinds: other_key and kinds == ANOTHER)
     return SupervisorMonitor(
         cast("ZmqTransport", transport),
         key="k",
@@ -123,7 +123,6 @@ def test_a_supervisor_that_stood_still_has_no_other_key() -> None:
     assert not any("another key" in text for text in said)
     watched.look(is_alone=False, is_known=False)
     assert any("another key" in text and "prints there" in text for text in said)
-    watched.close()
 
 
 def test_where_somebody_listens_nobody_is_disturbed_for_long() -> None:
@@ -137,7 +136,6 @@ def test_where_somebody_listens_nobody_is_disturbed_for_long() -> None:
         assert not select.select([listener], [], [], 0.0)[0]  # no second one so soon
         watched.nothing_listens(join_module.PROBE_SECONDS)
         assert select.select([listener], [], [], 5.0)[0]
-        watched.close()
 
 
 def test_a_port_that_is_shut_is_found_so_once_for_each_probe() -> None:
@@ -151,4 +149,3 @@ def test_where_no_way_leads_nothing_is_known() -> None:
     """A number of the class that no host has: the kernel refuses to send there."""
     watched = monitor(9, [], host="240.0.0.1")
     assert not any(watched.nothing_listens(float(now)) for now in range(3))
-    watched.close()

@@ -142,12 +142,22 @@ def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() 
             '[algorithm.exchange] every = "often": wants a whole number or "au',
         ),
         ("exchange.weight=sam", 'weight = "sam": wants "mean" or "samples" or "sum"'),
-        ("n_push=5", "n_push is 5 and exchange.every 64: both say when to exchange"),
+        (
+            "n_push=5",
+            'both say when to exchange: leave one of them out (every: from preset = "local")',
+        ),
+        ("exchange.preset=local", "'preset' belongs into [algorithm]."),
+        ("groups={}", "[algorithm] has no key 'groups'. 'groups' belongs into [algorithm.rule]."),
+        ('rule.groups={"b"=3}', "algorithm.rule.groups.b = 3: wants a table"),
+        (
+            'rule.groups={"b"={name="sgd", learning_rat=3}}',
+            "[algorithm.rule.groups.b] has no key 'learning_rat'. Did you mean 'learning_rate'?",
+        ),
         (
             "overwrite_local_steps=true",
             'overwrite_local_steps is given and exchange.send is "delta"',
         ),
-        ("exchange.send=gradient", 'send is "gradient" and inner is given'),
+        ("exchange.send=gradient", 'or leave inner out (inner: from preset = "local")'),
         ('rule={name="adam", learning_rate=1}', "deltas of 2 workers are applied one by one"),
     ],
 )
@@ -155,6 +165,16 @@ def test_a_mistake_in_an_exchange_names_its_key(override: str, message: str) -> 
     said = mistake(f"algorithm.{override}", text=LOCAL)
     assert message in said
     assert said.startswith((f"--set algorithm.{override}: ", "speech.toml: [algorithm] rule is"))
+
+
+def test_groups_of_a_rule_keep_their_order_where_the_job_is_stored() -> None:
+    groups = '{ "*.bias" = { name = "sgd", learning_rate = 0.5 }, "1.*" = { name = "momentum", '
+    groups = f"algorithm.rule.groups={groups}learning_rate=1}} }}"
+    in_rounds = "algorithm.exchange.round={quorum=0.5}"
+    job = parse_job(LOCAL, path="speech.toml", overrides=[groups, in_rounds])
+    assert rule_of(job).label == "sgd; *.bias=sgd; 1.*=momentum"
+    assert rule_of(parse_job(job.to_toml(), path="job.toml")) == rule_of(job)
+    assert rule_of(job_from_json(job.to_json())).label == rule_of(job).label
 
 
 def test_the_command_lists_presets_and_prints_one_as_it_would_be_written() -> None:
@@ -284,7 +304,7 @@ def test_a_mistake_names_table_key_value_and_mend(override: str, message: str) -
         ('loss = "cross_entropy"', "[algorithm] lacks the key 'loss': give it text"),
         (
             'rule = { name = "adagrad", learning_rate = 0.02 }',
-            "[algorithm] lacks the key 'rule': give it a table with name = \"sgd\" or ",
+            '[algorithm] has neither rule nor preset: give rule = { name = "adagrad", learning',
         ),
         ("batch_size = 256", "[algorithm] lacks the key 'batch_size': give it a whole"),
         ('factory = "speech.model:net"', "[model] lacks the key 'factory'"),

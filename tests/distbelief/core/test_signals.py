@@ -93,10 +93,12 @@ from distbelief.core.signals import caught_signals
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 console = Console(force_terminal=True)
 with caught_signals() as caught:
-    with ProgressLine("demo", console=console) as progress:
-        progress.update(JobView())
-        while not caught.number:
-            signal.pause()
+    progress = ProgressLine("demo", console=console)
+    progress.start()
+    progress.update(JobView())
+    while not caught.number:
+        signal.pause()
+    progress.stop()
     console.print("a table")
     print("gone", file=sys.stderr, flush=True)
     Path(sys.argv[1]).write_text("the model")

@@ -63,7 +63,7 @@ def test_whatever_is_no_quantity_is_refused_in_words(dimension: Dimension, value
         ("2", "time", '"2" has no unit: write "2 s"'),
         ("2 sec", "time", "\"2 sec\" has the unknown unit 'sec'. Known: us, ms, s, min, h, d"),
         ("2 Min", "time", "Did you mean 'min'?"),
-        ("-2 s", "time", '"-2 s" is no quantity: write a number and a unit'),
+        ("-2 s", "time", '"-2 s" is no quantity: write for example'),
         ("1e400 s", "time", "too large"),
         (True, "time", "no quantity"),
         (None, "time", "no quantity"),

@@ -1,9 +1,7 @@
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.data import BatchCursor, DataShard, start_positions
-from distbelief.errors import JobError
 
 
 def shards_of(n_samples: int, n_replicas: int, *, seed: int = 0) -> list[DataShard]:
@@ -113,13 +111,6 @@ def test_a_single_sample_left_over_joins_the_batch_before_it() -> None:
     assert len(cursor.batch(2, 2)) == 3  # BatchNorm cannot train on one sample
     ones = BatchCursor(shards_of(3, 1)[0])
     assert [len(ones.batch(i, 1)) for i in range(3)] == [1, 1, 1]
-
-
-def test_numbers_of_replicas_that_cannot_be_are_refused() -> None:
-    with pytest.raises(JobError, match="3 replicas but 2 training samples"):
-        DataShard(2, replica_index=0, n_replicas=3, seed=0)
-    with pytest.raises(ValueError, match="replica_index is 2 of 2 replicas"):
-        DataShard(10, replica_index=2, n_replicas=2, seed=0)
 
 
 # -------------------------------------------------------- another number of replicas

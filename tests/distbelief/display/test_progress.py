@@ -229,11 +229,13 @@ def test_a_curve_rises_with_its_values_and_is_flat_if_they_are() -> None:
 def in_a_pipe(*views: JobView, report_every: float = 2.0) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=40)
-    with ProgressLine(
+    progress = ProgressLine(
         "demo", console=console, report_every=report_every, time_of_day=lambda: NOON
-    ) as progress:
-        for view in views:
-            progress.update(view)
+    )
+    progress.start()
+    for view in views:
+        progress.update(view)
+    progress.stop()
     return out.getvalue().splitlines()
 
 
@@ -285,10 +287,12 @@ def on_a_terminal(*views: JobView, no_color: bool) -> str:
         color_system="standard",
         no_color=no_color,
     )
-    with ProgressLine("demo", console=console, time_of_day=lambda: NOON) as progress:
-        for view in views:
-            progress.update(view)
-            assert threading.active_count() == n_threads  # no thread draws
+    progress = ProgressLine("demo", console=console, time_of_day=lambda: NOON)
+    progress.start()
+    for view in views:
+        progress.update(view)
+        assert threading.active_count() == n_threads  # no thread draws
+    progress.stop()
     return out.getvalue()
 
 

@@ -18,9 +18,8 @@ from distbelief.cli.options import FAILED, MISTAKEN
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.forecast.api import Forecast, SimulationRequest, run_request, simulate
-from distbelief.forecast.calibration import Rate, Rates
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.sweep import Outcome, axes_of
+from distbelief.forecast.sweep import axes_of
 from tests.distbelief.forecast.jobs import SANDBLASTER, small, written
 from tests.elsewhere import answers
 
@@ -82,90 +81,6 @@ def test_sandblaster_runs_in_virtual_time_too() -> None:
     assert run.figures["iteration"] >= 1
     assert run.staleness_mean is None
     assert "coordinator" in run.utilisation
-
-
-def test_a_priced_job_has_the_bytes_of_its_own_net_and_computes_none_of_it() -> None:
-    priced = forecast(small(), priced=True).variants[0].outcomes[0]
-    learnt = forecast(small()).variants[0].outcomes[0]
-    assert priced.error is None
-    assert priced.samples >= 120
-
-    def per_push(run: Outcome) -> float:
-        return run.traffic["replica - shard"] / run.steps
-
-    assert per_push(priced) == pytest.approx(per_push(learnt), rel=0.3)
-    # Shards once counted the stand-in's bytes, and its accuracy stood in the table.
-    for name in ("pushed_bytes", "fetched_bytes"):
-        each, own = (getattr(run, name) / run.steps for run in (priced, learnt))
-        assert each == pytest.approx(own, rel=0.3)
-    assert priced.metric is None
-    assert priced.held_out_loss is None
-    assert priced.loss is None
-    assert not priced.history
-    assert priced.step_seconds == pytest.approx(learnt.step_seconds, rel=0.3)
-
-
-@pytest.mark.parametrize("width", [6, 600])
-def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading was multiplied as the net's operations are, and so was building it.
-
-    A net of 94,000 parameters, whose data set decodes for 32 ms a batch, was said to
-    take 26 s a step with --priced, and takes 43 ms; one of 6.4 million that is built in
-    43 ms was said to take 18 minutes. On a cluster the samples of the stand-in were
-    read, however large one's own are.
-    """
-    reading = Rate(unit="bytes", seconds=1e-5, n=10)
-    rates = Rates(
-        work={
-            "replica replica:read by bytes": reading,
-            "replica member:build by times": Rate(unit="times", seconds=0.5, n=1),
-        },
-        message=0.0,
-        wake=0.0,
-    )
-    monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _: rates)
-    job = small(
-        f"data.train.arguments.width={width}",
-        f"data.test.arguments.width={width}",
-        f"model.arguments.width={width}",
-        "stop.samples=400",
-    )
-    for cluster in (None, "rack-1g"):
-        priced, learnt = (
-            simulate(job, cluster=cluster, priced=p).variants[0].outcomes[0] for p in (True, False)
-        )
-        for name in ("step_seconds", "seconds"):
-            value = getattr(learnt, name)
-            assert getattr(priced, name) == pytest.approx(value, rel=0.3), name
-
-
-def test_while_a_priced_job_runs_nothing_is_reported_of_what_its_stand_in_learns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Lines said "accuracy 61.0 %" of a job of which nothing is computed."""
-    monkeypatch.setattr("distbelief.forecast.run.N_EVENTS_BETWEEN", 50)
-    monkeypatch.setattr("distbelief.display.progress.LINE_SECONDS", 0.0)
-    job, said = small("evaluation.every=0.1 s", "stop.samples=4000"), io.StringIO()
-    wish = SimulationRequest(job=job, cluster="rack.toml", measures=False, priced=True)
-    run_request(wish, console=Console(file=said, width=200))
-    lines = [line for line in said.getvalue().splitlines() if "samples" in line]
-    assert lines
-    assert all(line.endswith("accuracy -") for line in lines)
-
-
-def test_a_priced_batch_method_has_no_figures_of_what_it_learnt() -> None:
-    """The gradient norm and the step length of the stand-in stood below the table."""
-    (variant,) = forecast(small(text=SANDBLASTER), priced=True).variants
-    figures = variant.outcomes[0].figures
-    assert figures["iteration"] >= 1
-    assert not {"gradient_norm", "step_length"} & set(figures)
-
-
-def test_without_learning_there_is_no_target() -> None:
-    with pytest.raises(JobError, match="no target of"):
-        forecast(small("stop={accuracy=0.5}"), priced=True)
 
 
 def test_the_time_to_a_target_is_reported_if_it_was_reached() -> None:

@@ -78,7 +78,7 @@ def _computed(
             raise GraphError(f"layers of kind {layer.kind!r} have no partial outputs")
     if not tile(split, parts):
         raise GraphError(f"parts {', '.join(map(str, parts))} do not tile {what}, {split}")
-    sums = partial is None or partial.combine == "sum"
+    sums = partial is None or partial.combine(layer) == "sum"
     computed = []
     for part in parts:
         if not part.n_elements:

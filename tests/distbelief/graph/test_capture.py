@@ -51,7 +51,7 @@ def test_a_captured_model_computes_what_the_model_computes_whole_and_cut(name: s
     # Layers are kept whole with a reason, and only where they must.
     for layer, reason in (case.whole or {}).items():
         assert reason in graph[layer].whole
-        assert graph[layer].kind in {"whole", "call"}
+        assert graph[layer].kind == "call"
         assert operator_of(graph[layer]).work(graph[layer], graph[layer].region).forward > 0
 
 
@@ -175,6 +175,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "in a row": (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Identity(), nn.Mish()), (4,)),
     "adaptive": (lambda: nn.AdaptiveMaxPool2d((2, 3)), (2, 5, 5)),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 3)),
+    "to corners": (lambda: nn.Upsample((7, 2), mode="bilinear", align_corners=True), (2, 3, 4)),
+    "bicubic": (lambda: nn.Upsample((4, 7), mode="bicubic"), (2, 6, 5)),
+    "trilinear": (lambda: nn.Upsample((4, 3, 2), mode="trilinear"), (1, 3, 2, 3)),
+    "nearest": (lambda: nn.Upsample(scale_factor=1.7), (2, 5, 3)),
+    "nearest, exact": (lambda: nn.Upsample((7, 3), mode="nearest-exact"), (2, 4, 5)),
     "flatten": (nn.Flatten, (2, 3)),
     "own mask for a module": (
         lambda: attending(
@@ -300,7 +305,6 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
             + x.mean((1, 2)).unsqueeze(1).unsqueeze(1).expand(-1, 3, 4)
         ), (3, 4),
     ),
-    "variance": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4)),
     "adaptive pooling": (lambda x: functional.adaptive_avg_pool2d(x, (2, 1)), (2, 5, 4)),
     "average over windows": (
         lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False), (2, 5),
@@ -319,6 +323,9 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "narrowed": (lambda x: x.narrow(1, 1, 2) + x.select(2, 1).unsqueeze(2)[:, :2], (4, 2)),
     "padded": (lambda x: functional.pad(x, (1, 2, 0, 1), value=3.0), (2, 3)),
     "enlarged": (lambda x: functional.interpolate(x, scale_factor=3), (2, 3, 2)),
+    "smoothed": (
+        lambda x: functional.interpolate(x, (3, 4), mode="bilinear", antialias=True), (2, 7, 9),
+    ),
     "pooled": (
         lambda x: (
             functional.max_pool2d(x, 3, 2, ceil_mode=True)
@@ -353,6 +360,7 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     # Regression: the numbers themselves were taken for True and False.
     "numbers as a mask": (lambda x: x + (x.relu().bool() & x.to(torch.bool)[:, :1]).to(x), (4,)),
     "detached": (lambda x: x * x.detach(), (4,)),
+    "data": (lambda x: x * (x * 2).data, (4,)),
     "implicit dimension": (functional.softmax, (4,)),
     "a product for each sample": (lambda x: torch.bmm(x[:, :, None], x[:, None, :]), (4,)),
     "an element of a constant": (lambda x: x * torch.arange(4.0)[2] + torch.ones(2, 4).sum(), (4,)),
@@ -396,6 +404,9 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "filled in place": (lambda x: x.clone().index_fill_(1, torch.tensor([0, 2]), 0.5), (4, 3), 0),
     "scattered": (lambda x: torch.zeros_like(x).scatter_add_(1, x.argsort(1), x), (4, 3), 0),
     "gathered": (lambda x: x.gather(1, x.argsort(1)[:, :2]), (4, 3), 0),
+    "variance": (lambda x: x.var(dim=2, correction=0), (3, 4), 0),
+    "deviation": (lambda x: x.std(dim=1, keepdim=True), (3, 4), 0),
+    "variance of a whole sample": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4), 1),
     "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 0),
     "filled for all samples": (lambda x: torch.cat([x, torch.ones(x.size(0), 2)], 1), (4,), 0),
     "the number of samples in a shape": (
@@ -552,7 +563,7 @@ def test_layers_of_several_results_stay_layers() -> None:
 
     make = lambda: Applied(forward, lstm=nn.LSTM(4, 2, batch_first=True))  # noqa: E731
     graph = check(Case(make=make, shape=(4,)), whole=1)
-    assert graph["lstm"].kind in {"whole", "call"}
+    assert graph["lstm"].kind == "call"
 
 
 class Gates(nn.Module):

@@ -49,14 +49,13 @@ def checked(folder: Path, *overrides: str) -> PreflightResult:
     job = parse_job(JOB, path=folder / "job.toml", overrides=(TEST, *overrides))
     content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
-        answer=str(folder / "answer.json"),
         initial_file=str(folder / "initial.safetensors"),
         plan=str(folder / "plan.json"),
     )
     request = folder / "request.json"
     request.write_bytes(msgspec.json.encode(content))
     assert check_main("check", 1, str(request)) == 0
-    found = read_result(folder / "answer.json")
+    found = read_result(request)
     assert found is not None
     return found
 

@@ -125,7 +125,10 @@ def test_a_shard_lives_from_join_to_end(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("factory", "told"),
-    [("no_dataset", "returned 7, not a data set"), ("failing", "needs the argument 'size'")],
+    [
+        ("no_dataset", "returned 7, not a data set"),
+        ("failing", "missing a required argument: 'size'"),
+    ],
 )
 def test_a_role_that_cannot_be_built_says_why(tmp_path: Path, factory: str, told: str) -> None:
     job = a_job(tmp_path, f"data.train.factory={EXAMPLES}:{factory}")
@@ -149,7 +152,7 @@ def test_damage_to_a_checkpoint_is_told_not_suffered(tmp_path: Path) -> None:
         again.connect()
         failed = again.wait_for(wire.Failed)
     assert isinstance(failed, wire.Failed)
-    assert "continue the count of incarnations in a resumed run" in failed.error
+    assert "count on from it" in failed.error
     assert not failed.culprit_is_job
 
 

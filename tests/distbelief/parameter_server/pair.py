@@ -17,8 +17,8 @@ from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
@@ -220,15 +220,12 @@ class Bench:
         *,
         config: ClientConfig | None = None,
         memory: Memory | None = None,
-        layout: Layout | None = None,
-        selection: PartialView | None = None,
+        view: PartialView | None = None,
     ) -> ParameterClient:
         client = ParameterClient(
             config or ClientConfig(pushes=name != READER),
-            layout=layout or self.layout,
-            shards=[Address(f"shard-{k}") for k in range(self.layout.n_shards)],
+            view or PartialView(self.layout),
             memory=memory or self.memory,
-            selection=selection,
         )
         self.start(name, Loop(client))
         return client

@@ -16,8 +16,8 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adam, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy, Round
@@ -313,7 +313,7 @@ def test_clients_that_hold_parts_give_the_bits_of_one_that_holds_everything(n_sh
     whole, cut = bench_of(n_shards), bench_of(n_shards)
     whole.add_client(config=ROUNDING)
     for name, items in ITEMS.items():
-        cut.add_client(name, config=ROUNDING, selection=PartialView(cut.layout, items))
+        cut.add_client(name, config=ROUNDING, view=PartialView(cut.layout, items))
     whole.settle()
     cut.settle()
 
@@ -403,7 +403,7 @@ def test_what_is_not_finite_is_not_pushed(bad: float, index: int) -> None:
 def test_what_is_finite_stays_finite(selection: Address | None) -> None:
     bench = bench_of()
     view = None if selection is None else PartialView(bench.layout, ITEMS[selection])
-    bench.add_client(config=ROUNDING, selection=view)
+    bench.add_client(config=ROUNDING, view=view)
     bench.settle()
     client = bench.client()
     gradient = [torch.zeros(spec.n_elements) for spec in client._specs]
@@ -552,11 +552,9 @@ class Pair(Bench):
         for name in (CLIENT, OTHER)[:n_clients]:
             client = ParameterClient(
                 ROUNDING,
-                layout=self.layout,
-                shards=[self.A],
-                backups=[self.B],
+                PartialView(self.layout, ITEMS[name] if n_clients > 1 else None),
                 memory=self.memory,
-                selection=PartialView(self.layout, ITEMS[name]) if n_clients > 1 else None,
+                shard_copies=2,
             )
             self.start(name, Loop(client))
         self.settle()
@@ -697,10 +695,6 @@ def test_shards_of_float64_know_no_words() -> None:
     fetch = pf.Fetch(request=1, shard_incarnation=1, credit=1, payload="bfloat16")
     with pytest.raises(RemoteProtocolError, match="bfloat16 of values of float64"):
         alone.receive(fetch, CLIENT)
-    with pytest.raises(ValueError, match="the layout is of float64"):
-        ParameterClient(
-            ROUNDING, layout=alone.layout, shards=[SHARD], memory=PrivateMemory(host="")
-        )
 
 
 def test_a_client_refuses_blocks_of_another_payload_than_it_asked_for() -> None:
@@ -743,7 +737,7 @@ def test_a_round_of_words_is_the_round_of_the_rounded_numbers(holds: str) -> Non
             bench.start(Address(f"shard-{k}"), shard)
         for name in (CLIENT, OTHER):
             view = PartialView(layout, ITEMS[name]) if holds == "parts" else None
-            bench.add_client(name, config=config, selection=view)
+            bench.add_client(name, config=config, view=view)
         bench.settle()
         for seed in range(1, 4):
             for index, name in enumerate((CLIENT, OTHER)):

@@ -163,13 +163,13 @@ def test_values_read_from_elsewhere_lie_where_they_belong_and_are_cast() -> None
 
 def test_a_reader_that_returns_too_little_is_named() -> None:
     layout = Layout.of([TensorSpec(name="a", shape=(300,))], n_shards=1)
-    with pytest.raises(ValueError, match=r"'a': elements 0 to 300 .* shape \(299,\)"):
+    with pytest.raises(ValueError, match=r"'a': read \(299,\), not \(300,\)"):
         shard_values_from(layout, 0, lambda _n, start, stop: np.zeros(stop - start - 1))
 
 
 def test_a_tensor_without_a_distribution_is_named() -> None:
     layout = Layout.of([TensorSpec(name="a", shape=(3,))], n_shards=1)
-    with pytest.raises(ValueError, match=r"tensors \['a'\]; .*\(known: \['b'\]\)"):
+    with pytest.raises(ValueError, match=r"tensors \['a'\]; .*known: \['b'\]"):
         shard_values(layout, 0, {"b": UNIFORM}, seed=0)
 
 
@@ -178,7 +178,7 @@ def test_a_tensor_without_a_distribution_is_named() -> None:
     [
         ("gamma", {}, "distribution is 'gamma'; use one of"),
         ("uniform", {"low": 1.0, "high": 0.0}, "low 1.0 is above high 0.0"),
-        ("uniform", {"std": 1.0}, "'uniform': std is 1.0; .* low and high only"),
+        ("uniform", {"std": 1.0}, r"'uniform': std is 1.0; .* \('low', 'high'\) only"),
         ("normal", {"std": -1.0}, "std is -1.0; use a number, 0 or more"),
         ("normal", {"mean": math.nan}, "'normal': mean is nan"),
         ("constant", {"value": math.inf}, "'constant': value is inf"),

@@ -247,10 +247,3 @@ def test_tensors_that_do_not_fit_the_layout_are_named() -> None:
 def test_a_wrong_layout_is_refused_by_name_and_value(spec: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.convert(spec, LayoutSpec)
-
-
-def test_wrong_words_are_refused_without_a_file_too() -> None:
-    with pytest.raises(ValueError, match="dtype is 'int8'; use 'float32' or"):
-        Layout.of([], n_shards=1, dtype="int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kind 'weight'; use 'parameter' or"):
-        TensorSpec(name="a", shape=(), kind="weight")  # type: ignore[arg-type]

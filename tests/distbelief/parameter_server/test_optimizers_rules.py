@@ -22,6 +22,7 @@ from distbelief.parameter_server.optimizers import (
     Adam,
     Constant,
     Cosine,
+    DelayedNesterov,
     InverseTime,
     Momentum,
     RMSprop,
@@ -80,7 +81,10 @@ PAIRS: list[tuple[UpdateRule, Callable[[list[Parameter]], Optimizer]]] = [
         lambda w: torch.optim.AdamW(w, lr=0.01, weight_decay=0.1, fused=True),
     ),
 ]
-RULES = [rule for rule, _ in PAIRS]
+RULES: list[UpdateRule] = [
+    *(rule for rule, _ in PAIRS),
+    DelayedNesterov(learning_rate=0.1, n_pushes=3, weight_decay=0.1),
+]
 SETTINGS: list[dict[str, object]] = [
     {},
     {"weight_decay": 0.05},
@@ -180,6 +184,30 @@ def test_adagrad_without_epsilon_is_the_formula_of_the_paper() -> None:
         expected[seen] -= gamma / np.sqrt(sums[seen]) * gradient[seen]
     rule = Adagrad(learning_rate=gamma, epsilon=0.0)
     np.testing.assert_allclose(trained(rule, start, gradients(n)), expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("n_pushes", [1, 4])
+def test_delayed_nesterov_is_nesterov_of_the_mean_of_its_pushes(n_pushes: int) -> None:
+    """Liu et al. 2024, section 5 (c = 0): the sum over N pushes is one step of torch's rule."""
+    n = 640
+    start = start_of(n, "float64").astype(np.float64)
+    weights = Parameter(torch.from_numpy(start.copy()))
+    optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9, nesterov=True)
+    pushes = gradients(n, n_pushes=5 * n_pushes)
+    for first in range(0, len(pushes), n_pushes):
+        weights.grad = torch.from_numpy(np.mean(pushes[first : first + n_pushes], axis=0))
+        optimizer.step()
+    rule = DelayedNesterov(learning_rate=0.1, n_pushes=n_pushes)
+    expected = weights.detach().numpy()
+    np.testing.assert_allclose(trained(rule, start, pushes), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_between_two_moves_of_the_velocity_a_push_moves_by_its_share_alone() -> None:
+    rule = DelayedNesterov(learning_rate=1.0, n_pushes=4, momentum=0.5)
+    one = np.ones(64)
+    moved = [0.0, *(-trained(rule, np.zeros(64), [one] * n)[0] for n in range(1, 9))]
+    # A quarter of each; half the velocity, which is 1 and then 1.5, with each fourth.
+    assert np.diff(moved).tolist() == [0.25, 0.25, 0.25, 0.75, 0.25, 0.25, 0.25, 1.0]
 
 
 def test_adam_is_algorithm_1_of_its_paper() -> None:
@@ -377,6 +405,7 @@ def test_rules_know_whether_each_element_has_a_rate_of_its_own() -> None:
     assert {rule.name: rule.adaptive for rule in RULES} == {
         "sgd": False,
         "momentum": False,
+        "delayed_nesterov": False,
         "adagrad": True,
         "rmsprop": True,
         "adam": True,
@@ -411,6 +440,14 @@ def test_a_rule_survives_the_job_file(rule: UpdateRule) -> None:
             "'rmsprop': smoothing is 1.0; use",
         ),
         (
+            {"name": "delayed_nesterov", "learning_rate": 1, "n_pushes": 0},
+            "n_pushes is 0; use 1 or more, such as the number of workers",
+        ),
+        (
+            {"name": "sgd", "learning_rate": 1, "groups": {"b": {"name": "sgd"}}},
+            r"missing required field `learning_rate` - at `\$.groups",
+        ),
+        (
             {"name": "momentum", "learning_rate": 1, "momentum": 1},
             "'momentum': momentum is 1.0; use",
         ),
@@ -443,24 +480,18 @@ def test_a_schedule_by_its_name_alone_is_refused() -> None:
         SGD(learning_rate=1.0, schedule="cosine")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("gradient", "message"),
-    [
-        (np.zeros(64), r"gradient has .* float64, the parameters \(64,\) and float32"),
-        (np.zeros(128, np.float32), r"gradient has shape \(128,\) .* \(64,\)"),
-    ],
-)
-def test_vectors_that_do_not_fit_are_named(gradient: Vector, message: str) -> None:
+@pytest.mark.parametrize("gradient", [np.zeros(64), np.zeros(128, np.float32)])
+def test_vectors_that_do_not_fit_are_a_bug(gradient: Vector) -> None:
     rule = Adagrad(learning_rate=0.1)
     values = np.zeros(64, np.float32)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError):
         rule.apply(values, gradient, rule.state(64, np.float32), clock=0)
-    with pytest.raises(ValueError, match="sum_of_squares has shape"):
+    with pytest.raises(AssertionError):
         rule.apply(values, values.copy(), rule.state(128, np.float32), clock=0)
 
 
 def test_a_vector_that_is_not_aligned_is_refused() -> None:
     """Its last elements would be rounded otherwise than on another shard."""
     values = np.zeros(65, np.float32)
-    with pytest.raises(ValueError, match=r"65 parameters; .* a multiple of 64"):
+    with pytest.raises(AssertionError):
         SGD(learning_rate=0.1).apply(values, values.copy(), {}, clock=0)

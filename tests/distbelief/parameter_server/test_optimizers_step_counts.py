@@ -96,7 +96,7 @@ def test_the_written_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     steps.add(held((0, 10)))
     reason = steps.register(held((0, 3)))
     assert reason is not None
-    assert "need 2 stripes; the most is 1" in reason
+    assert "need 2 stripes, of 1 at most" in reason
     assert steps.register(held((0, 10))) is None  # the other one is forgotten again
 
 

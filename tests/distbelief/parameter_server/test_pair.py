@@ -10,8 +10,7 @@ import torch
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import MemoryGoneError
-from distbelief.parameter_server.client.client import ClientConfig
-from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
+from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ClientConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import Message, SaveCheckpoint, Stop, push_fetch as pf
 from distbelief.roles.role import Address, PeerLost

@@ -21,6 +21,8 @@ RULES = [
     {"name": "sgd", "learning_rate": 1.0},
     {"name": "momentum", "learning_rate": 0.7},
     {"name": "adagrad", "learning_rate": 0.1},
+    {"name": "rmsprop", "learning_rate": 0.1},
+    {"name": "delayed_nesterov", "learning_rate": 0.7, "n_pushes": 4},
     {"name": "adam", "learning_rate": 0.1},
 ]
 INNER = [None, {"name": "SGD", "lr": 0.1}]
@@ -41,8 +43,11 @@ def test_every_combination_is_valid_or_refused_by_one_sentence_that_names_both_k
             except ValueError as error:
                 said = str(error).partition(" - at ")[0]
                 reasons[re.sub(r"\d+|'\w+'", "#", said)] = 1
-                assert len(KEYS & set(re.findall(r"\w+", said))) >= 2, said
+                what, _, mend = said.rpartition(": ")
+                assert len(KEYS & set(re.findall(r"\w+", what))) >= 2, said
+                assert re.match(r"use |give |leave |both say when to exchange: leave ", mend), said
                 assert "\n" not in said
+                assert ". " not in said, "more than one sentence"
                 continue
             n_valid += 1
             assert settings.pace.n_push == (4 if exchange["every"] != 1 else 1)

@@ -1,8 +1,7 @@
 """One shard: events in, actions out."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -49,7 +48,6 @@ from tests.distbelief.parameter_server.pair import (
     CLIENT,
     LARGE,
     OTHER,
-    PLUS_ONE,
     READER,
     TEST,
     layout_of,
@@ -111,22 +109,6 @@ def indices(actions: Sequence[Action]) -> list[int]:
     return [block.block_index for block in sent(actions, pf.ParameterBlock)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"index": 1}, "index is 1; the layout has 1 shards"),
-        ({"pin_seconds_max": 0.0}, "pin_seconds_max is 0.0; use more than 0"),
-        ({"absence_seconds_max": 0.0}, "absence_seconds_max is 0.0; use more than 0"),
-        ({"n_copies": 0}, "n_copies is 0; use more than 0"),
-        ({"n_clients_max": 0}, "n_clients_max is 0"),
-    ],
-)
-def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
-    usual = ShardConfig(index=0, layout=LAYOUT, rule=PLUS_ONE)
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(usual, **changes)
-
-
 def test_an_early_open_session_is_answered_when_the_values_are_there() -> None:
     alone = Alone(ready=False)
     assert alone.shard.status()[0] == "starting"
@@ -156,7 +138,7 @@ def test_early_open_sessions_are_deferred_for_a_limited_number_of_clients() -> N
 
 def test_initial_values_of_the_wrong_size_name_both_sizes() -> None:
     alone = Alone(ready=False, initialise=lambda: np.zeros(3))
-    with pytest.raises(LocalProtocolError, match=rf"shape \(3,\), not \({N},\)"):
+    with pytest.raises(LocalProtocolError, match=rf"\(3,\) values, not \({N},\)"):
         alone.work(alone.started)
 
 
@@ -415,7 +397,7 @@ def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
 
 def test_a_fetched_clock_in_the_future_is_refused() -> None:
     alone = opened()
-    with pytest.raises(RemoteProtocolError, match="fetched_clock 5; the shard's clock is"):
+    with pytest.raises(RemoteProtocolError, match="fetched_clock 5 at 0"):
         alone.receive(said(1, fetched_clock=5))
 
 
@@ -439,7 +421,7 @@ def test_clients_with_shared_memory_send_no_blocks_and_readers_do_not_push() -> 
     alone = Alone()
     alone.hello(host="here")
     alone.hello(READER, pushes=False)
-    with pytest.raises(RemoteProtocolError, match="push buffers are in shared memory"):
+    with pytest.raises(RemoteProtocolError, match="with buffers in shared memory"):
         alone.receive(block(1, 0, np.ones(N)))
     with pytest.raises(RemoteProtocolError, match="its OpenSession has pushes = false"):
         alone.receive(said(1), READER)
@@ -528,7 +510,7 @@ def test_push_buffers_of_an_absent_client_are_released_after_minutes() -> None:
     assert alone.counters()["push_buffer_bytes"] == n_bytes
     (report,) = alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
     assert isinstance(report, Report)
-    assert "replica-0 has been gone for 300 s" in report.text
+    assert "replica-0 is gone for 300 s" in report.text
     assert alone.counters()["push_buffer_bytes"] == 0
     assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
     only(alone.push(2), pf.SessionRefused)

@@ -69,7 +69,7 @@ def test_nobody_attaches_to_private_values() -> None:
 def test_a_region_of_another_size_is_refused_with_both_sizes() -> None:
     memory = PrivateMemory()
     memory.create("values", n_bytes=HEADER_BYTES + 8)
-    with pytest.raises(RemoteProtocolError, match="has 72 bytes, not the 80"):
+    with pytest.raises(RemoteProtocolError, match="has 72 bytes, not 80"):
         SeqlockVector.attach(memory, "values", n_elements=2, dtype=FLOAT64)
 
 

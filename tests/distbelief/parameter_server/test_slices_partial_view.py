@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server import layout as module, slices
+from distbelief.parameter_server import slices
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from tests.distbelief.parameter_server.pair import gather, numbered, put_all
@@ -186,8 +186,8 @@ def test_what_cannot_be_selected_is_named(items: Items, what: str) -> None:
 
 def test_regions_of_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(40, 6)
-    monkeypatch.setattr(module, "N_RANGES_MAX", 39)
-    with pytest.raises(ValueError, match="is 40 separate runs of elements"):
+    monkeypatch.setattr(slices, "N_RANGES_MAX", 39)
+    with pytest.raises(ValueError, match="has 40 runs of elements"):
         PartialView(layout, [("w", Region(((0, 40), (0, 3))))])
     halves = [Region(((0, 20), (0, 3))), Region(((20, 40), (3, 5)))]
     with pytest.raises(ValueError, match="shard 0 into 40 ranges or 2 stripes"):

@@ -73,7 +73,7 @@ def test_parts_are_those_of_the_indices(
     start, stop = min(one, other), max(one, other)
     clipped = ranges.clipped(start, stop)
     assert indices_of(clipped) == [i for i in indices if start <= i < stop]
-    assert ranges.n_below(stop) == sum(i < stop for i in indices)
+    assert ranges.clipped(0, stop).n_elements == sum(i < stop for i in indices)
     assert indices_of(ranges.part(start, stop)) == indices[start:stop]
     places = indices_of(ranges.positions_of(clipped))
     assert [indices[place] for place in places] == indices_of(clipped)
@@ -125,7 +125,7 @@ def test_ranges_that_overlap_are_refused() -> None:
     [
         ([0, 1, 1], "3 numbers of int64 are not stripes"),
         ([0, 1, 1, 1] * (module.N_STRIPES_MAX + 1), "the most is"),
-        ([-1, 1, 1, 1], r"stripe \(start -1, length 1, stride 1, count 1\) does not fit"),
+        ([-1, 1, 1, 1], r"stripe \[-1, 1, 1, 1\] does not fit"),
         ([0, 0, 1, 1], "does not fit a vector of 200"),
         ([0, 1, 1, 0], "does not fit"),
         ([200, 1, 1, 1], "does not fit"),

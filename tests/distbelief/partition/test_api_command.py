@@ -40,6 +40,18 @@ def words() -> nn.Module:
     return nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(48, 10))
 
 
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 5)
+        self.register_buffer("order", torch.arange(5).flip(0), persistent=False)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.table(self.order)
+        return y
+
+
 def linear() -> nn.Module:
     return nn.Linear(2048, 10)
 
@@ -129,6 +141,15 @@ def test_a_plan_is_written_and_fits_the_model_it_was_made_for(tmp_path: Path) ->
     assert plan.predicted.bound_seconds <= plan.predicted.step_seconds
 
 
+def test_a_buffer_that_is_not_saved_is_a_constant_of_the_plan(tmp_path: Path) -> None:
+    """Positions of BERT: ranks looked for them in the weights, and --verify failed."""
+    path = tmp_path / "plan.json"
+    arguments = ("--input", "5x5", "--machines", "1", "--out", str(path))
+    result = call(*arguments, name="Positions")
+    assert result.exit_code == 0, result.output
+    assert list(load(path).captured_graph().tensors) == ["table.weight"]
+
+
 def test_picture_timeline_and_explanation(tmp_path: Path) -> None:
     picture, timeline = tmp_path / "plan.png", tmp_path / "step.json"
     result = call(
@@ -160,7 +181,7 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
     [
         ((), "net", "name the function that makes it and the shape"),
         (("--input", "5", "--machines", "two"), "net", "has no numbers of machines"),
-        (("--input", "5"), "number", "returns a int"),
+        (("--input", "5"), "number", "returned 5, not an nn.Module"),
         (("--input", "5"), "missing", "has no 'missing'"),
         (("--input", "5"), "Branching", "depends on the values of its data"),
         (("--input", "5"), "Custom", "torch.autograd.Function"),

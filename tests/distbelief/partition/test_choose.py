@@ -14,12 +14,15 @@ from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
+from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
+from distbelief.parameter_server.layout import Layout
 from distbelief.partition import choose
 from distbelief.partition.choose import draw, plan_for_job
 from distbelief.program.plan import Plan, load
 from distbelief.task import task as task_module
+from distbelief.task.forward import Sample
 from distbelief.task.task import BuildContext, TaskSpec, capture_for, sample_of
 from distbelief.task.validation import check_data, check_evaluation
 from distbelief.worker.build import Split
@@ -107,7 +110,7 @@ def test_ranks_read_the_graph_in_the_plan(
     monkeypatch.setattr(task_module, "capture", None)
     context = BuildContext(
         task=job().task,
-        layout=None,
+        layout=Layout.of([], n_shards=1),
         n_replicas=1,
         n_shards=1,
         seed=0,
@@ -371,6 +374,40 @@ def test_a_custom_loss_of_labels_is_captured_with_the_model() -> None:
     graph = capture_for(task, sample_of(Data())).graph
     assert graph["targets"].is_integer
     assert not any("module" in layer.options for layer in graph.layers)
+
+
+def unequal_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss = own_loss(outputs, targets)
+    return loss if loss > 0 else -loss
+
+
+def test_a_custom_loss_with_a_branch_is_computed_whole_for_a_short_reason() -> None:
+    """Torch's own message has many lines about symbols."""
+    task: TaskSpec = msgspec.structs.replace(job().task, loss=f"{HERE}:unequal_loss")
+    reason = capture_for(task, sample_of(Data())).graph["loss"].whole
+    assert "it depends on the values of its data (an `if`, a loop, `.item()`)" in reason
+    assert "guard" not in reason
+
+
+class OnlyLoss(nn.Module):
+    """Returns its loss and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    @override
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layer(x), labels)
+
+
+def test_a_model_that_returns_only_its_loss_can_be_split() -> None:
+    """Its check for evaluation asked for other outputs."""
+    task = job(f"model.factory={HERE}:OnlyLoss", "algorithm.loss=model").task
+    tensors = {"x": torch.zeros(2, 5), "labels": torch.zeros(2, dtype=torch.int64)}
+    sample = Sample.of(Batch(tensors, tensors))
+    assert len(capture_for(task, sample).graph.outputs) == 1
+    check_evaluation(task, sample)
 
 
 class TwoMinds(nn.Module):

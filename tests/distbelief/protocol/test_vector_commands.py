@@ -68,7 +68,7 @@ def test_answers_are_added_in_the_order_of_the_shards_and_norms_each_in_its_own_
     assert vc.combine(batch, answers) == ((1e16 + 1.0) - 1e16, 4.0)
     norms = (vc.Norm(x="a", order="1"), vc.Norm(x="a", order="2"), vc.Norm(x="a", order="inf"))
     assert vc.combine(norms, [(3.0, 9.0, 3.0), (4.0, 16.0, 4.0)]) == (7.0, 5.0, 4.0)
-    with pytest.raises(RemoteProtocolError, match="answered a batch of 1 commands with 2"):
+    with pytest.raises(RemoteProtocolError, match="measured 2 numbers, not 1"):
         vc.combine((vc.Dot(x="a", y="b"),), [(1.0,), (1.0, 2.0)])
 
 

@@ -91,11 +91,9 @@ def test_without_a_module_all_tensors_are_of_the_layouts_type(tmp_path: Path) ->
     assert tuple(tensors["weight"].shape) == (5,)
 
 
-def test_checkpoints_of_other_shards_and_unreadable_ones_are_refused(tmp_path: Path) -> None:
+def test_unreadable_checkpoints_are_refused(tmp_path: Path) -> None:
     layout, snapshots = saved(tmp_path, nn.Linear(2, 2), 2)
     path = tmp_path / "m.safetensors"
-    with pytest.raises(ValueError, match="got 1 checkpoints of 2 shards"):
-        write_model_file(path, layout, snapshots[:1])
     snapshots[0].write_bytes(b"cut")
     with pytest.raises(StorageError, match="a checkpoint cannot be read"):
         write_model_file(path, layout, snapshots)

@@ -393,27 +393,24 @@ def test_checkpoints_of_another_model_are_not_resharded(run: Run) -> None:
         ('{"n_shards": 2, "n_replicas": -2}', "Expected `int` >= 1 - at `$.n_replicas`"),
         ('{"n_shards": 1000000000, "n_replicas": 2}', "Expected `int` <= 4096 - at `$.n_shards`"),
         ('{"n_shards": 1, "n_replicas": 2}', "n_shards is 1, but there are checkpoints of shard-1"),
+        (None, "it is missing"),
     ],
 )
-def test_a_cut_that_cannot_be_is_named_with_the_fix(run: Run, content: str, why: str) -> None:
+def test_a_cut_that_cannot_be_is_named_with_the_fix(
+    run: Run, content: str | None, why: str
+) -> None:
     run.begun()
     file = run.directory.snapshots / "cut.json"
-    file.write_text(content)
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
     with pytest.raises(StorageError) as caught:
         run.take_up(job())
     assert str(caught.value) == (
-        f"{file} is damaged ({why}): if [cluster] in "
-        f"{run.directory.job_file} has the last numbers of shards and replicas, remove cut.json"
+        f"{file} is damaged ({why}): restore it, or start again with --from-scratch "
+        "(from_scratch=True)"
     )
-    file.unlink()
-    assert run.take_up(job()).previous.missing == ()
-
-
-def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) -> None:
-    first = run.begun()
-    (run.directory.snapshots / "cut.json").unlink()
-    assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(n_shards=2, n_replicas=2)
-    assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
 
 
 # ---------------------------------------------------------------------------- the data

@@ -79,6 +79,6 @@ def test_an_address_that_makes_no_sense_is_named(
 def test_a_name_that_only_this_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian has its machine's name at 127.0.1.1: others waited there in vain."""
     monkeypatch.setattr(options, "number_of", lambda _: "127.0.1.1")
-    with pytest.raises(JobError, match=r"head is 127\.0\.1\.1 here, which no"):
+    with pytest.raises(JobError, match=r"head is 127\.0\.1\.1 here, for this host alone"):
         listen_config("tcp://head:7700", keys=Path("k"), insecure=False)
     assert listen_config("tcp://127.0.1.1:7700", keys=None, insecure=False).is_local

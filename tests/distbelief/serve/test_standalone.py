@@ -172,7 +172,7 @@ def test_another_thing_is_not_gone_on_with(
 
 def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[ServerRequest]) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(JobError, match="is not the directory of a parameter server"):
+    with pytest.raises(JobError, match="is not the directory of a server"):
         serve(tmp_path)
     with pytest.raises(StorageError, match="cannot make"):
         serve(tmp_path / "thesis.tex")

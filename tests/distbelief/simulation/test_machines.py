@@ -1,50 +1,22 @@
 """Cost scales: a small model with the bytes, times and blocks of a large one; copies of arrays."""
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from distbelief.core import vectors
-from distbelief.core.memory import Memory
-from distbelief.core.vectors import n_blocks
-from distbelief.errors import LocalProtocolError
-from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import PushBlock
-from distbelief.roles.role import Address, Compute, Cost, Executor, Received, Role, Send
-from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.cpu import Processor
-from distbelief.simulation.machines import (
-    ClusterOptions,
-    CostScale,
-    Machine,
-    block_bytes_for,
-    blocks_of,
-    frame_scale,
-    scale_of,
-    scales_for,
-)
-from distbelief.simulation.network import Card, Link, SwitchedNetwork
+from distbelief.roles.role import Address, Compute, Cost, Received, Send
+from distbelief.simulation.machines import ClusterOptions, CostScale, frame_scale, scale_of
+from distbelief.simulation.network import Link
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
-def layout(n: int, n_shards: int = 3) -> Layout:
-    return Layout.of([TensorSpec(name="w", shape=(n,))], n_shards=n_shards)
-
-
-SMALL, LARGE = layout(1000), layout(10_000_000)
 SHARD, REPLICA = Address("shard-1"), Address("replica-0")
 
 
-def test_a_shards_vector_stands_for_exactly_the_large_one() -> None:
-    scales = scales_for(SMALL, LARGE, {REPLICA: 7.0}, data_bytes=2.0)
-    for k in range(3):
-        m, n = SMALL.shard_size(k) * 4, LARGE.shard_size(k) * 4
-        assert round(m * scales[Address(f"shard-{k}")].frame_bytes) == n
-    assert scales[REPLICA].flops == 7.0
-    assert scales[REPLICA].data_bytes == 2.0
+def test_a_backup_has_the_scale_of_its_primary() -> None:
+    scales = {SHARD: CostScale(frame_bytes=3.0)}
     assert scale_of(scales, Address("shard-1b")) == scales[SHARD]
     assert scale_of(scales, Address("evaluator")) == CostScale()
 
@@ -54,25 +26,6 @@ def test_of_two_ends_the_shard_counts() -> None:
     assert frame_scale(scales, SHARD, REPLICA) == 3.0
     assert frame_scale(scales, REPLICA, SHARD) == 3.0
     assert frame_scale(scales, REPLICA, Address("replica-1")) == 2.0
-
-
-def test_blocks_are_about_as_many_as_of_the_large_net() -> None:
-    n_bytes = block_bytes_for(SMALL, LARGE)
-    wanted = [n_blocks(LARGE.shard_size(k), itemsize=4) for k in range(3)]
-    with blocks_of(n_bytes):
-        found = [n_blocks(SMALL.shard_size(k), itemsize=4) for k in range(3)]
-    assert np.abs(np.subtract(found, wanted)).max() <= 2  # shards are not quite alike
-    assert vectors.BLOCK_BYTES == 1 << 20
-    with blocks_of(None):
-        assert vectors.BLOCK_BYTES == 1 << 20
-
-
-def test_costs_are_multiplied_executor_by_executor() -> None:
-    scale = CostScale(flops=2.0, n_bytes=3.0, data_bytes=5.0)
-    cost = Cost(flops=1.0, n_bytes=1.0, waiting=1.0)
-    computed = Cost(flops=2.0, n_bytes=3.0, waiting=1.0)
-    assert scale.of(cost, Executor.COMPUTE) == computed
-    assert scale.of(cost, Executor.DATA) == Cost(flops=5.0, n_bytes=5.0, waiting=5.0)
 
 
 def test_virtual_time_and_bytes_are_those_of_the_large_net() -> None:
@@ -93,55 +46,6 @@ def test_virtual_time_and_bytes_are_those_of_the_large_net() -> None:
     assert cluster.busy(A) == pytest.approx(8.0)
     assert cluster.busy(B) == 0.0
     assert 400_000 < cluster.traffic.n_bytes < 400_150
-
-
-def test_roles_are_built_with_blocks_of_that_size() -> None:
-    seen: list[int] = []
-
-    def build(_: Memory) -> Role:
-        seen.append(vectors.BLOCK_BYTES)
-        return Scripted()
-
-    cluster = SimulatedCluster({A: build}, seed=1, options=ClusterOptions(block_bytes=96))
-    cluster.run()
-    cluster.run_until(lambda: True)
-    assert seen == [96]
-    assert vectors.BLOCK_BYTES == 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("made", "values", "said"),
-    [
-        (CostScale, {"flops": -1.0}, "flops"),
-        (ClusterOptions, {"block_bytes": 0}, "block_bytes"),
-        (ClusterOptions, {"launch_seconds": -1.0}, r"launch_seconds is -1\.0; it must be f"),
-        (ClusterOptions, {"port_reuse": 1.5}, r"port_reuse is 1\.5; it is a prob"),
-        (ClusterOptions, {"n_lines_kept": 0}, "n_lines_kept is 0; it must be above 0"),
-        (Machine, {"flops_per_second": 0.0}, r"Machine\.flops_per_second is"),
-        (Machine, {"jitter": -0.1}, r"Machine\.jitter is"),
-        (Machine, {"overhead_seconds": -1.0}, r"Machine\.overhead_seconds is"),
-        (Machine, {"spread": math.inf}, r"Machine\.spread is"),
-        (Processor, {"cores": 0, "bytes_per_second": 1.0}, "cores"),
-        (Link, {"latency_seconds": -1.0}, "finite and at least 0"),
-        (Link, {"bytes_per_second": 0.0}, "must be above 0"),
-        (Link, {"jitter": -1.0}, "finite and at least 0"),
-        (Card, {"bytes_per_second": 0.0}, "above 0"),
-        (Card, {"bytes_per_second": -1.0}, "above 0"),
-        (Card, {"bytes_per_second": math.nan}, "above 0"),
-        (Card, {"bytes_per_second": 1.0, "overhead_seconds": -1.0}, "overhead"),
-        (SwitchedNetwork, {"cards": {}, "latency_seconds": -1.0}, "latency"),
-    ],
-)
-def test_impossible_values_are_refused(
-    made: Callable[..., object], values: dict[str, object], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        made(**values)
-
-
-def test_layouts_with_other_numbers_of_shards_are_refused() -> None:
-    with pytest.raises(LocalProtocolError, match="2 shards"):
-        scales_for(layout(1000, 2), LARGE, {})
 
 
 @pytest.mark.parametrize("codec", [False, True])

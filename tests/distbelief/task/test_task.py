@@ -1,6 +1,7 @@
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -106,7 +107,7 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
     (directory / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     monkeypatch.syspath_prepend(str(directory))
     for name, claim in [
-        ("needs_more", "needs_more needs 'not_installed_here'"),
+        ("needs_more", "needs_more failed: .*No module named 'not_installed_here'"),
         ("breaks", r"ZeroDivisionError.*\(breaks.py, line 2\)"),
         ("broken", r"broken failed: SyntaxError: .* \(broken.py, line 1"),
         ("leaves", r"importing leaves failed: SystemExit: 5 \(leaves.py"),
@@ -125,14 +126,14 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
             f"{HERE}:net",
             {"states": 3},
             (
-                rf"^\[model.arguments\] {HERE}:net takes no argument 'states' "
-                r"\(it takes width, hidden, n_classes\)$"
+                rf"^\[model.arguments\] {HERE}:net takes width, hidden, n_classes: "
+                r"got an unexpected keyword argument 'states'$"
             ),
         ),
-        (f"{HERE}:failing", {}, "needs the argument 'size'"),
+        (f"{HERE}:failing", {}, "takes size: missing a required argument: 'size'. Give it"),
         (f"{HERE}:failing", {"size": 5}, r"failing failed: KeyError: 5 \(examples.py, l"),
         (f"{HERE}:exits", {}, r"exits failed: SystemExit: 3 \(examples.py, l"),
-        (f"{HERE}:net", {"widht": 4}, "takes no argument 'widht' .* Did you mean 'width'"),
+        (f"{HERE}:net", {"widht": 4}, "argument 'widht'. Did you mean 'width'"),
         (f"{HERE}:no_module", {}, "returned a list, not an nn.Module"),
         (f"{HERE}:module_class", {}, "returned the class Identity, not an nn.Module: let it r"),
         (f"{HERE}:lazy_net", {}, "parameter 'weight' has no shape yet"),
@@ -170,6 +171,14 @@ def test_installed_modules_are_found_through_the_users_own(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["", "a..b", "sys", "zmq.no_such_module"])
 def test_a_module_that_cannot_be_found_is_left_out(name: str, tmp_path: Path) -> None:
     assert installed_imports([name], [str(tmp_path)]) == ()
+
+
+def test_a_folder_without_init_ends_the_search_of_its_modules(tmp_path: Path) -> None:
+    """Regression: KeyError: 'pack', before the job had begun."""
+    (tmp_path / "pack" / "parts").mkdir(parents=True)
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "parts" / "nets.py").write_text("import msgspec\n")
+    assert installed_imports(["pack.parts.nets"], [str(tmp_path)]) == ()
 
 
 # ---------------------------------------------------------------------- check
@@ -347,7 +356,9 @@ def test_a_loss_with_a_name_takes_one_tensor_of_each() -> None:
 
 def test_the_loss_of_the_model_is_its_field_or_comes_first() -> None:
     loss, value = loss_function("model"), torch.ones(())
-    for outputs in ({"logits": torch.ones(3), "loss": value}, (value, torch.ones(3)), value):
+    fields = SimpleNamespace(loss=value, logits=torch.ones(3))
+    named = {"logits": torch.ones(3), "loss": value}
+    for outputs in (named, (value, torch.ones(3)), value, fields):
         assert loss(outputs, None) is value
     with pytest.raises(JobError, match=r"it returned logits: does the data set give the labels"):
         loss({"logits": torch.ones(3), "loss": None}, None)

@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from distbelief.errors import TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint
 from distbelief.protocol.codec import FRAME_BYTES_MAX, Codec
+from distbelief.transport import zmq_transport
 from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import REFUSED, PeerLimits, RunAuth, Source, TokenBucket
 from distbelief.transport.config import KeyConfig
@@ -224,8 +225,8 @@ def test_a_worker_learns_that_its_key_is_not_allowed(world: World) -> None:
     world.server_files.revoke("honest")
     server, worker = world.server(), world.worker()
     worker.connect("supervisor", 1, server.endpoint, watched=True)
-    wait(server, until=lambda: worker.is_refused("supervisor"))
-    assert not worker.has_other_key("supervisor")
+    wait(server, until=lambda: worker.has_failed("supervisor", zmq_transport.REFUSED))
+    assert not worker.has_failed("supervisor", zmq_transport.ANOTHER)
 
 
 def test_a_worker_learns_that_another_process_listens_there(world: World) -> None:
@@ -244,8 +245,8 @@ def test_a_worker_learns_that_another_process_listens_there(world: World) -> Non
             port = Endpoint.parse(inbox.endpoint).port
             place = Endpoint(host="127.0.0.1", port=port, key=wrong)
             worker.connect("supervisor", 1, str(place), watched=True)
-            wait(inbox, until=lambda: worker.has_other_key("supervisor"))  # noqa: B023
-            assert not worker.is_refused("supervisor")
+            wait(inbox, until=lambda: worker.has_failed("supervisor", zmq_transport.ANOTHER))  # noqa: B023
+            assert not worker.has_failed("supervisor", zmq_transport.REFUSED)
     assert world.log == []
 
 

@@ -443,8 +443,8 @@ def test_an_endpoint_with_another_key_is_not_connected_to(
     member.connect("inbox", 1, inbox_tcp.endpoint, watched=True)
     member.send("inbox", SaveCheckpoint(label="honest"))
     assert labels(take(inbox_tcp, 1)) == ["honest"]
-    assert not member.has_other_key("inbox")
-    assert not stranger.has_other_key("nobody")
+    assert not member.has_failed("inbox", zmq_transport.ANOTHER)
+    assert not stranger.has_failed("nobody", zmq_transport.ANOTHER)
 
 
 def test_a_socket_of_another_kind_gets_no_message_in(inbox: ZmqTransport, make: Make) -> None:

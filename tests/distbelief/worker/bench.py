@@ -12,8 +12,9 @@ from distbelief import protocol as wire
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.data import Dataset, DataShard
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.roles import role as rl
 from distbelief.task import dry_run
 from distbelief.transport.node import _compute
@@ -99,10 +100,7 @@ class RoleBench:
         gather(self.layout, 0, model.values, values)
         self.shard = Shard(values)
         self.client = ParameterClient(
-            ClientConfig(pushes=pushes),
-            layout=self.layout,
-            shards=[SHARD],
-            memory=PrivateMemory(host=""),
+            ClientConfig(pushes=pushes), PartialView(self.layout), memory=PrivateMemory(host="")
         )
         self.computes: list[rl.Compute] = []  # requested, and has not run
         self.timers: dict[str, float] = {}

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.config import ClientConfig
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.protocol import HeartbeatAck, Join, Message, PeerEntry, Peers
 from distbelief.roles import role as rl
 from distbelief.worker.loop_worker import BEAT, LoopWorker
@@ -35,8 +36,7 @@ def worker() -> LoopWorker:
     tensor = TensorSpec(name="000000", shape=(3,), kind="parameter")
     client = ParameterClient(
         ClientConfig(pushes=True),
-        layout=Layout.of([tensor], n_shards=1),
-        shards=[SHARD],
+        PartialView(Layout.of([tensor], n_shards=1)),
         memory=PrivateMemory(host=""),
     )
     made = LoopWorker(client=client, join=Join(endpoint="here", host="", pid=0))

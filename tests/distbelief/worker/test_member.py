@@ -302,8 +302,3 @@ def test_stop_ends_a_role_that_has_not_started_and_is_passed_on_to_one_that_has(
     assert isinstance(messages(actions)[0], wire.Finished)
     assert actions[-1] == rl.Exit()
     assert Driver().running().say(wire.Stop(reason="enough")) == [rl.Report(text="heard")]
-
-
-def test_a_heartbeat_slower_than_the_patience_is_rejected() -> None:
-    with pytest.raises(ValueError, match="heartbeat_seconds is 20"):
-        JobMemberConfig(name="x", heartbeat_seconds=20.0, patience_seconds=15.0)

@@ -16,10 +16,10 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.roles.role import Executor, Started
+from distbelief.roles.role import Action, Computed, Executor, Started
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourSettings, Pace
-from distbelief.worker.training import Items, Trainer, TrainingObjective
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.training import PUSH, Items, TrainingObjective
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
 
@@ -149,11 +149,42 @@ def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
     assert clocks == [0, 1, 2, 3]
 
 
+class Client:
+    """A client whose shards have the pushes of 8 samples."""
+
+    samples = 8
+    clocks = (2,)
+    unacknowledged = 0
+    can_push = ready = False
+
+    def staged(self, *_: object, **__: object) -> list[Action]:
+        return []
+
+
+def objective_of(config: DownpourSettings, items: Items, *, is_whole: bool) -> TrainingObjective:
+    return TrainingObjective(
+        config,
+        items,
+        client=cast("ParameterClient", Client()),
+        n_ranks=1,
+        is_whole=is_whole,
+        shapes=[value.shape for value in items.values],
+        n_steps=lambda start, stop: (stop - start) // 4,
+    )
+
+
 def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
     values = [torch.ones(3), torch.zeros(2)]
     items = Items(values=values, trained=frozenset({0}), averages=(1,))
-    trainer = Trainer(items, Pace(n_push=2), clip_norm=None, n_ranks=1, is_whole=True)
-    trainer.total.add({0: torch.full((3,), 4.0)})
+    config = DownpourSettings(
+        loss="", batch_size=4, rule=SGD(learning_rate=0.1), n_push=2, local_learning_rate=0.5
+    )
+    objective = objective_of(config, items, is_whole=True)
+    batch = BatchIndices(position=8, indices=np.arange(4))
+    put = objective.open(0, batch, BatchSlice(generation=1, step=0, samples=batch))
+    put(0, torch.full((3,), 4.0))
+    found = StepResult(loss=4.0, averages={}, outputs=())
+    objective.closed(objective.close(found), found, batch, 0.0)
 
     def fetch(value: float, *, torn: bool) -> None:
         def install() -> FetchResult:
@@ -161,7 +192,7 @@ def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
                 each.fill_(value)
             return FetchResult(torn=(0,) if torn else (), clocks=(-1 if torn else 3,))
 
-        trainer.installing(install, rate=0.5)()
+        objective.installing(install)()
 
     fetch(1.0, torn=False)
     assert values[0].tolist() == [-1.0] * 3
@@ -170,7 +201,7 @@ def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
         fetch(2.0, torn=torn)
     assert values[0].tolist() == [0.0] * 3
     assert values[1].tolist() == [7.0] * 2
-    trainer.staged(PushResult(finite=True))
+    objective.computed(Computed(name=PUSH, result=PushResult(finite=True)), 0.0)
     fetch(3.0, torn=False)
     assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]
 
@@ -406,24 +437,11 @@ def test_no_batch_beyond_the_last_step_is_read() -> None:
     assert bench.run_while_it_can().count("replica:read") == 2
 
 
-class Client:
-    """A client whose shards have the pushes of 8 samples."""
-
-    samples = 8
-    clocks = (2,)
-    unacknowledged = 0
-    can_push = ready = False
-
-
 def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
     """The group begins where the rank that has pushed least left off."""
     config = DownpourSettings(loss="", batch_size=4, rule=SGD(learning_rate=0.1))
     items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
-    trainer = Trainer(items, config.pace, clip_norm=None, n_ranks=1, is_whole=False)
-    client = cast("ParameterClient", Client())
-    objective = TrainingObjective(
-        config, client=client, trainer=trainer, n_steps=lambda start, stop: (stop - start) // 4
-    )
+    objective = objective_of(config, items, is_whole=False)
     objective.begin(0, 0.0)
     counted = []
     for step in range(4):

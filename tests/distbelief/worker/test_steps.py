@@ -13,8 +13,7 @@ from distbelief.program.placement import Placement
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.roles.role import Address
 from distbelief.worker.batches import BatchSlice, TrainingPlan
-from distbelief.worker.steps import StepRunner
-from distbelief.worker.transfers import RankLink
+from distbelief.worker.steps import RankLink, StepRunner
 from tests.distbelief.program.plans import chain
 
 

@@ -8,7 +8,7 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.protocol.codec import FRAME_BYTES_MAX
 from distbelief.roles.role import Action, Address, Send
-from distbelief.worker.transfers import (
+from distbelief.worker.steps import (
     ACK_EVERY,
     AGAIN_SECONDS,
     Block,

@@ -10,11 +10,11 @@ from experiments.cache import CacheError
 from experiments.images import drawing
 from experiments.images.album import Recipe, ensure, open_album
 from experiments.images.data import glyphs, prepare
-from experiments.images.errors import ImagesError
+from experiments.images.fonts import ImagesError
 
 
-SMALL: dict[str, Any] = {"categories": 4, "copies": 3, "size": 16, "script": "latin"}
-RECIPE = Recipe(script="latin", part="train", categories=4, copies=3, size=16, seed=0)
+SMALL: dict[str, Any] = {"categories": 4, "copies": 3, "size": 16}
+RECIPE = Recipe(part="train", categories=4, copies=3, size=16, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_same_recipe_gives_the_same_pixels_and_more_copies_begin_with_them(
     second = open_album(ensure(RECIPE, folder=tmp_path), verify=True)
     assert first.facts["sha256"] == second.facts["sha256"]
     assert len({image.tobytes() for image in first.images}) == RECIPE.n_images
-    more = Recipe(script="latin", part="train", categories=5, copies=4, size=16, seed=0)
+    more = Recipe(part="train", categories=5, copies=4, size=16, seed=0)
     many = open_album(ensure(more, folder=tmp_path))
     both = [list(many.labels).index(category) for category in range(4)]
     np.testing.assert_array_equal(many.images[both], first.images[:4])
@@ -56,7 +56,7 @@ def test_the_same_recipe_gives_the_same_pixels_and_more_copies_begin_with_them(
 
 def test_parts_and_seeds_are_drawn_apart() -> None:
     names = {
-        Recipe(script="latin", part=part, categories=2, copies=1, size=8, seed=seed).name
+        Recipe(part=part, categories=2, copies=1, size=8, seed=seed).name
         for part in ("train", "test")
         for seed in (0, 1)
     }
@@ -65,7 +65,7 @@ def test_parts_and_seeds_are_drawn_apart() -> None:
 
 def test_prepare_draws_once_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare("test", **SMALL, cache=tmp_path)
-    assert "drawing 12 images, test part, latin: 100%" in capsys.readouterr().err
+    assert "drawing 12 images, test part: 100%" in capsys.readouterr().err
     prepare("test", **SMALL, cache=tmp_path)
     assert capsys.readouterr().err == ""
     assert len(glyphs("test", **SMALL, cache=tmp_path)) == 12
@@ -115,8 +115,8 @@ def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_glyph_fills_its_square_in_any_font() -> None:
     from experiments.images.fonts import faces  # noqa: PLC0415
 
-    for face in faces("latin", "train") + faces("latin", "test"):
+    for face in faces("train") + faces("test"):
         box = drawing.draw_glyph(face, "Wi", size=32).getbbox()
         assert box is not None
         longest = max(box[2] - box[0], box[3] - box[1])
-        assert 48 <= longest <= 62, face.file
+        assert 48 <= longest <= 62, face

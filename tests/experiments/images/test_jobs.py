@@ -56,10 +56,10 @@ def test_one_vs_all_is_the_sum_of_logistic_losses() -> None:
 def test_the_plain_loop_learns_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(FOLDER / "demo.toml"), "--reports", "1", "--learning-rate", "0.02"]
     stages = "[{ maps = 4, filter = 3, pool = 3, step = 2 }]"
-    small = {"categories": 3, "copies": 20, "size": 12, "script": '"latin"'}
+    small = {"categories": 3, "copies": 20, "size": 12}
     for part in ("train", "test"):
-        for key, value in small.items():
-            arguments += ["--set", f"data.{part}.arguments.{key}={value}"]
+        for key, number in small.items():
+            arguments += ["--set", f"data.{part}.arguments.{key}={number}"]
         arguments += ["--set", f'data.{part}.arguments.cache="{tmp_path}"']
     for key, value in (("stages", stages), ("categories", 3), ("size", 12)):
         arguments += ["--set", f"model.arguments.{key}={value}"]

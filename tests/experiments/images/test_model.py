@@ -46,7 +46,7 @@ def test_the_documented_layers_have_the_documented_parameters() -> None:
 @pytest.mark.parametrize("size", list(MAPS))
 def test_every_layer_is_captured_and_none_is_whole(size: Size) -> None:
     graph = captured(size)
-    stages = ["locally_connected", "l2_pool", "local_contrast"] * 3
+    stages = ["locally_connected", "pool", "local_contrast"] * 3
     kinds = ["input", *stages, "reshape", "linear", "input", "place_loss"]
     assert [layer.kind for layer in graph.layers] == kinds
     assert not any(layer.whole for layer in graph.layers)

@@ -245,7 +245,7 @@ def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:
 
 def test_a_run_that_ends_at_its_start_has_a_loss() -> None:
     """A constant loss: it had converged, with a reported loss of NaN."""
-    run = Run(Sandblast(method=GradientDescent(gradient_tolerance=1e9)))
+    run = Run(Sandblast(method=GradientDescent(tolerance=1e9)))
     run.play()
     assert run.coordinator.status()[1]["loss"] == run.checker.losses[-1] > 0.0
 

@@ -22,7 +22,7 @@ class Perverse:
     def __init__(self, scale: float, *, at: int) -> None:
         self._scale = scale
         self._at = at
-        self._inner = QuasiNewton(n_history=5)
+        self._inner = QuasiNewton(history=5)
         self.n_directions = 0
         self.n_forgotten = 0
         self.measure = self._inner.measure
@@ -99,7 +99,7 @@ def test_the_rounding_floor_is_an_end_of_its_own() -> None:
         gradient[-1] = float(np.sum(4.0 * squares * last))
         return loss, gradient
 
-    method = LBFGS(gradient_tolerance=0.0, value_tolerance=0.0)
+    method = LBFGS(tolerance=0.0, value_tolerance=0.0)
     x, result = minimize_flat(arwhead, np.ones(100), method, n_shards=2)
     assert result.reason in {
         Reason.CONVERGED_ROUNDING,
@@ -114,23 +114,23 @@ def test_rounding_ends_a_run_that_asks_for_more_than_there_is() -> None:
         loss, gradient = bowl(x - np.pi)
         return 1e6 + loss, gradient
 
-    method = LBFGS(gradient_tolerance=0.0, value_tolerance=0.0)
+    method = LBFGS(tolerance=0.0, value_tolerance=0.0)
     x, result = minimize_flat(raised, np.zeros(5), method)
     assert result.reason in {Reason.CONVERGED_ROUNDING, Reason.CONVERGED_VALUE}
     np.testing.assert_allclose(x, np.pi, atol=1e-4)
 
 
-@pytest.mark.parametrize("n_history", [1, 3, 10])
-def test_history_is_bounded(n_history: int) -> None:
+@pytest.mark.parametrize("history", [1, 3, 10])
+def test_history_is_bounded(history: int) -> None:
     def rough(x: Doubles) -> tuple[float, Doubles]:
         loss, gradient = bowl(x)
         return loss + float(np.sum(x**4)), gradient + 4.0 * x**3
 
     seen = Seen()
     local = Local(np.linspace(1.0, 3.0, 30), rough, callback=seen)
-    local.run(LBFGS(n_history=n_history, gradient_tolerance=1e-9).steps())
-    assert max(len(done.vectors) for done in seen) == 3 + 2 * n_history
-    assert len(local.algebras[0].names()) <= 3 + 2 * (n_history + 1) + 3
+    local.run(LBFGS(history=history, tolerance=1e-9).steps())
+    assert max(len(done.vectors) for done in seen) == 3 + 2 * history
+    assert len(local.algebras[0].names()) <= 3 + 2 * (history + 1) + 3
 
 
 def test_a_pair_without_curvature_is_not_remembered() -> None:
@@ -154,7 +154,7 @@ def test_a_pair_of_negative_curvature_is_not_remembered(curvature: float) -> Non
     local.put("trial", step)
     local.put("gradient", np.ones(2))
     local.put("trial_gradient_0", np.ones(2) + curvature * step)
-    descent = QuasiNewton(n_history=3)
+    descent = QuasiNewton(history=3)
     descent.forget(gradient_square=2.0)
     scalars = local.perform(descent.measure("trial_gradient_0"))
     trial = Trial(Sample(1.0, 0.0, 0.0), "trial_gradient_0", 1.0, 2.0, scalars)
@@ -164,7 +164,7 @@ def test_a_pair_of_negative_curvature_is_not_remembered(curvature: float) -> Non
 
 def test_float32_shards_come_as_near_as_float32_allows() -> None:
     local = Local(np.zeros(40), lambda x: bowl(x - 1.0), n_shards=3, dtype="float32")
-    result = local.run(LBFGS(gradient_tolerance=1e-4).steps())
+    result = local.run(LBFGS(tolerance=1e-4).steps())
     assert result.reason.converged
     np.testing.assert_allclose(local.get("parameters"), 1.0, atol=1e-4)
 

@@ -95,7 +95,7 @@ def test_a_run_that_ended_ends_again_or_continues_with_a_larger_bound(name: str)
     problem, method = ill_conditioned(), METHODS[name]
     whole = Recorder(problem, 12)
     expected = whole.local.run(method.steps())
-    short = msgspec.structs.replace(method, n_iterations_max=3)
+    short = msgspec.structs.replace(method, max_iterations=3)
     first = Recorder(problem, 12)
     result = first.local.run(short.steps())
     assert (result.reason, result.iteration) == (Reason.MAX_ITERATIONS, 3)
@@ -192,7 +192,7 @@ def test_a_wall_of_nan_is_not_run_into(name: str, radius: float) -> None:
         target = 1.0 - 0.3 * np.arange(1.0, 5.0) / 4.0
         return bowl(x - target)
 
-    method = msgspec.structs.replace(METHODS[name], n_iterations_max=200)
+    method = msgspec.structs.replace(METHODS[name], max_iterations=200)
     x, result = minimize_flat(walled, np.ones(4), method)
     assert math.isfinite(result.loss)
     assert result.loss <= walled(np.ones(4))[0]
@@ -238,7 +238,7 @@ def test_a_loss_without_minimum_ends_at_a_bound(name: str) -> None:
     def slope(x: Doubles) -> tuple[float, Doubles]:
         return -float(x.sum()), -np.ones(len(x))
 
-    method = msgspec.structs.replace(METHODS[name], n_evaluations_max=40)
+    method = msgspec.structs.replace(METHODS[name], max_evaluations=40)
     _, result = minimize_flat(slope, np.zeros(2), method)
     assert not result.reason.converged
     assert result.n_evaluations <= 40
@@ -260,7 +260,7 @@ def test_differences_that_vanish_in_rounding_end_no_run(method: AnyMethod, start
     def quartic(x: Doubles) -> tuple[float, Doubles]:
         return float((x**4).sum()), 4.0 * x**3
 
-    greedy = msgspec.structs.replace(method, gradient_tolerance=0.0, value_tolerance=0.0)
+    greedy = msgspec.structs.replace(method, tolerance=0.0, value_tolerance=0.0)
     _, result = minimize_flat(quartic, np.full(3, start), greedy)
     assert result.loss <= 1e-40
 
@@ -281,9 +281,7 @@ def test_the_unit_of_the_loss_does_not_matter(name: str, size: float) -> None:
         loss, gradient = problem(x)
         return size * loss, size * gradient
 
-    method = msgspec.structs.replace(
-        METHODS[name], gradient_tolerance=1e-5 * size, value_tolerance=0.0
-    )
+    method = msgspec.structs.replace(METHODS[name], tolerance=1e-5 * size, value_tolerance=0.0)
     if isinstance(method, OWLQN):
         method = msgspec.structs.replace(method, l1=size * method.l1)
     x, result = minimize_flat(scaled, np.zeros(12), method)
@@ -313,7 +311,7 @@ def n_bytes(requests: list[base.Request]) -> list[int]:
 
 def record(name: str, n: int) -> list[base.Request]:
     local = Local(np.zeros(n), Logistic.made(40, n, l2=1e-2), n_shards=2)
-    method = msgspec.structs.replace(METHODS[name], n_iterations_max=15)
+    method = msgspec.structs.replace(METHODS[name], max_iterations=15)
     return list(requests_of(method, local))
 
 
@@ -345,13 +343,13 @@ def test_an_iteration_takes_two_requests_and_one_per_further_trial(name: str) ->
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LBFGS(n_history=0), "n_history is 0"),
-        (lambda: LBFGS(gradient_tolerance=-1.0), "gradient_tolerance is -1.0"),
+        (lambda: LBFGS(history=0), "history is 0"),
+        (lambda: LBFGS(tolerance=-1.0), "tolerance is -1.0"),
         (lambda: LBFGS(value_tolerance=math.nan), "value_tolerance is nan"),
         (lambda: ConjugateGradient(l2=math.inf), "l2 is inf"),
-        (lambda: GradientDescent(n_iterations_max=0), "n_iterations_max is 0"),
+        (lambda: GradientDescent(max_iterations=0), "max_iterations is 0"),
         (lambda: OWLQN(l1=0.0), "l1 is 0.0"),
-        (lambda: OWLQN(l1=1.0, n_history=0), "n_history is 0"),
+        (lambda: OWLQN(l1=1.0, history=0), "history is 0"),
         (lambda: LBFGS(curvature=1e-4), "sufficient_decrease is 0.001"),
         (lambda: ConjugateGradient(curvature=1.0), "curvature is 1.0"),
         (lambda: OWLQN(l1=1.0, sufficient_decrease=0.0), "sufficient_decrease is 0.0"),

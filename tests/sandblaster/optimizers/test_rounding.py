@@ -53,7 +53,7 @@ def basin(x: Doubles) -> tuple[float, Doubles]:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_search_within_the_rounding_error_is_short_and_explained(name: str) -> None:
     seen = Seen()
-    asked = {"gradient_tolerance": 0.0, "value_tolerance": 0.0}
+    asked = {"tolerance": 0.0, "value_tolerance": 0.0}
     method = msgspec.structs.replace(METHODS[name], **asked)
     x, result = minimize_flat(basin, np.zeros(9), method, callback=seen)
     assert result.reason in {Reason.CONVERGED_ROUNDING, Reason.CONVERGED_VALUE}
@@ -113,7 +113,7 @@ def test_a_plain_that_values_cannot_show_is_crossed() -> None:
     def plain(x: Doubles) -> tuple[float, Doubles]:
         return rounded(x, 3.0 + float(np.cos(x[0]))), -np.sin(x)
 
-    method = LBFGS(gradient_tolerance=0.0, rounding=SINGLE)
+    method = LBFGS(tolerance=0.0, rounding=SINGLE)
     x, result = minimize_flat(plain, np.array([1e-8]), method)
     assert result.reason.converged
     assert float(x[0]) == pytest.approx(np.pi, abs=2e-3)

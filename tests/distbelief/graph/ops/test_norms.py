@@ -8,16 +8,14 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Step, joined, operator_of
+from distbelief.graph.operator import Step, joined
 from distbelief.graph.ops import norms as norms_module
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
 from tests.distbelief.graph.ops.comparison import (
-    assert_parts_equal,
     check,
     close,
     composite_of,
-    layer_of,
     leaf,
     parts_of,
     random,
@@ -86,16 +84,6 @@ def test_a_maximum_without_a_gradient_in_parts_is_the_whole(
     value = values_of([layer], {"x": x}, parts={"m": data.draw(parts_of(layer))})["m"]
     assert not value.requires_grad
     close(value, x.amax([dim + 1 for dim in dims]))
-
-
-def test_a_maximum_with_a_gradient_is_not_cut_where_it_is_taken() -> None:
-    x = torch.zeros(1, 2, 3, dtype=torch.float64, requires_grad=True)
-    layer = layer_of("maximum", (2,), (2, 3), dims=(1,), keep=False, gradient=True)
-    for parts in [[layer.region], layer.region.cut(0, [1.0, 1.0])]:
-        assert_parts_equal([layer], {"maximum": parts}, x.amax(2), {"x": x})
-    partial = operator_of(layer).partial
-    assert partial is not None
-    assert [cut.dim for cut in partial.cuts(layer)] == [0]
 
 
 @given(shapes, st.data())

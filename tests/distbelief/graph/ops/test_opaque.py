@@ -19,7 +19,7 @@ from tests.distbelief.graph.reference import evaluate
 def layer_for(module: nn.Module, shape: tuple[int, ...], **options: Option) -> Layer:
     tensors = (*module.named_parameters(), *module.named_buffers())
     words = {name: tuple(tensor.shape) for name, tensor in tensors}
-    return layer_of("whole", shape, (5, 3), name="", words=words, module="path", **options)
+    return layer_of("call", shape, (5, 3), name="whole", words=words, module="path", **options)
 
 
 def test_a_recurrent_module_without_memory_is_computed_with_the_tensors_given() -> None:

@@ -4,25 +4,20 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
+from torch import nn
 from torch.nn import functional
 
+from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import Layer
-from distbelief.graph.ops.windows import (
-    L2Pool2d,
-    Weights,
-    Window,
-    adaptive_pool_layers,
-    gaussian,
-    window_sums,
-)
+from distbelief.graph.operator import operator_of
+from distbelief.graph.ops.windows import L2Pool2d, Weights, Window, gaussian, window_sums
+from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
-    assert_reads_are_tight,
     check,
     inputs_of,
     layer_of,
     leaf,
     random,
-    source,
     tensors_of,
 )
 
@@ -178,7 +173,7 @@ CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 @st.composite
 def layers(draw: st.DrawFn, kind: str) -> Layer:
     """A convolution or a pooling with any window that fits."""
-    n_dims = 2 if kind == "l2_pool" else draw(st.integers(1, 2))
+    n_dims = 2 if kind == "l2" else draw(st.integers(1, 2))
 
     def numbers(low: int, high: int) -> tuple[int, ...]:
         return draw(st.tuples(*[st.integers(low, high)] * n_dims))
@@ -196,9 +191,9 @@ def layers(draw: st.DrawFn, kind: str) -> Layer:
             words |= draw(st.sampled_from([{}, {"bias": (n_out,)}]))
             padding = numbers(0, 3)
             options = {"groups": groups, "extra": numbers(0, 1), "dilation": numbers(1, 2)}
-        case "max_pool":
+        case "max":
             options |= {"dilation": numbers(1, 2), "ceil": draw(st.booleans())}
-        case "average_pool":
+        case "average":
             options |= {
                 "ceil": draw(st.booleans()),
                 "count_include_pad": draw(st.booleans()),
@@ -219,6 +214,8 @@ def layers(draw: st.DrawFn, kind: str) -> Layer:
         assume(window.n_outputs(extent) > 0)
         shape.append(window.n_outputs(extent))
     options |= {"stride": stride, "padding": padding}
+    if kind != "convolution":
+        kind, options["function"] = "pool", kind
     return layer_of(kind, (n_out, *shape), (n_in, *extents), words=words, **options)
 
 
@@ -257,7 +254,7 @@ def pool(
     )
 
 
-@given(layers("max_pool"), st.data())
+@given(layers("max"), st.data())
 @settings(max_examples=70)
 def test_max_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     ties = data.draw(st.booleans())
@@ -268,7 +265,7 @@ def test_max_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject) ->
     check(data, layer, expected, {"x": x})
 
 
-@given(layers("average_pool"), st.data())
+@given(layers("average"), st.data())
 @settings(max_examples=70)
 def test_average_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     inputs = inputs_of(layer)
@@ -278,7 +275,7 @@ def test_average_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject
     check(data, layer, pool(AVERAGES, layer, inputs["x"], **counted), inputs, tight=True)
 
 
-@given(layers("l2_pool"), st.data())
+@given(layers("l2"), st.data())
 @settings(max_examples=40)
 def test_l2_pooling_in_parts_is_the_module(layer: Layer, data: st.DataObject) -> None:
     inputs = inputs_of(layer)
@@ -309,30 +306,13 @@ def test_l2_pooling_of_silent_units_has_gradient_zero() -> None:
     assert bool((x.grad[..., 2:] > 0).all())
 
 
-@given(st.integers(1, 2), st.data())
-@settings(max_examples=60)
-def test_adaptive_pooling_in_parts_is_the_whole(n_dims: int, data: st.DataObject) -> None:
-    maximum, ties = data.draw(st.booleans()), data.draw(st.booleans())
-    extents = data.draw(st.tuples(*[st.integers(1, 7)] * n_dims))
-    sizes = data.draw(st.tuples(*[st.integers(1, 7)] * n_dims))
-    shape = (2, *extents)
-    x = random(2, *shape)
-    x = leaf(x.round() if ties else x)
-    (layer,) = adaptive_pool_layers("pool", source("x", *shape), sizes=sizes, maximum=maximum)
-    functions: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
-        (1, False): functional.adaptive_avg_pool1d,
-        (1, True): functional.adaptive_max_pool1d,
-        (2, False): functional.adaptive_avg_pool2d,
-        (2, True): functional.adaptive_max_pool2d,
-    }
-    expected = functions[n_dims, maximum](x, sizes)
-    check(data, layer, expected, {"x": x})
-    if not maximum and layer.kind != "reduction":
-        assert_reads_are_tight(layer, layer.region.cut(1, [1.0, 1.0])[1], {"x": x})
+# --- resizing ---
 
 
-def test_a_mean_over_all_of_space_has_partial_sums() -> None:
-    (layer,) = adaptive_pool_layers("pool", source("x", 4, 6, 6), sizes=(1, 1), maximum=False)
-    assert layer.kind == "reduction"
-    (layer,) = adaptive_pool_layers("pool", source("x", 4, 6, 6), sizes=(3, 2), maximum=False)
-    assert layer.kind == "average_pool"
+def test_half_of_a_resized_image_reads_half_and_a_halo() -> None:
+    """It read all of the image, so that only channels could be split."""
+    graph = capture(nn.Upsample(scale_factor=2, mode="bilinear"), [InputSpec(shape=(2, 16, 16))])
+    layer = graph[graph.outputs[0]]
+    (read,) = operator_of(layer).reads(layer, Region(((0, 2), (0, 16), (0, 32))))
+    assert read == Region(((0, 2), (0, 9), (0, 16)))
+    assert [cut.dim for cut in operator_of(layer).cuts(layer)] == [0, 1, 2]

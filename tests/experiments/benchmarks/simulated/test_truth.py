@@ -22,11 +22,7 @@ from experiments.benchmarks.simulated.truth import (
 from tests.distbelief.forecast.jobs import small
 
 
-RATES = Rates(
-    work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)},
-    message=1e-4,
-    wake=1e-4,
-)
+RATES = Rates(work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)})
 
 
 def course(*samples: int) -> tuple[Point, ...]:
@@ -79,7 +75,7 @@ def test_a_pause_costs_time_and_no_bytes(tmp_path: Path, monkeypatch: pytest.Mon
     assert plain.error is paused.error is None
     assert paused.seconds == pytest.approx(plain.seconds + 2.0, abs=0.3)
     assert paused.pushed_bytes == plain.pushed_bytes
-    assert dict(constants)["core time of an event"] == "100 us"
+    assert dict(constants)["core time of an event"] == "120 us"
 
 
 def test_who_is_slowed_down_stands_still_most_of_the_time() -> None:
