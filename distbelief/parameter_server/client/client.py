@@ -33,6 +33,7 @@ from distbelief.roles import role as rl
 # --- one shard ---
 
 TIMER: Final = "client:"
+PATIENCE: Final = 1.5  # pause before a repetition, in times that the blocks under way take
 
 ShardReply = (
     pf.SessionOpened
@@ -91,6 +92,9 @@ class ShardLink:
         self._silence = Silence()
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self._sent_at: rl.Seconds = 0.0
+        self._asked_at: rl.Seconds = 0.0  # the same, repetitions left out
+        # By direction: when its blocks last made progress, and the seconds that one takes.
+        self._paces: dict[type, tuple[rl.Seconds, rl.Seconds]] = {}
         self._awaited = False
         # Ticks, where the shard counts them.
         self.floor: int | None = None  # that the shard has told; None: it counts none
@@ -222,6 +226,7 @@ class ShardLink:
             case _:
                 assert_never(message)
         if progress:
+            self._note_pace(message, now)
             self._progressed(now)
         return self.send(replies, now)
 
@@ -319,7 +324,9 @@ class ShardLink:
             asks = self.floor is not None and self.fetching.complete
             others = [copy for copy in self.copies if asks or copy != self.primary]
             messages = [*self.fetching.again(), *self.pushing.again()]
+            asked_at = self._asked_at
             actions = [*self.send(messages, now), *self._open_session(others)]
+            self._asked_at = asked_at
         else:
             actions = self.open_session(now)
         self._sent_at = now
@@ -346,6 +353,21 @@ class ShardLink:
                 f"(stall_seconds_max is {config.stall_seconds_max:g}): look at its log"
             )
 
+    def _note_pace(self, news: ShardReply, now: rl.Seconds) -> None:
+        # Over a slow link that others share, the blocks under way may take seconds. Those that are
+        # sent again meanwhile would only wait behind the first ones, and hold up everybody.
+        if not isinstance(news, pf.ParameterBlock | pf.PushBlockAck):
+            return
+        n_blocks = 1 if isinstance(news, pf.ParameterBlock) else self.config.blocks_per_answer
+        before, seconds = self._paces.get(type(news), (0.0, 0.0))
+        one = (now - max(before, self._asked_at)) / n_blocks
+        self._paces[type(news)] = now, max(one, (seconds + one) / 2)  # rises at once, falls slowly
+        slowest = max(seconds for _, seconds in self._paces.values())
+        longest = self.config.silence_seconds_max / 4
+        pause = min(PATIENCE * self.config.credit_blocks * slowest, longest)
+        self._backoff.first = max(self.config.retry_seconds, pause)
+        self._backoff.longest = max(self.config.retry_seconds_max, pause)
+
     def _progressed(self, now: rl.Seconds) -> None:
         self._silence.progress_at = now
         self._backoff.pause = self._backoff.first
@@ -367,7 +389,7 @@ class ShardLink:
     def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
         if not messages:
             return []
-        self._sent_at = now
+        self._sent_at = self._asked_at = now
         # Push buffers stay unchanged until the push is settled, so blocks need no copy.
         return [
             rl.Send(receiver=self.primary, message=message, lent=isinstance(message, pf.PushBlock))
