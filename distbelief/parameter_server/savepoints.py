@@ -180,10 +180,7 @@ class Savepoints:
 
 
 def split(snapshot: Snapshot) -> tuple[Snapshot, Sequence[SavedVectors]]:
-    """Return what `extend` was given, and the savepoints in it, or raise StorageError.
-
-    The first is the whole one. The second has the parameters that all shards have, if any.
-    """
+    """Return `extend`'s input, the whole savepoint, maybe that of all shards; or StorageError."""
 
     def damaged(what: str) -> StorageError:
         return StorageError(f"snapshot {snapshot.label!r}: {what}; delete it to use the one before")
