@@ -182,7 +182,10 @@ def _tail(log: Path) -> str:
 
 @final
 class HeldCallback:
-    """A callback whose error ends the job in order, and the `with` block; not called again."""
+    """A callback whose error ends the job in order, and is raised at the end of a `with` block.
+
+    Until then the callback is not called again: it would probably fail again.
+    """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

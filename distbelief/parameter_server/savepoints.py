@@ -180,7 +180,10 @@ class Savepoints:
 
 
 def split(snapshot: Snapshot) -> tuple[Snapshot, Sequence[SavedVectors]]:
-    """Return `extend`'s input, the whole savepoint, maybe that of all shards; or StorageError."""
+    """Return what `extend` was given, and the savepoints in it, or raise StorageError.
+
+    The first is the whole one. The second has the parameters that all shards have, if any.
+    """
 
     def damaged(what: str) -> StorageError:
         return StorageError(f"snapshot {snapshot.label!r}: {what}; delete it to use the one before")

@@ -167,7 +167,7 @@ def metric_function(name: str) -> Metric:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether higher is better: true, unless a user's function has this attribute."""
+    """Return whether higher is better: as a user's function says (torchmetrics), or true."""
     if metric in {"mse", LOSS_METRIC}:
         return False
     return getattr(metric_function(metric), "higher_is_better", True) is not False

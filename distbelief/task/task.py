@@ -163,7 +163,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 
 
 def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
-    """Return the factory's data set, or raise JobError: it fails, or has no length or items."""
+    """Return the factory's data set; JobError if that fails, or has no length or items."""
     dataset = call_factory(spec.factory, spec.arguments, table=table)
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):
         raise JobError(

@@ -15,7 +15,10 @@ from distbelief.task.task import DataSpec, TaskSpec
 
 
 def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | None = None) -> None:
-    """Try one training batch forward and backward, and one test batch, in a process of its own."""
+    """Try one training batch forward and backward, and evaluate one test batch.
+
+    It builds the model, so call it in a process of its own, before the job starts.
+    """
     module, loss = tasks.build_model(task.model), tasks.build_loss(task)
     for table, dataset in (datasets or tasks.datasets_of(task)).items():
         indices = range(min(batch_size, len(dataset)))

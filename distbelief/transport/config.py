@@ -23,7 +23,7 @@ from distbelief.transport.zmq_transport import ZmqTransport
 
 
 class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The key files of a process and the keys it trusts; it holds no secret: files may have it."""
+    """The key files of a process and the keys it trusts; no secret, so files may hold it."""
 
     directory: str  # directory of this host's keys and its allow-list
     # What this side speaks as; "job": the supervisor of a job and its roles on the same host;
