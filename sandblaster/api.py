@@ -73,11 +73,7 @@ def interim_result(view: JobView) -> MinimizeResult:
 
 
 def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
-    """Return the result of a run that has ended, and load its parameters into `module`, if any.
-
-    Raises:
-        JobError: the run has failed, or its point could not be saved.
-    """
+    """Return a run's result, and load it into `module`; JobError if it failed or was not saved."""
     summary, reason = run.summary, Reason.STOPPED
     if run.exit_code not in INTERRUPTED:
         found = (one for one in Reason if one.sentence == summary.stop_reason)
@@ -130,10 +126,7 @@ Callback = Callable[[MinimizeResult], object]
 
 @final
 class CallbackWatch:
-    """Calls the user's callback for each new iteration until it ends the run.
-
-    As in scipy's minimizers, it ends the run by StopIteration or by returning True.
-    """
+    """Calls the user's callback for each iteration; StopIteration or True ends the run."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback

@@ -187,11 +187,9 @@ def build_first_part(
 def build_rank(
     name: str, *, config: SandblasterSettings, context: BuildContext, split: wb.Split
 ) -> Role:
-    """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
+    """Return the role "replica-R.M", "evaluator" or "evaluator.M", or raise LocalProtocolError.
 
-    Raises:
-        JobError: the data cannot be built, or the plan is not for this job.
-        LocalProtocolError: the plan has no such rank.
+    JobError if the data cannot be built, or the plan is not for this job.
     """
     place = wb.rank_in(name, context=context, split=split)
     if place.group == EVALUATORS:

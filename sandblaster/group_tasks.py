@@ -63,11 +63,7 @@ class ChunkBatchPlan:
         self._next: wire.ChunkOrder | None = None  # of the generation that begins
 
     def set_order(self, generation: int, order: wire.ChunkOrder | None) -> None:
-        """Note the chunk of a generation; messages of older generations change nothing.
-
-        Raises:
-            RemoteProtocolError: the positions cannot be those of a chunk.
-        """
+        """Note a generation's chunk, unless it is old, or raise RemoteProtocolError."""
         n_samples = self._samples.n_samples
         if order is not None and not 0 < order.stop - order.start <= n_samples:
             raise RemoteProtocolError(
@@ -161,11 +157,7 @@ class ChunkAttempts:
         return self._attempts.get(one.attempt) is one
 
     def update(self, message: wire.Assignment) -> bool:
-        """Take an assignment; return whether it is newer than the last one.
-
-        Raises:
-            ValueError: it names a chunk that the batch does not have.
-        """
+        """Take an assignment; return whether it is newer. ValueError if a chunk does not exist."""
         if (message.epoch, message.version) <= (self.epoch, self._version):
             return False
         is_new = (message.epoch, message.evaluation) != self.key
@@ -240,10 +232,7 @@ class ChunkOutcome:
 
 @final
 class GroupTasks:
-    """Tracks the attempts of one worker and how far its ranks are.
-
-    `plan` is that of the leader's own rank; `n_ranks` counts the leader.
-    """
+    """Tracks a worker's attempts and its `n_ranks` ranks; `plan` is that of the leader's own."""
 
     def __init__(
         self, config: WorkerConfig, *, plan: ChunkBatchPlan, n_ranks: int, await_begin: bool
@@ -297,11 +286,7 @@ class GroupTasks:
         return []
 
     def take(self, message: wire.Assignment) -> None:
-        """Take an assignment.
-
-        Raises:
-            RemoteProtocolError: it names a chunk that the batch does not have.
-        """
+        """Take an assignment; RemoteProtocolError if it names a chunk beyond the batch."""
         attempts = self._attempts
         generation = message.replica_incarnation, message.replica_generation
         if generation != (self._incarnation, self._replica_generation):
@@ -347,10 +332,7 @@ class GroupTasks:
     def report(
         self, leader: GroupLeader, now: Seconds, *, has_opened: bool
     ) -> tuple[Sequence[Action], Outgoing]:
-        """Return what follows from the state of the group.
-
-        `has_opened`: whether the first mini-batch of this generation has begun.
-        """
+        """Return what to report; `has_opened`: the generation's first mini-batch has begun."""
         if self._stopping:
             return [], []
         actions: list[Action] = []

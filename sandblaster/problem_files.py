@@ -37,10 +37,7 @@ from distbelief.worker.local_executor import FlatModel
 
 
 def plain(value: object) -> object:
-    """Return a value of a job file, with Python's own numbers in place of numpy's.
-
-    A numpy float prints as "np.float64(0.5)", which no job file can hold.
-    """
+    """Return a value with Python's own numbers: a job file cannot hold "np.float64(0.5)"."""
     match value:
         case np.generic():
             return value.item()
@@ -59,10 +56,7 @@ Factory = object
 
 
 def factory_table(factory: object, *, what: str) -> dict[str, object]:
-    """Return keys `factory` and `arguments` of a table of a job file.
-
-    It is an import path, a function or class, or a partial of one; messages call it `what`.
-    """
+    """Return `factory` and `arguments` of an import path, callable or partial called `what`."""
     if isinstance(factory, str):
         return {"factory": factory}
     if not isinstance(factory, partial):
@@ -231,7 +225,6 @@ class TensorPairs:
         return inputs[index], targets[index]
 
     def __getitems__(self, indices: list[int]) -> Pair:
-        """Return a whole batch."""
         inputs, targets = self.tensors
         n, first = len(indices), indices[0]
         if indices[-1] == first + n - 1 and indices == list(range(first, first + n)):

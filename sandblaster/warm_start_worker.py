@@ -62,12 +62,7 @@ class WarmStartWorker:
         self._early: list[rl.Event] = []  # for the second part, until it begins
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for.
-
-        Raises:
-            JobError: model, data or learning rate make it impossible to go on.
-            PeerLostError: a shard has been silent for too long.
-        """
+        """Return actions; JobError if it cannot go on, PeerLostError if a shard is silent."""
         actions: list[rl.Action] = []
         match event:
             case rl.Started():

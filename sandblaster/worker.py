@@ -282,12 +282,7 @@ class ChunkObjective(Objective):
 
     @override
     def close(self, found: StepResult) -> LocalNorm | bool:
-        """Add a mini-batch to the sum (in the executor).
-
-        Returns:
-            Whether the sum is finite so far. After the last mini-batch of a group of ranks, the
-            vote of this one.
-        """
+        """Add a mini-batch to the sum, as work; return whether it is finite, or a group's vote."""
         self._total.add(self._gradients)
         self._gradients = {}
         self._average(found)

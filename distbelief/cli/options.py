@@ -87,7 +87,6 @@ def reported(command: Callable[_P, int | None]) -> Callable[_P, None]:
 
 
 def flag(name: str, text: str) -> bool:
-    """Return an option without a value."""
     return option(False, " ", text, name)  # noqa: FBT003 -- of typer
 
 

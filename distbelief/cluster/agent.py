@@ -350,7 +350,6 @@ class HostAgent:
         return [rl.Launch(name=name, incarnation=incarnation)]
 
     def _reconcile(self) -> list[rl.Action]:
-        """End what is not assigned; start what is and has not been started."""
         if not self._ready:
             return []
         actions: list[rl.Action] = [

@@ -96,7 +96,6 @@ class JoinServer:
         )
 
     def slots_here(self, job: Job) -> int:
-        """Return how many processes of replicas this host takes."""
         cores = len(os.sched_getaffinity(0)) if self.cores is None else self.cores
         return cores // job.cluster.threads
 

@@ -42,10 +42,7 @@ class RayMachine:
 
 
 def connect(*, is_local: bool) -> None:
-    """Connect to the Ray cluster, or start one on this host, as Ray itself decides.
-
-    A JobError if it cannot reach the job, which `is_local` to this host.
-    """
+    """Connect to Ray or start it, as Ray decides; JobError if it cannot reach the job."""
     try:
         import ray  # noqa: PLC0415 -- an extra
     except ImportError as error:

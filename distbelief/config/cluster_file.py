@@ -106,10 +106,7 @@ def names() -> list[str]:
 
 
 def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> spec.Cluster:
-    """Return the cluster in a TOML document; a trace file lies in `directory`.
-
-    A mistake is a GraphError, which names the key and the fix.
-    """
+    """Return the cluster in this TOML (a trace file lies in `directory`), or raise GraphError."""
     try:
         return _cluster(tables.decode(_parsed(content), _File, path=()), name, directory)
     except tables.TableError as error:  # its words for places are those of a job file

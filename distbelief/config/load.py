@@ -107,7 +107,6 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
 
 
 def _expanded(algorithm: dict[str, object]) -> dict[str, object]:
-    """Return the table [algorithm] with the keys of its preset."""
     path = ("algorithm", "preset")
     exchange = algorithm.get("exchange")
     if isinstance(exchange, dict) and "preset" in exchange:

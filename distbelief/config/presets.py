@@ -90,11 +90,7 @@ def table() -> str:
 
 
 def expand(table: Table) -> dict[str, object]:
-    """Return a table [algorithm] whose key `preset` is replaced by what it stands for.
-
-    Raises:
-        JobFileError: there is no such preset.
-    """
+    """Return a table [algorithm] with what its key `preset` stands for, or raise JobFileError."""
     given = {key: value for key, value in table.items() if key != "preset"}
     name = table.get("preset")
     if name is None:

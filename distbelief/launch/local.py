@@ -30,10 +30,7 @@ THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_T
 
 @final
 class LocalLauncher:
-    """The processes of one run: `start`, then `serve`; `close` leaves no process.
-
-    An early `start`, before there is a run, lets the server import torch in the meantime.
-    """
+    """The processes of one run: `start` (may import torch early), `serve`, `close` (ends all)."""
 
     def __init__(self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path) -> None:
         self._spec = spec

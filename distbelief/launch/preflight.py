@@ -119,7 +119,6 @@ def _answer(name: str, incarnation: int, request: Path, find: Callable[[], Prefl
 
 
 def answer_file(request: Path) -> Path:
-    """Return the file with the `PreflightResult` of this request."""
     return request.with_name(".answer.json")
 
 

@@ -48,8 +48,6 @@ class ShardConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """Limits and delays of a client."""
-
     pushes: bool
     retry_seconds: Seconds = 0.5
     retry_seconds_max: Seconds = 4.0
@@ -73,7 +71,6 @@ _SUFFIX: Final = "b"  # of the other copy
 
 
 def copy_names(shard_index: int, n_copies: int) -> tuple[Address, ...]:
-    """Return the names of the copies of a shard."""
     name = f"shard-{shard_index}"
     return (Address(name), Address(f"{name}{_SUFFIX}"))[:n_copies]
 

@@ -159,10 +159,7 @@ class GradientSums:
         self._nodes[level, index] = node
 
     def total(self) -> Vector | None:
-        """Return the sum of all committed chunks, (n_elements,), or None if there are none.
-
-        Call once, when no chunk is missing. The result stays valid until the next `open`.
-        """
+        """Return the sum of all chunks or None; call once, when complete. Valid until `open`."""
         # Nodes without a sibling are added from left to right, by the first chunk in each.
         nodes = sorted(self._nodes.items(), key=lambda item: item[0][1] << item[0][0])
         self._nodes.clear()

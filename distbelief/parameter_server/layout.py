@@ -313,7 +313,6 @@ class PartialView:
 
 
 def _clipped(piece: sl.Piece, start: int, stop: int, *, to: int = 0) -> sl.Piece | None:
-    """Return the part of a piece that lies in elements [start, stop), which move to `to`."""
     index, begin, end, place = piece
     if isinstance(place, sl.IndexRanges):
         begin += place.clipped(0, start).n_elements
@@ -338,7 +337,6 @@ def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
 
 
 def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[sl.Piece]]:
-    """Return what each shard holds of these regions."""
     indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
     flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
     of_tensor: dict[int, list[int]] = {}

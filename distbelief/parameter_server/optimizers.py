@@ -339,7 +339,6 @@ class _Rule(
 
     @property
     def rules(self) -> "tuple[_Rule, ...]":
-        """This rule and those of its groups."""
         return self, *self.groups.values()
 
     @property
@@ -357,16 +356,12 @@ class _Rule(
         return self.learning_rate * self.schedule.factor(clock)
 
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        """Return the state of n parameters before the first push."""
         return {name: np.zeros(n, dtype) for name in self.state_names}
 
     def apply(
         self, parameters: Vector, gradient: Vector, state: Mapping[str, Vector], *, clock: int
     ) -> None:
-        """Update parameters, (n,), and state in place by one push; the gradient stays.
-
-        The clock counts earlier pushes of these parameters (`StepCounts`).
-        """
+        """Update parameters, (n,), and state in place; `clock` counts their earlier pushes."""
         n = len(parameters)
         others = gradient, *state.values()
         assert all((len(v), v.dtype) == (n, parameters.dtype) for v in others), (n, others)
@@ -567,7 +562,6 @@ UpdateRule = SGD | Momentum | DelayedNesterov | Adagrad | RMSprop | Adam
 
 
 def rule_of(rule: UpdateRule, name: str) -> UpdateRule:
-    """Return the rule of the tensor of this name."""
     matching = (one for pattern, one in rule.groups.items() if fnmatchcase(name, pattern))
     return next(matching, rule)
 
@@ -600,10 +594,7 @@ def rules_on(rule: UpdateRule, layout: Layout, k: int) -> list[tuple[UpdateRule,
 
 
 def initial_state(rule: UpdateRule, layout: Layout, k: int) -> State:
-    """Return the state of shard k before the first push: the vectors of all its rules.
-
-    Each rule uses its own elements of the vectors that it knows.
-    """
+    """Return the vectors of all rules before the first push; each uses its own elements of them."""
     n = layout.n_gradient(k)
     if not rule.groups:
         return rule.state(n, layout.dtype)

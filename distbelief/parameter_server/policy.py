@@ -97,13 +97,7 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def refuse(self, rule: UpdateRule, *, inner: bool, workers: int) -> None:
-        """Raise ValueError if the rule of the shards, or an inner optimizer, does not fit.
-
-        Args:
-            rule: Of the shards.
-            inner: Whether workers have an inner optimizer.
-            workers: How many there are.
-        """
+        """Raise ValueError if the shards' rule, or an `inner` optimizer, does not fit."""
         if self.send == "gradient" and inner:
             raise ValueError(
                 'send is "gradient" and inner is given: the rule of the shards is the optimizer of '

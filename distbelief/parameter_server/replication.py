@@ -94,10 +94,7 @@ class Backup:
         return self._accept_next()
 
     def promote(self, term: int) -> bool:
-        """Accept nothing more, and return whether this copy can become primary.
-
-        It cannot if it gave up its own values for a sync that is not complete.
-        """
+        """Accept nothing more; return whether this copy can be primary: its values are complete."""
         can_serve = self.primary is None or (self.in_sync and self._next is None)
         self.term, self._fenced, self._next = term, True, None
         return can_serve
@@ -130,7 +127,6 @@ class Backup:
                 assert_never(message)
 
     def _start_sync(self, sender: Address, message: rp.StartSync) -> list[Action]:
-        """Start to sync with this primary, now or when the running work ends."""
         if self._fenced or message.term < self.term:
             return []
         if self._obeys(sender, message.term) and (
@@ -149,7 +145,6 @@ class Backup:
         return self._accept_next()
 
     def _take_state_block(self, message: rp.StateBlock) -> list[Action]:
-        """Store the next state block; when it is the last one, report BackupInSync."""
         values = self._values
         if (
             # A block of another clock would make the values a mixture of versions.
@@ -164,7 +159,6 @@ class Backup:
         return [self._state_ack()]
 
     def _replicate(self, sender: Address, message: rp.ReplicatePush) -> list[Action]:
-        """Queue a replicated push if it is the next one."""
         # Only the push that continues the queue is accepted; the primary resends what is missing.
         n_waiting = len(self._queue) + (self._applying is not None)
         ahead = message.clock - self._values.clock

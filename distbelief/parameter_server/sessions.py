@@ -641,7 +641,6 @@ class Sessions:
 
     @property
     def _first_tick(self) -> int:
-        """The least tick that a complete push ends."""
         buffers = [self._clients[name].next_complete() for name in self.queue]
         pushes = [one.push for one in buffers if one is not None and one.push is not None]
         return min((push.tick or self._floor + 1 for push in pushes), default=self._floor + 1)

@@ -363,7 +363,6 @@ class Shard:
     def _serve_client(
         self, event: rl.Received, message: ClientMessage, now: rl.Seconds
     ) -> list[rl.Action]:
-        """Serve a client that has an open session; ask others to open one."""
         sender, sessions = event.sender, self._sessions
         if self._commands.is_driven and isinstance(message, pf.Push) and not message.commit_token:
             reason = "this shard takes pushes of its coordinator's run only"
@@ -596,7 +595,6 @@ class Shard:
         return [rl.Compute(name="copy", work=work, cost=cost)]
 
     def _computed(self, event: rl.Computed, now: rl.Seconds) -> list[rl.Action]:
-        """Finish the running work, or raise the exception that it raised."""
         if event.error is not None:
             raise event.error
         work, self._work = self._work, None

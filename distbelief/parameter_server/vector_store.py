@@ -149,7 +149,6 @@ class VectorStore:
             )
 
     def _perform(self, command: Command) -> Sequence[float]:
-        """Execute one command; return what it measures."""
         match command:
             case vc.Copy(target=target, x=x):
                 self._vectors[target] = self._vectors[x]

@@ -197,13 +197,9 @@ def agreed_label(store: CheckpointStore, shards: Sequence[str]) -> str | None:
 
 
 def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
-    """Rename checkpoints that are newer than the newest label of all shards.
+    """Rename checkpoints newer than the newest label of all shards; return what to tell.
 
-    Returns:
-        A sentence for the user, or none.
-
-    Raises:
-        StorageError: a file cannot be renamed, or there is nothing to resume from.
+    StorageError if a file cannot be renamed, or there is nothing to resume from.
     """
     agreed = agreed_label(store, shards)
     of_shards = {name: store.labels(name) for name in shards}

@@ -103,10 +103,7 @@ class RunDirectory:
 
     @contextmanager
     def plan_kept(self) -> Iterator[None]:
-        """Restore plan and picture if the block raises.
-
-        A run that rejects another plan still predicts with its own.
-        """
+        """Restore plan and picture if the block raises: the run still predicts with them."""
         files_of_plan = (self.plan_file, self.plan_file.with_suffix(".png"))
         before = {f: f.read_bytes() if f.is_file() else None for f in files_of_plan}
         try:
@@ -127,10 +124,7 @@ class RunDirectory:
         files.write(file, content.encode() if isinstance(content, str) else content)
 
     def put_aside(self, *paths: Path) -> Path:
-        """Move these files, if they exist, into a new directory `aside-N`; return it.
-
-        An empty directory takes the place of `snapshots`.
-        """
+        """Move these files, if they exist, into a new directory `aside-N`; return it."""
         with files.explaining(self.path, doing="move files in"):
             place = files.make_numbered(self.path, "aside-")
             for path in paths:

@@ -101,10 +101,7 @@ def mark_of(plan: Plan) -> str:
 
 
 def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None]:
-    """Return the directory and content of the checkpoint set in use; None of a new run.
-
-    StorageError if cut.json is missing, damaged or wrong.
-    """
+    """Return directory and content (None: new run) of the checkpoint set, or raise StorageError."""
     found = [(match, path) for path in run.snapshots.glob("cut-*/") if (match := _of_set(path))]
     directory = max(found, default=(0, run.snapshots))[1]
     file = directory / _FILE
@@ -153,11 +150,7 @@ def write_checkpoint_set(directory: Path, cut: CheckpointSet) -> None:
 def making_checkpoint_set(
     run: RunDirectory, number: int, cut: CheckpointSet
 ) -> Iterator[tuple[Path, Path]]:
-    """Make a new checkpoint set; it is in use once the block has ended without error.
-
-    Yields:
-        Where the block writes its checkpoints, and where they will be found.
-    """
+    """Make a checkpoint set, used if the block ends well; yield its place during and after it."""
     final_place = run.snapshots / f"cut-{number:05d}"
     place = final_place.with_suffix(files.TEMPORARY)
     try:

@@ -120,10 +120,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
 def exchange_policy(
     user: str, usual: Mapping[str, object], preset: str | None, **given: object
 ) -> ExchangePolicy:
-    """Return the usual choices, replaced by a preset's, replaced by those given (not None).
-
-    JobError if one of them is not valid, or two exclude each other.
-    """
+    """Return the usual choices, replaced by a preset's, then by those given; or raise JobError."""
     table = dict(usual)
     try:
         if preset is not None:
@@ -135,10 +132,9 @@ def exchange_policy(
 
 
 def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
-    """Return a rule whose groups name tensors as `parameter_specs` does; no names: none are known.
+    """Return a rule whose groups name tensors as `parameter_specs` does.
 
-    Raises:
-        JobError: there are groups, and no names, or none that fits one of them.
+    JobError if there are groups, and no names or none that fits one of them.
     """
     if not rule.groups:
         return rule

@@ -114,10 +114,7 @@ class ParameterServer:
 
     @property
     def address(self) -> str:
-        """The address for processes of this user on this host.
-
-        JobError if the server is not running.
-        """
+        """The address for this user's processes on this host; JobError if it is not running."""
         if not self._address:
             raise JobError(
                 "the parameter server is not running: use it in a `with` statement, or call start()"

@@ -114,10 +114,7 @@ Watch = Callable[[RoleRunner, Supervisor, ServerAddress, RunLog], None]
 
 
 def serve(request: ServerRequest, watch: Watch, *, tell: Tell) -> str | None:
-    """Run a parameter server until it ends; return its error, if any.
-
-    `watch` runs the node until the server should end; `tell` gets lines for the user.
-    """
+    """Run a parameter server for as long as `watch` runs its node; return its error, if any."""
     FileMemory.sweep()
     memory = FileMemory.make()  # its directory also contains the sockets
     try:

@@ -49,11 +49,7 @@ class PrimaryElection:
     def __init__(
         self, copies: tuple[Address, Address], *, first: int, takeover_seconds: Seconds = 1.0
     ) -> None:
-        """Begin without any copy.
-
-        `first` is above every term of earlier sessions, and above the incarnation of every
-        checkpoint of the shard.
-        """
+        """Begin without any copy; `first` is above every earlier term and saved incarnation."""
         self._copies = copies
         self._takeover_seconds = takeover_seconds
         self._heard: dict[Address, Seconds] = {}  # last heartbeat of each copy that is present
@@ -350,11 +346,7 @@ class ShardFailover:
 
     @property
     def pushes_applied(self) -> int:
-        """Pushes in the values of every shard, as far as shards have reported.
-
-        Shards may apply pushes in different orders, so this is wrong by at most the pushes in
-        flight.
-        """
+        """Pushes in every shard's values; shards differ in order, so wrong by those in flight."""
         # A shard without elements may have met none of the pushes.
         seen = [push_count.seen for push_count in self._push_counts.values() if push_count.seen]
         return max(min(seen, default=0) - self.pushes_lost, 0)

@@ -169,7 +169,6 @@ class Checkpoints:
         self._round = None
 
     def forget(self, shard: Address) -> None:
-        """Stop waiting for this role, which is gone."""
         if self._round is not None:
             self._round.waiting.pop(shard, None)
 

@@ -428,7 +428,6 @@ class Scheduler:
             self._lose_role(name, f"was lost with {host.label}")
 
     def _lose_role(self, name: rl.Address, reason: str) -> None:
-        """Handle the end of a role by the fault of its host."""
         self._moving.pop(name, None)
         host, record = self.hosts.leave(name), self._members.get(name)
         if host is not None and record is not None:

@@ -484,7 +484,6 @@ class Supervisor:
                 self._fail("the coordinator", record, why)
 
     def _restart(self, record: RoleRecord, why: str) -> None:
-        """Start a new incarnation of a dead role, or leave it out if it died too often."""
         config = self._config
         stable = record.was_stable(config.stable_seconds)
         n_max = config.restarts_max(record.kind, trains=record.trains)
@@ -603,7 +602,6 @@ class Supervisor:
         self.shutdown.begin(error, self._now, error=error)
 
     def _end_if_due(self) -> None:
-        """End the job if the driver asked for that or a rule of [stop] is met."""
         if self._requested_end is not None:
             self.shutdown.begin(self._requested_end, self._now)
         if self._config.stop is not None:

@@ -67,11 +67,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message to the user.
-
-    `number` rises by one from message to message over the whole job, so that a display knows which
-    ones it has shown.
-    """
+    """One message to the user; `number` rises by one over the job: a display knows what is new."""
 
     number: int
     seconds: Seconds

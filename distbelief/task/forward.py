@@ -98,13 +98,9 @@ def input_specs(module: nn.Module, entries: Sequence[Entry]) -> dict[str, InputS
 class Forward:
     """Calls a model with the tensors of a batch; see `graph.capture.ModelCall`.
 
-    Args:
-        paths: Of the tensors, as in `Batch.tensors`.
-        loss: f(outputs, targets) -> mean over the samples; None: forward only.
-        scores: Return only the tensor that a loss with a name takes.
-        keeps_outputs: Return all outputs, not only those that the loss reads.
-        only: Return only these outputs; () for all.
-        name: Of the loss, for messages.
+    Without `loss` (a mean over samples) it is forward only. `scores`: return only the tensor
+    that a loss with a name takes. `keeps_outputs`: return also outputs that the loss does not
+    read. `only`: return these outputs; () for all.
     """
 
     def __init__(
@@ -170,10 +166,7 @@ class Forward:
 
 @final
 class WholeLoss(nn.Module):
-    """A user's loss function as a module that one rank computes.
-
-    It gets these fields of the outputs, then these entries of the batch.
-    """
+    """A user's loss function that one rank computes, of fields of the outputs and of the batch."""
 
     def __init__(self, function: Loss, fields: Sequence[Path], entries: Sequence[Entry]) -> None:
         super().__init__()
@@ -192,8 +185,6 @@ class WholeLoss(nn.Module):
 
 @final
 class _Reads(TorchFunctionMode):
-    """Notes the tensors that operations read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[int] = set()

@@ -29,11 +29,7 @@ class Importable(Protocol):
 
 
 def resolve(path: str, *, table: str = "job") -> Importable:
-    """Return the function or class that "package.module:name" names; `table` is for messages.
-
-    A JobError names the missing module and the searched directories, or the missing attribute and a
-    close name.
-    """
+    """Return what "package.module:name" names, or raise JobError; `table` is for messages."""
     module_name, colon, name = path.partition(":")
     if not (colon and name and all(module_name.split("."))):
         raise JobError(f"[{table}] {path!r} is no import path: write 'package.module:function'")
@@ -67,10 +63,7 @@ def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> o
 
 
 def installed_imports(names: Iterable[str], directories: Sequence[str]) -> tuple[str, ...]:
-    """Return the installed modules that these modules of the user import at their top.
-
-    No code of the user runs: the sources are only parsed, those of the user's other modules too.
-    """
+    """Return the installed modules that these import at their top; sources are only parsed."""
     places = [*directories, *sys.path]
     found: list[str] = []
     waiting = dict.fromkeys(names)

@@ -46,10 +46,7 @@ _SILENT: Final = frozenset({"empty", "empty_strided", "empty_like", "detach", "a
 def recorded_initials(
     build: Callable[[], nn.Module], names: Sequence[str]
 ) -> Mapping[str, Initial]:
-    """Return how each of these tensors of a model is drawn; it is built on the meta device.
-
-    JobError if the model cannot be built, or a tensor is drawn in a way that shards cannot repeat.
-    """
+    """Return how these tensors are drawn, or raise JobError; the model is built on meta."""
     recorder = _FillRecorder()
     with torch.device("meta"), _MetaQueryRecorder(recorder), recorder:
         module = build()

@@ -32,10 +32,7 @@ LOSS_METRIC: Final = "loss"  # the metric that is the loss
 
 
 def scores_path(outputs: object) -> Path:
-    """Return where the one tensor of outputs stands that a loss with a name takes.
-
-    It is the only tensor, or that called "logits". JobError if there is none, or several.
-    """
+    """Return the path of the only tensor, or "logits", in the outputs, or raise JobError."""
     found = tensors_of(outputs)
     if len(found) == 1:
         return next(iter(found))
@@ -69,10 +66,7 @@ def no_label(paths: Iterable[Path]) -> JobError:
 
 
 def own_loss(outputs: object, targets: object) -> torch.Tensor:
-    """Return the loss that a model returned: its field or entry "loss", or the first of a tuple.
-
-    JobError if there is none.
-    """
+    """Return a model's own loss, entry "loss" or the first of a tuple, or raise JobError."""
     del targets
     found = tensors_of(outputs)
     for path in (("loss",), (0,), ()):
@@ -95,10 +89,7 @@ def _named(function: _OfTensors) -> Loss:
 
 
 def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a logistic classifier for each class against all others.
-
-    Summed over classes, as Dean et al. 2012 (section 5) train their image model.
-    """
+    """Return the loss of each class against all others, summed (Dean et al. 2012, section 5)."""
     classes = torch.arange(outputs.shape[1], device=outputs.device)
     classes = classes.view(1, -1, *(1,) * (outputs.ndim - 2))
     wanted = (targets.unsqueeze(1) == classes).to(outputs.dtype)
@@ -176,11 +167,7 @@ def metric_function(name: str) -> Metric:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether a higher value of this metric is better.
-
-    A user's own function may have an attribute `higher_is_better`, as in torchmetrics; the
-    default is true.
-    """
+    """Return whether higher is better: as a user's function says (torchmetrics), or true."""
     if metric in {"mse", LOSS_METRIC}:
         return False
     return getattr(metric_function(metric), "higher_is_better", True) is not False

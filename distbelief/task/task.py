@@ -163,10 +163,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 
 
 def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
-    """Return the data set that the factory makes.
-
-    JobError if the factory fails, or its result has no length or no items, or is empty.
-    """
+    """Return the factory's data set; JobError if that fails, or has no length or items."""
     dataset = call_factory(spec.factory, spec.arguments, table=table)
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):
         raise JobError(
@@ -192,10 +189,7 @@ def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
 
 
 def prepare_data(task: TaskSpec) -> None:
-    """Call the function `prepare` beside each data factory, if there is one, with its arguments.
-
-    They run once, so that the roles need not do the same work (a download, an index) in parallel.
-    """
+    """Call `prepare` beside each data factory, once, so that roles do not repeat its work."""
     for table, spec in task.data.items():
         resolve(spec.factory, table=table)
         module_name = spec.factory.partition(":")[0]

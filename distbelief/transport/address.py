@@ -79,10 +79,7 @@ class Endpoint:
 
 
 def number_of(host: str) -> str:
-    """Resolve a host that the user named; "*" stands for all interfaces.
-
-    Blocks until the resolver answers; a JobError if the name has no IPv4 address.
-    """
+    """Resolve a host ("*": all interfaces), or raise JobError; blocks for DNS."""
     if host == "*":
         return ANYWHERE
     try:

@@ -23,10 +23,7 @@ from distbelief.transport.zmq_transport import ZmqTransport
 
 
 class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which key files a process uses and which keys it trusts.
-
-    It holds no secret, so it may be written to files and sent to the user's own processes.
-    """
+    """The key files of a process and the keys it trusts; no secret, so files may hold it."""
 
     directory: str  # directory of this host's keys and its allow-list
     # What this side speaks as; "job": the supervisor of a job and its roles on the same host;
@@ -105,7 +102,6 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, directory=str(directory))
 
     def pinned(self) -> Self:
-        """As `KeyConfig.pinned`."""
         return self if self.keys is None else msgspec.structs.replace(self, keys=self.keys.pinned())
 
     def check(self) -> None:

@@ -142,7 +142,6 @@ class KeyFiles:
         return self._write_secret(_SECRET)
 
     def pair(self) -> KeyPair:
-        """Return the present key pair."""
         return self._read_secret(_SECRET)
 
     def pair_of(self, public: str) -> KeyPair:
@@ -165,10 +164,7 @@ class KeyFiles:
         return self._write_secret(_NEXT) if following is None else following.public
 
     def finish_rotation(self) -> str:
-        """Replace the present key by the next one and return it.
-
-        The present key is kept as the former one: a running job needs it to restart its processes.
-        """
+        """Replace the present key by the next one; keep it for a running job's restarts."""
         following = self.next_pair()
         if following is None:
             raise JobError(f"{self.directory} has no next key: begin with `distbelief keys rotate`")
@@ -180,7 +176,6 @@ class KeyFiles:
         return following.public
 
     def allowed(self) -> tuple[Allowed, ...]:
-        """Return the allow-list."""
         path = self._path(_ALLOWED)
         return entries_in(_read(path), path=path) if path.exists() else ()
 

@@ -94,7 +94,6 @@ class WorkExecutors:
         self._tasks[executor].put((name, task))
 
     def results(self) -> list[rl.Event]:
-        """Remove and return the results that are ready."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self, *, seconds_max: rl.Seconds) -> list[str]:
@@ -190,10 +189,7 @@ class RoleRunner:
     def run(
         self, on_tick: Callable[[], None] | None = None, *, tick_seconds: rl.Seconds = 0.25
     ) -> str | None:
-        """Run the role until it ends; return the error, if there was one.
-
-        `on_tick` is called every `tick_seconds` in this thread, for a display.
-        """
+        """Run the role until it ends; return its error. Calls `on_tick` every `tick_seconds`."""
         with self:
             self._start()
             next_tick = time.monotonic()
@@ -210,10 +206,7 @@ class RoleRunner:
         return self.error
 
     def pump(self, until: Callable[[], bool], *, timeout_seconds: rl.Seconds) -> bool:
-        """Run the role in this thread until `until()` holds; return whether it does.
-
-        Also returns after the timeout and when the role has ended (see `error`).
-        """
+        """Run the role until `until()` holds, its end or the timeout; return whether it holds."""
         self._start()
         deadline = time.monotonic() + timeout_seconds
         while not until():
@@ -224,10 +217,7 @@ class RoleRunner:
         return True
 
     def post(self, event: rl.Event) -> bool:
-        """Queue an event for the role; return False if it was dropped instead.
-
-        Beyond `POSTED_MAX` waiting events it is. Safe in any thread and in signal handlers.
-        """
+        """Queue an event, from any thread or signal handler; return False if `POSTED_MAX` wait."""
         if len(self._posted) >= POSTED_MAX:
             self._n_posted_dropped += 1
             return False

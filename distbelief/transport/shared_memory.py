@@ -34,10 +34,7 @@ _MAP_FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class FileMemory:
-    """The regions of one run in `directory`; implements `memory.Memory`.
-
-    The process that runs the job makes and removes the directory; the other roles get its path.
-    """
+    """The regions of a run in `directory`, which the process of the job makes and removes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -134,10 +131,7 @@ class FileMemory:
             self.release(name)
 
     def remove_orphans(self) -> list[str]:
-        """Remove regions whose owner has ended; return their names.
-
-        Otherwise every restart of a role would leave its regions behind until the run ends.
-        """
+        """Remove regions whose owner has ended, as after a restart; return their names."""
         return sorted(
             path.name
             for path in self.directory.glob("[!.]*")

@@ -249,10 +249,7 @@ class ZmqTransport:
         return True
 
     def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> set[int]:
-        """Wait for a message or for one of `extra_fds`; return those of them that are ready.
-
-        It may return early.
-        """
+        """Wait for a message or `extra_fds`; return which of them are ready. May return early."""
         wanted = frozenset(extra_fds)
         if wanted != self._extra_fds:
             for fd in self._extra_fds - wanted:

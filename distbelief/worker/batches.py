@@ -175,11 +175,7 @@ class SliceReader:
         return not (self._reads or self._keeps_targets)
 
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
-        """Return the slice of these samples.
-
-        Raises:
-            JobError: the data set fails, or its samples do not fit the model.
-        """
+        """Return the slice of these samples; JobError if the data fail or do not fit the model."""
         indices = [int(index) for index in samples.indices]
         batch = read_batch(self._dataset, indices, table=self._table)
         found: dict[str, list[torch.Tensor]] = {}

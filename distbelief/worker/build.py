@@ -201,10 +201,7 @@ def whole_replica(
     samples_max: int | None = None,
     progress_seconds: Seconds = 0.5,
 ) -> Replica:
-    """Return a replica that trains a model which its process holds as a whole.
-
-    It takes at most `samples_max` samples in all its incarnations, instead of `max_steps` in each.
-    """
+    """Return a replica of a whole model; `samples_max` is for all its incarnations together."""
     model = executor.model
     batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
     # The executor clips, by torch's own function.
@@ -359,11 +356,7 @@ class Split:
 
     @classmethod
     def of(cls, context: BuildContext, *, has_loss: bool = True) -> "Split":
-        """Return how the job's plan partitions its model.
-
-        Raises:
-            GraphError: the plan has no layer graph.
-        """
+        """Return how the job's plan partitions its model; GraphError if it has no layer graph."""
         assert context.plan is not None
         plan, task = load(context.plan), context.task
         graph = plan.captured_graph()

@@ -241,7 +241,6 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
 
 
 def outputs_of(graph: LayerGraph, *, has_loss: bool) -> tuple[str, ...]:
-    """Return the layers of the model's outputs, each once."""
     return tuple(dict.fromkeys(graph.outputs[:-1] if has_loss else graph.outputs))
 
 

@@ -129,7 +129,6 @@ class FlatModel:
         return float(value.detach())
 
     def clip(self, norm_max: float) -> None:
-        """Scale the gradient down to this 2-norm if it is longer."""
         torch.nn.utils.clip_grad_norm_([self._tensors[index] for index in self._trained], norm_max)
 
     def _keep_buffers(self) -> None:
@@ -218,11 +217,7 @@ class LocalExecutor:
         return flops if self._metric is None else flops / 3.0  # forward only
 
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
-        """Compute the gradient of a batch, or evaluate its samples, which are read now.
-
-        Raises:
-            JobError: the user's model, loss, metric or data fails on this batch.
-        """
+        """Compute a batch's gradient, or evaluate it; JobError if the user's code or data fails."""
         if self._metric is not None:
             scores = self._evaluate(self._metric, batch.samples)
             return StepResult(loss=None, averages={}, outputs=(), scores=scores)

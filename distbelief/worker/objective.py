@@ -93,10 +93,7 @@ class Objective:
         return False
 
     def enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
-        """A step is wanted: others may have to wait for this worker from now on, or it for them.
-
-        Unless it is `gated`, it waits for nobody.
-        """
+        """A step is wanted: others may wait for this worker, and if `gated`, it for them."""
         del now, gated
         return []
 
@@ -136,12 +133,7 @@ class Objective:
         return _no_gradient
 
     def close(self, step_result: StepResult) -> object:
-        """Use the result of a step, as work.
-
-        Returns:
-            The first argument of `closed`; or a `LocalNorm`, and then `closed` gets the result of
-            its `settle`.
-        """
+        """Use a step's result, as work; return what `closed` gets, or first a `LocalNorm`."""
         del step_result
         return None
 
@@ -180,11 +172,7 @@ class Objective:
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
-        """The leader received a command of the supervisor.
-
-        Raises:
-            RemoteProtocolError: it is for roles with another objective.
-        """
+        """A command of the supervisor; RemoteProtocolError if it is for another objective."""
         if isinstance(message, Stop):
             return leader.stop(now)
         raise RemoteProtocolError(f"{type(message).__name__} is not for a role that is {self.verb}")
@@ -204,11 +192,7 @@ class Objective:
         return None
 
     def prepare(self, message: StartEpoch) -> None:
-        """The leader begins a generation.
-
-        Raises:
-            RemoteProtocolError: its order is invalid.
-        """
+        """The leader begins a generation; RemoteProtocolError if its order is invalid."""
 
     def has_news(self) -> bool:
         """Return whether there may be more to do than before the last event."""

@@ -76,8 +76,6 @@ class _Epoch:
 @final
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A computed step that waits for the norm reduction."""
-
     local: LocalNorm  # this rank's part of the decision
     result: StepResult
     batch: BatchIndices

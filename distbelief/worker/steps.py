@@ -282,9 +282,7 @@ class StepRunner:
     def take(self, sender: int, message: TransferBlock, now: Seconds) -> list[Action]:
         """Handle a transfer from another rank.
 
-        Raises:
-            RemoteProtocolError: it belongs to another generation, the program does not expect
-                it, or its size is wrong.
+        RemoteProtocolError if its generation, key or size is not what the program expects.
         """
         if message.generation != self.generation:
             raise RemoteProtocolError(

@@ -38,10 +38,7 @@ PUSH: Final = "replica:push"
 
 @final
 class GradientSum:
-    """Gradients of several steps, summed until they are pushed.
-
-    With `shares_memory`, two gradients of a step may share memory.
-    """
+    """Gradients summed until they are pushed; two of a step may share memory (`shares_memory`)."""
 
     def __init__(self, n_items: int, *, shares_memory: bool = True) -> None:
         # One per item; None without a gradient.
@@ -191,10 +188,7 @@ class Counters:
 
 @final
 class TrainingObjective(Objective):
-    """Trains; see `worker.objective.Objective`.
-
-    The methods in the last part are work of the compute executor: they use the tensors.
-    """
+    """Trains; see `Objective`. The last methods are work of the compute executor on the tensors."""
 
     reports_steps = True
 
@@ -584,7 +578,6 @@ class TrainingObjective(Objective):
     # --- work of the compute executor
 
     def _staging_work(self) -> Callable[[], PushResult]:
-        """Return the work that stages what is not pushed yet."""
         # The parameters of the oldest gradient give the staleness.
         clocks = self._total.fetched_clocks(self._client.clocks)
         local_steps = self._local_steps

@@ -182,10 +182,7 @@ class Coordinator:
         return [*actions, *self._advance(now)]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and its counters.
-
-        `wasted` counts examples computed more than once, in evaluations that are finished.
-        """
+        """Return state and counters; `wasted`: examples computed again, of ended evaluations."""
         metrics, queue = self.metrics, self._epoch.queue
         last, reasons = metrics.iterated, list(Reason)
         return self._state(), {
@@ -316,7 +313,6 @@ class Coordinator:
             self._epoch.queue.lost(worker, now)
 
     def _assign(self, now: rl.Seconds) -> list[rl.Action]:
-        """Send workers what has changed for them, and keep the timer running."""
         if (queue := self._epoch.queue) is None:
             self._ticks = Silence()
             return []
@@ -413,7 +409,6 @@ class Coordinator:
         ]
 
     def _epoch_steps(self) -> EpochSteps[Reason]:
-        """Start the epoch, restore a savepoint, run the optimizer to its end."""
         epoch, journal, metrics = self._epoch, self._journal, self.metrics
         held = yield wire.BeginEpoch()
         resume_point = journal.choose([answer.cuts for answer in held])
@@ -592,7 +587,6 @@ class Coordinator:
         )
 
     def _request_save(self, label: str) -> None:
-        """Take a checkpoint with this label at the next accepted point."""
         if label in self._save_labels:
             return
         if len(self._save_labels) >= _N_SAVES_MAX:
@@ -620,7 +614,6 @@ class Coordinator:
         return "; ".join(errors) or epoch.save_error
 
     def _save_journal(self) -> list[rl.Action]:
-        """Save the journal of the newest savepoint, if it is not saved yet."""
         epoch = self._epoch
         if epoch.unsaved is None or self._saving is not None:
             return []

@@ -137,10 +137,7 @@ class CommandBroadcast:
         return self._send()
 
     def watch(self, now: Seconds) -> list[Action]:
-        """While no answer is due, send the last command again to the shards that are silent.
-
-        They repeat their answer to it: a sign of life.
-        """
+        """Send silent shards their last command again when no answer is due: a sign of life."""
         if not self.complete or self._command is None:
             return []
         self._check(self.shards, now)

@@ -104,10 +104,7 @@ class PendingChunks:
         self.n_assignable += 1
 
     def take(self, name: Address, n_wanted: int) -> list[int]:
-        """Remove and return chunks for a worker: at least one, at most `n_wanted`.
-
-        At least one must be assignable.
-        """
+        """Remove and return 1 to `n_wanted` chunks for a worker; one must be assignable."""
         own = self._left.get(name)
         if own:
             run = _first_run(own[:n_wanted])
@@ -379,10 +376,7 @@ class WorkQueue:
         return self._longest_lag if worker.lag is None else worker.lag
 
     def _seconds_left(self, worker: WorkerState, now: Seconds) -> Seconds:
-        """Return the seconds until a worker has computed all its chunks.
-
-        The first one is in progress and the others wait for it.
-        """
+        """Return when all its chunks are computed: one is in progress, the others wait for it."""
         outstanding = iter(worker.outstanding.values())
         if (first := next(outstanding, None)) is None:
             return 0.0

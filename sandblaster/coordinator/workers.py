@@ -101,7 +101,6 @@ class WorkerState:
     spent: dict[str, Seconds] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Drop all attempts."""
         self.attempts.clear()
         self.outstanding.clear()
 
@@ -188,10 +187,7 @@ class WorkerPool:
         return worker is not None and worker.generation < (event.incarnation, report.generation)
 
     def take_report(self, event: Received, report: WorkReport, now: Seconds) -> WorkerState | None:
-        """Take a report; return its worker, if it may have news of this evaluation.
-
-        A new incarnation is another worker: `remove` the former first.
-        """
+        """Take a report; return its worker if it has news. First `remove` an older incarnation."""
         worker = self._workers.get(event.sender)
         generation = event.incarnation, report.generation
         if worker is None:

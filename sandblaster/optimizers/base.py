@@ -27,10 +27,7 @@ Combination = dict[VectorName, float]
 
 @final
 class GramMatrix:
-    """Dot products of named vectors: `gram[x, y]` is x.y.
-
-    It is all that L-BFGS needs of its history (Chen, Wang & Zhou 2014).
-    """
+    """Dot products, `gram[x, y]` = x.y: all that L-BFGS needs (Chen, Wang & Zhou 2014)."""
 
     def __init__(self, entries: Entries = ()) -> None:
         self._products = {_key(x, y): product for x, y, product in entries}
@@ -65,7 +62,6 @@ class GramMatrix:
         }
 
     def dot(self, combination: Mapping[VectorName, float], x: VectorName) -> float:
-        """Return the dot product of a linear combination with x."""
         return math.fsum(a * self[name, x] for name, a in combination.items())
 
 

@@ -64,8 +64,6 @@ class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
 
 
 class _Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into the state."""
-
     slots: tuple[int, ...]
     products: Entries
 

@@ -225,7 +225,6 @@ def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
 
 
 def _quadratic(a: Sample, b: Sample) -> float:
-    """Return the minimizer of the parabola with a's value and slope and b's value."""
     length = b.step - a.step
     # The middle of the two, if there is no such parabola.
     bend = (a.value - b.value) / length + a.slope  # 0 in rounding, where all is flat

@@ -227,8 +227,6 @@ class StageTarget:
 
 @final
 class ShardPush:
-    """The pushes of one client to one shard."""
-
     def __init__(
         self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
     ) -> None:
@@ -563,10 +561,7 @@ class ShardFetch:
             self._copier = self._copier and self._view.copier(self._index)
 
     def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
-        """Note a torn read; after `seconds_max` of them, fetch by blocks.
-
-        So steady writes cannot starve a reader.
-        """
+        """Note a torn read; after `seconds_max`, fetch by blocks: writes starve no reader."""
         if self._by_blocks:
             return []  # the shard was lost in the meantime
         if self._torn_since is None:
@@ -612,8 +607,6 @@ class ShardFetch:
 @final
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """Result of an install."""
-
     # Shards with torn or missing values. Until an install leaves none, the tensors are a mixture
     # of versions: do not use them.
     torn: tuple[int, ...]
@@ -623,8 +616,6 @@ class FetchResult:
 @final
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """Result of a stage or a draft."""
-
     finite: bool  # whether all numbers are finite; if not, nothing is pushed
     culprits: tuple[str, ...] = ()  # names of the tensors with NaN or infinity
 
