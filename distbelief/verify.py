@@ -164,8 +164,6 @@ class Link(msgspec.Struct, frozen=True, rename={"sender": "from", "receiver": "t
 
 @final
 class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of plan verification."""
-
     machines: int
     cores: int  # of this host
     errors: dict[str, Agreement]  # of "outputs", "loss" and gradients, by tensor; the worst last

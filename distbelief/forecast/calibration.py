@@ -222,7 +222,6 @@ class Stopwatch:
 
 
 def warm(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the pieces after the warm-up."""
     return pieces[max(N_WARM, round(WARM_SHARE * len(pieces))) :] or pieces
 
 
@@ -331,7 +330,6 @@ def _together(found: Sequence[_Found]) -> Rates:
 
 
 def main(folder: str, index: int, n_processes: int) -> int:
-    """Measure, write the costs, and return the exit status."""
     path = Path(folder)
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()

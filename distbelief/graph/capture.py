@@ -66,8 +66,6 @@ _WORD_ONLY: Final = inspect.Parameter.KEYWORD_ONLY
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One input of a model."""
-
     shape: Shape  # shape without the batch dimension
     # for integers, the number of values (words, classes); None for floats
     n_values: int | None = None

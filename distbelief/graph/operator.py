@@ -246,7 +246,6 @@ def operator_of(layer: Layer) -> Operator:
 
 
 def sums_of(layer: Layer) -> PartialSums:
-    """Return the partial sums of a layer that has some."""
     sums = operator_of(layer).partial
     assert sums is not None, layer.name
     return sums

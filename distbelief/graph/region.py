@@ -103,11 +103,9 @@ class Region:
         )
 
     def replaced(self, dim: int, interval: Interval) -> "Region":
-        """Return the region with another interval in dimension `dim`."""
         return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
 
     def without(self, dim: int) -> "Region":
-        """Return the region of the other dimensions."""
         return Region((*self.intervals[:dim], *self.intervals[dim + 1 :]))
 
     def broadcast(self, shape: Shape) -> "Region":

@@ -120,7 +120,6 @@ class Variance:
     def quantiles(
         self, step_cost: StepCost, quantiles: Sequence[float] = QUANTILES
     ) -> tuple[float, ...]:
-        """Return these quantiles of the seconds of a step."""
         tasks = step_cost.tasks
         durations = (
             step_cost.simulated.ends[: len(tasks)] - step_cost.simulated.starts[: len(tasks)]

@@ -157,8 +157,6 @@ _N_BYTES_MAX: Final = 1 << 50
 @final
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a user asks for."""
-
     model: str  # import path of the function that makes it, or a name for it
     inputs: Sequence[InputSpec] | Mapping[str, InputSpec]  # of its forward, or by keyword
     batch: int  # samples of a step

@@ -120,8 +120,6 @@ _PRICED: Final = (
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one machine."""
-
     # Floating point operations per second in a large matrix product.
     flops: Annotated[units.Compute, _ABOVE_0]
     memory_rate: PositiveRate  # bytes per second to and from memory

@@ -61,8 +61,6 @@ _T = TypeVar("_T")
 
 @final
 class LruCache(Generic[_T]):
-    """A cache with a size limit that drops the least recently used entry."""
-
     def __init__(self, n_max: int) -> None:
         self._n_max = n_max
         self._kept: dict[Hashable, _T] = {}
@@ -374,8 +372,6 @@ def _back(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A compiled plan."""
-
     graph: LayerGraph
     placements: Mapping[str, Placement]
     batch: int  # samples of a step

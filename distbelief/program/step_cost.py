@@ -162,8 +162,6 @@ class Costs(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepCost:
-    """The cost of a simulated step."""
-
     compiled: Compiled  # for the samples of one micro-batch
     micro_batches: int
     tasks: tuple[Task, ...]  # of all micro-batches

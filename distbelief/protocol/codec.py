@@ -34,8 +34,6 @@ class AnotherRunError(RemoteProtocolError):
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False):
-    """A message and its sender."""
-
     run: Name  # no secret: it keeps two runs apart
     sender: Name
     incarnation: Count

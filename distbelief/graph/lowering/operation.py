@@ -99,8 +99,6 @@ class Context:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation of torch."""
-
     name: str  # for its layer
     target: Any  # the operation of torch
     arguments: Mapping[str, Any]  # by the schema's names, defaults included

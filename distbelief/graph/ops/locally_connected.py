@@ -346,8 +346,6 @@ class LocallyConnected2d(nn.Module):
 
 @final
 class LocallyConnected(Windowed):
-    """What `LocallyConnected2d` computes."""
-
     # Split in space, a part needs a halo of its input and the weights of its own positions, which
     # no other part uses: only gradients of the halo are summed.
     # tensors   weight (rows out, columns out, channels out, channels in * window rows * columns);

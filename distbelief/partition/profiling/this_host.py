@@ -55,8 +55,6 @@ _CONTAINER: Final = Path("/sys/fs/cgroup/memory.max")
 
 @final
 class Network(NamedTuple):
-    """The network between the machines."""
-
     bandwidth: float  # bytes per second that each machine can send, and also receive
     latency: float  # seconds from the end of sending to arrival
     message_overhead: float  # seconds per message at both ends

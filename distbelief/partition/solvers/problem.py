@@ -54,8 +54,6 @@ PROOF: Final = 1e-6  # relative; HiGHS is no more exact than this
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """Nodes, their candidates, and the costs of choices."""
-
     costs: tuple[Array, ...]  # seconds, each (K_v,)
     edges: Mapping[tuple[int, int], Array]  # seconds, each (K_u, K_v), by (u, v), u < v
     memory: tuple[Array, ...] | None = None  # bytes, each (K_v, n_machines)
