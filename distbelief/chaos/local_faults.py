@@ -55,10 +55,7 @@ class ProcessFaults:
         return _send(pid, signal.SIGKILL)
 
     def slow(self, pid: int, *, now: Seconds, seconds: Seconds, factor: float) -> bool:
-        """Let a process run for `1 / factor` of the time; return whether it exists.
-
-        With an infinite factor it is stopped all the time.
-        """
+        """Let a process run for 1 / factor of the time (inf: never); return whether it exists."""
         before = self._held.get(pid)
         stopped = before is not None and before.stopped
         held = self._held[pid] = _SlowedProcess(now, now + seconds, factor, stopped)

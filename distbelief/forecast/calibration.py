@@ -274,10 +274,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(job: Job, *, n_processes: int) -> Rates:
-    """Measure the costs of a job in `n_processes` processes at once.
-
-    JobError if the job cannot be run.
-    """
+    """Measure the costs of a job in `n_processes` processes at once; JobError if it cannot run."""
     with scratch() as path:
         (path / "job.json").write_bytes(_alone(job).to_json())
         command = [sys.executable, "-m", "distbelief.forecast.calibration", str(path)]

@@ -241,10 +241,7 @@ class Trial:
         )
 
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
-        """Run it once, with the outages of its machines.
-
-        JobError if the run is longer than the trace of the cluster.
-        """
+        """Run it once, with its machines' outages; JobError if it is longer than their trace."""
         host, cluster = self.host, self.host.cluster
 
         def run(faults: Sequence[Fault] = ()) -> FinishedRun:

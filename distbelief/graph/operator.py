@@ -74,10 +74,7 @@ class Call:
 
     @property
     def module(self) -> nn.Module:
-        """The module of the model that the layer names.
-
-        GraphError if it is not given.
-        """
+        """The module of the model that the layer names; GraphError if it is not given."""
         path = self.layer.text("module")
         if path not in self.step.modules:
             raise GraphError(
@@ -232,10 +229,7 @@ class _OnePart(Operator):
 
 
 def operator_of(layer: Layer) -> Operator:
-    """Return the operator of a layer.
-
-    GraphError if no operator of this name is registered.
-    """
+    """Return the operator of a layer; GraphError if none of this name is registered."""
     try:
         return OPERATORS[layer.kind]
     except KeyError:

@@ -97,10 +97,7 @@ Needs = Mapping[str, Mapping[int, tuple[Region, ...]]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What ranks compute and need.
-
-    The regions of one rank are disjoint, and none is empty.
-    """
+    """What ranks compute and need; the regions of one rank are disjoint, and none is empty."""
 
     forward: tuple[Task, ...]  # layer by layer
     backward: tuple[Task, ...]  # the last layer first

@@ -293,10 +293,7 @@ def _arranged(value: torch.Tensor, place: dict[str, Any], n_samples: int) -> tor
 
 
 def operation_of(name: str) -> Any:  # noqa: ANN401 -- an operation of torch
-    """Return an operation by its name.
-
-    GraphError if torch has none of this name here.
-    """
+    """Return an operation by its name; GraphError if torch has none of this name here."""
     namespace, packet, overload = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -520,11 +520,8 @@ class L2Pool2d(nn.Module):
     Source: Hyvarinen and Hoyer 2000, "Emergence of phase and shift invariant features"; Le et al.
     2012, section 3.1.
 
-    Args:
-        kernel_size: Rows and columns of the window, or one number for both.
-        stride: Between windows; None for the window's size.
-        padding: Zeros around the maps.
-        epsilon: Keeps the gradient of weak windows small.
+    Arguments are named as for `torch.nn.AvgPool2d`; `epsilon` keeps the gradient of weak windows
+    small.
     """
 
     def __init__(

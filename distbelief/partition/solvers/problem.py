@@ -119,11 +119,8 @@ class Problem:
     ) -> "Solution":
         """Return the solution with this choice.
 
-        Args:
-            choice: A candidate of each node.
-            bound: No choice that overruns its caps no more than this one costs less.
-            solver: Its name.
-            proven: False if choices that overrun the caps less may exist.
+        No choice that overruns its caps no more than this one costs less than `bound`. Without
+        `proven`, choices that overrun the caps less may exist.
         """
         cost = self.cost(choice)
         return Solution(
