@@ -154,8 +154,6 @@ class Agreement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @final
 class Link(msgspec.Struct, frozen=True, rename={"sender": "from", "receiver": "to"}):
-    """Traffic of one link in a step."""
-
     sender: int
     receiver: int
     predicted_bytes: int

@@ -111,10 +111,8 @@ MakeSchedule = Callable[[Sequence[str]], Sequence[FaultEvent]]  # from the names
 class FaultInjector:
     """Injects the faults of a schedule into processes, while its `with` block runs.
 
-    Args:
-        make_schedule: Called when the roles are known: only the supervisor knows over how many
-            machines a replica is split.
-        horizon: Length of the schedule in seconds, from the start of training.
+    The schedule covers `horizon` seconds from the start of training. `make_schedule` is called when
+    the roles are known: only the supervisor knows over how many machines a replica is split.
     """
 
     def __init__(self, make_schedule: MakeSchedule, *, horizon: Seconds) -> None:

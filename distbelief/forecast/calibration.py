@@ -3,8 +3,6 @@
     replica replica:step by flops    seconds per floating point operation
     shard shard:apply by bytes       seconds per byte
 
-An event of any kind takes `EVENT_SECONDS` of a core, a sleeping thread `WAKE_SECONDS`.
-
     python -m distbelief.forecast.calibration FOLDER INDEX N_PROCESSES
 
 As many processes as there are cores measure at once: a single busy core would be faster than

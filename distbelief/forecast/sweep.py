@@ -152,8 +152,6 @@ SHORT: Final[Mapping[str, str]] = {
 
 @final
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    """A key of the job file, and its values in the sweep."""
-
     key: str
     values: tuple[str, ...]
 
@@ -177,8 +175,6 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One combination of values, and the outcomes of its runs."""
-
     settings: Mapping[str, str]  # value by key of the job file
     job: Job
     n_machines: int

@@ -81,8 +81,6 @@ Inputs = Mapping[str, InputSpec]
 
 
 class ModelCall(Protocol):
-    """How a model is called with its inputs."""
-
     fields: tuple[tuple[str | int, ...], ...]  # where the outputs of the last call stand
     has_loss: bool  # whether the last of them is the loss, a mean over the samples
     joins: bool  # whether the model may compute such a mean itself
@@ -120,15 +118,11 @@ class _Exported:
 def capture(
     module: nn.Module, inputs: Sequence[InputSpec] | Inputs, *, call: ModelCall | None = None
 ) -> LayerGraph:
-    """Return the layer graph of `module`.
+    """Return the layer graph of `module`, on any device, which is not changed or copied.
 
-    Args:
-        module: Module on any device; it is not changed or copied.
-        inputs: The positional inputs of its forward; further parameters keep their defaults. With
-            a call, what it gets, by name.
-        call: How the model is called; the graph's outputs are what it returns.
-
-    GraphError if it takes other inputs, or mixes or loses the samples of a batch.
+    `inputs` are the positional inputs of its forward; further parameters keep their defaults. With
+    `call` they are what that gets, by name, and the graph's outputs are what it returns. GraphError
+    if it takes other inputs, or mixes or loses the samples of a batch.
     """
     refuse_parameter_hooks(module)
     refuse_bounded_tables(module)

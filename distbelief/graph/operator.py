@@ -150,7 +150,6 @@ class Operator(ABC):
         return False
 
     def work(self, layer: Layer, output: Region) -> Work:
-        """Return the cost of `output`."""
         n = len(layer.inputs)
         work = self.per_element or Work(forward=1.0, backward=float(n), n_elements=1.0 + n)
         return work.times(output.n_elements)

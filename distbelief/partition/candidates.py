@@ -43,8 +43,6 @@ _NAMES: Final = {
 
 
 class Candidate(NamedTuple):
-    """One placement of a layer, and its label for people."""
-
     placement: Placement
     label: str
 

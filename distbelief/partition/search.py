@@ -59,8 +59,6 @@ class PlanningRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A group that is placed together, and its candidates."""
-
     group: Group
     candidates: tuple[Candidate, ...]
 

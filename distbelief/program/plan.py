@@ -50,8 +50,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @final
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machines that a plan is for."""
-
     name: str
     fingerprint: str  # of the cluster with these machines only
     n_machines: AtLeastOne  # the first ones of the cluster

@@ -52,8 +52,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Needed(NamedTuple):
-    """What a task reads, uses and writes."""
-
     reads: list[tuple[str, Region]]  # other layers
     uses: list[tuple[str, Region]]  # tensors, by name
     writes: Region | None  # if partial, the region of the output to which it adds

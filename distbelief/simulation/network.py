@@ -112,8 +112,6 @@ class Port:
 
 @final
 class Ports:
-    """The ports of a switched network."""
-
     def __init__(self, network: SwitchedNetwork) -> None:
         self.network = network
         self._known: dict[tuple[object, ...], Port] = {}

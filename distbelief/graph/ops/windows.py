@@ -57,7 +57,8 @@ class Resize(Operator):
     def compute(self, call: Call) -> torch.Tensor:
         layer, tile, outputs = call.layer, call.inputs[0], call.region.intervals[1:]
         if outputs == layer.region.intervals[1:]:
-            return _resized(layer, tile)
+            options = (layer.text("operation"), layer.options["align"], _factors(layer))
+            return _by_torch(*options, x=tile, sizes=layer.shape[1:])
         (read,) = self.reads(layer, call.region)
         for dim, (start, stop) in enumerate(outputs):
             places, weights = _taps(layer, dim, tile.dtype)
@@ -70,11 +71,6 @@ class Resize(Operator):
             ]
             tile = sum(parts[1:], parts[0])
         return tile
-
-
-def _resized(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    options = (layer.text("operation"), layer.options["align"], _factors(layer))
-    return _by_torch(*options, x=x, sizes=layer.shape[1:])
 
 
 def _factors(layer: Layer) -> tuple[float | None, ...]:
