@@ -65,12 +65,7 @@ class Contestant:
 
 
 class Race:
-    """The contestants of one batch size.
-
-    Args:
-        setting: Of what is trained; folder, contestant and ranks are filled in here.
-        seconds: Of a turn.
-    """
+    """The contestants of one batch size; fills in folder, contestant and ranks of the setting."""
 
     def __init__(self, setting: Setting, *, seconds: float) -> None:
         self._setting = setting

@@ -47,8 +47,6 @@ _MACHINE: Final = Machine(flops=2e10, memory_rate=1e10, bandwidth=1.25e8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One host's link, in bytes."""
-
     roles: tuple[str, ...]  # that ran at this host
     received: int  # as its interface counted
     sent: int  # likewise
@@ -90,12 +88,7 @@ def links_of(lan: Lan, text: str) -> Sequence[Link]:
 def _run(
     folder: Path, lan: Lan, text: str, stack: ExitStack
 ) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]]]:
-    """Run the job.
-
-    Returns:
-        On which host each replica's process was, and what the links had had when all
-        hosts were ready.
-    """
+    """Return the hosts of the replicas, and what the links had had when all hosts were ready."""
     hosts = lan.hosts
     jobs.lay_out(folder, text, n_hosts=len(hosts))
     job, *_ = jobs.start(folder, hosts, imports=TASK, stack=stack)

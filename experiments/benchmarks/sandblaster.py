@@ -29,8 +29,6 @@ from experiments.benchmarks.measuring import measurement
 
 
 class Part(Protocol):
-    """A part of the benchmark."""
-
     def __call__(self, *, small: bool) -> dict[str, float]: ...
 
 

@@ -226,7 +226,6 @@ def _block_bytes(small: Layout, large: Layout) -> int:
 
 
 def _acquainted(one: Address, other: Address) -> bool:
-    """Return whether these two exchange messages: replicas do not."""
     return not (one.startswith("replica") and other.startswith("replica"))
 
 

@@ -60,8 +60,6 @@ MAPS: Final[dict[Size, Maps]] = {"80M": (5, 5, 5), "330M": (13, 14, 13), "1.7B":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Filtering, pooling and contrast normalisation."""
-
     maps: int  # filters that look at the same place
     filter: int = FILTER  # rows and columns of what a filter sees
     pool: int = 5  # rows and columns of a pooling window

@@ -140,7 +140,6 @@ def links_of(kind: str, n_servers: int, start: Callable[[str], None]) -> Iterato
 
 
 def main(kind: str, n_servers: int, n_elements: int, endpoint: str = "") -> None:
-    """Be a server, if there is an endpoint to connect to; else the client."""
     torch.set_num_threads(1)
     if endpoint:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)
