@@ -2,9 +2,7 @@
 
     python experiments/benchmarks/lan.py [--only CASE] [--small]
 
-Jobs over network namespaces, machines that have joined.
-
-Not in `make bench`: only root may make network namespaces.
+Jobs over network namespaces, which only root may make: so it is not in `make bench`.
 
     beyond_CASE    the share by which the links had more than that, both ways, all hosts
     beyond_worst   that of the worst link

@@ -2,9 +2,8 @@
 
     python -m experiments.benchmarks.bare.links KIND N_SERVERS N_ELEMENTS [ENDPOINT]
 
-The same bytes between as many processes as ours, and the same update; but nothing is
-asked for again, checked, leased, or decoded, and nobody else is served. Gradients are
-copied once, so that the model may go on, and go to each server over loopback:
+The same bytes between as many processes as ours, and the same update; but nothing is repeated,
+checked, leased or decoded. Gradients are copied once, and go to each server over loopback:
 
     zmq_curve  pyzmq, PUSH to PULL as our transport, messages of 1 MiB that are sent
                without a copy, and copied once into place where they arrive; encrypted
