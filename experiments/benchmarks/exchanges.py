@@ -29,6 +29,7 @@ Not in `make bench`: it says nothing about the machine, and takes long.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Final
 
+import msgspec
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -119,6 +121,10 @@ class Runs:
                 text = job_text(task, preset, rate=rate, seed=seed, every=every, stop=stop)
                 hosts = Hosts(bits_per_second=bits_per_second)
                 found, _ = run(self.preparation, text, hosts, seed=seed)
+            finite = tuple(point for point in found.points if math.isfinite(point[2]))
+            if finite != found.points:  # which JSON could not keep
+                why = found.error or "its loss is not finite"
+                found = msgspec.structs.replace(found, points=finite, error=why)
             keep(path, found, of=of)
             self.n_done += 1
         self.n_left -= 1
@@ -158,7 +164,7 @@ def time_to(courses: Sequence[Course], targets: Sequence[float]) -> list[float]:
     return [seconds for seconds in reached if seconds is not None]
 
 
-def row(one: Found, targets: Sequence[float], samples: int) -> dict[str, str]:
+def row(one: Found, downpour: Found, samples: int) -> dict[str, str]:
     losses = [course.loss_at(samples) for course in one.slow]
     cells = {
         "rate": f"{one.rate:g}",
@@ -166,9 +172,10 @@ def row(one: Found, targets: Sequence[float], samples: int) -> dict[str, str]:
         "at its end": f"{fmean(course.points[-1][2] for course in one.slow):.3f}",
         "MB per sample": f"{one.slow[0].bytes_per_sample / 1e6:.2f}",
     }
-    for name, courses in (("100 Mbit/s", one.slow), ("1 Gbit/s", one.fast)):
-        reached = time_to(courses, targets)
-        all_of = len(reached) == len(courses)
+    links = (("100 Mbit/s", one.slow, downpour.slow), ("1 Gbit/s", one.fast, downpour.fast))
+    for name, courses, others in links:
+        reached = time_to(courses, [other.loss_at(samples) for other in others])
+        all_of = len(reached) == min(len(courses), len(others)) > 0
         cells[f"s to target, {name}"] = f"{median(reached):,.0f}" if all_of else "not reached"
     return cells
 
@@ -277,8 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seeds = SEEDS[: options.seeds]
             found = {name: found_of(runs, task, name, seeds) for name in names}
             first = found[names[0]]  # Downpour
-            targets = [course.loss_at(samples) for course in first.slow]
-            rows = {name: row(one, targets, samples) for name, one in found.items()}
+            rows = {name: row(one, first, samples) for name, one in found.items()}
             title = f"{task}: after {samples:,} samples, and seconds to {names[0]}'s loss there"
             measurement.show(title, rows)
             figures |= figures_of(task, found, samples)

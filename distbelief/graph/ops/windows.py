@@ -43,8 +43,8 @@ class Resize(Operator):
         spans = []
         for dim, (start, stop) in enumerate(output.intervals[1:]):
             places = [_taps(layer, dim, dtype)[0][start:stop].flatten() for dtype in _FLOATS]
-            found = torch.cat(places).tolist() or [0, -1]
-            spans.append((min(found), max(found) + 1))
+            found = torch.cat(places).tolist()
+            spans.append((min(found), max(found) + 1) if found else (0, 0))
         return (Region((output.intervals[0], *spans)),)
 
     @override

@@ -74,6 +74,7 @@ def examples() -> list[Layer]:
             *("pool", (4, 3, 4)), name="l2_pool", function="l2",
             size=twos, stride=twos, padding=zeros, epsilon=0.0,
         ),
+        reading("resize", (4, 9, 12), operation="upsample_bilinear2d", align=False, scales=""),
         reading("local_contrast", IMAGE, size=3, epsilon=0.1),
         *norms.batch_norm_layers("bn", x, tensors=uses_of(batch_norm), epsilon=1e-5, momentum=0.1),
         *norms.group_norm_layers("gn", x, n_groups=2, tensors={}, epsilon=1e-5),
