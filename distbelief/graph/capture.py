@@ -543,7 +543,7 @@ def _named(module: nn.Module, inputs: Sequence[InputSpec] | Inputs) -> Inputs:
 
 
 def input_names(module: nn.Module, n_inputs: int) -> list[str]:
-    """Return the names of a forward's first parameters; GraphError if it takes fewer inputs."""
+    """Return the names of a forward's first parameters; GraphError if it takes another number."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
     known = [p for p in parameters if p.kind in positional]
