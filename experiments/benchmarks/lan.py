@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/lan.py [--only CASE] [--small]
 
-Jobs over network namespaces, which only root may make: so it is not in `make bench`.
+Jobs over network namespaces. Not in `make bench`: only root may make these.
 
     beyond_CASE    the share by which the links had more than that, both ways, all hosts
     beyond_worst   that of the worst link

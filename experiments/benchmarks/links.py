@@ -20,8 +20,8 @@ and backward of each step; its optimizer, and all that is sent, are real.
 
 Loops of `exchange` begin an equal share of an exchange apart (4 that push at the same moment would
 wait for the server's card together). At 100 Mbit/s the last six run at once, each with a switch of
-its own. Bytes are those that the interfaces of the loops' hosts have counted, both ways. Not in
-`make bench`: only root may make network namespaces.
+its own. Bytes are those that the interfaces of the loops' hosts have counted, both ways.
+Not in `make bench`: only root may make network namespaces.
 
     CASE_share_NAME    of the steps per second of `alone`
     CASE_fewer_NAME    bytes per sample of `downpour`, over those of NAME
