@@ -9,15 +9,12 @@ With torch's `__getitems__`, a data set is asked for a whole batch at once. It m
 samples, or the finished batch as a tuple (inputs, targets) or a dictionary, which avoids splitting
 an array into samples and joining them again.
 
-"We divide the training data into a number of subsets and run a copy of the model on each of these
-subsets" (Dean et al. 2012, section 4.1).
-
     n = 10, R = 3     replica 0: 9 0 3    replica 1: 2 8 1    replica 2: 6 7 5 4
     batches of 2      pass 0: (5 7) (6 4)   pass 1: (7 4) (6 5)   ... of replica 2
 
 Replica r of R reads positions [n r / R, n (r + 1) / R) of one seeded shuffle of the data set, in a
-new order for each pass. Seed, r and pass alone decide it, so a restarted replica continues from
-one number: the samples consumed.
+new order for each pass (subsets as in Dean et al. 2012, section 4.1). Seed, r and pass alone decide
+it, so a restarted replica continues from one number: the samples consumed.
 """
 
 import dataclasses

@@ -59,8 +59,6 @@ Outputs = dict[str, Array]  # (n_samples, *shape), by name
 
 @final
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, rename={"n_machines": "machines"}):
-    """Result of a prediction."""
-
     out: Path  # file of the outputs
     shape: tuple[int, ...]  # of the outputs, samples first
     n_machines: int  # ranks that computed them; 1 without a plan
@@ -264,7 +262,6 @@ def _write(path: Path, *, outputs: Outputs, suffix: str) -> None:
 
 
 def text(prediction: Prediction) -> str:
-    """Return the result as a line or two of text."""
     shape, n = " x ".join(map(str, prediction.shape)), prediction.n_machines
     by = f"{n} processes" if n > 1 else "one process"
     several = [f"{o} {' x '.join(map(str, s))}" for o, s in prediction.outputs.items()]

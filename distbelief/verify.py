@@ -154,8 +154,6 @@ class Agreement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @final
 class Link(msgspec.Struct, frozen=True, rename={"sender": "from", "receiver": "to"}):
-    """Traffic of one link in a step."""
-
     sender: int
     receiver: int
     predicted_bytes: int
@@ -164,8 +162,6 @@ class Link(msgspec.Struct, frozen=True, rename={"sender": "from", "receiver": "t
 
 @final
 class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of plan verification."""
-
     machines: int
     cores: int  # of this host
     errors: dict[str, Agreement]  # of "outputs", "loss" and gradients, by tensor; the worst last

@@ -32,8 +32,6 @@ TEST_SEED = 1  # of the choice of held-out samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One measurement on held-out samples."""
-
     samples: int
     seconds: float  # of training, measurement left out
     samples_per_second: float

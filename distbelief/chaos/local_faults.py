@@ -55,10 +55,7 @@ class ProcessFaults:
         return _send(pid, signal.SIGKILL)
 
     def slow(self, pid: int, *, now: Seconds, seconds: Seconds, factor: float) -> bool:
-        """Let a process run for `1 / factor` of the time; return whether it exists.
-
-        With an infinite factor it is stopped all the time.
-        """
+        """Let a process run for 1 / factor of the time (inf: never); return whether it exists."""
         before = self._held.get(pid)
         stopped = before is not None and before.stopped
         held = self._held[pid] = _SlowedProcess(now, now + seconds, factor, stopped)
@@ -114,10 +111,8 @@ MakeSchedule = Callable[[Sequence[str]], Sequence[FaultEvent]]  # from the names
 class FaultInjector:
     """Injects the faults of a schedule into processes, while its `with` block runs.
 
-    Args:
-        make_schedule: Called when the roles are known: only the supervisor knows over how many
-            machines a replica is split.
-        horizon: Length of the schedule in seconds, from the start of training.
+    The schedule covers `horizon` seconds from the start of training. `make_schedule` is called when
+    the roles are known: only the supervisor knows over how many machines a replica is split.
     """
 
     def __init__(self, make_schedule: MakeSchedule, *, horizon: Seconds) -> None:

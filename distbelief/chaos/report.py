@@ -35,7 +35,6 @@ class IterationCount:
         return self._highest - self._last
 
     def count(self, event: Event) -> None:
-        """Count an event of the supervisor."""
         if (
             isinstance(event, Received)
             and isinstance(event.message, Progress)
@@ -49,8 +48,6 @@ class IterationCount:
 
 @final
 class ReportLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the timeline."""
-
     seconds: Seconds
     what: Literal["fault", "report", "end"]
     text: str
@@ -58,8 +55,6 @@ class ReportLine(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a job under faults."""
-
     job: str
     seed: int  # the same seed repeats the schedule
     real: bool  # real processes, or virtual time
@@ -119,7 +114,6 @@ def completed(
 
 
 def rendered(report: ChaosReport) -> RenderableType:
-    """Return the report as text for the terminal."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)

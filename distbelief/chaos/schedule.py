@@ -46,8 +46,6 @@ _STREAM: Final = 0xC405
 
 @final
 class FaultEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault of the schedule."""
-
     kind: Kind
     role: str
     other: str | None = None  # the other end of the affected link; None: all links of `role`

@@ -64,8 +64,6 @@ def mean_over_samples(layer: str, output: torch.Tensor, n_samples: int) -> torch
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """The inputs of a step."""
-
     parameters: Sequence[torch.Tensor]  # per item, (*region.shape); must not change during the step
     # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]]
@@ -81,8 +79,6 @@ class StepInputs:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a rank has at the end of a step."""
-
     loss: float | None  # sum over the samples, if this rank computes the loss
     averages: Mapping[int, torch.Tensor]  # new running averages, by item
     # Per layer and region wanted: (n_samples, *shape).

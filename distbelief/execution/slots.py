@@ -48,10 +48,7 @@ class Gather:
 def gather(
     wanted: Region, known: Known, *, how: How, samples: bool, joined: bool = False, what: str
 ) -> Gather:
-    """Plan how `wanted` is assembled from known slots.
-
-    GraphError if no slot has a part of the region, so the program has a gap.
-    """
+    """Plan how `wanted` is assembled from known slots; GraphError if the program has a gap."""
     pieces: list[Piece] = []
     n_found = 0
     for slot, region in known:

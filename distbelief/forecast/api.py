@@ -29,8 +29,6 @@ N_SEEDS_MAX: Final = 1000
 
 @final
 class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulations that a user asks for."""
-
     job: Path | Job
     overrides: tuple[str, ...] = ()  # "TABLE.KEY=VALUE", as for `train`
     axes: tuple[Axis, ...] = ()  # the sweep

@@ -3,8 +3,6 @@
     replica replica:step by flops    seconds per floating point operation
     shard shard:apply by bytes       seconds per byte
 
-An event of any kind takes `EVENT_SECONDS` of a core, a sleeping thread `WAKE_SECONDS`.
-
     python -m distbelief.forecast.calibration FOLDER INDEX N_PROCESSES
 
 As many processes as there are cores measure at once: a single busy core would be faster than
@@ -222,7 +220,6 @@ class Stopwatch:
 
 
 def warm(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the pieces after the warm-up."""
     return pieces[max(N_WARM, round(WARM_SHARE * len(pieces))) :] or pieces
 
 
@@ -275,10 +272,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(job: Job, *, n_processes: int) -> Rates:
-    """Measure the costs of a job in `n_processes` processes at once.
-
-    JobError if the job cannot be run.
-    """
+    """Measure the costs of a job in `n_processes` processes at once; JobError if it cannot run."""
     with scratch() as path:
         (path / "job.json").write_bytes(_alone(job).to_json())
         command = [sys.executable, "-m", "distbelief.forecast.calibration", str(path)]
@@ -331,7 +325,6 @@ def _together(found: Sequence[_Found]) -> Rates:
 
 
 def main(folder: str, index: int, n_processes: int) -> int:
-    """Measure, write the costs, and return the exit status."""
     path = Path(folder)
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()

@@ -54,8 +54,6 @@ VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedCluster:
-    """A cluster on which the roles of a job are placed."""
-
     cluster: Cluster
     reference: Machine  # one core of this host, on which the rates were measured
     rates: Rates | None  # measured costs; None: the costs that the roles compute
@@ -63,7 +61,6 @@ class PlacedCluster:
     budget: int | None = None  # --machines; None: all
 
     def placement(self, prepared: PreparedJob) -> dict[Address, int]:
-        """Return the machine of each role."""
         kinds = prepared.kinds
         places = dict.fromkeys(kinds, 0)
         if self.together:
@@ -86,7 +83,6 @@ class PlacedCluster:
         return places
 
     def n_needed(self, prepared: PreparedJob) -> int:
-        """Return the number of machines that a job uses."""
         kinds = prepared.kinds
         if self.together:
             return 1
@@ -129,7 +125,6 @@ class PlacedCluster:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
     def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
-        """Return the builders of a job's roles."""
         builders = prepared.builders()
         if self.rates is None:
             return builders
@@ -140,7 +135,6 @@ class PlacedCluster:
 
 
 def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
-    """Return whether a role has a machine of its own."""
     if kinds[name] == "machine":
         return not name.startswith("evaluator")
     return kinds[name] in {"replica", "shard"}
@@ -216,7 +210,6 @@ class HostCosts:
 
     @property
     def constants(self) -> tuple[tuple[str, str], ...]:
-        """Name and value of every constant."""
         rows = constants_of(self.cluster)
         for rates in list(self._rates.values())[-1:]:
             rows.append(("work of the roles", f"{len(rates.work)} kinds, measured on this host"))

@@ -162,7 +162,6 @@ def _settings_of(variant: Variant) -> str:
 
 
 def constants_table(constants: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of all constants with their values."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("constant", "value"):
         table.add_column(heading, overflow="fold")

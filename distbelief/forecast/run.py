@@ -29,8 +29,6 @@ N_SPANS_MAX: Final = 500_000  # of a timeline: trace viewers fail on many more
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One piece of work in the timeline."""
-
     role: Address
     executor: Executor
     name: str
@@ -73,7 +71,6 @@ Tell = Callable[[JobView], None]
 
 
 def view_of(simulation: SimulatedCluster) -> JobView:
-    """Return the supervisor's current view of the job."""
     supervisor = cast("Supervisor", simulation.role(SUPERVISOR))
     return supervisor.view(simulation.now)
 
@@ -102,8 +99,6 @@ SECONDS_MAX: Final = 366 * 86400.0  # virtual: a job that runs for a year never 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A simulated run that has ended."""
-
     outcome: Outcome
     view: JobView  # the last one
     timeline: Timeline  # empty if the run keeps no spans
@@ -246,10 +241,7 @@ class Trial:
         )
 
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
-        """Run it once, with the outages of its machines.
-
-        JobError if the run is longer than the trace of the cluster.
-        """
+        """Run it once, with its machines' outages; JobError if it is longer than their trace."""
         host, cluster = self.host, self.host.cluster
 
         def run(faults: Sequence[Fault] = ()) -> FinishedRun:

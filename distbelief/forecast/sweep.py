@@ -30,8 +30,6 @@ from distbelief.supervisor.view import JobView, Point
 
 @final
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The metrics of one simulated run."""
-
     seed: int
     ended: str | None  # stop reason of the supervisor
     error: str | None  # why it failed
@@ -154,8 +152,6 @@ SHORT: Final[Mapping[str, str]] = {
 
 @final
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    """A key of the job file, and its values in the sweep."""
-
     key: str
     values: tuple[str, ...]
 
@@ -179,8 +175,6 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One combination of values, and the outcomes of its runs."""
-
     settings: Mapping[str, str]  # value by key of the job file
     job: Job
     n_machines: int
@@ -209,7 +203,6 @@ def _split_values(values: str) -> Iterator[str]:
 
 
 def axes_of(texts: Sequence[str]) -> list[Axis]:
-    """Parse the axes of a sweep."""
     axes = [Axis.of(text) for text in texts]
     for axis in axes:
         if sum(other.key == axis.key for other in axes) > 1:
@@ -242,7 +235,6 @@ def usual_axes(n_machines: int) -> list[Axis]:
 
 
 def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
-    """Return the best variant."""
     few = [v for v in variants if v.n_machines <= n_machines]
     if not few:
         raise JobError(

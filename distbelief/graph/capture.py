@@ -66,8 +66,6 @@ _WORD_ONLY: Final = inspect.Parameter.KEYWORD_ONLY
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One input of a model."""
-
     shape: Shape  # shape without the batch dimension
     # for integers, the number of values (words, classes); None for floats
     n_values: int | None = None
@@ -83,8 +81,6 @@ Inputs = Mapping[str, InputSpec]
 
 
 class ModelCall(Protocol):
-    """How a model is called with its inputs."""
-
     fields: tuple[tuple[str | int, ...], ...]  # where the outputs of the last call stand
     has_loss: bool  # whether the last of them is the loss, a mean over the samples
     joins: bool  # whether the model may compute such a mean itself
@@ -122,15 +118,11 @@ class _Exported:
 def capture(
     module: nn.Module, inputs: Sequence[InputSpec] | Inputs, *, call: ModelCall | None = None
 ) -> LayerGraph:
-    """Return the layer graph of `module`.
+    """Return the layer graph of `module`, on any device, which is not changed or copied.
 
-    Args:
-        module: Module on any device; it is not changed or copied.
-        inputs: The positional inputs of its forward; further parameters keep their defaults. With
-            a call, what it gets, by name.
-        call: How the model is called; the graph's outputs are what it returns.
-
-    GraphError if it takes other inputs, or mixes or loses the samples of a batch.
+    `inputs` are the positional inputs of its forward; further parameters keep their defaults. With
+    `call` they are what that gets, by name, and the graph's outputs are what it returns. GraphError
+    if it takes other inputs, or mixes or loses the samples of a batch.
     """
     refuse_parameter_hooks(module)
     refuse_bounded_tables(module)
@@ -551,10 +543,7 @@ def _named(module: nn.Module, inputs: Sequence[InputSpec] | Inputs) -> Inputs:
 
 
 def input_names(module: nn.Module, n_inputs: int) -> list[str]:
-    """Return the names of the first parameters of a forward.
-
-    GraphError if it does not take so many inputs.
-    """
+    """Return the names of a forward's first parameters; GraphError if it takes another number."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
     known = [p for p in parameters if p.kind in positional]

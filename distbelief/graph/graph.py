@@ -52,8 +52,6 @@ class _More(TypedDict, total=False):
 
 @final
 class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One layer."""
-
     name: str  # unique in its graph
     kind: str  # name of its `Operator`
     inputs: tuple[str, ...] = ()  # names of the layers it reads, in the operator's order
@@ -70,7 +68,6 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def of(
         cls, name: str, kind: str, sources: Sequence["Layer"], shape: Shape, **more: Unpack[_More]
     ) -> "Layer":
-        """Return a layer that reads these."""
         return cls(
             name=name,
             kind=kind,

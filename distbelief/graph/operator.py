@@ -74,10 +74,7 @@ class Call:
 
     @property
     def module(self) -> nn.Module:
-        """The module of the model that the layer names.
-
-        GraphError if it is not given.
-        """
+        """The module of the model that the layer names; GraphError if it is not given."""
         path = self.layer.text("module")
         if path not in self.step.modules:
             raise GraphError(
@@ -153,7 +150,6 @@ class Operator(ABC):
         return False
 
     def work(self, layer: Layer, output: Region) -> Work:
-        """Return the cost of `output`."""
         n = len(layer.inputs)
         work = self.per_element or Work(forward=1.0, backward=float(n), n_elements=1.0 + n)
         return work.times(output.n_elements)
@@ -232,10 +228,7 @@ class _OnePart(Operator):
 
 
 def operator_of(layer: Layer) -> Operator:
-    """Return the operator of a layer.
-
-    GraphError if no operator of this name is registered.
-    """
+    """Return the operator of a layer; GraphError if none of this name is registered."""
     try:
         return OPERATORS[layer.kind]
     except KeyError:
@@ -246,7 +239,6 @@ def operator_of(layer: Layer) -> Operator:
 
 
 def sums_of(layer: Layer) -> PartialSums:
-    """Return the partial sums of a layer that has some."""
     sums = operator_of(layer).partial
     assert sums is not None, layer.name
     return sums

@@ -103,11 +103,9 @@ class Region:
         )
 
     def replaced(self, dim: int, interval: Interval) -> "Region":
-        """Return the region with another interval in dimension `dim`."""
         return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
 
     def without(self, dim: int) -> "Region":
-        """Return the region of the other dimensions."""
         return Region((*self.intervals[:dim], *self.intervals[dim + 1 :]))
 
     def broadcast(self, shape: Shape) -> "Region":
@@ -126,11 +124,8 @@ class Region:
     def cut(self, dim: int, weights: Sequence[float], *, unit: int = 1) -> list["Region"]:
         """Split the region along `dim` into consecutive parts, in proportion to `weights`.
 
-        Args:
-            dim: The dimension.
-            weights: One per part, not negative, not all zero.
-            unit: The parts begin at multiples of this, for example the channels of a group. Parts
-                are empty if there are fewer units than parts.
+        Weights are not negative, and not all zero. Parts begin at multiples of `unit`, for example
+        the channels of a group; they are empty if there are fewer units than parts.
         """
         start, stop = self.intervals[dim]
         ends = cuts(stop - start, weights, unit=unit)

@@ -146,7 +146,6 @@ class PlanningResult:
         return remarks
 
     def table(self) -> Table:
-        """Return a table with a row for each number of machines."""
         request = self.request
         title = (
             f"{request.model}: {request.graph.n_parameters:,} parameters, batch "

@@ -33,9 +33,8 @@ def whole_layers(
 ) -> dict[str, Placement]:
     """Return runs of whole layers, one per machine; the longest run is as short as possible.
 
-    Layers keep their order in the graph; followers stay with their leader.
-
-    Only these machines are used, in this order; by default all.
+    Layers keep their order in the graph; followers stay with their leader. Only these machines are
+    used, in this order; by default all.
     """
     machines = machines or range(len(cluster))
     found = groups(graph)

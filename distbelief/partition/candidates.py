@@ -43,8 +43,6 @@ _NAMES: Final = {
 
 
 class Candidate(NamedTuple):
-    """One placement of a layer, and its label for people."""
-
     placement: Placement
     label: str
 
@@ -70,11 +68,7 @@ def whole(layer: Layer, machine: int) -> Candidate:
 def split(
     layer: Layer, cluster: Cluster, parts: Sequence[int], *, machines: Sequence[int] | None = None
 ) -> Candidate | None:
-    """Return a layer whose output is cut into this number of parts along each dimension.
-
-    Returns:
-        None if it cannot be cut so, or there are too few machines.
-    """
+    """Return a layer with its output cut into these numbers of parts; None if impossible."""
     cuts = () if layer.whole else operator_of(layer).cuts(layer)
     machines = machines or range(len(cluster))
     placement = _cut(layer.shape, cuts, cluster, parts, machines)
@@ -99,9 +93,7 @@ def partial_sums(
     """Return a layer as partial sums over parts of dimension `dim` of its first input.
 
     The machines that compute them combine them, each a part of the output if it is large enough.
-
-    Returns:
-        None if there are no such sums, or too few machines.
+    None if there are no such sums, or too few machines.
     """
     if dim not in summed_dims(layer):
         return None
@@ -283,10 +275,7 @@ def near(graph: LayerGraph, name: str) -> str:
 def pinned(
     layer: Layer, cluster: Cluster, pin: str, *, machines: Sequence[int] | None = None
 ) -> Candidate:
-    """Return the candidate that a pin means; it need not be among those that are tried.
-
-    GraphError if the layer cannot be placed so; lists what is possible.
-    """
+    """Return the candidate that a pin means, tried or not; GraphError lists what is possible."""
     found: Candidate | None = None
     if match := _WHOLE.fullmatch(pin):
         machine = int(match[1] or 0)

@@ -120,7 +120,6 @@ class Variance:
     def quantiles(
         self, step_cost: StepCost, quantiles: Sequence[float] = QUANTILES
     ) -> tuple[float, ...]:
-        """Return these quantiles of the seconds of a step."""
         tasks = step_cost.tasks
         durations = (
             step_cost.simulated.ends[: len(tasks)] - step_cost.simulated.starts[: len(tasks)]
@@ -161,14 +160,10 @@ class Variance:
 class ProfiledCosts:
     """Measured costs; by arithmetic where nothing has been measured.
 
-    Args:
-        profile: The measurements.
-        machines: Costs by arithmetic.
-        host: Costs by arithmetic of the measured host, if the machines are others: measured /
-            arithmetic is the same for them. None: each machine is such a host.
-        slower: How much slower the host is now than when it was measured.
-        part: Costs by arithmetic of fewer samples than were measured, if there are fewer. The share
-            of the time that a whole layer takes with them holds for its slices too.
+    `machines` are costs by arithmetic; `host` are those of the measured host if the machines are
+    others, for which measured / arithmetic is the same. `slower` is how much slower the host is now
+    than when it was measured. `part` are costs by arithmetic of fewer samples than were measured:
+    the share of the time that a whole layer takes with them holds for its slices too.
     """
 
     def __init__(

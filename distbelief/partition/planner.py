@@ -98,13 +98,9 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
 
         step >= sum_v ( min_p w[p] t[v, p]  +  min_p w[p] o[p] )
 
-    and a single layer takes at least 1 / sum_p 1 / t[v, p].
-
-    Args:
-        graph: With its loss.
-        cluster: The machines that a plan may use.
-        costs: The bound holds if the parts of a layer together cost no less than the whole. That
-            holds by arithmetic; measured slices may be more efficient.
+    and a single layer takes at least 1 / sum_p 1 / t[v, p]. This holds if the parts of a layer
+    together cost no less than the whole: so they do by arithmetic; measured slices may be more
+    efficient. The graph has its loss.
     """
     gradients = with_gradient(graph)
     layers = [layer for layer in graph.layers if layer.kind != INPUT]
@@ -157,8 +153,6 @@ _N_BYTES_MAX: Final = 1 << 50
 @final
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a user asks for."""
-
     model: str  # import path of the function that makes it, or a name for it
     inputs: Sequence[InputSpec] | Mapping[str, InputSpec]  # of its forward, or by keyword
     batch: int  # samples of a step

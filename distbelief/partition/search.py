@@ -39,8 +39,6 @@ Notify = Callable[[str], None]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """What to plan: graph, machines, costs and constraints."""
-
     graph: LayerGraph  # with its loss, for training
     sample: Sample | None = None  # of its inputs, those of the loss included
     model: str = ""  # import path of the function that makes it, or a name for it
@@ -61,8 +59,6 @@ class PlanningRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A group that is placed together, and its candidates."""
-
     group: Group
     candidates: tuple[Candidate, ...]
 
@@ -155,8 +151,6 @@ def _missing(options: Sequence[Candidate], placements: Sequence[Placement]) -> l
 @final
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPlan:
-    """A simulated plan."""
-
     method: str  # solver, baseline or search that found it
     cost: StepCost
     seconds: tuple[float, float, float]  # of a step; quantiles 10 %, 50 % and 90 %

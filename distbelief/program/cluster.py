@@ -68,10 +68,7 @@ _END: Final = re.compile(rf"end\s*,{_SECONDS}")
 
 
 def read_trace(text: str, *, n_machines: int) -> OutageTrace:
-    """Return the trace in a CSV text.
-
-    GraphError if a line is wrong: names the line and what it should be.
-    """
+    """Return the trace in a CSV text; GraphError names a wrong line, and what it should be."""
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
     rows = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if rows and rows[0][1].replace(" ", "") == "seconds,machine,away":
@@ -120,8 +117,6 @@ _PRICED: Final = (
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one machine."""
-
     # Floating point operations per second in a large matrix product.
     flops: Annotated[units.Compute, _ABOVE_0]
     memory_rate: PositiveRate  # bytes per second to and from memory

@@ -61,8 +61,6 @@ _T = TypeVar("_T")
 
 @final
 class LruCache(Generic[_T]):
-    """A cache with a size limit that drops the least recently used entry."""
-
     def __init__(self, n_max: int) -> None:
         self._n_max = n_max
         self._kept: dict[Hashable, _T] = {}
@@ -99,10 +97,7 @@ Needs = Mapping[str, Mapping[int, tuple[Region, ...]]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What ranks compute and need.
-
-    The regions of one rank are disjoint, and none is empty.
-    """
+    """What ranks compute and need; the regions of one rank are disjoint, and none is empty."""
 
     forward: tuple[Task, ...]  # layer by layer
     backward: tuple[Task, ...]  # the last layer first
@@ -374,8 +369,6 @@ def _back(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A compiled plan."""
-
     graph: LayerGraph
     placements: Mapping[str, Placement]
     batch: int  # samples of a step

@@ -89,10 +89,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             self.combine.check_cells(name, n_machines=n_machines)
 
     def check(self, layer: Layer, *, n_machines: int) -> None:
-        """Check that this layer can be computed with this placement.
-
-        GraphError if it cannot: says why.
-        """
+        """Check that this layer can be computed with this placement; GraphError says why not."""
         self.check_cells(layer.name, n_machines=n_machines)
         kind, shape = operator_of(layer), layer.shape
         allowed: dict[int, int] = dict(kind.cuts(layer))

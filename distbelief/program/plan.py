@@ -50,8 +50,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @final
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machines that a plan is for."""
-
     name: str
     fingerprint: str  # of the cluster with these machines only
     n_machines: AtLeastOne  # the first ones of the cluster
@@ -93,10 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         files.write(Path(path), encode(self))
 
     def captured_graph(self) -> LayerGraph:
-        """Return the layer graph that the plan is for, its loss included.
-
-        GraphError if the plan has none, or another one.
-        """
+        """Return the plan's graph, with its loss; GraphError if it has none, or another one."""
         try:
             content = zlib.decompressobj().decompress(self.captured, N_BYTES_MAX)
             graph = msgspec.msgpack.decode(content, type=LayerGraph)
@@ -221,10 +216,7 @@ def encode(plan: Plan) -> bytes:
 
 
 def decode(content: bytes) -> Plan:
-    """Return the plan that `encode` wrote.
-
-    GraphError if the content is not a plan, or was changed.
-    """
+    """Return the plan that `encode` wrote; GraphError if it is not a plan, or was changed."""
     if len(content) > N_BYTES_MAX:
         raise GraphError(f"is larger than {N_BYTES_MAX} bytes: name a plan file")
     try:

@@ -30,9 +30,8 @@ def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
     """Return the bytes that each rank holds at the end of the forward pass.
 
     Tensors, inputs, states (owned and received) and contributions to sums, and the gradients of
-    those that have one. Temporary memory of an operator is not known, and not counted.
-
-    States of all micro-batches count: they may be in memory at the same time.
+    those that have one; of all micro-batches, which may be in memory at the same time. Temporary
+    memory of an operator is not known, and not counted.
     """
     totals = [0] * compiled.n_machines
     for machine, n_bytes in _tensors(compiled):
@@ -162,8 +161,6 @@ class Costs(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepCost:
-    """The cost of a simulated step."""
-
     compiled: Compiled  # for the samples of one micro-batch
     micro_batches: int
     tasks: tuple[Task, ...]  # of all micro-batches

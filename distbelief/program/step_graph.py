@@ -197,8 +197,6 @@ _ONCE: Final = frozenset({"parameter", "parameter_gradient"})
 @final
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step of a plan."""
-
     tasks: tuple[Task, ...]  # those of the first micro-batch first
     traffic: tuple[Traffic, ...]  # those of the first micro-batch first
     nodes: Dependencies

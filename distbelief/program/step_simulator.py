@@ -35,10 +35,7 @@ _ADDING: Final = 3  # bytes moved per byte added to a sum: read it, read the sum
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedStep:
-    """When each event of a step happened.
-
-    Events are tasks, then messages in the order in which they start.
-    """
+    """When each event of a step happened: tasks, then messages in the order of their starts."""
 
     starts: FloatArray  # (n_events,) seconds
     ends: FloatArray  # (n_events,); of a message, the end of sending
@@ -52,13 +49,9 @@ class SimulatedStep:
 
 @final
 class StepSimulator:
-    """Simulates one step. Machines are numbered by their place in the plan.
+    """Simulates one step; machines are numbered by their place in `order`, that of the plan.
 
-    Args:
-        step: Its tasks and messages; the simulation changes their dependencies.
-        seconds: Per task.
-        order: The machines of the plan, in its order.
-        cluster: All machines, and the network.
+    The simulation changes the dependencies of `step`; `seconds` is per task.
     """
 
     def __init__(

@@ -27,8 +27,6 @@ MessageKind = Literal[
 
 @final
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a step."""
-
     kind: MessageKind
     name: str  # of the layer or tensor
     sender: int  # a rank
@@ -42,8 +40,6 @@ Phase = Literal["forward", "partial", "combine", "backward", "partial_backward"]
 
 @final
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One computation of one rank."""
-
     layer: str
     machine: int
     phase: Phase
@@ -56,8 +52,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Needed(NamedTuple):
-    """What a task reads, uses and writes."""
-
     reads: list[tuple[str, Region]]  # other layers
     uses: list[tuple[str, Region]]  # tensors, by name
     writes: Region | None  # if partial, the region of the output to which it adds

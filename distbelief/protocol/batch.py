@@ -163,8 +163,6 @@ class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of an attempt."""
-
     attempt: Count
     n_examples: Count
     loss: float  # sum over the examples; not finite if their gradient is not

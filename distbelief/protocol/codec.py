@@ -34,8 +34,6 @@ class AnotherRunError(RemoteProtocolError):
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False):
-    """A message and its sender."""
-
     run: Name  # no secret: it keeps two runs apart
     sender: Name
     incarnation: Count
@@ -45,9 +43,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=Fa
 class Codec:
     """Encodes and decodes the envelopes of one run. Not thread-safe.
 
-    Args:
-        run: Name of the run.
-        strangers: Prefix of the senders that may use `JOINING` in its place.
+    `strangers` is the prefix of senders that may use `JOINING` in place of the run's name.
     """
 
     def __init__(self, *, run: str, strangers: str | None = None) -> None:

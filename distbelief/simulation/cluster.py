@@ -84,8 +84,7 @@ class SimulatedCluster:
     def run(self, *, until: Seconds | None = None, max_events: int = N_EVENTS_MAX) -> None:
         """Run all events that are due by `until`; None means all events.
 
-        Raises:
-            SimulationFailed: a role or a check failed, or there are more than `max_events`.
+        SimulationFailed if a role or a check failed, or there are more than `max_events`.
         """
         end = math.inf if until is None else until
         self._run(lambda: False, end=end, max_events=max_events, every=N_EVENTS_TOGETHER)
@@ -102,8 +101,7 @@ class SimulatedCluster:
     ) -> None:
         """Run until `condition` holds; it is checked after every `every` events.
 
-        Raises:
-            SimulationFailed: it does not hold within `within` virtual seconds.
+        SimulationFailed if it does not hold within `within` virtual seconds.
         """
         end = self.now + within
         if not self._run(condition, end=end, max_events=max_events, every=every):

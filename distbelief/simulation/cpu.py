@@ -127,8 +127,6 @@ def _nothing() -> None:
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One piece of work for a thread."""
-
     demand: Callable[[], Demand]  # called when it begins
     end: Callable[[Seconds], None]  # does the work; gets the time that it took
     begin: Call = _nothing

@@ -65,8 +65,6 @@ N_REMEMBERED = 100_000  # reports, and messages to each outsider
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counts of messages so far."""
-
     delivered: int = 0
     lost: int = 0
     refused: int = 0  # events dropped because of a RemoteProtocolError

@@ -112,8 +112,6 @@ class Port:
 
 @final
 class Ports:
-    """The ports of a switched network."""
-
     def __init__(self, network: SwitchedNetwork) -> None:
         self.network = network
         self._known: dict[tuple[object, ...], Port] = {}
@@ -405,11 +403,7 @@ class Encoded:
         self.size = (0, 0)  # bytes of header and array
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
-        """Return the frames of the message.
-
-        Raises:
-            LocalProtocolError: no receiver would accept the message.
-        """
+        """Return the frames of the message; LocalProtocolError if nobody would accept it."""
         frames = self._wire.encode(action.message, sender=sender, incarnation=incarnation)
         if len(frames) == 1:
             self.size = len(frames[0]), 0

@@ -38,18 +38,10 @@ def options_for(
 ) -> ClusterOptions:
     """Return the options of a simulated cluster with these roles on these machines.
 
-    Add faults, scales and other options with `dataclasses.replace`.
-
-    Args:
-        cluster: Machines and network.
-        placement: The machine of each role.
-        threads: Cores that the compute executor of a role uses at most.
-        memory: Bytes that each role needs; roles without an entry need none.
-        share_memory: Whether roles on one machine fetch and push through shared memory;
-            otherwise they use messages.
-
-    Raises:
-        GraphError: a machine does not exist, or has not enough memory.
+    Add faults, scales and other options with `dataclasses.replace`. The compute executor of a role
+    uses at most `threads` cores; `memory` is the bytes that roles need, none without an entry.
+    Roles on one machine fetch and push through shared memory if they `share_memory`, else by
+    messages. GraphError if a machine does not exist, or has not enough memory.
     """
     on: dict[int, list[Address]] = defaultdict(list)
     for name, index in placement.items():
@@ -165,12 +157,9 @@ def drawn_outages(
 ) -> tuple[Outage, ...]:
     """Return the outages of machines that hold roles, ordered by time.
 
-    They come from the cluster's failure and preemption processes, and from its trace.
-
-    The same seed and cluster give the same outages, wherever the roles are.
-
-    Raises:
-        GraphError: the trace ends before the horizon, or there are too many outages.
+    They come from the cluster's failure and preemption processes, and from its trace. The same seed
+    and cluster give the same outages, wherever the roles are. GraphError if the trace ends before
+    the horizon, or there are too many outages.
     """
     on: dict[int, list[Address]] = defaultdict(list)
     for name, index in placement.items():

@@ -24,8 +24,6 @@ NO_SPACE = "no space left on device"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A checkpoint on the disk."""
-
     snapshot: Snapshot
     whole: bool  # False: damaged by a kill or a fault
 
@@ -85,12 +83,10 @@ class Disk:
 
 
 def size_of(snapshot: Snapshot) -> int:
-    """Return the bytes of a checkpoint's arrays."""
     return sum(values.nbytes for values in snapshot.arrays.values())
 
 
 def checksums(snapshot: Snapshot) -> Mapping[str, int]:
-    """Return the CRC-32 of every array, by name."""
     return {name: crc(values) for name, values in snapshot.arrays.items()}
 
 
@@ -120,7 +116,6 @@ class HostMemory:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes in use."""
         return sum(lease.n_bytes for lease in self.leases.values())
 
     def lend(self) -> "LentMemory":

@@ -25,7 +25,6 @@ _dtypes: Final[dict[object, str]] = {}  # name of each dtype: numpy builds it at
 
 
 def crc(array: Vector) -> int:
-    """Return the CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
@@ -142,7 +141,6 @@ class Trace:
         self._pending.clear()
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:
-        """Return the last lines of each role."""
         lines: dict[Address, tuple[str, ...]] = {}
         for record in self._kept():
             name = record[1]

@@ -3,11 +3,10 @@
     python experiments/benchmarks/async_peers.py [--rounds 5] [--peer-python NAME=PATH]
         [--small]
 
-Everybody trains the same net (784-512-512-10) from the same weights on the same 60,000 samples that
-a random net has classified, in batches of 64 by plain SGD at one rate, with two workers and, where
-there is one, one server process; one thread each. The target is the held-out loss of plain training
-in one process after 1.25 epochs. Then the same with a worker slowed 5 times: it sleeps 4 step-times
-of the plain process after each step.
+All train the same net (784-512-512-10) from the same weights on 60,000 samples that a random net
+classified, in batches of 64 by plain SGD at one rate, by two workers of one thread, and at most one
+server. The target is the held-out loss of one plain process after 1.25 epochs. Then the same with a
+worker slowed 5 times: it sleeps 4 step-times of the plain process after each step.
 
     single               one process, torch.optim.SGD (the origin of the target)
     ours                 DownpourSGD loops, ParameterServer of one shard
@@ -17,10 +16,9 @@ of the plain process after each step.
     ddp                  DistributedDataParallel over gloo: synchronous
     pytorch_distbelief   its DownpourSGD; it pushes and pulls every 5 steps, as advised
 
-Seconds count from when all workers have begun; starting up is not in them. All take
-turns. Held-out loss is evaluated after a run, from what worker 0 recorded in it
-(`peers.course`). A system that does not run keeps its row, with version and error.
-Ctrl+C ends the turn under way, and reports what there is.
+Seconds count from when all workers have begun. All take turns. Held-out loss is evaluated after a
+run, from what worker 0 recorded (`peers.course`). A system that does not run keeps its row, with
+version and error. Ctrl+C ends the turn under way, and reports what there is.
 """
 
 import argparse
@@ -62,8 +60,6 @@ ADAGRAD_RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A system in the contest."""
-
     name: str
     module: str  # of `experiments.benchmarks.peers`
     distribution: str = "torch"  # whose version is shown
@@ -90,8 +86,6 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one entrant did in one turn."""
-
     seconds: float | None  # to the target loss; None: never reached
     samples_per_second: float
     cpu_seconds: float  # to the target, of all its processes
@@ -133,8 +127,6 @@ OURS = ("ours", "ours_adagrad", "ours_every_5")
 
 @dataclass(slots=True)
 class Row:
-    """One entrant in one setting, all its turns."""
-
     entry: Entry
     version: str
     error: str = ""

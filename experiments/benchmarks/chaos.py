@@ -53,8 +53,6 @@ STILL_SECONDS = 0.1
 
 @dataclass(slots=True)
 class Worker:
-    """One worker, over all its lives."""
-
     index: int
     ledger: Ledger
     path: Path
@@ -67,8 +65,6 @@ class Worker:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened."""
-
     pushes: dict[str, int] = field(default_factory=lambda: {"chaos": 0, "peace": 0})
     seconds: dict[str, float] = field(default_factory=lambda: {"chaos": 0.0, "peace": 0.0})
     faults: dict[str, int] = field(default_factory=dict)
@@ -111,7 +107,6 @@ class Arena:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Start everything; end it afterwards, whatever happens."""
         with self._server:
             try:
                 for worker in self.workers:

@@ -6,8 +6,7 @@ The paper's speech net (41,777,152 parameters), random samples in memory, Adagra
 thread per process, two processes that train. Per batch size:
 
     alone     two plain loops side by side that say no word to anybody: the ceiling
-    kept      the same, told to keep memory that is freed, as replicas are: see
-              `allocator`, which saves a fifth of such a loop
+    kept      the same, but they keep memory that is freed, as replicas do, which saves a fifth
     downpour  `distbelief train`: two replicas, two shards, shared memory, a fetch and a
               push in each step (n_fetch = n_push = 1)
     ddp       torch's DistributedDataParallel over gloo, two ranks
@@ -65,12 +64,7 @@ class Contestant:
 
 
 class Race:
-    """The contestants of one batch size.
-
-    Args:
-        setting: Of what is trained; folder, contestant and ranks are filled in here.
-        seconds: Of a turn.
-    """
+    """The contestants of one batch size; fills in folder, contestant and ranks of the setting."""
 
     def __init__(self, setting: Setting, *, seconds: float) -> None:
         self._setting = setting

@@ -98,7 +98,6 @@ def _turn(kind: str, folder: Path, address: str, seconds: float) -> float:
 
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    """Run `distbelief serve` with keys; yield its address over TCP."""
     (folder / "nets.py").write_text(NETS)
     files = {name: KeyFiles(folder / name) for name in ("server", "worker", "hostile")}
     for name, keys in files.items():

@@ -2,9 +2,7 @@
 
     python experiments/benchmarks/lan.py [--only CASE] [--small]
 
-Jobs over network namespaces, machines that have joined.
-
-Not in `make bench`: only root may make network namespaces.
+Jobs over network namespaces. Not in `make bench`: only root may make these.
 
     beyond_CASE    the share by which the links had more than that, both ways, all hosts
     beyond_worst   that of the worst link
@@ -47,8 +45,6 @@ _MACHINE: Final = Machine(flops=2e10, memory_rate=1e10, bandwidth=1.25e8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One host's link, in bytes."""
-
     roles: tuple[str, ...]  # that ran at this host
     received: int  # as its interface counted
     sent: int  # likewise
@@ -90,12 +86,7 @@ def links_of(lan: Lan, text: str) -> Sequence[Link]:
 def _run(
     folder: Path, lan: Lan, text: str, stack: ExitStack
 ) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]]]:
-    """Run the job.
-
-    Returns:
-        On which host each replica's process was, and what the links had had when all
-        hosts were ready.
-    """
+    """Return the hosts of the replicas, and what the links had had when all hosts were ready."""
     hosts = lan.hosts
     jobs.lay_out(folder, text, n_hosts=len(hosts))
     job, *_ = jobs.start(folder, hosts, imports=TASK, stack=stack)

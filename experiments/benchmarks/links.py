@@ -21,7 +21,6 @@ and backward of each step; its optimizer, and all that is sent, are real.
 Loops of `exchange` begin an equal share of an exchange apart (4 that push at the same moment would
 wait for the server's card together). At 100 Mbit/s the last six run at once, each with a switch of
 its own. Bytes are those that the interfaces of the loops' hosts have counted, both ways.
-
 Not in `make bench`: only root may make network namespaces.
 
     CASE_share_NAME    of the steps per second of `alone`
@@ -64,8 +63,6 @@ _LIGHTHOUSE_PORT: Final = 29_510
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Hosts, and who uses them."""
-
     n_loops: int
     bits_per_second: float  # of the card of each loop's host
     every: int  # steps between two exchanges of those that take local steps
@@ -100,8 +97,6 @@ SMALL: Final = {  # with a tiny net
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One contestant."""
-
     periods: tuple[float, ...]  # seconds of each, of all loops
     n_steps: int  # of a period
     bytes_per_sample: float  # of one loop's interface, both ways
@@ -165,7 +160,6 @@ def _result(
 def _server(
     name: str, setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace
 ) -> Iterator[str]:
-    """Start what the loops need at the first host; yield its address."""
     host = lan.hosts[0]
     if name in OURS:
         file = _written(setting, folder / f"{name}-server.json")
@@ -209,7 +203,6 @@ def _written(setting: Setting, file: Path) -> Path:
 def results_of(
     case: Case, options: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Return the result of each contestant, or why there is none."""
     results: dict[str, Result] = {}
     failures: dict[str, str] = {}
 

@@ -23,13 +23,10 @@ For these the planner is told what a message takes there, and may choose stages.
     ..._apart                          half of side by side / 2 machines: 1 if talking,
                                        and waiting for each other, cost nothing
 
-One core may be faster than the other, and all become slower and faster in the course of minutes. So
-each process with one thread has a core to itself, whoever it belongs to; who has one process only
-computes on each core in turn, and the mean of both counts. "2 machines" has a turn between any two
-others, and each is divided by those beside it; of the rounds the median counts.
-
-A part at a time, each with the figures that it has, where a machine is lent for a few
-minutes only: with a folder, what was measured of layers is kept for the other parts.
+Cores differ, and change their speed within minutes. So each process with one thread has a core to
+itself; one process alone computes on each core in turn, and the mean of both counts. "2 machines"
+has a turn between any two others, each of which is divided by those beside it; of the rounds the
+median counts. With a folder, what was measured of layers is kept for parts in other runs.
 """
 
 import argparse
@@ -85,8 +82,6 @@ PLAIN: Final = ("torch", "2 threads", "dtensor", APART)  # others than machines
 
 
 class Turn(NamedTuple):
-    """One turn."""
-
     name: str  # whose
     round: int  # of all turns
     core: int  # of the first process

@@ -80,7 +80,6 @@ class BareClient:
         self._session.close()
 
     def push(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Push; return when every shard has applied it."""
         client = self._client
         self._wait(lambda: client.can_push)
         outcome = client.stage(gradients, self._session.values)()
@@ -89,7 +88,6 @@ class BareClient:
         self._wait(lambda: client.unacknowledged == 0)
 
     def fetch(self) -> None:
-        """Fetch; return when the values are in the parameters."""
         client = self._client
         self._command(Computed(name=FETCH))
         while True:
@@ -124,8 +122,6 @@ BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each push (or update) and fetch (or copy) of one contestant."""
-
     measure: Callable[[int], Pairs]
     pushes: list[float] = field(default_factory=list)
     fetches: list[float] = field(default_factory=list)
@@ -226,7 +222,6 @@ def _client(server: ParameterServer, parameters: list[torch.nn.Parameter]) -> It
 
 
 def _asked(workers: Workers, n: int) -> Pairs:
-    """Let the first of the workers, which is the client, push and fetch n times."""
     pushes, fetches = workers.ask(n, of=[0])[0]
     return pushes, fetches
 

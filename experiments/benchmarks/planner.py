@@ -3,11 +3,10 @@
     python experiments/benchmarks/planner.py [--tries 2000] [--nets speech vgg11]
         [--small]
 
-One thread. First the paper's pair on cluster commodity-2012 with 1, 2, 4, 8, 16, 32, 81
-and 144 machines; then known nets at their full size on cluster rack-1g with 2, 4 and 8
-machines: large ones with 4 only, unless `--tries` asks for more. A step's seconds are
-the simulated median over draws of the jitter, by which the planner chooses and which it
-prints; random plans that lack memory do not count.
+One thread. First the paper's pair on cluster commodity-2012 with up to 144 machines; then known
+nets at their full size on cluster rack-1g with 2, 4 and 8 machines: large ones with 4 only, unless
+`--tries` asks for more. A step's seconds are the simulated median over draws of the jitter; random
+plans that lack memory do not count.
 
     seconds_144             planning for 144 machines: solver, search and baselines; of
                             the slower of the pair
@@ -20,8 +19,7 @@ prints; random plans that lack memory do not count.
     speed_up_NET_N          over one machine, with up to N of them
     best_machines_speech    the fewest that reach the highest speed-up
 
-The random search knows nothing of how the planner
-searches: half of its moves change neighbours together, to splits that are called alike.
+Half of the moves of the random search change neighbours together, to splits that are called alike.
 """
 
 import argparse
@@ -79,8 +77,6 @@ def search(
 
 
 class _Draws:
-    """Random choices and moves."""
-
     def __init__(self, problem: Problem, words: Sequence[Sequence[str]], *, seed: int) -> None:
         self._problem = problem
         self._places = [{word: index for index, word in enumerate(row)} for row in words]

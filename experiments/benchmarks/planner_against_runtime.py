@@ -16,12 +16,10 @@ played through, and run, in turns of a few steps, all plans once a round.
     void_NET     turns that do not count: others had the processors, or the machine
                  became slower or faster meanwhile
 
-A host that is shared changes its speed by a third within minutes, and a prediction is no better
-than its profile is new. So whole layers are measured again just before and after each turn, in one
-process and in as many at once as the plan has machines (`pace`); each prediction is by the profile
-at that pace, and measured seconds that are compared with each other are brought to the profile's
-pace likewise. And so all plans are known to the same two processes (`turn`), and of each the median
-over its turns counts: one turn in a process of its own says more of that minute than of the plan.
+A shared host changes its speed by a third within minutes. So whole layers are measured again before
+and after each turn, in one process and in as many at once as the plan has machines (`pace`):
+predictions are by the profile at that pace, and measured seconds that are compared are brought to
+the profile's pace. All plans are run by the same two processes, and the median over turns counts.
 """
 
 import argparse
@@ -58,8 +56,6 @@ Pace = dict[str, tuple[float, float]]
 
 
 class Paces(msgspec.Struct, frozen=True, kw_only=True):
-    """Paces of one moment."""
-
     alone: Pace  # of a process while no other measures
     together: Pace  # of all of them at once
 
@@ -132,8 +128,6 @@ CHANGE_MAX: Final = 0.35  # share by which layers may become slower or faster me
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of one plan."""
-
     plan: str  # its name
     seconds: float  # of a step, the median of those after the first
     cpu_seconds: float  # of all its processes, per step
@@ -225,8 +219,6 @@ N_FINALISTS: Final = 3  # the plan that is preferred and the fastest others, unt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Seconds of a step of each plan."""
-
     predicted: dict[str, float]  # by the profile
     brought: dict[str, float]  # measured, as they would have been at the profile's pace
 
@@ -320,7 +312,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Measure layers of a net, then plans; print a table and return what was found."""
     folder.mkdir(parents=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)  # what was measured before is not used
     small: bool = options.small

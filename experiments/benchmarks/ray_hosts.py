@@ -5,9 +5,8 @@
 
 Not in `make bench`: it needs the extra `ray`, a large package.
 
-The cluster is made here (`ray.cluster_utils`): a head without cores, and nodes of a
-core each. The job has two replicas. `local` starts both as processes of this machine;
-on `ray` one of them is at a node. Turns alternate.
+The cluster is made here: a head without cores, and nodes of a core each. Of a job's two replicas
+`local` starts both on this machine; on `ray` one of them is at a node. Turns alternate.
 
     start_over_local         seconds from the command to the first samples, over local
     throughput_over_local    samples a second while it trains, over local
@@ -41,8 +40,6 @@ ON_RAY: Final = ("--on", "ray", "--hosts", "1", "--cores", "1", "--hosts-seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """One run."""
-
     start_seconds: float  # from the command to the first samples
     rate: float  # samples a second from then on
     exit_code: int  # of the command

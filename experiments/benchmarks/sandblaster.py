@@ -8,9 +8,8 @@
                 shards, beside scipy and torch.optim.LBFGS, on the same cores. The
                 start of the processes is told apart.
     overhead    the speech net (41,777,152 parameters), batches of 20,000 frames: time
-                of an evaluation over that of the pure gradient, computed by as many
-                plain processes, which have the machine by turns; once the history is
-                full (about 8 minutes)
+                of an evaluation over that of the pure gradient by as many plain processes
+                in turns with it, once the history is full (about 8 minutes)
     straggler   one of four replicas five times slower (paced processes): time of an
                 evaluation over what the summed speeds allow; the same without backup
                 tasks; examples computed in vain
@@ -29,8 +28,6 @@ from experiments.benchmarks.measuring import measurement
 
 
 class Part(Protocol):
-    """A part of the benchmark."""
-
     def __call__(self, *, small: bool) -> dict[str, float]: ...
 
 

@@ -4,11 +4,9 @@
         [--jobs alone two shards paused slowed split sandblaster] [--small]
                                 of `truth`: each some two minutes
 
-Not in `make bench`: the jobs of `truth` alone take a quarter of an hour.
-
-One thread, processor time. Roles are those of a job as it is run, on a rack of
-10 Gbit/s with cards that all flows share; the net they train is small and stands for
-the paper's speech net of 42 million parameters, in as many blocks (`scales`).
+Not in `make bench`: the jobs of `truth` alone take a quarter of an hour. One thread, processor
+time. Roles are those of a job as it is run, on a rack of 10 Gbit/s with cards that all flows share;
+their small net stands for the paper's speech net of 42 million parameters, in as many blocks.
 
     messages_per_second         Downpour, 20 replicas, 10 shards, every message encoded
                                 and decoded, contents in the digest
@@ -226,7 +224,6 @@ def _block_bytes(small: Layout, large: Layout) -> int:
 
 
 def _acquainted(one: Address, other: Address) -> bool:
-    """Return whether these two exchange messages: replicas do not."""
     return not (one.startswith("replica") and other.startswith("replica"))
 
 

@@ -63,7 +63,6 @@ def measured(name: str, stages: Sequence[str], *, folder: Path, again: bool) -> 
 
 
 def row(found: Found) -> dict[str, str]:
-    """Return the cells of a model."""
     captured, planned, verified = (found.get(stage, {}) for stage in STAGES)
     cells = {}
     if "split_share" in captured:

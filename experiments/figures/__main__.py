@@ -48,8 +48,6 @@ ENTRIES: Final = {"search": SEARCHED, "methods": FIGURE_4, "crossings": FIGURE_5
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs, one after the other, and their progress."""
-
     preparation: Preparation  # keeps what the jobs of one seed have in common
     console: Console
     progress: WaitProgress

@@ -3,17 +3,15 @@
 The job is an ordinary one, and its roles are the real ones; only machines and clock are those of
 `entries.ScaledMachines`. A course that was run is kept, and not run again.
 
-Sandblaster with 2,000 replicas is put together from two runs that can be afforded. A batch is all
-the data, and its gradient is summed in a fixed order: what L-BFGS does next does not depend on the
-number of replicas. It learns with eight (`LEARNER`); how long an evaluation takes is found by as
-many as there are to be (`pace`), from the beginning of the second to that of the last, because at
-first a cluster meets and waits for time-outs, which do not shrink with it. A pace is kept with a
-fingerprint of the code that it was found with.
+Sandblaster with 2,000 replicas is put together from two runs. A batch is all the data, summed in a
+fixed order, so what L-BFGS does next does not depend on the number of replicas: eight learn
+(`LEARNER`). A run with all of them finds how long an evaluation takes (`pace`), from the beginning
+of the second to that of the last: at first a cluster meets and waits for time-outs. A pace is kept
+with a fingerprint of the code that it was found with.
 
-As in the paper each method is shown at its best. So that none is given more care than another, each
-entry has four candidates for its setting (a learning rate; of Sandblaster, how many pairs it
-remembers), tried once, all with one seed. The best is the first at the target; if none comes there,
-the most accurate at its end. All tries are kept.
+Each method is shown at its best, as in the paper: each entry has four candidates for its setting (a
+learning rate; of Sandblaster, how many pairs it remembers), tried with one seed. The best is the
+first at the target; if none comes there, the most accurate at its end. All tries are kept.
 """
 
 import math
@@ -51,8 +49,6 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
-
     name: str  # of the method
     replicas: int  # model replicas
     machines: int  # theirs, and the shards'
@@ -217,8 +213,6 @@ PACE_FOLDERS: Final = ("sandblaster", "distbelief/parameter_server", "distbelief
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an evaluation takes."""
-
     seconds: float  # of the large cluster
     code: str  # with which that was found
 
@@ -308,8 +302,6 @@ SEARCHED: Final = (
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True):
-    """How one candidate did."""
-
     setting: float  # the candidate
     target_seconds: float | None  # when it was at the target, if it was
     held_out: float  # accuracy: the mean of its last three evaluations

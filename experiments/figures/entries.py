@@ -136,8 +136,6 @@ NAMES: Final[Mapping[Kind, str]] = {
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A method with so many replicas."""
-
     kind: Kind  # of the method
     replicas: int  # model replicas
     candidates: tuple[float, ...]  # settings to choose from

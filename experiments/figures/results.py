@@ -36,7 +36,6 @@ def keep(path: Path, value: object, *, of: str) -> None:
 
 
 def kept(path: Path, of: str, kind: type[_Value]) -> _Value | None:
-    """Return a kept value, None if there is none with this fingerprint."""
     if not path.is_file():
         return None
     found = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])

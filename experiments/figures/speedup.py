@@ -29,8 +29,6 @@ NETS: Final[dict[str, Net]] = {
 
 
 class SpeedUp(msgspec.Struct, frozen=True, kw_only=True):
-    """One net on so many machines."""
-
     net: str  # its name
     machines: int  # that there are
     used: int  # that the plan uses

@@ -67,8 +67,6 @@ class Watch:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """One decoder under trial."""
-
     decoder: Decoder
     watch: Watch
     n: int = 0  # executions so far
@@ -125,8 +123,6 @@ def bound_process(seconds: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one process found."""
-
     n: int = 0
     n_accepted: int = 0
     seconds: float = 0.0

@@ -60,8 +60,6 @@ Decode = Callable[[bytes], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """What reads bytes."""
-
     seeds: tuple[bytes, ...]  # legal bytes
     decode: Decode  # reads bytes, or refuses them by one of `refusals`
     refusals: tuple[type[Exception], ...] = (DistBeliefError,)  # exceptions that say so on purpose

@@ -46,8 +46,6 @@ def numbers(seed: int) -> Callable[[int], int]:
 
 
 class Mutator:
-    """Draws bytes."""
-
     def __init__(self, seeds: Sequence[bytes], *, draw: Callable[[int], int]) -> None:
         self._kept = list(seeds)
         self._n_seeds = len(self._kept)
@@ -118,8 +116,6 @@ _REALS: Final = (0.0, -0.0, 1.5, -1e300, float("inf"), float("nan"))
 
 
 class Sampler:
-    """Draws legal values."""
-
     def __init__(self, draw: Callable[[int], int]) -> None:
         self._draw = draw
         self._plainest: dict[type, Callable[[], object]] = {

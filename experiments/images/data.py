@@ -24,8 +24,6 @@ _SCALE: Final = 1 / 64.0
 
 
 class Glyphs(Dataset[tuple[torch.Tensor, int]]):
-    """Images and categories of an album."""
-
     def __init__(self, album: Album, *, colours: int) -> None:
         self.album = album
         self._images = torch.from_numpy(album.images)  # (images, size, size), mapped
@@ -61,16 +59,11 @@ def glyphs(
     cache: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> Glyphs:
-    """Images of one part; they are drawn now if the cache lacks them.
+    """Images of one part, "train" or "test"; they are drawn now if the cache lacks them.
 
-    Args:
-        part: "train" or "test".
-        categories: How many: 2 to 21,025.
-        copies: Images of each; 200 for train and 10 for test if not given.
-        size: Rows and columns of an image.
-        colours: Channels, all alike: 1 or 3.
-        cache: Folder of all albums, if not the user's cache directory.
-        seed: Of all that is left to chance.
+    There are 2 to 21,025 categories, by default 200 copies of each for train and 10 for test, of
+    `size` rows and columns, and 1 or 3 colours, all alike. `cache` is the folder of all albums, if
+    not the user's cache directory; `seed` is of all that is left to chance.
     """
     recipe = _recipe(part, categories=categories, copies=copies, size=size, seed=seed)
     folder = ensure(recipe, folder=find_cache("images", cache))

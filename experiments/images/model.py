@@ -13,8 +13,8 @@
     outputs              [21000]          302,421,000   42,021,000    14,400 each
                                         1,728,571,440   80,307,950
 
-A filter has weights of its own at every place. Each output is a logistic classifier,
-one category against all others; the function belongs to the loss "one_vs_all".
+A filter has weights of its own at every place. The logistic function of the outputs belongs to the
+loss "one_vs_all".
 
 What Dean et al. 2012 say (section 5, figure 3): images of 100 x 100; three stages of filtering,
 pooling and local contrast normalisation; filters of 10 x 10, between 8 and 36 of them at a place;
@@ -23,10 +23,9 @@ pooling and local contrast normalisation; filters of 10 x 10, between 8 and 36 o
 and pooling is the root of a sum of squares over windows that overlap. Windows of 5 x 5 for pooling
 and contrast are Le's from memory, unchecked.
 
-What neither says, and is chosen here: colour; windows that stay inside the image; a
-step of one place everywhere but in the last pooling. Only so do 36 maps have so many
-parameters: a step of two in the first pooling leaves a fifth of stage 2. The last
-pooling is 6 x 6 with a step of 3 because then the largest net has 1.7 thousand million
+What neither says, and is chosen here: colour; windows that stay inside the image; a step of one
+place everywhere but in the last pooling: a step of two in the first leaves a fifth of stage 2. The
+last pooling is 6 x 6 with a step of 3 because then the largest net has 1.7 thousand million
 parameters, five sixths of them where only neighbours talk to each other.
 
 The two smaller nets differ by their maps only. The smallest has fewer than 8, for parameters grow
@@ -60,8 +59,6 @@ MAPS: Final[dict[Size, Maps]] = {"80M": (5, 5, 5), "330M": (13, 14, 13), "1.7B":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Filtering, pooling and contrast normalisation."""
-
     maps: int  # filters that look at the same place
     filter: int = FILTER  # rows and columns of what a filter sees
     pool: int = 5  # rows and columns of a pooling window

@@ -76,7 +76,6 @@ class Tape:
         self._n_rows += len(rows)
 
     def append(self, rows: NDArray[np.generic]) -> None:
-        """Append `rows`, (n, *row_shape)."""
         assert rows.shape[1:] == self._row_shape
         self._file.write(np.ascontiguousarray(rows, self._dtype).tobytes())
         self._n_rows += len(rows)

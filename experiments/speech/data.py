@@ -77,16 +77,12 @@ def frames(
     seed: int = 0,
     survey_hours: float = 1.0,
 ) -> PhoneFrames:
-    """The frames of one part; they are synthesised now if the cache lacks them.
+    """The frames of one part, "train" or "test"; they are synthesised now if the cache lacks them.
 
-    Args:
-        part: "train" or "test".
-        hours: of audio, at least; 2 for train and 0.5 for test if not given.
-        labels: "mono" (210 states) or "cdN" (N states, for instance "cd8192").
-        cache: folder of all corpora, if not the user's cache directory.
-        seed: of the corpus.
-        survey_hours: how much of the train part, from its beginning, decides labels and
-            normalisation; it must be the same for train and test.
+    `hours` of audio are the least, by default 2 for train and 0.5 for test. Labels are "mono" (210
+    states) or "cdN" (N states, for instance "cd8192"). `cache` is the folder of all corpora, if not
+    the user's cache directory. `survey_hours` from the beginning of the train part decide labels
+    and normalisation: they must be the same for train and test.
     """
     labelling.count_states(labels)
     folder = find_cache("speech", cache)

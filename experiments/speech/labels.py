@@ -35,30 +35,20 @@ Contexts = NDArray[np.int16]  # (frames, 4): left, phone, right, position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """A labelling: which state each context has."""
-
     phones: tuple[str, ...]  # at most 69, commonest first
     n_states: int
     states: NDArray[np.int32]  # (P, P, P, S), by left, phone, right, position
 
     def label(self, contexts: Contexts, *, names: Sequence[str]) -> NDArray[np.int32]:
-        """The state of every frame, (frames,).
-
-        Args:
-            contexts: (frames, 4), phones as indices into `names`.
-            names: the phones of the corpus the contexts come from.
-        """
+        """The state of every frame, (frames,); contexts are (frames, 4), indices into the names."""
         left, phone, right, position = _translate(contexts, names, self.phones)
         return self.states[left, phone, right, position]
 
 
 def derive(labels: str, *, contexts: Contexts, names: Sequence[str]) -> Inventory:
-    """The labelling called `labels`, counted on the frames of the train part.
+    """The labelling "mono" or "cdN", as "cd8192", counted on the frames of the train part.
 
-    Args:
-        labels: "mono" or "cdN", for instance "cd8192".
-        contexts: (frames, 4).
-        names: the phones that the indices in `contexts` mean.
+    Contexts are (frames, 4), indices into the names of phones.
     """
     n_states = count_states(labels)
     frames = np.bincount(contexts[:, 1], minlength=len(names))
@@ -94,12 +84,7 @@ def _translate(
 
 
 def _tie(counts: NDArray[np.int64], *, n_states: int) -> NDArray[np.int32]:
-    """Give the commonest contexts states of their own, the others their back-off's.
-
-    Args:
-        counts: (P, P, P, S), frames of each context.
-        n_states: N_MONO or more.
-    """
+    """Give the commonest contexts, (P, P, P, S), states of their own, others their back-off's."""
     mono = np.arange(N_MONO, dtype=np.int32).reshape(1, N_PHONES, 1, N_POSITIONS)
     states = np.broadcast_to(mono, SHAPE).copy()
     by_left = counts.sum(axis=2)  # (P, P, S)

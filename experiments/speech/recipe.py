@@ -26,8 +26,6 @@ BYTES_PER_FRAME = 2 * N_MELS + 2 * 4  # features and context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One part of one corpus."""
-
     part: str  # "train" or "test": voices and sentences of one are not in the other
     hours: float  # of audio, at least; a recording session is never cut
     seed: int = 0

@@ -38,7 +38,6 @@ class Volume:
         return tuple(self.facts["phones"])
 
     def verify(self) -> None:
-        """Compare every array with the hash taken when it was written."""
         cache.verify(self.folder, self.facts)
 
 

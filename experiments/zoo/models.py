@@ -22,8 +22,6 @@ from distbelief.graph.capture import InputSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """One size of a model."""
-
     make: Callable[[], nn.Module]
     inputs: Sequence[InputSpec]
     batch: int
@@ -31,8 +29,6 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One row of the table."""
-
     title: str
     kind: str  # "transformer", "convolutional" or "other"
     published: Size

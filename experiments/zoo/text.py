@@ -152,7 +152,6 @@ def trained(job: Job) -> distbelief.Run:
 
 @torch.no_grad()
 def weights_apart(one: nn.Module, other: nn.Module) -> float:
-    """Return the largest difference, relative to the largest weight."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     apart = max(float((a - b).abs().max()) for a, b in pairs)
     return apart / max(float(a.abs().max()) for a in one.parameters())

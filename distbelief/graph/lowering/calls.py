@@ -61,10 +61,7 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
 
 
 def call_in_parts(op: Operation) -> object:
-    """Add layers "call" that are split by the dimensions that an operation treats alike.
-
-    NotSplitError if it is not known to treat any alike.
-    """
+    """Add layers "call", split by dimensions treated alike; NotSplitError if none is known."""
     packet = plain_name(op.target).partition(".")[0]
     if torch.Tag.nondeterministic_seeded in op.target.tags:
         raise NotSplitError

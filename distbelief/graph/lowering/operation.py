@@ -42,10 +42,7 @@ class Context:
         return min(self.inputs, key=lambda layer: math.prod(layer.shape))
 
     def as_value(self, given: object) -> Value:
-        """Return a value for anything that is a tensor.
-
-        NotSplitError if it is none.
-        """
+        """Return a value for anything that is a tensor; NotSplitError if it is none."""
         if isinstance(given, Value):
             return given
         if isinstance(given, Held):
@@ -99,8 +96,6 @@ class Context:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation of torch."""
-
     name: str  # for its layer
     target: Any  # the operation of torch
     arguments: Mapping[str, Any]  # by the schema's names, defaults included
@@ -124,20 +119,14 @@ class Operation:
         return self.context.as_value(self.arguments[word])
 
     def plain(self, word: str) -> Value:
-        """Return a value whose batch is first and alone.
-
-        NotSplitError if it is arranged in another way.
-        """
+        """Return a value whose batch is first and alone; NotSplitError if it is not."""
         value = self.value(word)
         if not value.is_plain:
             raise NotSplitError("the batch is not its first dimension")
         return value
 
     def use(self, word: str) -> TensorUse | None:
-        """Return a tensor of the model, None if there is none.
-
-        NotSplitError if it is computed.
-        """
+        """Return a tensor of the model, None if there is none; NotSplitError if computed."""
         given = self.arguments[word]
         if given is None:
             return None

@@ -62,10 +62,7 @@ class Value:
         return self.batch == 0 and not self.before and not self.after
 
     def dim(self, given: int) -> int:
-        """Return the layer's dimension for one of torch's.
-
-        NotSplitError if it is the batch.
-        """
+        """Return the layer's dimension for one of torch's; NotSplitError if it is the batch."""
         dim = given % max(1, self.n_dims)
         if dim == self.batch:
             raise NotSplitError("it works along the batch")

@@ -95,7 +95,9 @@ class TorchCall(Operator):
             result = _of_module(call, n_samples)
         else:
             name, text = layer.text("operation"), layer.text("arguments")
-            with step_numbers(call) if _is_random(name) else nullcontext():
+            tags = () if name == CONSTANT else operation_of(name).tags
+            is_random = torch.Tag.nondeterministic_seeded in tags
+            with step_numbers(call) if is_random else nullcontext():
                 result = evaluated(
                     name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples
                 )
@@ -143,10 +145,6 @@ def _of_module(call: Call, n_samples: int) -> object:
         kept = [state[word].flatten() for word in layer.text("statistics").split(",")]
         return torch.cat(kept).detach()
     return result
-
-
-def _is_random(name: str) -> bool:
-    return name != CONSTANT and torch.Tag.nondeterministic_seeded in operation_of(name).tags
 
 
 def aligned(value: torch.Tensor, n_dims: int) -> torch.Tensor:
@@ -293,10 +291,7 @@ def _arranged(value: torch.Tensor, place: dict[str, Any], n_samples: int) -> tor
 
 
 def operation_of(name: str) -> Any:  # noqa: ANN401 -- an operation of torch
-    """Return an operation by its name.
-
-    GraphError if torch has none of this name here.
-    """
+    """Return an operation by its name; GraphError if torch has none of this name here."""
     namespace, packet, overload = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -28,11 +28,7 @@ class LocalContrastNorm2d(nn.Module):
     recognition?", section 2.1, with the constant c of Le et al. 2012, section 3.2, as `epsilon`
     (Jarrett uses the mean deviation of the image). Neither says what happens at borders.
 
-    Args:
-        size: Extent of the square window, odd.
-        epsilon: The smallest divisor.
-
-    ValueError if size is not odd and positive, or epsilon is not positive.
+    ValueError if size, of the square window, is not odd and positive, or epsilon is not positive.
     """
 
     def __init__(self, size: int = 9, *, epsilon: float = 0.01) -> None:

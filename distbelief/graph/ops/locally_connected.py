@@ -263,18 +263,8 @@ class LocallyConnected2d(nn.Module):
     Source: Le et al. 2012, "Building high-level features using large scale unsupervised learning",
     section 3; the paper's vision model has 10 x 10 windows.
 
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output: units that see the same window.
-        kernel_size: Rows and columns of the window, or one number for both.
-        input_size: Rows and columns of the input, or one number for both.
-        stride: Between windows.
-        padding: Zeros around the input.
-        bias: Whether every output has its own bias.
-        device: Device of the parameters; "meta" for none.
-        dtype: Dtype of the parameters.
-
-    ValueError if the window does not fit into the input.
+    Arguments are named as for `torch.nn.Conv2d`; `input_size` is rows and columns of the input, or
+    one number for both. ValueError if the window does not fit into the input.
     """
 
     def __init__(  # noqa: PLR0913 -- those of torch.nn.Conv2d
@@ -346,8 +336,6 @@ class LocallyConnected2d(nn.Module):
 
 @final
 class LocallyConnected(Windowed):
-    """What `LocallyConnected2d` computes."""
-
     # Split in space, a part needs a halo of its input and the weights of its own positions, which
     # no other part uses: only gradients of the halo are summed.
     # tensors   weight (rows out, columns out, channels out, channels in * window rows * columns);

@@ -57,7 +57,8 @@ class Resize(Operator):
     def compute(self, call: Call) -> torch.Tensor:
         layer, tile, outputs = call.layer, call.inputs[0], call.region.intervals[1:]
         if outputs == layer.region.intervals[1:]:
-            return _resized(layer, tile)
+            options = (layer.text("operation"), layer.options["align"], _factors(layer))
+            return _by_torch(*options, x=tile, sizes=layer.shape[1:])
         (read,) = self.reads(layer, call.region)
         for dim, (start, stop) in enumerate(outputs):
             places, weights = _taps(layer, dim, tile.dtype)
@@ -70,11 +71,6 @@ class Resize(Operator):
             ]
             tile = sum(parts[1:], parts[0])
         return tile
-
-
-def _resized(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    options = (layer.text("operation"), layer.options["align"], _factors(layer))
-    return _by_torch(*options, x=x, sizes=layer.shape[1:])
 
 
 def _factors(layer: Layer) -> tuple[float | None, ...]:
@@ -520,11 +516,8 @@ class L2Pool2d(nn.Module):
     Source: Hyvarinen and Hoyer 2000, "Emergence of phase and shift invariant features"; Le et al.
     2012, section 3.1.
 
-    Args:
-        kernel_size: Rows and columns of the window, or one number for both.
-        stride: Between windows; None for the window's size.
-        padding: Zeros around the maps.
-        epsilon: Keeps the gradient of weak windows small.
+    Arguments are named as for `torch.nn.AvgPool2d`; `epsilon` keeps the gradient of weak windows
+    small.
     """
 
     def __init__(

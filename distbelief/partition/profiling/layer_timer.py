@@ -55,8 +55,6 @@ _SHARE_MAX: Final = 0.25  # of the total time, for one layer
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much to measure."""
-
     seconds: float = 60.0  # when to stop
     n_runs: int = N_RUNS  # runs per median, in each pass
     clock: Callable[[], float] = field(default=time.perf_counter)  # seconds

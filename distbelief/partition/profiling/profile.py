@@ -73,8 +73,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that has been measured on a host."""
-
     host: Host
     date: str  # of the last layers, ISO 8601
     layers: Mapping[str, Mapping[str, Slices]]

@@ -55,8 +55,6 @@ _CONTAINER: Final = Path("/sys/fs/cgroup/memory.max")
 
 @final
 class Network(NamedTuple):
-    """The network between the machines."""
-
     bandwidth: float  # bytes per second that each machine can send, and also receive
     latency: float  # seconds from the end of sending to arrival
     message_overhead: float  # seconds per message at both ends
@@ -71,10 +69,7 @@ ASSUMED: Final = Network(bandwidth=1.25e8, latency=1e-4, message_overhead=1e-4)
 
 
 def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> Cluster:
-    """Return a cluster of n machines like this one; measure this one if its profile is missing.
-
-    GraphError if there are too many or too few machines.
-    """
+    """Return n machines like this one; measure it if it has no profile. GraphError for a bad n."""
     if not 1 <= n <= N_MACHINES_MAX:
         raise GraphError(f"machines = {n} for cluster 'here': use 1 to {N_MACHINES_MAX}")
     measured = msgspec.structs.asdict(figures(clock=clock))
@@ -236,10 +231,8 @@ def recheck(notify: Callable[[str], None]) -> float:
 
     A profile measured beside other programs would spoil all later plans. If the probe is much
     faster now, the profile is discarded and measured again; if it is much slower, other programs
-    may be running now: the profile stays, and the report says so.
-
-    Returns:
-        How many times as long the probe takes now; 1 if the difference is small.
+    may be running now: the profile stays, and the report says so. Return how many times as long
+    the probe takes now; 1 if the difference is small.
     """
     host = this_host()
     known = load(host)

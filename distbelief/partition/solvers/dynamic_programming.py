@@ -30,8 +30,6 @@ _BLOCK: Final = 1 << 17  # entries computed together, so that they stay in cache
 @final
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of elimination and its cost."""
-
     nodes: tuple[int, ...]  # every node once
     entries: int  # of the largest table
     work: int  # entries of all tables

@@ -53,10 +53,8 @@ def n_variables(problem: Problem) -> int:
 def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None) -> Solution:
     """Return the best choice found in time, with the bound proven by then.
 
-    If none fits the caps, the cheapest of those that overrun them least.
-
-    If `start` fits the caps, nothing more expensive is searched. GraphError if none was found in
-    time.
+    If none fits the caps, the cheapest of those that overrun them least. If `start` fits the caps,
+    nothing more expensive is searched. GraphError if none was found in time.
     """
     program, deadline = _Program(problem), Deadline(seconds)
     fits = start is not None and problem.fits(start)

@@ -54,8 +54,6 @@ PROOF: Final = 1e-6  # relative; HiGHS is no more exact than this
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """Nodes, their candidates, and the costs of choices."""
-
     costs: tuple[Array, ...]  # seconds, each (K_v,)
     edges: Mapping[tuple[int, int], Array]  # seconds, each (K_u, K_v), by (u, v), u < v
     memory: tuple[Array, ...] | None = None  # bytes, each (K_v, n_machines)
@@ -121,11 +119,8 @@ class Problem:
     ) -> "Solution":
         """Return the solution with this choice.
 
-        Args:
-            choice: A candidate of each node.
-            bound: No choice that overruns its caps no more than this one costs less.
-            solver: Its name.
-            proven: False if choices that overrun the caps less may exist.
+        No choice that overruns its caps no more than this one costs less than `bound`. Without
+        `proven`, choices that overrun the caps less may exist.
         """
         cost = self.cost(choice)
         return Solution(

@@ -130,11 +130,7 @@ def descend(problem: Problem, choice: Sequence[int], *, limit: float = 1.0) -> C
 def repair(
     problem: Problem, choice: Sequence[int], *, limit: float, deadline: Deadline
 ) -> Choice | None:
-    """Return a choice that fits, by moves that free most memory for their cost.
-
-    Returns:
-        None if the moves do not lead to a choice that fits.
-    """
+    """Return a choice that fits, by moves that free most memory for their cost, or None."""
     chosen = list(choice)
     deltas = [_deltas(problem, node, chosen) for node in range(len(chosen))]
     nodes: list[int] = []

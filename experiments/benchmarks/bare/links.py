@@ -2,9 +2,8 @@
 
     python -m experiments.benchmarks.bare.links KIND N_SERVERS N_ELEMENTS [ENDPOINT]
 
-The same bytes between as many processes as ours, and the same update; but nothing is
-asked for again, checked, leased, or decoded, and nobody else is served. Gradients are
-copied once, so that the model may go on, and go to each server over loopback:
+The same bytes between as many processes as ours, and the same update; but nothing is repeated,
+checked, leased or decoded. Gradients are copied once, and go to each server over loopback:
 
     zmq_curve  pyzmq, PUSH to PULL as our transport, messages of 1 MiB that are sent
                without a copy, and copied once into place where they arrive; encrypted
@@ -140,7 +139,6 @@ def links_of(kind: str, n_servers: int, start: Callable[[str], None]) -> Iterato
 
 
 def main(kind: str, n_servers: int, n_elements: int, endpoint: str = "") -> None:
-    """Be a server, if there is an endpoint to connect to; else the client."""
     torch.set_num_threads(1)
     if endpoint:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)

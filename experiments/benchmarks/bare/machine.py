@@ -53,8 +53,6 @@ _RESEND: Final = "resend"
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What machines compute."""
-
     workload: Workload
     plans: dict[str, str]  # their files, by name
     n_machines: int

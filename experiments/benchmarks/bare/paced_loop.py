@@ -43,8 +43,6 @@ Moment = tuple[float, int]  # seconds, bytes of the interface
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One contestant."""
-
     contestant: str
     every: int  # steps between two exchanges
     addresses: list[str]  # of the server, then of each loop
@@ -68,7 +66,6 @@ class PacedNet(nn.Module):
 
     @override
     def forward(self) -> torch.Tensor:
-        """For DDP, whose hooks wait for the gradients of a backward pass."""
         parameters = self.net.parameters()
         loss: torch.Tensor = _Paced.apply(  # type: ignore[no-untyped-call]
             self._seconds, self._gradients, *parameters
@@ -180,7 +177,6 @@ def _diloco(setting: Setting, rank: int, net: nn.Module, inner: torch.optim.SGD)
 
 
 def take(step: Step, n_steps: int, *, pause_seconds: float) -> list[Moment]:
-    """Take steps; return the moment before the first, and that after each."""
     time.sleep(pause_seconds)
     moments = [_now()]
     for _ in range(n_steps):

@@ -21,8 +21,6 @@ from experiments.speech.model import acoustic_net
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained, and how."""
-
     folder: str  # of the track
     contestant: int  # whose turns these are
     n_ranks: int  # processes that train together by DDP; 1: each alone

@@ -6,12 +6,9 @@ Each server holds a slice of one flat vector, applies what is pushed to it by to
 fused Adagrad on one thread, and returns its values. Rank 0 is the client: asked for n, it
 pushes and fetches n times, and answers the seconds of each push and of each fetch.
 
-tensorpipe may use what it would use between hosts: libuv's sockets, several at once for what is
-large. Between processes of one host it would otherwise have the kernel copy from one address space
-into the other (process_vm_readv), which no two hosts can do.
-
-tensorpipe polls without a pause, even while nothing is asked of it: whoever measures
-something else meanwhile has to stop these processes (SIGSTOP).
+tensorpipe may use what it would use between hosts, libuv's sockets, several at once for what is
+large; not process_vm_readv, by which the kernel copies between processes of one host only. It polls
+without a pause: whoever measures something else meanwhile stops these processes (SIGSTOP).
 """
 
 import sys
@@ -33,8 +30,6 @@ EPSILON: Final = 1e-10
 
 
 class Slice:
-    """Values and state of some parameters."""
-
     def __init__(self, n_elements: int) -> None:
         self.values = torch.zeros(n_elements)
         self._sum_of_squares = torch.zeros(n_elements)
@@ -91,7 +86,6 @@ def fetch(n_servers: int) -> list[Tensor]:
 
 
 def main(meeting: str, rank: int, n_servers: int, n_elements: int) -> None:
-    """Serve until the client leaves; or be the client."""
     torch.set_num_threads(1)
     name = f"server-{rank - 1}" if rank else CLIENT
     if rank:

@@ -1,13 +1,12 @@
 """What Sandblaster takes beyond the pure gradient, and what slow and killed replicas cost it.
 
-`overhead`, on the speech net of the paper: the machine itself is now faster, now slower, by more
-than what is to be seen. So job and plain processes have it by turns of a few seconds, on the same
-cores; between its turns a job is stopped by signals, supervisor included. Each evaluation of the
-job is compared with the plain turns that lay within it. Each replica, and each plain process, has a
-core of its own: the kernel is known to put two on one while another idles. Checkpoints are left
-out: they take a bounded share of a run, and would fall into one evaluation and not into another. So
-are the first evaluations, in which the history grows, and with it the memory of the shards: pages
-that were never touched are expensive on a virtual machine (here 1.75 ms a MiB), once in a run.
+`overhead`, on the speech net of the paper: the machine changes its speed by more than what is to be
+seen. So job and plain processes take turns of a few seconds on the same cores; between its turns a
+job is stopped by signals, supervisor included. Each evaluation of the job is compared with plain
+turns within it. Each process that computes has a core of its own: the kernel is known to put two on
+one while another idles. Checkpoints, which would fall into some evaluations only, are left out, and
+so are the first evaluations, in which the shards' memory grows with the history: pages that were
+never touched are expensive on a virtual machine (here 1.75 ms a MiB).
 
     job      [----]      [----]      [-|--]      [----]
     plain          [----]      [----]      [----]      [----]
@@ -46,8 +45,6 @@ N_REPLICAS: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """What a job came to."""
-
     run: Run
     lines: list[Measurement]  # its metrics: one of each iteration, as far as they are seen
 
@@ -253,7 +250,6 @@ class Turns:
     _theirs: _Side = field(default_factory=_Side)
 
     def __call__(self, view: JobView) -> bool:
-        """Look at the job; return whether it has been seen for long enough."""
         pids = [role.pid for role in view.roles if role.pid is not None]
         if view.samples > self._samples:
             self._end_stretch(view, pids)

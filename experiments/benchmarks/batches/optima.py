@@ -30,8 +30,6 @@ from experiments.benchmarks.measuring import measurement
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a contestant came to."""
-
     loss: float  # the best
     seconds: float | None  # until it was at the target; None: it never was
     n_evaluations: int | None  # None if it never got there
@@ -106,8 +104,6 @@ def by_torch(objective: Objective, target: float) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is raced for."""
-
     name: str  # of its functions in `batches.problems`
     data: tuple[torch.Tensor, torch.Tensor]  # inputs and targets
     net: Callable[[], nn.Module]  # makes the model

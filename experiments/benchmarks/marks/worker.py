@@ -39,8 +39,6 @@ Counts = NDArray[np.int64]
 
 
 class MarkedNet(nn.Module):
-    """A tiny classifier, and the marks."""
-
     def __init__(self, *, n_shards: int, n_workers: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -72,7 +70,6 @@ class Ledger:
         return cls(path)
 
     def issue(self, life: int) -> int:
-        """Note that one more push is about to be made; return its number."""
         number = int(self._counts[:, _ISSUED].sum())
         self._counts[life, _ISSUED] += 1
         return number

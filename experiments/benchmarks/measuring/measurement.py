@@ -64,8 +64,6 @@ def interleaved(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Several measurements of one thing."""
-
     median: float
     low: float
     high: float
@@ -162,8 +160,6 @@ def busy_seconds() -> float:
 
 @dataclass(slots=True)
 class Usage:
-    """What was used within `usage`."""
-
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # of those who are measured
     others: float = 0.0  # processors that everybody else kept busy, on average

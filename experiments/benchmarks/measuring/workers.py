@@ -75,8 +75,6 @@ def timed_pairs(
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """How one process is started."""
-
     command: Sequence[str]
     host: Host = HERE[0]
     n_threads: int = 1  # of torch; set as variables too, for threads that torch does not start
@@ -91,8 +89,6 @@ def module(name: str, *arguments: object, **options: Any) -> Program:  # noqa: A
 
 
 class Turn(NamedTuple):
-    """Steps of all workers at the same time."""
-
     steps: list[float]  # seconds of each, by the slowest worker
     of_each: list[list[float]]  # seconds of the steps of each worker
     cpu_seconds: float  # of a step, all workers together
@@ -126,7 +122,6 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """All of them, descendants included."""
         return measurement.families(process.pid for process in self._processes)
 
     @property
@@ -196,14 +191,7 @@ class Processes:
 
 
 class Workers(Processes):
-    """Processes that `serve` requests.
-
-    Args:
-        name: Of them all.
-        programs: Each.
-        folder: For their log.
-        stopped: Stop them (SIGSTOP) between requests, because they poll without a pause.
-    """
+    """Processes that `serve` requests; `stopped` between them, as some poll without a pause."""
 
     def __init__(
         self, name: str, programs: Sequence[Program], folder: Path, *, stopped: bool = False
@@ -237,12 +225,8 @@ class Workers(Processes):
     ) -> Turn:
         """Take `n_steps`, and then more until they have taken about so many seconds.
 
-        Args:
-            seconds: How long.
-            request: Of a number of steps.
-            n_steps: The least.
-            first_core: Core of the first worker, the second gets the next one, and so on.
-                None: the kernel chooses.
+        `request` is made of a number of steps. The first worker runs on `first_core`, the second on
+        the next one, and so on; None: the kernel chooses.
         """
         if first_core is not None:
             self.bind(first_core)

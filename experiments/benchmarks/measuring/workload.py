@@ -28,8 +28,6 @@ _LOSS: Final[dict[NetName, str]] = {"speech": "cross_entropy", "image": "one_vs_
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is computed."""
-
     net: NetName  # which one
     batch_size: int  # samples of a step
     small: bool = False  # a tiny one of its kind, for a look
@@ -68,11 +66,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return append_loss(capture(module, [InputSpec(shape=self.input_shape)]), self.loss)
 
     def samples(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch.
-
-        Returns:
-            (batch_size, *input_shape), and labels (batch_size,).
-        """
+        """Return the batch: (batch_size, *input_shape), and labels (batch_size,)."""
         generator = torch.Generator().manual_seed(1)
         shape = (self.batch_size, *self.input_shape)
         inputs = torch.rand(shape, generator=generator)

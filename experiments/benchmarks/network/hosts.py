@@ -24,8 +24,6 @@ _NUMBERS: Final = itertools.count()  # of this process, so that each switch has 
 
 
 class Host(NamedTuple):
-    """One end of a link."""
-
     name: str  # of its network namespace; "": the one that this process lives in
     address: str  # of its end of the link
 
@@ -55,8 +53,6 @@ def obstacle() -> str | None:
 
 
 class Lan:
-    """Hosts at one switch."""
-
     def __init__(self, name: str, hosts: Sequence[Host]) -> None:
         self._name = name
         self.hosts = hosts  # in order of their addresses

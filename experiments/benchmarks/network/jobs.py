@@ -38,12 +38,8 @@ def start(
 ) -> list["subprocess.Popen[str]"]:
     """Start `distbelief train` at the first host, and `join` at the others, one core each.
 
-    Args:
-        folder: As `lay_out` has made it.
-        hosts: Where.
-        options: Of the job.
-        imports: What hosts may import for it.
-        stack: Kills all of them when it is closed.
+    `lay_out` has made the folder; hosts may import `imports` for the job, which has these options.
+    The stack kills all of them when it is closed.
     """
     at = f"tcp://{hosts[0].address}:7700"
     train = ["train", "job.toml", "--listen", at, *KEYS, "--hosts", f"{len(hosts) - 1}", *options]

@@ -37,8 +37,6 @@ N_COLUMNS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """One task, and how it is to be trained."""
-
     data_folder: str
     run_folder: str
     sizes: tuple[int, ...]  # inputs, hidden units of each layer, classes

@@ -47,8 +47,6 @@ Choose = Callable[[Layer, int], Placement]  # choose(layer, its place in the net
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to split a net."""
-
     placements: Mapping[str, Placement]  # of each layer
     micro_batches: int = 1  # parts of a batch
 

@@ -24,8 +24,6 @@ from experiments.zoo.models import MODELS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
-    """A net and what a step of it is."""
-
     make: Callable[[], nn.Module]  # makes it
     input: InputSpec  # of one sample
     batch: int  # samples of a step
