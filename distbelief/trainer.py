@@ -27,7 +27,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from distbelief.cluster.listen import JobAddress, JoinServer
+from distbelief.cluster.bootstrap import JobAddress
+from distbelief.cluster.listen import JoinServer
 from distbelief.cluster.ray import RayHosts
 from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done

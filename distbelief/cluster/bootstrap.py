@@ -1,4 +1,4 @@
-"""What a joining host downloads in chunks: a probe of the link's bandwidth, and the job spec.
+"""Where a host joins a job, and what it downloads in chunks: a probe of the link, the job spec.
 
     host                             supervisor
       | FileRequest (offset 0) --->    |
@@ -12,10 +12,13 @@ checkpoints and keys are the host's own.
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Final, Self, cast, final
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import msgspec
+from typing_extensions import override
 
 from distbelief.config.job import ClusterTable
 from distbelief.config.tables import decode
@@ -24,10 +27,58 @@ from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.launch.role_process import RoleSpec
 from distbelief.protocol import FileChunk, FileRequest
 from distbelief.roles.role import Seconds
+from distbelief.transport.address import Endpoint, number_of
 from distbelief.transport.config import ListenConfig
+from distbelief.transport.keys import KeyPair, public_key
 
 
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class JobAddress:
+    """Where hosts join a job: tcp://HOST:PORT?key=..., without key files ?secret=...
+
+    With key files the address contains no secret. Without them, anyone with it is let in.
+    """
+
+    host: str  # name or number, as the user wrote it
+    port: int  # TCP port
+    key: str = ""  # public key; "" for the server key in the host's allow-list
+    secret: str = ""  # of a run without key files
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse what `str` wrote, or a part of it, or raise JobError."""
+        try:
+            parts = urlsplit(text)
+            scheme, host, port = parts.scheme, parts.hostname, parts.port
+            query = parse_qs(parts.query)
+        except ValueError:  # unbalanced brackets, a port that is not a number, ...
+            scheme, host, port, query = "", None, None, {}
+        if scheme != "tcp" or not host or not port or not text.isascii():
+            raise JobError(
+                f"{text!r} is not a job address: use the one that `distbelief train JOB.toml "
+                "--listen tcp://HOST:PORT --keys DIR` prints, like tcp://10.0.0.1:7700?key=..."
+            )
+        key = public_key(query["key"][0]) if "key" in query else ""
+        secret = query.get("secret", [""])[0]
+        if secret:
+            key = KeyPair.parse(secret).public
+        return cls(host=host, port=port, key=key, secret=secret)
+
+    @override
+    def __str__(self) -> str:
+        who = {"secret": self.secret} if self.secret else {"key": self.key}
+        return f"{self.endpoint}?{urlencode(who)}"
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+    def place(self, key: str) -> Endpoint:
+        return Endpoint(host=number_of(self.host), port=self.port, key=key)
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from typing import Final, final
 import torch
 
 from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig, JoinOptions
-from distbelief.cluster.listen import JobAddress
+from distbelief.cluster.bootstrap import JobAddress
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.errors import JobError

@@ -28,8 +28,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec, write_job_spec
-from distbelief.cluster.listen import JobAddress
+from distbelief.cluster.bootstrap import (
+    FileDownload,
+    JobAddress,
+    localized,
+    read_job_spec,
+    write_job_spec,
+)
 from distbelief.config.load import job_from_json, parse_job
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture

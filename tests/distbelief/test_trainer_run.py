@@ -11,7 +11,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typing_extensions import override
 
-from distbelief.cluster.listen import JobAddress, JoinServer
+from distbelief.cluster.bootstrap import JobAddress
+from distbelief.cluster.listen import JoinServer
 from distbelief.config.load import parse_job
 from distbelief.core.signals import EXIT_CODES
 from distbelief.errors import StorageError

@@ -11,11 +11,11 @@ from distbelief.cluster.bootstrap import (
     ASK_SECONDS,
     DOCUMENT_BYTES_MAX,
     FileDownload,
+    JobAddress,
     localized,
     read_job_spec,
     write_job_spec,
 )
-from distbelief.cluster.listen import JobAddress
 from distbelief.config.load import job_from_json
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.launch.role_process import RoleSpec
