@@ -102,7 +102,7 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     try:
         algorithms.check_cluster(job)
     except JobError as error:
-        raise TableError(("cluster",), str(error)) from None
+        raise _with_preset(TableError(("cluster",), str(error)), given_keys) from None
     return job
 
 
@@ -127,7 +127,8 @@ def _expanded(algorithm: dict[str, object]) -> dict[str, object]:
 def _with_preset(error: TableError, algorithm: Mapping[str, object]) -> TableError:
     # A key that the user did not write must not stand in an error without a word on its origin.
     keys = sorted(presets.filled(algorithm) - {"exchange"})
-    own = [key for key in keys if re.search(rf"(?<!['\w]){key}\b(?! of the)", error.text)]
+    culprits = error.text.partition(" It knows ")[0]  # `key = ` stands in a way out only
+    own = [key for key in keys if re.search(rf"(?<!['\w]){key}\b(?! of the| =)", culprits)]
     if not own:
         return error
     preset = toml.excerpt(algorithm["preset"])

@@ -140,7 +140,7 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
         if key not in known:
             meant = SYNONYMS.get(key.lower(), key)
             hint = nearest(key, known)
-            if meant not in known and meant in _PLACES:
+            if meant not in known and _PLACES.get(meant, header(path)) != header(path):
                 hint = f"'{meant}' belongs into {_PLACES[meant]}."
             raise TableError((*path, key), f"{header(path)} has no key '{key}'. {hint}")
 

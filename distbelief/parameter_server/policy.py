@@ -108,13 +108,20 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 'send is "delta" and inner is not given: local steps need an optimizer: give '
                 'inner = { name = "SGD", lr = 0.1 }, or use send = "gradient"'
             )
+        divides = any(one.name == "delayed_nesterov" for one in rule.rules)
+        if divides and self.weight != "sum" and workers > 1:
+            way_out = 'weight = "sum"' + ("" if self.round is None else ", and no round")
+            raise ValueError(
+                f"weight is {self.weight!r} and rule is 'delayed_nesterov', which divides by "
+                f"n_pushes itself, so that each push would be divided twice: use {way_out}"
+            )
         unfit = [one.name for one in rule.rules if one.name in {"momentum", "adam"}]
         if self.send == "delta" and self.round is None and unfit and workers > 1:
             raise ValueError(
                 f'rule is {unfit[0]!r}, send is "delta" and deltas of {workers} workers are '
                 "applied one by one: the velocity would meet deltas from other anchors, and "
                 'diverge: use rule = { name = "sgd", learning_rate = 1.0 }, or '
-                f'"delayed_nesterov" with n_pushes = {workers}, or a round'
+                f'"delayed_nesterov" with n_pushes = {workers} and weight = "sum", or a round'
             )
 
 

@@ -67,6 +67,10 @@ def _make(table: Table, module: object, base: type, argument: object, *, where: 
     ]
     keywords = dict(table)
     name = keywords.pop("name", None)
+    if name in _UNFIT:
+        raise ValueError(
+            f"{where} has name = {name!r}, which does not fit here. {_hint('', known)}"
+        )
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"{where} has name = {name!r}, which torch has not. {_hint(name, known)}")
     kind = getattr(module, name)

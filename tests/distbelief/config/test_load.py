@@ -130,7 +130,7 @@ def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() 
         ("preset=locl", "preset = \"locl\" is not known. Did you mean 'local'? Known: downpour, "),
         ("inner.lrr=3", "inner AdamW: got an unexpected keyword argument 'lrr'"),
         ("inner.name=adamw", "name = 'adamw', which torch has not. Did you mean 'AdamW'?"),
-        ("inner.name=LBFGS", "inner has name = 'LBFGS', which torch has not. It knows ASGD, "),
+        ("inner.name=LBFGS", "inner has name = 'LBFGS', which does not fit here. It knows ASGD, "),
         ("inner.lr=-1", "inner AdamW: Invalid learning rate: -1"),
         ("inner.schedule=3", "inner.schedule is 3; use a table, such as { name = "),
         ('inner.schedule={name="StepLR"}', "inner.schedule StepLR: missing 1 required "),
@@ -165,6 +165,32 @@ def test_a_mistake_in_an_exchange_names_its_key(override: str, message: str) -> 
     said = mistake(f"algorithm.{override}", text=LOCAL)
     assert message in said
     assert said.startswith((f"--set algorithm.{override}: ", "speech.toml: [algorithm] rule is"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "inner.name=adamw",  # said of the user's own key that the preset gave it
+        "inner.schedule=3",  # its way out has `name = `
+        "rule.n_pushes=3",  # its way out lists every key that the rule knows
+    ],
+)
+def test_only_a_key_of_the_preset_is_said_to_come_from_it(override: str) -> None:
+    assert "from preset" not in mistake(f"algorithm.{override}", text=LOCAL)
+
+
+def test_a_preset_of_a_batch_method_is_not_sent_to_the_table_where_it_stands() -> None:
+    text = LOCAL.replace("batch_size = ", "# ")
+    said = mistake("algorithm.name=sandblaster", text=text)
+    assert "[algorithm] has no key 'preset'. It knows " in said
+
+
+def test_a_push_is_not_divided_by_the_weight_and_again_by_delayed_nesterov() -> None:
+    # The refusal of momentum advised just this, and each push counted half.
+    rule = '{name="delayed_nesterov", learning_rate=0.7, n_pushes=2}'
+    said = mistake(f"algorithm.rule={rule}", text=LOCAL)
+    assert """weight is 'mean' and rule is 'delayed_nesterov', which divides""" in said
+    assert said.endswith("""use weight = "sum" (weight: from preset = "local")""")
 
 
 def test_groups_of_a_rule_keep_their_order_where_the_job_is_stored() -> None:

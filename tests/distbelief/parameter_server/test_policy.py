@@ -54,4 +54,4 @@ def test_every_combination_is_valid_or_refused_by_one_sentence_that_names_both_k
             assert settings.pace.blocking == (exchange["staleness"] is not None)
             assert settings.pace.sends_delta == (inner is not None)
     assert n_valid > 500
-    assert len(reasons) == 8, "\n".join(reasons)
+    assert len(reasons) == 10, "\n".join(reasons)
