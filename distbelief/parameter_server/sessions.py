@@ -304,6 +304,8 @@ class Sessions:
         self._refused: dict[Address, int] = {}  # the newest of each client
         self._floor = 0
         self._behind = ""  # who keeps it down
+        self._missing = ""  # whose push the next round waits for
+        self._late = ""  # and the last round waited for at its end
         self.awaits_clients = False  # after a restart: the floor stays
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
@@ -559,6 +561,7 @@ class Sessions:
             ]
             began = now if self._round_began is None else self._round_began
             self.round_due, self._round_began, self._round_seconds = None, now, now - began
+            self._late, self._missing = self._missing, ""
         self._round += taken
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
@@ -626,6 +629,7 @@ class Sessions:
         missing = [one for one in members if not (one.queued or self._is_gated(one))]
         if not missing:
             return True
+        self._missing = missing[0].name
         due = now + policy.grace_seconds
         n_queued = sum(client.queued for client in members)
         if n_queued < math.ceil(policy.quorum * len(members) - 1e-9):
@@ -772,6 +776,9 @@ class Sessions:
             floor=floor,
             behind=behind,
         )
+        if self._config.policy.round is not None:
+            late = "" if self._late == client.name else self._late
+            applied = msgspec.structs.replace(applied, late=late)
         return Send(receiver=client.name, message=applied)
 
     def _block_ack(self, client: Session, sequence: int, received: int) -> Send:

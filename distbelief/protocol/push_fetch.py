@@ -167,6 +167,7 @@ class PushApplied(AnyMessage, frozen=True):
     staleness: Count
     floor: Ticks = msgspec.UNSET
     behind: Name | msgspec.UnsetType = msgspec.UNSET
+    late: Name | msgspec.UnsetType = msgspec.UNSET  # whose push the round waited for; "": nobody's
 
 
 class Floor(AnyMessage, frozen=True):

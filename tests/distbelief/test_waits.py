@@ -7,13 +7,20 @@ import torch
 from torch import nn
 
 import distbelief
-from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.simulation.network import Link
 from tests.distbelief.loops import Server
 
 
+BOUNDED = ExchangePolicy(send="delta", staleness=3)
+
+
 def counters_of(
-    monkeypatch: pytest.MonkeyPatch, *, seconds: tuple[float, float], link: Link | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    seconds: tuple[float, float],
+    link: Link | None = None,
+    policy: ExchangePolicy = BOUNDED,
 ) -> list[dict[str, float]]:
     """Return the counters of two loops after 8 steps of so many seconds each."""
     n = 1 << 18
@@ -22,7 +29,7 @@ def counters_of(
         parameters[:1],
         rule=distbelief.SGD(learning_rate=1.0),
         n_loops=2,
-        policy=ExchangePolicy(send="delta", staleness=3),
+        policy=policy,
         host="" if link else "host-0",
         link=link,
     )
@@ -69,3 +76,13 @@ def test_the_largest_gap_outlives_the_last_step(monkeypatch: pytest.MonkeyPatch)
     assert "clock_gap" not in fast
     assert waits(fast).keys() == {"waits_worker-1"}
     assert waits(fast)["waits_worker-1"] > 0.5
+
+
+def test_a_round_waits_for_the_worker_whose_push_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All had ended the same tick by then, so that the one with the least name was blamed."""
+    policy = ExchangePolicy(send="delta", staleness=0, round=Round(), weight="mean")
+    for seconds, slow in (((0.1, 0.5), 1), ((0.5, 0.1), 0)):
+        found = counters_of(monkeypatch, seconds=seconds, policy=policy)
+        blamed = sorted((waits(one) for one in found), key=lambda one: sum(one.values()))
+        assert sum(blamed[0].values()) < 0.2  # the slow one waits for nobody
+        assert blamed[1][f"waits_worker-{slow}"] == pytest.approx(8 * 0.4, rel=0.2)

@@ -99,6 +99,7 @@ class ShardLink:
         # Ticks, where the shard counts them.
         self.floor: int | None = None  # that the shard has told; None: it counts none
         self.behind: rl.Address | None = None  # who keeps it down
+        self.late = ""  # whose push the last round waited for
         self.needed = 0  # the floor that the client waits for
         self.tick: int | None = None  # this client's, as the shard knows it; None: it is not in
         self._entries = 0  # how often the client has entered or left; odd: it is in
@@ -235,6 +236,7 @@ class ShardLink:
         if not self.pushing.acknowledged(message):
             return False
         self._staleness.add(message.staleness)
+        self.late = message.late or ""
         if self.tick is not None:
             self.tick = max(self.tick, self.pushing.tick or 0)
         return True
@@ -704,7 +706,7 @@ class ParameterClient:
         if not counting or not self.ready:
             return []
         if staleness is not None:
-            self._count_wait(now, needed=self.tick - staleness)
+            self._count_wait(now, staleness)
         if self.unacknowledged:
             return []  # these pushes tell the tick
         if self._tick is None and all(link.tick is not None for link in counting):
@@ -730,13 +732,19 @@ class ParameterClient:
             is_placed and all(link.agrees and not link.waits_for_floor for link in counting)
         )
 
-    def _count_wait(self, now: rl.Seconds, *, needed: int) -> None:
+    def _count_wait(self, now: rl.Seconds, staleness: int) -> None:
         if self._waits_since is not None:
             culprit, since = self._waits_since
             self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
+        if not self.unacknowledged:  # now it is known whom the own push has waited for
+            late = rl.Address(next((link.late for link in self._counting if link.late), ""))
+            seconds = self._waits.pop(rl.Address(""), 0.0)
+            if late:
+                self._waits[late] = self._waits.get(late, 0.0) + seconds
         slowest = min(self._counting, key=lambda link: link.floor or 0)
         # Not for another worker, if it is its own push that is not applied yet.
-        is_gated = (slowest.floor or 0) < needed
+        is_own = staleness == 0 and self.unacknowledged
+        is_gated = (slowest.floor or 0) < self.tick - staleness and not is_own
         self._waits_since = (is_gated and slowest.behind) or rl.Address(""), now
 
     def _end_tick(self, samples: int) -> dict[str, int]:
