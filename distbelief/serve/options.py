@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import torch
@@ -40,9 +40,12 @@ def rule(
     names: Sequence[str] = (),  # of the parameters
 ) -> UpdateRule:
     """Return an update rule, or a preset's, with options such as "momentum=0.9"."""
-    usual = {} if preset is not None else {"name": "sgd", "learning_rate": 0.01}
+    usual = {} if preset is not None else {"name": "sgd"}
     given = {"name": name, "learning_rate": learning_rate}
-    table = {**usual, **{key: value for key, value in given.items() if value is not None}}
+    table: dict[str, object] = {
+        **usual,
+        **{key: value for key, value in given.items() if value is not None},
+    }
     for option in options:
         try:
             table |= tomllib.loads(option)
@@ -51,8 +54,10 @@ def rule(
                 f"--set {option!r}: write KEY=VALUE, such as --set momentum=0.9"
             ) from None
     try:
-        whole = table if preset is None else expand({"preset": preset, "rule": table})["rule"]
-        made: UpdateRule = msgspec.convert(whole, type=UpdateRule)
+        whole = table
+        if preset is not None:
+            whole = cast("dict[str, object]", expand({"preset": preset, "rule": table})["rule"])
+        made: UpdateRule = msgspec.convert({"learning_rate": 0.01, **whole}, type=UpdateRule)
     except msgspec.ValidationError as error:
         raise JobError(f"--rule {table.get('name')}: {error}") from None
     except JobFileError as error:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.parameter_server.optimizers import SGD, Momentum
+from distbelief.parameter_server.optimizers import SGD, Adam, Momentum
 from distbelief.serve import options
 from distbelief.serve.options import listen_config, model, rule
 from distbelief.transport.config import ListenConfig
@@ -37,6 +37,7 @@ def test_a_rule_has_its_options() -> None:
     outer = Momentum(learning_rate=0.5, momentum=0.9, nesterov=True)
     assert rule(None, 0.5, [], preset="diloco") == outer
     assert rule("sgd", 0.5, [], preset="diloco") == SGD(learning_rate=0.5)
+    assert rule("adam", None, [], preset="diloco") == Adam(learning_rate=0.01)  # as --help says
     with pytest.raises(JobError, match=r"^--preset = .*dilocco.* is not known"):
         rule(None, None, [], preset="dilocco")
     for name, settings, said in [
