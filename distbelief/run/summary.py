@@ -142,7 +142,7 @@ def final_table(summary: Summary) -> Group:
     top.add_column(overflow="fold")
     top.add_column(justify="right", overflow="fold")
     top.add_row(Text(_what(summary), "bold"), Text(_data(summary), "dim"))
-    label = " + ".join(p.capitalize() for p in (summary.algorithm, summary.rule) if p)
+    label = " + ".join(_title(p) for p in (summary.algorithm, summary.rule) if p)
     return Group(Text(), top, _ValueTable(label, _values(summary)), Text(_end(summary)))
 
 
@@ -177,8 +177,12 @@ def _what(summary: Summary) -> str:
     shards = _number(summary.n_shards, "shard")
     if summary.shard_copies > 1:
         shards += f" in {summary.shard_copies} copies"
-    rule = f", {summary.rule.capitalize()}" if summary.rule else ""
-    return f"{summary.algorithm.capitalize()}, {replicas} x {shards}{rule}"
+    rule = f", {_title(summary.rule)}" if summary.rule else ""
+    return f"{_title(summary.algorithm)}, {replicas} x {shards}{rule}"
+
+
+def _title(name: str) -> str:
+    return "SGD" if name == "sgd" else name.replace("_", " ").capitalize()
 
 
 def _data(summary: Summary) -> str:
@@ -204,7 +208,7 @@ def _values(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _end(summary: Summary) -> str:
-    driven = bool(summary.figures)  # a coordinator repeats lost pushes
+    driven = summary.rule is None  # by a coordinator, which repeats lost pushes
     lost, mean = summary.pushes_lost, summary.staleness_mean
     took = f"{formatting.duration(summary.training_seconds)} of training, "
     took += f"{formatting.duration(summary.start_seconds)} before"

@@ -24,8 +24,8 @@ from distbelief.core.formatting import nearest
 
 Table = Mapping[str, object]  # the class's name as key "name", and its keywords
 
-# They need the loss, a second pass, sparse gradients, or matrices only.
-_UNFIT: Final = {"LBFGS", "SparseAdam", "Muon", "ReduceLROnPlateau"}
+# They need the loss, a second pass, sparse gradients, matrices only, or a function.
+_UNFIT: Final = {"LBFGS", "SparseAdam", "Muon", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR"}
 OF_WHOLE_TENSORS: Final = {"Adafactor"}  # the others treat each element by itself
 
 

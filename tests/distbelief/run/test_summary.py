@@ -72,6 +72,13 @@ def test_copies_failures_and_losses_that_nobody_knows_are_reported() -> None:
     assert "failed: the loss is not finite; 8 m 00 s of training" in text
 
 
+def test_lost_pushes_are_told_beside_the_figures_of_an_exchange() -> None:
+    """They were left out wherever there were figures, as if a coordinator repeated them."""
+    for lost in (0, 2):
+        summary = a_summary(replace(VIEW, pushes_lost=lost, figures={"clock_gap": 1.0}))
+        assert f"{lost} pushes lost" in " ".join(shown(summary, width=200))
+
+
 def test_a_summary_holds_figures_seeds_versions_and_data() -> None:
     summary = a_summary()
     assert summary.samples_per_second == 10_000.0  # over the time of training only
