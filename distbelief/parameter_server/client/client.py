@@ -93,6 +93,7 @@ class ShardLink:
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self._sent_at: rl.Seconds = 0.0
         self._asked_at: rl.Seconds = 0.0  # the same, repetitions left out
+        self._repeated_at: rl.Seconds = 0.0
         # By direction: when its blocks last made progress, and the seconds that one takes.
         self._paces: dict[type, tuple[rl.Seconds, rl.Seconds]] = {}
         self._awaited = False
@@ -227,8 +228,7 @@ class ShardLink:
             case _:
                 assert_never(message)
         if progress:
-            self._note_pace(message, now)
-            self._progressed(now)
+            self._progressed(now, message)
         return self.send(replies, now)
 
     def _acknowledged(self, message: pf.PushApplied) -> bool:
@@ -328,7 +328,7 @@ class ShardLink:
             messages = [*self.fetching.again(), *self.pushing.again()]
             asked_at = self._asked_at
             actions = [*self.send(messages, now), *self._open_session(others)]
-            self._asked_at = asked_at
+            self._asked_at, self._repeated_at = asked_at, now
         else:
             actions = self.open_session(now)
         self._sent_at = now
@@ -355,23 +355,25 @@ class ShardLink:
                 f"(stall_seconds_max is {config.stall_seconds_max:g}): look at its log"
             )
 
-    def _note_pace(self, news: ShardReply, now: rl.Seconds) -> None:
-        # Over a slow link that others share, the blocks under way may take seconds. Those that are
-        # sent again meanwhile would only wait behind the first ones, and hold up everybody.
-        if not isinstance(news, pf.ParameterBlock | pf.PushBlockAck):
-            return
-        n_blocks = 1 if isinstance(news, pf.ParameterBlock) else self.config.blocks_per_answer
-        before, seconds = self._paces.get(type(news), (0.0, 0.0))
-        one = (now - max(before, self._asked_at)) / n_blocks
-        self._paces[type(news)] = now, max(one, (seconds + one) / 2)  # rises at once, falls slowly
-        slowest = max(seconds for _, seconds in self._paces.values())
-        longest = self.config.silence_seconds_max / 4
-        pause = min(PATIENCE * self.config.credit_blocks * slowest, longest)
-        self._backoff.first = max(self.config.retry_seconds, pause)
-        self._backoff.longest = max(self.config.retry_seconds_max, pause)
-
-    def _progressed(self, now: rl.Seconds) -> None:
+    def _progressed(self, now: rl.Seconds, news: ShardReply | None = None) -> None:
         self._silence.progress_at = now
+        if isinstance(news, pf.ParameterBlock | pf.PushBlockAck):
+            # Over a slow link that others share, the blocks under way may take seconds. Those sent
+            # again meanwhile would only wait behind the first ones, and hold up everybody.
+            before, seconds = self._paces.get(type(news), (0.0, 0.0))
+            begun = max(before, self._asked_at)
+            if self._repeated_at >= begun:  # of which is this the answer? The long pause stays
+                self._paces[type(news)] = now, seconds
+                return
+            n_blocks = len(self._slice.bounds)
+            n_answered = 1 if isinstance(news, pf.ParameterBlock) else self.config.blocks_per_answer
+            one = (now - begun) / min(n_answered, n_blocks)
+            self._paces[type(news)] = now, max(one, (seconds + one) / 2)  # falls slowly
+            slowest = max(seconds for _, seconds in self._paces.values())
+            window = PATIENCE * min(self.config.credit_blocks, n_blocks) * slowest
+            pause = min(window, self.config.silence_seconds_max / 4)
+            self._backoff.first = max(self.config.retry_seconds, pause)
+            self._backoff.longest = max(self.config.retry_seconds_max, pause)
         self._backoff.pause = self._backoff.first
 
     # --------------------------------------------------------------------- sending

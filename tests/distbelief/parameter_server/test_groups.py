@@ -181,7 +181,9 @@ def test_a_group_with_momentum_is_refused_where_a_rule_with_momentum_is() -> Non
     rule = SGD(learning_rate=1.0, groups={"*.bias": Momentum(learning_rate=1.0)})
     policy = ExchangePolicy(send="delta")
     policy.refuse(rule, inner=True, workers=1)
-    with pytest.raises(ValueError, match=r"'momentum', .* deltas of 2 .* n_pushes = 2, or a round"):
+    with pytest.raises(
+        ValueError, match=r"'momentum', .* deltas of 2 .* n_pushes = 2 .*, or a round"
+    ):
         policy.refuse(rule, inner=True, workers=2)
 
 
