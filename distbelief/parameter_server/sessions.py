@@ -633,7 +633,7 @@ class Sessions:
         due = now + policy.grace_seconds
         n_queued = sum(client.queued for client in members)
         if n_queued < math.ceil(policy.quorum * len(members) - 1e-9):
-            # Whoever has ended the tick of a push that waits here may wait, too: for a push at
+            # A client that has ended the tick of a push waiting here may wait too: for a push at
             # another shard, whose last round was of others. So nobody could make the quorum. Late
             # pushes wait for the others' next ones first.
             if not all((one.tick or 0) >= self._first_tick for one in missing):

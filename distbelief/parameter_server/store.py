@@ -145,7 +145,7 @@ def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> 
 #     total               w0 p0 + w1 p1 + w2 p2
 #     applied once        total / (w0 + w1 + w2), or the total where weight = "sum"
 #
-# Pushes are added one by one in the order of their clients' names, whoever came first: so two
+# Pushes are added one by one in the order of their clients' names, in any order of arrival: so two
 # copies of a shard, and any number of shards, have equal bits. Of elements that only some clients
 # push, their weights alone count. Buffers are averaged always.
 

@@ -69,7 +69,7 @@ class EvaluationObjective(Objective):
         self._waiting: Evaluate | None = None  # it, until its evaluation begins
         self._measured: Evaluate | None = None  # of the current evaluation
         self._last: EvaluationDone | None = None
-        self._answers = False  # `_last` is to be sent
+        self._answers = False  # whether to send `_last`
         self._n_measured = 0
         self._seconds_computing: Seconds = 0.0
 

@@ -271,7 +271,7 @@ def play_under(policy: ExchangePolicy, scenario: Scenario, *, trace: TraceKind =
 # ------------------------------------------------------------------- broken variants
 
 
-LOST_SECONDS: Final = 0.05  # after a death the shards are told of it
+LOST_SECONDS: Final = 0.05  # until the shards hear of a death
 FIRST: Final = Address("worker-0")
 
 

@@ -8,7 +8,7 @@ pushes and fetches n times, and answers the seconds of each push and of each fet
 
 tensorpipe may use what it would use between hosts, libuv's sockets, several at once for what is
 large; not process_vm_readv, by which the kernel copies between processes of one host only. It polls
-without a pause: whoever measures something else meanwhile stops these processes (SIGSTOP).
+without a pause: a benchmark that measures something else stops these processes (SIGSTOP).
 """
 
 import sys
