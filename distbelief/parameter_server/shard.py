@@ -505,7 +505,7 @@ class Shard:
                     replicated.values,
                     n_clients=max(1, message.n_pushing),
                     shard_slice=replicated.shard_slice,
-                    touches=message.holds if message.touches else None,
+                    touches=replicated.touches,
                     share=message.share,
                 )
             if self._promotion is None or not backup.is_drained:
