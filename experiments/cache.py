@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,33 +96,30 @@ def write_facts(path: Path, facts: Mapping[str, object], *, arrays: Iterable[str
 @contextmanager
 def hold_lock(path: Path, *, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]:
     """Hold the lock `path`; says so if it has to wait, gives up after a while."""
+    deadline, has_spoken = time.monotonic() + wait_seconds, False
     with path.open("a+") as file:
-        _acquire(file.fileno(), path=path, wait_seconds=wait_seconds)
+        while not _acquired(file.fileno()):
+            owner = f"process {path.read_text() or '?'} (lock {path})"
+            if time.monotonic() >= deadline:
+                raise CacheError(
+                    f"{owner} has been building {path.stem} for more than "
+                    f"{wait_seconds:g} s; if it hangs, end it and start again"
+                )
+            if not has_spoken:
+                print(f"waiting for {owner}, which builds it", file=sys.stderr)
+                has_spoken = True
+            time.sleep(POLL_SECONDS)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
 
 
-def _acquire(descriptor: int, *, path: Path, wait_seconds: float) -> None:
-    deadline = time.monotonic() + wait_seconds
-    has_spoken = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = f"process {path.read_text() or '?'} (lock {path})"
-            if time.monotonic() >= deadline:
-                raise CacheError(
-                    f"{owner} has been building {path.stem} for more than "
-                    f"{wait_seconds:g} s; if it hangs, end it and start again"
-                ) from None
-            if not has_spoken:
-                print(f"waiting for {owner}, which builds it", file=sys.stderr)
-                has_spoken = True
-            time.sleep(POLL_SECONDS)
-        else:
-            return
+def _acquired(descriptor: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 @contextmanager
@@ -167,7 +164,7 @@ def read_facts(path: Path, needed: Iterable[str]) -> dict[str, Any]:
     try:
         facts = dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _damaged(path, error) from error
     except ValueError as error:
         raise _damaged(path, f"it is no JSON: {error}") from error
     missing = {*needed, "sha256"} - set(facts)
@@ -186,10 +183,8 @@ def map_arrays(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, N
         file = path.with_name(f"{name}.npy")
         try:
             arrays[name] = np.load(file, mmap_mode="c", allow_pickle=False)
-        except OSError as error:
-            raise _unreadable(file, error) from error
-        except (ValueError, EOFError) as error:
-            raise _damaged(file, str(error)) from error
+        except (OSError, ValueError, EOFError) as error:
+            raise _damaged(file, error) from error
         found = arrays[name].shape
         if found != shape:
             raise _damaged(file, f"its shape is {found}, {path.name} says {shape}")
@@ -210,12 +205,10 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _unreadable(path: Path, error: OSError) -> CacheError:
-    reason = error.strerror or str(error)
-    return _damaged(path, reason[:1].lower() + reason[1:])
-
-
-def _damaged(path: Path, reason: str) -> CacheError:
+def _damaged(path: Path, reason: str | Exception) -> CacheError:
+    if isinstance(reason, OSError):
+        reason = reason.strerror or str(reason)
+        reason = reason[:1].lower() + reason[1:]
     return CacheError(
         f"{path} cannot be used: {reason}. Delete the folder "
         f"{os.fspath(path.parent)} and start again; it will be built anew"

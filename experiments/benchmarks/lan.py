@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
-from distbelief.config.load import load_job
+from distbelief.config.job import Job
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Machine, uniform
@@ -33,7 +33,7 @@ from distbelief.supervisor.view import JobView
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network import jobs
 from experiments.benchmarks.network.hosts import Lan, obstacle, switched
-from experiments.benchmarks.simulated.truth import JOB, SANDBLAST
+from experiments.benchmarks.simulated.truth import SANDBLAST, Case
 
 
 SECONDS_MAX: Final = 240.0
@@ -57,13 +57,13 @@ class Link:
         return (self.received + self.sent) / foretold - 1.0
 
 
-def links_of(lan: Lan, text: str) -> Sequence[Link]:
+def links_of(lan: Lan, case: Case) -> Sequence[Link]:
     """Run a job over all hosts; return what passed each of their links."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
-        placement, before = _run(folder, lan, text, stack)
+        placement, before = _run(folder, lan, case, stack)
         after = [lan.n_bytes(host) for host in lan.hosts]
-        traffic, names = _foretell(folder / "0" / "job.toml", placement)
+    traffic, names = _foretell(case.job, placement)
     links = []
     for index, (b, a) in enumerate(zip(before, after, strict=True)):
         here = [name for name in names if placement.get(name, 0) == index]
@@ -84,12 +84,13 @@ def links_of(lan: Lan, text: str) -> Sequence[Link]:
 
 
 def _run(
-    folder: Path, lan: Lan, text: str, stack: ExitStack
+    folder: Path, lan: Lan, case: Case, stack: ExitStack
 ) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]]]:
     """Return the hosts of the replicas, and what the links had had when all hosts were ready."""
     hosts = lan.hosts
-    jobs.lay_out(folder, text, n_hosts=len(hosts))
-    job, *_ = jobs.start(folder, hosts, imports=TASK, stack=stack)
+    jobs.lay_out(folder, case.text, n_hosts=len(hosts))
+    words = [word for override in case.overrides for word in ("--set", override)]
+    job, *_ = jobs.start(folder, hosts, *words, imports=TASK, stack=stack)
     run = RunDirectory(folder / "0" / "runs" / "simulation", lock=None)
     readings: list[Reading] = []
     began = math.inf
@@ -164,10 +165,10 @@ class _Hosts:
         return staged.builders()
 
 
-def _foretell(path: Path, placement: Mapping[Address, int]) -> tuple[Traffic, Sequence[Address]]:
+def _foretell(job: Job, placement: Mapping[Address, int]) -> tuple[Traffic, Sequence[Address]]:
     """Return what the roles of this job, so placed, send; and all their names."""
     with Preparation() as staging:
-        staged = staging.stage(load_job(path))
+        staged = staging.stage(job)
         hosts = _Hosts(placement=placement, n=1 + max(placement.values(), default=0))
         ended = run_simulated(staged, hosts, seed=0)
     if ended.outcome.error is not None:
@@ -193,23 +194,17 @@ def _shortest(names: Sequence[Address]) -> Sequence[Address]:
 
 
 N_HOSTS: Final = 4
-_OF_LAN: Final = ("replicas = 2", "replicas = 4", "max_steps = 150", "max_steps = 25")
-_TINY: Final = ("hidden = 1024", "hidden = 128")
-_SPLIT: Final = ("replicas = 4", "replicas = 2\npartitions = 2")
-
-
-def _with(text: str, *changes: str) -> str:
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        text = text.replace(old, new)
-    return text
-
+_STEPS: Final = "algorithm.max_steps=25"
+_WHOLE: Final = ("cluster.replicas=4",)
+_SPLIT: Final = ("cluster.replicas=2", "cluster.partitions=2")
+_TINY: Final = ("model.arguments.hidden=128",)
 
 # Jobs over all four
-CASES: Final[Mapping[str, str]] = {
-    "downpour": _with(JOB, *_OF_LAN),
-    "split": _with(JOB, *_OF_LAN, *_SPLIT),
-    "sandblaster": _with(SANDBLAST, *_OF_LAN),
-    "split_sandblaster": _with(SANDBLAST, *_OF_LAN, *_SPLIT),
+CASES: Final[Mapping[str, Case]] = {
+    "downpour": Case(name="downpour", overrides=(*_WHOLE, _STEPS)),
+    "split": Case(name="split", overrides=(*_SPLIT, _STEPS)),
+    "sandblaster": Case(name="sandblaster", text=SANDBLAST, overrides=_WHOLE),
+    "split_sandblaster": Case(name="split_sandblaster", text=SANDBLAST, overrides=_SPLIT),
 }
 
 SMALL: Final = {"only": ("downpour",)}  # with a tiny net
@@ -224,9 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, Sequence[Link]] = {}
     rows = {}
     for case in options.only or CASES:
+        one = CASES[case]
+        if options.small:
+            one = replace(one, overrides=(*one.overrides, *_TINY))
         with switched(N_HOSTS, bits_per_second=1e9) as lan:
-            text = _with(CASES[case], *_TINY) if options.small else CASES[case]
-            found[case] = links_of(lan, text)
+            found[case] = links_of(lan, one)
         for index, link in enumerate(found[case]):
             rows[f"{case} {index}"] = {
                 "roles": ", ".join(link.roles) or "shards, replica 0, supervisor",

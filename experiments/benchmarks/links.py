@@ -32,13 +32,13 @@ import argparse
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Final
 
 import msgspec
@@ -114,20 +114,17 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
     is_local = name in LOCAL
     n_steps = case.every if is_local else N_ALONE if name == "alone" else 1
     n_warm = 1 if name in ASYNCHRONOUS or not is_local else 0
-    setting = Setting(
-        contestant=name,
-        every=case.every,
-        addresses=[],
-        step_seconds=options.step_seconds,
-        stagger_seconds=case.every * options.step_seconds / case.n_loops if is_local else 0.0,
-        small=options.small,
-    )
-    if name not in OURS:
-        setting = msgspec.structs.replace(setting, stagger_seconds=0.0)
+    exchange_seconds = case.every * options.step_seconds
     with switched(case.n_loops + 1, bits_per_second=case.bits_per_second) as lan:
         lan.limit(lan.hosts[0], bits_per_second=SERVER_BITS)
-        addresses = [host.address for host in lan.hosts]
-        setting = msgspec.structs.replace(setting, addresses=addresses)
+        setting = Setting(
+            contestant=name,
+            every=case.every,
+            addresses=[host.address for host in lan.hosts],
+            step_seconds=options.step_seconds,
+            stagger_seconds=exchange_seconds / case.n_loops if is_local and name in OURS else 0.0,
+            small=options.small,
+        )
         with _server(name, setting, lan, folder, options) as address:
             setting = msgspec.structs.replace(setting, server=address)
             programs = _loops(name, setting, lan, folder, options)
@@ -216,27 +213,30 @@ def results_of(
         print(f"{time.monotonic() - begun:.0f} s  {name}  {found}", flush=True)
 
     for heat in case.heats:
-        threads = [Thread(target=enter, args=(name,)) for name in heat]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(heat) or 1) as threads:
+            list(threads.map(enter, heat))
     return results, failures
 
 
+def _compared(name: str, results: Mapping[str, Result]) -> dict[str, float]:
+    """Return the share of steps, and by how many times bytes are fewer."""
+    found, one = {}, results[name]
+    if "alone" in results:
+        found["share"] = results["alone"].step.median / one.step.median
+    if "downpour" in results and name != "alone":
+        found["fewer"] = results["downpour"].bytes_per_sample / one.bytes_per_sample
+    return found
+
+
 def _cells(name: str, results: Mapping[str, Result]) -> dict[str, str]:
-    result, alone, downpour = results[name], results.get("alone"), results.get("downpour")
-    cells = {
+    result = results[name]
+    return {
         "seconds": Spread.of(result.periods).show(2),
         "steps": f"{result.n_steps}",
         "bytes per sample": f"{result.bytes_per_sample:,.0f}",
         "busy processors": f"{result.processors:.1f}",
+        **{word: f"{value:.3g}" for word, value in _compared(name, results).items()},
     }
-    if alone is not None:
-        cells["share"] = f"{alone.step.median / result.step.median:.3f}"
-    if downpour is not None and name != "alone":
-        cells["fewer"] = f"{downpour.bytes_per_sample / result.bytes_per_sample:.1f}"
-    return cells
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -267,18 +267,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _figures(key: str, case: Case, results: Mapping[str, Result]) -> dict[str, float]:
-    alone, downpour = results.get("alone"), results.get("downpour")
     if key == "own_loop_1gbit":
-        seconds = N_PARAMETERS * 32 / case.bits_per_second
+        seconds, downpour = N_PARAMETERS * 32 / case.bits_per_second, results.get("downpour")
         return {} if downpour is None else {key: downpour.step.median / seconds}
-    figures = {}
-    for name, result in results.items():
-        if name != "alone" and alone is not None:
-            figures[f"{key}_share_{name}"] = alone.step.median / result.step.median
-        if name != "alone" and downpour is not None:
-            fewer = downpour.bytes_per_sample / result.bytes_per_sample
-            figures[f"{key}_fewer_{name}"] = fewer
-    return figures
+    return {
+        f"{key}_{word}_{name}": value
+        for name in results
+        if name != "alone"
+        for word, value in _compared(name, results).items()
+    }
 
 
 if __name__ == "__main__":

@@ -19,19 +19,15 @@ All figures: lower is better.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from experiments.benchmarks.batches.costs import killed, overhead, straggler
 from experiments.benchmarks.batches.optima import optimum
 from experiments.benchmarks.measuring import measurement
 
 
-class Part(Protocol):
-    def __call__(self, *, small: bool) -> dict[str, float]: ...
-
-
-PARTS: Final[Mapping[str, Part]] = {
+PARTS: Final[Mapping[str, Callable[..., dict[str, float]]]] = {
     "optimum": optimum,
     "overhead": overhead,
     "straggler": straggler,
