@@ -13,8 +13,7 @@ their small net stands for the paper's speech net of 42 million parameters, in a
     messages_per_second_priced  the same, messages passed on, only their order noted
     driver_over_roles           time of the driver over that of the roles and their work, in
                                 the first
-    sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100
-                                batches, 8 shards
+    sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100 batches, 8 shards
     step_time_error             simulated against real on this host, the worst of the
     samples_per_second_error    jobs below; a share
     staleness_error             likewise; of jobs that push to a clock
