@@ -132,41 +132,38 @@ class Race:
         return programs, self._folder
 
     def _job(self, index: int) -> str:
-        setting = self._setting
-        shape = {"n_inputs": setting.n_inputs, "n_classes": setting.n_classes}
-        data = {"folder": setting.folder, "contestant": index, **shape}
-        rule = {"name": "adagrad", "learning_rate": setting.learning_rate}
-        tables: dict[str, object] = {
-            "model": {
-                "factory": "experiments.speech.model:acoustic_net",
-                "arguments": {
-                    "hidden": setting.hidden,
-                    "states": setting.n_classes,
-                    "inputs": setting.n_inputs,
-                },
-            },
-            "data": {
-                "train": {
-                    "factory": "experiments.benchmarks.measuring.track:paced_frames",
-                    "arguments": data,
-                }
-            },
-            "algorithm": {
-                "name": "downpour",
-                "loss": "cross_entropy",
-                "batch_size": setting.batch_size,
-                "n_fetch": 1,
-                "n_push": 1,
-                "rule": rule,
-            },
-            "cluster": {"replicas": N_PROCESSES, "shards": N_SHARDS, "threads": 1},
-            "stop": {"seconds": "24 h"},
-            "output": {
-                "directory": str(self._folder / "run"),
-                "snapshot_every": "24 h",  # the others take none
-            },
-        }
-        return toml.write(tables)
+        setting, folder = self._setting, toml.inline(self._setting.folder)
+        return f"""
+[model]
+factory = "experiments.speech.model:acoustic_net"
+[model.arguments]
+hidden = {setting.hidden}
+states = {setting.n_classes}
+inputs = {setting.n_inputs}
+[data.train]
+factory = "experiments.benchmarks.measuring.track:paced_frames"
+[data.train.arguments]
+folder = {folder}
+contestant = {index}
+n_inputs = {setting.n_inputs}
+n_classes = {setting.n_classes}
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = {setting.batch_size}
+n_fetch = 1
+n_push = 1
+rule = {{ name = "adagrad", learning_rate = {setting.learning_rate} }}
+[cluster]
+replicas = {N_PROCESSES}
+shards = {N_SHARDS}
+threads = 1
+[stop]
+seconds = "24 h"
+[output]
+directory = {toml.inline(f"{setting.folder}/run")}
+snapshot_every = "24 h"  # the others take none
+"""
 
     def _warm_up(self, contestant: Contestant) -> None:
         deadline = time.monotonic() + START_SECONDS_MAX

@@ -23,7 +23,7 @@ from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles.role import SUPERVISOR, Address
-from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.directory import RunDirectory
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
@@ -50,11 +50,6 @@ class Link:
     sent: int  # likewise
     foretold_received: float  # of the messages of its roles
     foretold_sent: float  # likewise
-
-    @property
-    def beyond(self) -> float:
-        foretold = self.foretold_received + self.foretold_sent
-        return (self.received + self.sent) / foretold - 1.0
 
 
 def links_of(lan: Lan, case: Case) -> Sequence[Link]:
@@ -98,7 +93,8 @@ def _run(
         status = run.read_status()
         if status is not None and not status.ended:  # the last one is written after its view
             began = min(began, status.written - status.view.seconds)
-            if _n_ready(status) == len(hosts) - 1:
+            # The status is up to a second old, in which a small job may send all that it sends.
+            if sum(host.state == "ready" for host in status.view.hosts) == len(hosts) - 1:
                 break
         now = time.time()  # noqa: TID251 -- the time of day, as in the status
         readings.append(Reading(now, [lan.n_bytes(host) for host in hosts]))
@@ -121,11 +117,6 @@ class Reading(NamedTuple):
 
     at: float  # seconds since 1970
     counts: Sequence[tuple[int, int]]  # bytes received and sent by each host
-
-
-def _n_ready(status: Status) -> int:
-    # The status is up to a second old, in which a small job may send all that it sends.
-    return sum(host.state == "ready" for host in status.view.hosts)
 
 
 def ready_after(view: JobView) -> float:
@@ -186,11 +177,7 @@ def _between(traffic: Traffic, senders: Sequence[Address], receivers: Sequence[A
 
 def _shortest(names: Sequence[Address]) -> Sequence[Address]:
     """Leave out names that begin with another: `Traffic` goes by beginnings."""
-    return [
-        name
-        for name in names
-        if not any(name != other and name.startswith(other) for other in names)
-    ]
+    return [one for one in names if not any(one != n and one.startswith(n) for n in names)]
 
 
 N_HOSTS: Final = 4
@@ -231,12 +218,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "link": f"{link.received / 1e6:,.2f} MB",
                 "out: foretold": f"{link.foretold_sent / 1e6:,.2f} MB",
                 "link ": f"{link.sent / 1e6:,.2f} MB",
-                "beyond": f"{link.beyond:+.2%}",
+                "beyond": f"{_beyond([link]):+.2%}",
             }
             print(f"{case} {index}", rows[f"{case} {index}"], flush=True)
     measurement.show(f"{N_HOSTS} hosts at a switch, 1 Gbit/s each", rows)
     figures = {f"beyond_{case}": _beyond(links) for case, links in found.items()}
-    worst = max(abs(link.beyond) for links in found.values() for link in links)
+    worst = max(abs(_beyond([link])) for links in found.values() for link in links)
     measurement.conclude("lan", figures | {"beyond_worst": worst})
 
 

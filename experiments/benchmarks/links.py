@@ -125,9 +125,9 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
             stagger_seconds=exchange_seconds / case.n_loops if is_local and name in OURS else 0.0,
             small=options.small,
         )
-        with _server(name, setting, lan, folder, options) as address:
+        with _server(setting, lan, folder, options) as address:
             setting = msgspec.structs.replace(setting, server=address)
-            programs = _loops(name, setting, lan, folder, options)
+            programs = _loops(setting, lan, folder, options)
             with Workers(f"{name}-loops", programs, folder) as loops:
                 with measurement.usage(lambda: 0.0) as used:
                     moments = loops.ask(n_steps * (n_warm + options.periods))
@@ -138,26 +138,19 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
 def _result(
     moments: Sequence[Sequence[Moment]], *, n_steps: int, n_warm: int, processors: float
 ) -> Result:
-    periods: list[float] = []
-    n_bytes: list[float] = []
-    for of_loop in moments:
-        ends = of_loop[n_warm * n_steps :: n_steps]
-        periods += [after[0] - before[0] for before, after in pairwise(ends)]
-        n_samples = BATCH_SIZE * n_steps * (len(ends) - 1)
-        n_bytes.append((ends[-1][1] - ends[0][1]) / n_samples)
+    ends = [of_loop[n_warm * n_steps :: n_steps] for of_loop in moments]
+    n_samples = BATCH_SIZE * n_steps * (len(ends[0]) - 1)  # of each loop
     return Result(
-        periods=tuple(periods),
+        periods=tuple(b[0] - a[0] for each in ends for a, b in pairwise(each)),
         n_steps=n_steps,
-        bytes_per_sample=fmean(n_bytes),
+        bytes_per_sample=fmean((each[-1][1] - each[0][1]) / n_samples for each in ends),
         processors=processors,
     )
 
 
 @contextmanager
-def _server(
-    name: str, setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace
-) -> Iterator[str]:
-    host = lan.hosts[0]
+def _server(setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    host, name = lan.hosts[0], setting.contestant
     if name in OURS:
         file = _written(setting, folder / f"{name}-server.json")
         program = module("bare.paced_loop", file, SERVER, host=host)
@@ -165,30 +158,26 @@ def _server(
             (address,) = server.ask(None)
             yield address
     elif name == "torchft_diloco":
-        command = [str(Path(options.torchft).with_name("torchft_lighthouse")), "--bind"]
-        at = f"{host.address}:{_LIGHTHOUSE_PORT}"
-        n_loops = f"{len(lan.hosts) - 1}"
-        command += [at, "--min_replicas", n_loops, "--join_timeout_ms", "1000"]
-        lighthouse = Processes(f"{name}-lighthouse", [Program(command=command, host=host)], folder)
-        with lighthouse:
+        at, n_loops = f"{host.address}:{_LIGHTHOUSE_PORT}", f"{len(lan.hosts) - 1}"
+        command = [str(Path(options.torchft).with_name("torchft_lighthouse")), "--bind", at]
+        command += ["--min_replicas", n_loops, "--join_timeout_ms", "1000"]
+        program = Program(command=command, host=host)
+        with Processes(f"{name}-lighthouse", [program], folder) as lighthouse:
             yield f"http://{at}"
             lighthouse.signal(signal.SIGKILL)
     else:
         yield ""
 
 
-def _loops(
-    name: str, setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace
-) -> list[Program]:
-    file = _written(setting, folder / f"{name}-loop.json")
+def _loops(setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace) -> list[Program]:
+    file = _written(setting, folder / f"{setting.contestant}-loop.json")
     environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": f"{_ROOT}"}
-    programs = []
-    for rank, host in enumerate(lan.hosts[1:]):
-        program = module("bare.paced_loop", file, rank, host=host, environment=environment)
-        if name == "torchft_diloco":
-            command = [options.torchft, *program.command[1:]]
-            program = replace(program, command=command)
-        programs.append(program)
+    programs = [
+        module("bare.paced_loop", file, rank, host=host, environment=environment)
+        for rank, host in enumerate(lan.hosts[1:])
+    ]
+    if setting.contestant == "torchft_diloco":
+        return [replace(one, command=[options.torchft, *one.command[1:]]) for one in programs]
     return programs
 
 

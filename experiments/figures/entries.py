@@ -11,7 +11,7 @@ heartbeats and time-outs do not scale; reported seconds are those of the large c
     evaluator     on machines of its own: it never delays anybody
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -79,7 +79,12 @@ class ScaledMachines:
         builders = prepared.builders()
         if (begun := self.evaluations) is not None:
             build = builders[COORDINATOR]
-            builders[COORDINATOR] = lambda memory: _Timed(build(memory), begun)
+
+            def note(role: Role, _event: Event, now: Seconds) -> None:
+                if role.status()[1].get("evaluations", 0) > len(begun):
+                    begun.append(now)
+
+            builders[COORDINATOR] = lambda memory: Noted(build(memory), note)
         return builders
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
@@ -102,19 +107,17 @@ class ScaledMachines:
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
-    """A coordinator that notes when it begins an evaluation."""
+class Noted:
+    """A role, and what is noted of it after each event."""
 
     accepts = ALL_MESSAGES
 
     role: Role
-    begun: list[Seconds]
+    note: Callable[[Role, Event, Seconds], None]
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         actions = self.role.handle(event, now)
-        _, counters = self.role.status()
-        if counters.get("evaluations", 0) > len(self.begun):
-            self.begun.append(now)
+        self.note(self.role, event, now)
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:

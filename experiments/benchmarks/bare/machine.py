@@ -88,7 +88,7 @@ class BareMachine:
         tensors: Mapping[str, torch.Tensor],
         generation: int = 1,
     ) -> None:
-        flow = dataflow(compiled, machine, loss=workload.loss_layer)
+        flow = dataflow(compiled, machine, loss="loss")
         self.n_done = 0  # steps that are done
         self.loss: float | None = None  # sum over the last step's samples, if computed here
         self.gradients: dict[int, torch.Tensor] = {}  # of the last step, per tensor and region
@@ -107,7 +107,7 @@ class BareMachine:
         )
         self._generation = generation
         self._parameters = [tensors[name][region.slices].clone() for name, region in flow.items]
-        samples = workload.inputs()
+        samples = dict(zip(("input", "targets"), workload.samples(), strict=True))
         self._inputs = {
             name: [samples[name][(slice(None), *region.slices)].contiguous() for region in regions]
             for name, regions in flow.reads.items()

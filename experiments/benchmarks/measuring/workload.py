@@ -37,10 +37,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return _LOSS[self.net]
 
     @property
-    def loss_layer(self) -> str:
-        return "loss"
-
-    @property
     def input_shape(self) -> tuple[int, ...]:
         if self.net == "speech":
             return (440,)
@@ -75,9 +71,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.module().state_dict()
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return dict(zip(("input", "targets"), self.samples(), strict=True))
 
     def mean_loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.net == "speech":

@@ -162,13 +162,7 @@ class Entrant:
     """One worker on the course: its net, its batches, its notes."""
 
     def __init__(self, course: Course, worker: int, *, in_step: bool = False) -> None:
-        """Prepare; `batches` begins.
-
-        Args:
-            course: The same for all.
-            worker: From 0; each has its own part of the data.
-            in_step: All workers make equally many gradients; the system lets none go ahead.
-        """
+        """Prepare; `batches` begins. `in_step`: the system lets no worker go ahead."""
         torch.set_num_threads(1)
         self.course = course
         self.net = course.net()  # with the initial weights

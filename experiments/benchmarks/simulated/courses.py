@@ -26,26 +26,17 @@ from torch.nn import functional
 from distbelief.config.load import parse_job
 from distbelief.config.presets import PRESETS, Table
 from distbelief.core import vectors
-from distbelief.core.memory import Memory
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import FinishedRun, run_simulated
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    SUPERVISOR,
-    Action,
-    Address,
-    Computed,
-    Event,
-    Role,
-    Seconds,
-)
+from distbelief.roles.role import SUPERVISOR, Address, Computed, Event, Role, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, CostScale
 from distbelief.simulation.placement import options_for
 from distbelief.worker.objective import STEP
 from experiments.figures import task as speech_task
+from experiments.figures.entries import Noted
 from experiments.figures.task import Held
 from experiments.speech.model import acoustic_net
 from experiments.zoo.text import N_LETTERS, passages
@@ -92,27 +83,9 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         return next((seconds for seconds, _, found in self.points if found <= loss), None)
 
 
-@dataclass(slots=True)
-class Watched:
-    """A replica, and when its steps began and ended, in all incarnations."""
-
-    accepts = ALL_MESSAGES
-
-    role: Role
-    steps: list[tuple[Seconds, Seconds]]
-
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Computed) and event.name == STEP:
-            self.steps.append((now - event.seconds, now))
-        return self.role.handle(event, now)
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self.role.status()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """The hosts of a job, and the steps of its replicas."""
+    """The hosts of a job, and when steps of its replicas began and ended, in all incarnations."""
 
     bits_per_second: float
     steps: dict[Address, list[tuple[Seconds, Seconds]]] = field(default_factory=dict)
@@ -123,10 +96,13 @@ class Hosts:
 
     def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
         def watched(name: Address, build: Builder) -> Builder:
-            def build_it(memory: Memory) -> Role:
-                return Watched(build(memory), self.steps.setdefault(name, []))
+            steps = self.steps.setdefault(name, [])
 
-            return build_it
+            def note(_role: Role, event: Event, now: Seconds) -> None:
+                if isinstance(event, Computed) and event.name == STEP:
+                    steps.append((now - event.seconds, now))
+
+            return lambda memory: Noted(build(memory), note)
 
         kinds = prepared.kinds
         return {
