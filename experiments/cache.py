@@ -29,7 +29,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 WAIT_SECONDS = 1_800.0
 POLL_SECONDS = 0.2
 LINE_SECONDS = 5.0
-
 Advance = Callable[[int], None]
 
 

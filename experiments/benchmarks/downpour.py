@@ -34,7 +34,6 @@ import msgspec
 from distbelief.config import toml
 from experiments.benchmarks.bare.plain_loop import Setting
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.track import OVER, Track
 from experiments.benchmarks.measuring.workers import Processes, Program, module
 
@@ -120,15 +119,13 @@ class Race:
             job.write_text(self._job(index))
             command = str(Path(sys.executable).with_name("distbelief"))
             return [Program(command=[command, "train", str(job)])], self._folder
-        file = self._folder / f"{name}.json"
         setting = msgspec.structs.replace(
             self._setting,
             contestant=index,
             n_ranks=N_PROCESSES if name == "ddp" else 1,
             keeps_memory=name == "kept",
         )
-        file.write_bytes(msgspec.json.encode(setting))
-        programs = [module("bare.plain_loop", file, rank) for rank in range(N_PROCESSES)]
+        programs = [module("bare.plain_loop", setting, rank) for rank in range(N_PROCESSES)]
         return programs, self._folder
 
     def _job(self, index: int) -> str:
@@ -234,13 +231,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _report(contestants: dict[str, Contestant], *, batch_size: int) -> dict[str, float]:
-    rates = {name: Spread.of(c.rates) for name, c in contestants.items()}
+    rates = {name: measurement.Spread.of(c.rates) for name, c in contestants.items()}
     ceiling = rates["alone"].median
     rows = {
         name: {
             "samples/s": rates[name].show(),
             "of alone": f"{rates[name].median / ceiling:.3f}",
-            "CPU s per 1000": Spread.of(contestant.cpu_shares).show(2),
+            "CPU s per 1000": measurement.Spread.of(contestant.cpu_shares).show(2),
             "memory": f"{contestant.n_bytes / 2**20:,.0f} MiB",
         }
         for name, contestant in contestants.items()
@@ -251,7 +248,7 @@ def _report(contestants: dict[str, Contestant], *, batch_size: int) -> dict[str,
         key = f"{name}_bs{batch_size}"
         if name in {"downpour", "ddp"}:
             figures[key] = rates[name].median / ceiling
-        cpu = Spread.of(contestant.cpu_shares)
+        cpu = measurement.Spread.of(contestant.cpu_shares)
         figures[f"{key}_samples_per_second"] = rates[name].median
         figures[f"{key}_cpu_seconds_per_1000"] = cpu.median
         figures[f"{key}_bytes"] = contestant.n_bytes

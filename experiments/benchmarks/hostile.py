@@ -45,7 +45,6 @@ SMALL: Final = {"seconds": 0.5, "rounds": 1, "only": ("flood",)}
 NETS: Final = "from torch import nn\n\ndef make():\n    return nn.Linear(512, 512)\n"
 PEACE_SECONDS: Final = 2.0
 N_AT_ONCE: Final = 64
-
 Attack = Callable[[ServerAddress, KeyPair], Iterator[None]]
 
 

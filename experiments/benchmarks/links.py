@@ -45,7 +45,6 @@ import msgspec
 
 from experiments.benchmarks.bare.paced_loop import SERVER, Moment, Setting
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Processes, Program, Workers, module
 from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
 
@@ -103,8 +102,8 @@ class Result:
     processors: float  # that were busy meanwhile, on average
 
     @property
-    def step(self) -> Spread:
-        return Spread.of(self.periods, scale=1.0 / self.n_steps)
+    def step(self) -> measurement.Spread:
+        return measurement.Spread.of(self.periods, scale=1.0 / self.n_steps)
 
 
 def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Result:
@@ -127,7 +126,7 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
         )
         with _server(setting, lan, folder, options) as address:
             setting = msgspec.structs.replace(setting, server=address)
-            programs = _loops(setting, lan, folder, options)
+            programs = _loops(setting, lan, options)
             with Workers(f"{name}-loops", programs, folder) as loops:
                 with measurement.usage(lambda: 0.0) as used:
                     moments = loops.ask(n_steps * (n_warm + options.periods))
@@ -152,8 +151,7 @@ def _result(
 def _server(setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace) -> Iterator[str]:
     host, name = lan.hosts[0], setting.contestant
     if name in OURS:
-        file = _written(setting, folder / f"{name}-server.json")
-        program = module("bare.paced_loop", file, SERVER, host=host)
+        program = module("bare.paced_loop", setting, SERVER, host=host)
         with Workers(f"{name}-server", [program], folder) as server:
             (address,) = server.ask(None)
             yield address
@@ -169,21 +167,15 @@ def _server(setting: Setting, lan: Lan, folder: Path, options: argparse.Namespac
         yield ""
 
 
-def _loops(setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace) -> list[Program]:
-    file = _written(setting, folder / f"{setting.contestant}-loop.json")
+def _loops(setting: Setting, lan: Lan, options: argparse.Namespace) -> list[Program]:
     environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": f"{_ROOT}"}
     programs = [
-        module("bare.paced_loop", file, rank, host=host, environment=environment)
+        module("bare.paced_loop", setting, rank, host=host, environment=environment)
         for rank, host in enumerate(lan.hosts[1:])
     ]
     if setting.contestant == "torchft_diloco":
         return [replace(one, command=[options.torchft, *one.command[1:]]) for one in programs]
     return programs
-
-
-def _written(setting: Setting, file: Path) -> Path:
-    file.write_bytes(msgspec.json.encode(setting))
-    return file
 
 
 def results_of(
@@ -220,7 +212,7 @@ def _compared(name: str, results: Mapping[str, Result]) -> dict[str, float]:
 def _cells(name: str, results: Mapping[str, Result]) -> dict[str, str]:
     result = results[name]
     return {
-        "seconds": Spread.of(result.periods).show(2),
+        "seconds": measurement.Spread.of(result.periods).show(2),
         "steps": f"{result.n_steps}",
         "bytes per sample": f"{result.bytes_per_sample:,.0f}",
         "busy processors": f"{result.processors:.1f}",

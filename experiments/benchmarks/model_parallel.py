@@ -40,7 +40,6 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
-import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
@@ -48,7 +47,6 @@ from distbelief.partition.planner import plan
 from distbelief.partition.profiling.this_host import Network
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.network import hosts
@@ -67,7 +65,6 @@ from experiments.benchmarks.plans.machines import (
 
 
 IMAGES: Final = 64  # samples of a step of the image net
-
 SPEECH: Final = {"speech_bs64": 64, "speech_bs256": 256}
 LINKS: Final = {"1gbit": 1e9, "100mbit": 1e8}
 IMAGE: Final = "image"
@@ -97,12 +94,10 @@ class Contest:
         self._workload = workload
         self._folder = folder
         self._ends = ends
-        self._file = folder / "workload.json"
         folder.mkdir()
-        self._file.write_bytes(msgspec.json.encode(workload))
 
     def whole(self, name: str, *, n_threads: int = 1, n_processes: int = 1) -> None:
-        program = module("bare.whole_net", self._file, n_threads, n_threads=n_threads)
+        program = module("bare.whole_net", self._workload, n_threads, n_threads=n_threads)
         self.workers[name] = Workers(name, [program] * n_processes, self._folder)
 
     def machines(self, name: str, way: Way, order: PlanningRequest) -> None:
@@ -115,7 +110,7 @@ class Contest:
         meeting = self._folder / "meeting"
         programs = [
             module(
-                *("peers.dtensor", self._file, rank, N_RANKS, meeting),
+                *("peers.dtensor", self._workload, rank, N_RANKS, meeting),
                 host=host,
                 environment={"GLOO_SOCKET_IFNAME": host.interface},
             )
@@ -140,7 +135,7 @@ class Contest:
         found = ratios(taken)
         rows = {name: each.row() for name, each in self.workers.items()}
         for name, values in found.items():
-            rows[name]["/ 2 machines"] = Spread.of(values).show(2)
+            rows[name]["/ 2 machines"] = measurement.Spread.of(values).show(2)
         measurement.show(f"{title}, load {measurement.load():.1f}", rows)
         return {name: median(values) for name, values in found.items()}
 

@@ -52,7 +52,6 @@ from distbelief.transport.keys import new_secret
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush
 from experiments.benchmarks.bare import links as bare_links, rpc_server
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Pairs, Workers, module, timed_pairs
 from experiments.speech.model import acoustic_net
 
@@ -246,7 +245,8 @@ def _report(times: dict[str, Times], *, peak: float, n_elements: int) -> dict[st
     rows, figures = {}, {}
     for name, of in times.items():
         push, fetch, cpu = (
-            Spread.of(seconds, scale=1e3) for seconds in (of.pushes, of.fetches, of.cpu_seconds)
+            measurement.Spread.of(seconds, scale=1e3)
+            for seconds in (of.pushes, of.fetches, of.cpu_seconds)
         )
         rows[name] = {
             "push (or update), ms": push.show(),

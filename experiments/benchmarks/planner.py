@@ -42,7 +42,6 @@ from experiments.benchmarks.plans.nets import IMAGES, NETS, SPEECH, Net
 
 
 SecondsOf = Callable[[Choice], float]
-
 _N_DRAWN: Final = 3
 _PATIENCE: Final = 40  # moves in a row without a gain, after which it begins elsewhere
 
@@ -120,9 +119,7 @@ class _Draws:
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 144)
 FEW: Final = (2, 4, 8)
 LARGE: Final = 150  # layers above which a net is planned for one number of machines only
-
 SMALL: Final = {"machines": (1, 2), "nets": ("speech",), "tries": 3}
-
 _TRIES: Final = 100
 _EVENTS_MAX: Final = 60_000  # tasks and messages that a search plays through, by default
 

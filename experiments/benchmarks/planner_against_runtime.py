@@ -45,7 +45,6 @@ from distbelief.partition.search import PlanningRequest, PlanSimulator, Simulate
 from distbelief.program.plan import Plan
 from distbelief.program.step_cost import StepCost
 from experiments.benchmarks.measuring import measurement, workers
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.plans.machines import kept_network, machines, order_by, plan_of, ways
 
@@ -271,11 +270,8 @@ def simulated(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, Si
 
 
 N_FINAL_ROUNDS: Final = 6  # how often the finalists meet again
-
 SMALL: Final = {"rounds": 1, "steps": 1, "nets": ("speech",)}  # of tiny nets
-
 _NETWORK_SECONDS: Final = 0.5
-
 BATCH_SIZES: Final[Mapping[NetName, int]] = {"speech": 256, "image": 64}
 
 
@@ -350,7 +346,7 @@ def _row(
     predicted, brought = found.predicted[name], found.brought[name]
     return {
         "predicted, ms": f"{1e3 * predicted:.0f}",
-        "step, ms": Spread.of([1e3 * turn.seconds for turn in own]).show(0),
+        "step, ms": measurement.Spread.of([1e3 * turn.seconds for turn in own]).show(0),
         "at the profile's pace": f"{1e3 * brought:.0f}",
         "predicted / that": f"{predicted / brought:.3f}",
         "again, ms": f"{1e3 * median(final[name]):.0f}" if name in final else "",

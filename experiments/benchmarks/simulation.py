@@ -69,7 +69,6 @@ HERE: Final = "experiments.benchmarks.simulated.task"
 SPEECH: Final = (440, 2560, 2560, 2560, 2560, 8000)  # Dean et al. 2012, section 5
 SPEECH_BATCH: Final = 256
 BATCH: Final = 8
-
 Result = TypeVar("Result")
 
 TASK: Final = TaskSpec(

@@ -34,9 +34,7 @@ PAPERS_BATCH: Final = 512
 N_PARAMETERS: Final = 41_874
 PAPERS_PARAMETERS: Final = 41_777_152
 N_SHARDS: Final = 1  # it stands for many machines; more would cost each push as many messages more
-
 CORES: Final = 16  # of a machine of this cluster, by its file
-
 LATENCY: Final = 1e-4
 SHARD_MACHINES_MAX: Final = 250
 _EVALUATOR_MACHINES: Final = 64
@@ -125,7 +123,6 @@ class Noted:
 
 
 Kind = Literal["sgd", "adagrad", "l-bfgs"]
-
 PORTION: Final = 32
 
 # Replicas by which Sandblaster learns, however many it is priced for: `batched`

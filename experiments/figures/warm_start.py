@@ -22,7 +22,6 @@ from experiments.figures.results import fingerprint
 STEPS: Final = 5_000
 RATE: Final = 0.01
 BATCH: Final = 8
-
 SETTINGS: Final = {"steps": STEPS, "rate": RATE, "batch": BATCH}
 
 

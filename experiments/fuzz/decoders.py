@@ -80,12 +80,9 @@ class Decoder:
 
 # A decoder may need a file, or the like, for as long as it is tried
 Open = Callable[[], AbstractContextManager[Decoder]]
-
-
 _FOLDER: Final = Path(__file__).parents[1]
 JOB: Final = (_FOLDER / "digits" / "digits.toml").read_text()
 SANDBLASTER: Final = (_FOLDER / "speech" / "sandblaster.toml").read_text()
-
 N_SAMPLES: Final = 12  # of each kind of message
 _HEAD: Final = struct.Struct("<HB")  # bytes of the header, arrays; both follow
 _STEP: Final = struct.Struct("<IIB")  # offset, length of all, bytes that follow

@@ -1,6 +1,6 @@
 """One machine of a replica as in a job, but without a parameter server; it knows several plans.
 
-    python -m experiments.benchmarks.bare.machine SETTING.json MACHINE ADDRESS
+    python -m experiments.benchmarks.bare.machine SETTING MACHINE ADDRESS
 
     ["rows", 3]  ->  [0.7, 0.7, 0.7]                seconds of three steps by plan "rows"
     null         ->  {"9f0c...": [0.02, 0.04], ..}  seconds of the net's layers now: both passes
@@ -233,10 +233,10 @@ def machine_of(setting: Setting, machine: int) -> Machine:
     return Machine(found, names)
 
 
-def main(path: str, machine: int, address: str) -> None:
+def main(given: str, machine: int, address: str) -> None:
     keep_memory()
     torch.set_num_threads(1)
-    setting = msgspec.json.decode(Path(path).read_bytes(), type=Setting)
+    setting = msgspec.json.decode(given, type=Setting)
     workload = setting.workload
     role = machine_of(setting, machine)
     names, folder = role.names, Path(setting.folder)

@@ -26,15 +26,12 @@ from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
 from typing import Final
 
-import msgspec
-
 from distbelief.config import toml
 from distbelief.config.load import parse_job
 from distbelief.run.metrics_file import Measurement, read_metrics
 from distbelief.supervisor.view import JobView
 from distbelief.trainer import Run, Watch, train
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Workers, module, send
 from experiments.benchmarks.measuring.workload import Workload
 
@@ -306,9 +303,7 @@ def overhead(*, small: bool) -> dict[str, float]:
     n_frames = 2_000 if small else 20_000
     workload = Workload(net="speech", batch_size=PORTION, small=small)
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "workload.json"
-        file.write_bytes(msgspec.json.encode(workload))
-        program = module("bare.whole_net", file, 1, "sum")
+        program = module("bare.whole_net", workload, 1, "sum")
         with Workers("plain", [program] * N_REPLICAS, Path(folder)) as workers:
             turns = Turns(plain=workers, n_growing=N_GROWING, n_stretches=N_EVALUATIONS)
             ours = job(
@@ -335,7 +330,7 @@ def overhead(*, small: bool) -> dict[str, float]:
     }
     title = f"speech net, {n_frames:,} frames, {N_REPLICAS} processes"
     measurement.show(title, rows)
-    spread = Spread.of([100 * own.over(plain) for own, plain in turns.stretches])
+    spread = measurement.Spread.of([100 * own.over(plain) for own, plain in turns.stretches])
     print(f"overhead: {spread.show()} %")
     shares = {k: v for k, v in ours.figures.items() if k.endswith("share")}
     print(", ".join(f"{name} {value:.1%}" for name, value in shares.items()))

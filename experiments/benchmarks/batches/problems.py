@@ -25,7 +25,6 @@ from sandblaster.problem_files import TensorPairs
 
 
 Doubles = np.ndarray[tuple[int], np.dtype[np.float64]]
-
 SLOW_REPLICA = "replica-3"
 
 

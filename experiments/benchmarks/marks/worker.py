@@ -31,10 +31,8 @@ N_LIVES_MAX = 4096  # of one worker
 N_INPUTS, N_HIDDEN, N_CLASSES = 784, 32, 10
 BATCH_SIZE, N_BATCHES = 64, 50
 LEARNING_RATE = 0.05  # of the net; the marks need the rule's to be 1
-
 _ISSUED, _ACKNOWLEDGED = range(2)
 _SHAPE = (N_LIVES_MAX, 2)
-
 Counts = NDArray[np.int64]
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple, Self
 
+import msgspec
 from typing_extensions import override
 
 from experiments.benchmarks.measuring import measurement
@@ -32,9 +33,7 @@ from experiments.benchmarks.network.hosts import HERE, Host
 
 READY: Final = "ready"
 Pairs = tuple[list[float], list[float]]  # seconds of pushes, and of fetches in between
-
 N_WARM_STEPS: Final = 3
-
 END_SECONDS_MAX: Final = 20.0
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -83,9 +82,16 @@ class Program:
 
 
 def module(name: str, *arguments: object, **options: Any) -> Program:  # noqa: ANN401
-    """Return a module of this package as a program; options are those of `Program`."""
-    words = [sys.executable, "-m", f"experiments.benchmarks.{name}", *map(str, arguments)]
-    return Program(command=words, **options)
+    """Return a module of this package as a program; options are those of `Program`.
+
+    Structs are given to it as JSON.
+    """
+    words = [
+        msgspec.json.encode(each).decode() if isinstance(each, msgspec.Struct) else str(each)
+        for each in arguments
+    ]
+    command = [sys.executable, "-m", f"experiments.benchmarks.{name}", *words]
+    return Program(command=command, **options)
 
 
 class Turn(NamedTuple):

@@ -23,7 +23,6 @@ from experiments.speech.model import acoustic_net
 
 
 NetName = Literal["speech", "image"]
-
 _LOSS: Final[dict[NetName, str]] = {"speech": "cross_entropy", "image": "one_vs_all"}
 
 

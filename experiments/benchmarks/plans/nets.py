@@ -124,7 +124,6 @@ _OF_TORCHVISION: Final = (
     *("alexnet", "vgg11", "mobilenet_v2", "resnet18", "resnet50", "googlenet", "densenet121"),
 )
 _IMAGE: Final = InputSpec(shape=(3, 224, 224))
-
 SPEECH: Final = Net(make=speech.paper_net, input=InputSpec(shape=(speech.N_INPUTS,)), batch=100)
 # The pair of Dean et al. 2012, section 5.
 IMAGES: Final = Net(

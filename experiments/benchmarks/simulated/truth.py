@@ -250,9 +250,7 @@ portion = 256""",
 
 
 HORIZON: Final = 10.0  # seconds of training that blows are laid over
-
 STALENESS_MIN: Final = 0.1  # pushes; a replica that is alone meets none but at its start
-
 PAUSED: Final = FaultEvent(kind="pause", role="replica-1", at=0.2, lasts=0.2)
 SLOWED: Final = FaultEvent(kind="slow", role="replica-1", at=0.1, lasts=10.0, factor=3.0)
 
