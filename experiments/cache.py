@@ -68,21 +68,17 @@ def build(folder: Path, fill: Callable[[Path], None], *, n_bytes: int) -> None:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise explain(error, folder, n_bytes=n_bytes) from error
+        mend = "name another folder with the argument cache or with XDG_CACHE_HOME"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            mend = f"building {folder.name} needs {n_bytes / 1e6:,.0f} MB: make space, or {mend}"
+        reason = error.strerror or str(error)
+        raise CacheError(f"cannot write {error.filename or cache}: {reason}; {mend}") from error
 
 
 def _check_free(cache: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(cache).free
     if free < n_bytes:
         raise OSError(errno.ENOSPC, f"only {free / 1e6:,.0f} MB are free", str(cache))
-
-
-def explain(error: OSError, folder: Path, *, n_bytes: int) -> CacheError:
-    mend = "name another folder with the argument cache or with XDG_CACHE_HOME"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        mend = f"building {folder.name} needs {n_bytes / 1e6:,.0f} MB: make space, or {mend}"
-    reason = error.strerror or str(error)
-    return CacheError(f"cannot write {error.filename or folder.parent}: {reason}; {mend}")
 
 
 def write_facts(path: Path, facts: Mapping[str, object], *, arrays: Iterable[str]) -> None:

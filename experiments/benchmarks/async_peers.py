@@ -37,7 +37,7 @@ import torch
 
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread, Usage
-from experiments.benchmarks.measuring.workers import Processes, Program
+from experiments.benchmarks.measuring.workers import Program, Workers
 from experiments.benchmarks.peers.course import (
     BEGUN,
     DONE,
@@ -193,7 +193,7 @@ def hold(entry: Entry, course: Course, *, target: float, seconds_max: float) -> 
         folder=folder,
         environment=_environment(entry, folder),
     )
-    with Processes("entrant", [program], folder) as entrant:
+    with Workers("entrant", [program], folder, serve=False) as entrant:
         try:
             used, n_bytes = _watch(entrant, course, seconds_max=seconds_max)
         except BaseException:
@@ -202,7 +202,7 @@ def hold(entry: Entry, course: Course, *, target: float, seconds_max: float) -> 
     return _judge(course, used, n_bytes=n_bytes, target=target)
 
 
-def _watch(entrant: Processes, course: Course, *, seconds_max: float) -> tuple[Usage, int]:
+def _watch(entrant: Workers, course: Course, *, seconds_max: float) -> tuple[Usage, int]:
     board = course.board()
     deadline = time.monotonic() + seconds_max
 

@@ -35,12 +35,17 @@ from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.marks import worker as marked_worker
-from experiments.benchmarks.marks.worker import Ledger, MarkedNet, Verdict, judge
+from experiments.benchmarks.marks.worker import (
+    N_SHARDS,
+    N_WORKERS,
+    Ledger,
+    MarkedNet,
+    Verdict,
+    judge,
+)
 from experiments.benchmarks.measuring import measurement
 
 
-N_WORKERS = 4
-N_SHARDS = 2
 HANG_SECONDS = 30.0
 STANDSTILL_SECONDS = 2.0  # after which one that moves again is reported
 SETTLE = 0.6  # after the last fault of a stretch, before peace is measured; these
@@ -81,7 +86,7 @@ class Arena:
         self._random = np.random.default_rng(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", marked_worker.__name__])
-        self._net = MarkedNet(n_shards=N_SHARDS, n_workers=N_WORKERS)
+        self._net = MarkedNet()
         self._server = ParameterServer(
             self._net.parameters(),
             rule=SGD(learning_rate=1.0),
@@ -183,11 +188,10 @@ class Arena:
         return self._folder / f"ledger-{worker}"
 
     def _started(self, worker: int, *, life: int) -> BaseProcess:
-        sizes = {"n_workers": N_WORKERS, "n_shards": N_SHARDS}
         process = self._context.Process(
             target=marked_worker.work,
             args=(self._server.address, str(self._ledger(worker)), str(self._stop)),
-            kwargs={"worker": worker, "life": life, **sizes},
+            kwargs={"worker": worker, "life": life},
         )
         process.start()
         return process

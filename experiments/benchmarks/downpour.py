@@ -35,7 +35,7 @@ from distbelief.config import toml
 from experiments.benchmarks.bare.plain_loop import Setting
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.track import OVER, Track
-from experiments.benchmarks.measuring.workers import Processes, Program, module
+from experiments.benchmarks.measuring.workers import Program, Workers, module
 
 
 CONTESTANTS: Final = ("alone", "downpour", "ddp", "kept")
@@ -56,7 +56,7 @@ class Contestant:
     """Processes that train together, and what their turns came to."""
 
     index: int
-    processes: Processes
+    processes: Workers
     rates: list[float] = field(default_factory=list)  # samples per second
     cpu_shares: list[float] = field(default_factory=list)  # seconds per 1000 samples
     n_bytes: int = 0  # of all its processes, at the end of some turn
@@ -77,7 +77,9 @@ class Race:
         with ExitStack() as stack:
             for index, name in enumerate(CONTESTANTS):
                 self._track.give(index)
-                processes = stack.enter_context(Processes(name, *self._programs(name, index)))
+                processes = stack.enter_context(
+                    Workers(name, self._programs(name, index), self._folder, serve=False)
+                )
                 stack.callback(processes.signal, signal.SIGTERM)
                 self.contestants[name] = Contestant(index, processes)
                 self._warm_up(self.contestants[name])
@@ -113,20 +115,19 @@ class Race:
 
     # ------------------------------------------------------------------ start, end
 
-    def _programs(self, name: str, index: int) -> tuple[list[Program], Path]:
+    def _programs(self, name: str, index: int) -> list[Program]:
         if name == "downpour":
             job = self._folder / "job.toml"
             job.write_text(self._job(index))
             command = str(Path(sys.executable).with_name("distbelief"))
-            return [Program(command=[command, "train", str(job)])], self._folder
+            return [Program(command=[command, "train", str(job)])]
         setting = msgspec.structs.replace(
             self._setting,
             contestant=index,
             n_ranks=N_PROCESSES if name == "ddp" else 1,
             keeps_memory=name == "kept",
         )
-        programs = [module("bare.plain_loop", setting, rank) for rank in range(N_PROCESSES)]
-        return programs, self._folder
+        return [module("bare.plain_loop", setting, rank) for rank in range(N_PROCESSES)]
 
     def _job(self, index: int) -> str:
         setting, folder = self._setting, toml.inline(self._setting.folder)

@@ -45,7 +45,7 @@ import msgspec
 
 from experiments.benchmarks.bare.paced_loop import SERVER, Moment, Setting
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.workers import Processes, Program, Workers, module
+from experiments.benchmarks.measuring.workers import Program, Workers, module
 from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
 
 
@@ -160,7 +160,7 @@ def _server(setting: Setting, lan: Lan, folder: Path, options: argparse.Namespac
         command = [str(Path(options.torchft).with_name("torchft_lighthouse")), "--bind", at]
         command += ["--min_replicas", n_loops, "--join_timeout_ms", "1000"]
         program = Program(command=command, host=host)
-        with Processes(f"{name}-lighthouse", [program], folder) as lighthouse:
+        with Workers(f"{name}-lighthouse", [program], folder, serve=False) as lighthouse:
             yield f"http://{at}"
             lighthouse.signal(signal.SIGKILL)
     else:

@@ -137,9 +137,6 @@ class Times:
         self.fetches += fetches
         self.cpu_seconds.append(used.cpu_seconds / n)
 
-    def forget(self) -> None:
-        self.pushes, self.fetches, self.cpu_seconds = [], [], []
-
 
 def _floor(n_elements: int) -> Times:
     """Return one fused update, and one copy: what any parameter server does at the least."""
@@ -193,8 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             workers = Workers(f"{name}-workers", programs[name], Path(folder), stopped=True)
             times[name] = Times(partial(_asked, stack.enter_context(workers)))
         for name in names:
-            times[name].turn(2)
-            times[name].forget()
+            times[name].measure(2)  # warms up
         for name in measurement.turns(names, n_rounds=options.rounds):
             times[name].turn(options.repetitions)
             _print(name, times[name], options.repetitions)

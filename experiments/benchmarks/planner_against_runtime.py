@@ -230,8 +230,9 @@ class Verdict:
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    pairs = [(predicted[name], measured[name]) for name in predicted]
-    rank = cast("float", spearmanr(*zip(*pairs, strict=True)).statistic)
+    taken = [measured[name] for name in predicted]
+    pairs = list(zip(predicted.values(), taken, strict=True))
+    rank = cast("float", spearmanr(list(predicted.values()), taken).statistic)
     return {"error": fmean(abs(one / other - 1.0) for one, other in pairs), "rank": float(rank)}
 
 
