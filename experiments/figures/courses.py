@@ -28,8 +28,7 @@ from distbelief.roles.role import Seconds
 from experiments.figures import task
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, N_SHARDS, Entry, ScaledMachines
 from experiments.figures.results import RESULTS, code_of, fingerprint, keep, kept, slug
-from experiments.figures.task import N_TRAIN
-from experiments.figures.warm_start import SETTINGS, warm_start
+from experiments.figures.task import N_TRAIN, SETTINGS, warm_start
 
 
 TARGET: Final = 0.23  # held out, of Figure 5: what one replica of SGD takes more than an hour for
