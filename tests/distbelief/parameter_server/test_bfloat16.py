@@ -1,6 +1,5 @@
 """Pushes and fetches whose parameters travel as bfloat16: bits, bytes, faults, two copies."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -222,14 +221,9 @@ def first(layout: Layout, k: int) -> Vector:
     return vector
 
 
-def push(bench: Bench, tensors: Sequence[torch.Tensor | None], name: Address = CLIENT) -> bool:
+def push(bench: Bench, tensors: Tensors, name: Address = CLIENT) -> bool:
     """Push gradients, and the values of buffers."""
-    client = bench.client(name)
-    values = [torch.zeros(0) if one is None else one for one in tensors]
-    outcome = client.stage(tensors, values)()
-    actions = client.staged(outcome, n_gradients=1, samples=1, now=bench.now)
-    bench.perform(name, actions)
-    return outcome.finite
+    return bench.push_tensors(tensors, tensors, name).finite
 
 
 def fetch(bench: Bench, name: Address = CLIENT, *, exact: bool = False) -> Tensors:
@@ -372,11 +366,9 @@ def test_in_shared_memory_nothing_is_rounded() -> None:
 
 def test_tensors_without_a_gradient_stay() -> None:
     bench = rounding(2, rule=SGD(learning_rate=1.0, weight_decay=0.1))
-    client = bench.client()
     before, gradient = served(bench), noise(1, bench.layout)
     given_ = [None, *gradient[1:]]
-    outcome = client.stage(given_, gradient, skip_missing=True)()
-    bench.perform(CLIENT, client.staged(outcome, n_gradients=1, samples=1, now=0.0))
+    bench.push_tensors(given_, gradient, skip_missing=True)
     bench.settle()
     after = served(bench)
     assert torch.equal(after[0], before[0])
@@ -738,9 +730,8 @@ def test_a_round_of_words_is_the_round_of_the_rounded_numbers(holds: str) -> Non
         bench.settle()
         for seed in range(1, 4):
             for index, name in enumerate((CLIENT, OTHER)):
-                client = bench.client(name)
                 stream = torch.Generator().manual_seed(10 * seed + index)
-                specs = client._specs
+                specs = bench.client(name)._specs
                 pushed = [torch.randn(spec.n_elements, generator=stream) for spec in specs]
                 if config is not ROUNDING:
                     pushed = [
@@ -751,9 +742,7 @@ def test_a_round_of_words_is_the_round_of_the_rounded_numbers(holds: str) -> Non
                 if holds == "some tensors":
                     given_[0] = None
                 skips = holds == "some tensors"
-                outcome = client.stage(given_, pushed, skip_missing=skips)()
-                actions = client.staged(outcome, n_gradients=1, samples=seed, now=bench.now)
-                bench.perform(name, actions)
+                bench.push_tensors(given_, pushed, name, samples=seed, skip_missing=skips)
             bench.settle()
             assert bench.client(CLIENT).unacknowledged == 0
         found.append(served(bench))
