@@ -233,10 +233,11 @@ def _part(
     way, how = preferred(order)
     if part == IMAGE:
         simulator = PlanSimulator(order)
-        how, by_place = min(
+        name, by_place = min(
             by_places(order).items(),
             key=lambda item: simulator.cost(item[1].placements, n_machines=N_MACHINES).step_seconds,
         )
+        how = f"cut into {name}; planner: {how}"
         contest.machines(TWO, by_place, order)
         contest.machines("planner", way, order)
     else:
