@@ -8,7 +8,6 @@ write to the same directory removes.
 import errno
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -16,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self, final
-
-from safetensors import SafetensorError
 
 from distbelief.errors import StorageError
 
@@ -178,7 +175,7 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
         with explaining(path, doing="write"):
             fill(path)
         return
-    with explaining(path, doing="write"), _draft_beside(path) as draft:
+    with explaining(path, doing="write"), draft_beside(path) as draft:
         fill(draft)
         force(draft)
         draft.replace(path)
@@ -186,7 +183,8 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def _draft_beside(path: Path) -> Iterator[Path]:
+def draft_beside(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that is to replace `path`; what is left there is removed."""
     # The lock is on a directory: `fill` may replace the file, and a lock on it would be lost.
     sweep(f"{_DRAFT}*{TEMPORARY}", root=path.parent)
     draft = Scratch.in_place(path.with_name(f"{_DRAFT}{secrets.token_hex(8)}{TEMPORARY}"))
@@ -223,12 +221,6 @@ def make_numbered(parent: Path, prefix: str) -> Path:
             path.mkdir()
             return path
     raise StorageError(f"{parent} has {SIBLINGS_MAX} {prefix}*: remove some")
-
-
-def safetensors_error(error: SafetensorError) -> OSError:
-    """Return the operating system's error; safetensors has its number only in the text."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]) if number else errno.EIO, str(error))
 
 
 def force(path: Path) -> None:

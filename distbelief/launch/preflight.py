@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
+from distbelief.core.tensor_files import TensorFile
 from distbelief.data import Dataset
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
@@ -224,7 +225,7 @@ def _found(
 
 def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
     try:
-        read = reader(path, Layout.of(tensors, n_shards=1))
+        read = reader(TensorFile.at(Path(path)), Layout.of(tensors, n_shards=1))
         for tensor in tensors:
             read(tensor.name, 0, 1 if tensor.n_elements else 0)
     except StorageError as error:

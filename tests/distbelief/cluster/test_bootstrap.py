@@ -133,8 +133,17 @@ def test_a_job_spec_has_the_plan_and_no_path_of_the_supervisors(tmp_path: Path) 
     assert received.plan == "{}"
     assert received.shares
     assert not any((received.spec.memory, received.spec.snapshots, received.spec.supervisor))
-    assert received.spec.initial_file is received.spec.plan is None
+    assert received.spec.plan is None
+    assert received.spec.initial_file == ""  # the file server has it
+    assert received.spec.files == ""
     assert not read_job_spec(write_job_spec(spec_of(memory=""), plan=None)).shares
+
+
+def test_a_job_spec_says_where_hosts_find_checkpoints_and_initial_values() -> None:
+    files, shared = "tcp://0.0.0.0:7", "s3://b/x"
+    content = write_job_spec(spec_of(), plan=None, files=files, snapshots=shared)
+    spec = read_job_spec(content).spec
+    assert (spec.files, spec.snapshots, spec.initial_file) == (files, shared, "")
 
 
 def test_a_job_looks_for_its_files_where_the_host_has_them(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_the_first_session_finds_nothing_and_says_what_its_checkpoints_are(run: 
     resumed = run.take_up(job())
     assert resumed.previous.missing == ("shard-0", "shard-1")
     assert resumed.notes == ()
-    assert resumed.store.directory == run.directory.snapshots
+    assert resumed.store.place == str(run.directory.snapshots)
     assert newest_checkpoint_set(run.directory) == (
         run.directory.snapshots,
         CheckpointSet(n_shards=2, n_replicas=2, train=TRAIN),
@@ -227,7 +227,7 @@ def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
     write_checkpoint_set(directory, msgspec.structs.replace(cut, plan=None))
     resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert resumed.notes == ()
-    assert resumed.store.directory == directory
+    assert resumed.store.place == str(directory)
     assert resumed.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
 
 
@@ -268,7 +268,7 @@ def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> 
     assert values(resumed.store, 3) == values(first.store, 2)
     assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
     assert set(before) < set(run.files())  # nothing saved is lost
-    assert resumed.store.directory == run.directory.snapshots / "cut-00002"
+    assert resumed.store.place == str(run.directory.snapshots / "cut-00002")
     assert resumed.previous.restored == dict.fromkeys(("shard-0", "shard-1", "shard-2"), "00002")
     assert resumed.previous.label == 3
     assert resumed.previous.incarnation > first.previous.incarnation + 1
@@ -293,7 +293,7 @@ def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
     run.train(there, 30, 30, 30, 30, n_shards=3)
     back = run.take_up(job())
     assert sum(back.previous.before.samples.values()) == 120
-    assert back.store.directory.name == "cut-00004"
+    assert Path(back.store.place).name == "cut-00004"
     assert values(back.store, 2) == values(there.store, 3)
     assert back.previous.before.samples == run.take_up(job()).previous.before.samples
 
@@ -307,7 +307,7 @@ def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
     half.mkdir(parents=True)  # as a machine leaves it that stops
     (half / "00002.safetensors").write_bytes(b"half")
     resumed = run.take_up(job())
-    assert resumed.store.directory == run.directory.snapshots
+    assert resumed.store.place == str(run.directory.snapshots)
     assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
     assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
     assert not [name for name in run.files() if ".tmp" in name]
@@ -341,7 +341,7 @@ def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -
 
 def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
     first = run.begun()
-    first.store.path("shard-1", "00001").unlink()
+    Path(first.store.path("shard-1", "00001")).unlink()
     before = run.files()
     with pytest.raises(JobError) as caught:
         run.take_up(job(shards=3))
@@ -360,7 +360,7 @@ def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
     run.begun()
     second = run.take_up(job())
     run.train(second, 60, 72)
-    damage(second.store.path("shard-0", "00002"))
+    damage(Path(second.store.path("shard-0", "00002")))
     resumed = run.take_up(job(shards=1))
     assert resumed.previous.before.samples == {"replica-0": 44, "replica-1": 52}
     assert resumed.previous.label == 4
