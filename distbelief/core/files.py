@@ -175,7 +175,7 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
         with explaining(path, doing="write"):
             fill(path)
         return
-    with explaining(path, doing="write"), draft_beside(path) as draft:
+    with explaining(path, doing="write"), _draft_beside(path) as draft:
         fill(draft)
         force(draft)
         draft.replace(path)
@@ -183,8 +183,7 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def draft_beside(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that is to replace `path`; what is left there is removed."""
+def _draft_beside(path: Path) -> Iterator[Path]:
     # The lock is on a directory: `fill` may replace the file, and a lock on it would be lost.
     sweep(f"{_DRAFT}*{TEMPORARY}", root=path.parent)
     draft = Scratch.in_place(path.with_name(f"{_DRAFT}{secrets.token_hex(8)}{TEMPORARY}"))

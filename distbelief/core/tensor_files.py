@@ -43,12 +43,6 @@ class Entry(msgspec.Struct, frozen=True):
     shape: tuple[_Offset, ...]
     data_offsets: tuple[_Offset, _Offset]
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element; 0 if there are none."""
-        begin, end = self.data_offsets
-        return (end - begin) // max(1, math.prod(self.shape))
-
 
 class DamagedError(StorageError):
     """The content of a file is not what was saved."""
@@ -106,19 +100,22 @@ class TensorFile:
     def array(self, name: str, start: int = 0, stop: int | None = None) -> Vector:
         """Return elements [start, stop) of a tensor, or the whole one in its shape."""
         entry = self.entries[name]
-        if entry.dtype not in _NUMPY:
-            raise DamagedError(f"{name!r} has the unknown type {entry.dtype!r}")
-        part: Vector = self.raw(name, start, stop).view(_NUMPY[entry.dtype])
-        return part.reshape(entry.shape) if stop is None else part
+        raw = self.raw(name, start, math.prod(entry.shape) if stop is None else stop)
+        try:
+            part: Vector = raw.view(_NUMPY[entry.dtype])
+            return part.reshape(entry.shape if stop is None else -1)
+        except (KeyError, ValueError):
+            raise DamagedError(f"its header is wrong about {name!r}") from None
 
-    def raw(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+    def raw(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Return the bytes of these elements."""
-        entry, size = self.entries[name], self.entries[name].itemsize
-        stop = math.prod(entry.shape) if stop is None else stop
+        begin, end = self.entries[name].data_offsets
+        size = (end - begin) // max(1, math.prod(self.entries[name].shape))
+        if not 0 <= start * size <= stop * size <= end - begin:
+            raise DamagedError(f"its header is wrong about {name!r}")
         content = np.empty((stop - start) * size, np.uint8)
-        if content.nbytes:
-            offset = self._header[2] + entry.data_offsets[0] + start * size
-            self._read(offset, content.data)
+        if size:
+            self._read(self._header[2] + begin + start * size, content.data)
         return content
 
     @cached_property
@@ -126,7 +123,7 @@ class TensorFile:
         n_bytes = self._folder.size(self._name)
         begin = bytearray(min(n_bytes, _FIRST_BYTES))
         self._read(0, memoryview(begin))
-        n_header = struct.unpack_from("<Q", begin)[0] if n_bytes >= 8 else n_bytes
+        n_header = int.from_bytes(begin[:8], "little")
         data = 8 + n_header
         if data > n_bytes or n_header > _HEADER_BYTES_MAX:
             raise DamagedError("it ends within its header")
@@ -139,16 +136,9 @@ class TensorFile:
             entries = {n: msgspec.json.decode(part, type=Entry) for n, part in parts.items()}
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DamagedError(f"its header cannot be read: {error}") from None
-        end = 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-            (begins, ends), n = entry.data_offsets, math.prod(entry.shape)
-            known = _NUMPY.get(entry.dtype)
-            size = entry.itemsize if known is None else np.dtype(known).itemsize
-            if begins != end or ends - begins != n * size:
-                raise DamagedError(f"its header is wrong about {name!r}")
-            end = ends
-        if data + end != n_bytes:
-            raise DamagedError(f"it has {n_bytes} bytes, not {data + end}")
+        end = data + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+        if end != n_bytes:
+            raise DamagedError(f"it has {n_bytes} bytes, not {end}")
         return facts, entries, data
 
     def _read(self, offset: int, buffer: memoryview) -> None:

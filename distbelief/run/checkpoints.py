@@ -19,10 +19,10 @@ from typing import Final, final
 
 import numpy as np
 
-from distbelief.core.folders import NAME, SUFFIX, Folder, LocalFolder, file_name, unreadable
+from distbelief.core.folders import NAME, SUFFIX, Folder, LocalFolder
 from distbelief.core.tensor_files import DamagedError, TensorFile, encoded
 from distbelief.core.vectors import Vector
-from distbelief.errors import StorageError
+from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.parameter_server.config import shard_of
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 
@@ -96,7 +96,7 @@ class CheckpointStore:
         try:
             names = self.folder.names(owner)
         except OSError as error:
-            raise unreadable(f"{self.place}/{owner}", error) from error
+            raise _unreadable(f"{self.place}/{owner}", error) from error
         labels = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
         return sorted((label for label in labels if NAME.fullmatch(label)), key=_age)
 
@@ -124,7 +124,7 @@ class CheckpointStore:
         except OSError as error:
             if error.errno == errno.EIO:  # a bad sector
                 raise DamagedError(error.strerror) from error
-            raise unreadable(file.place, error) from error
+            raise _unreadable(file.place, error) from error
         written = facts.pop(_CHECKSUM, None)
         if written is None:
             raise DamagedError("it has no checksum")
@@ -134,8 +134,16 @@ class CheckpointStore:
 
 
 def _name(role: str, label: str) -> str:
+    for name in (role, label):
+        if NAME.fullmatch(name) is None:
+            raise LocalProtocolError(f"{name!r} cannot name a checkpoint file")
     # Both copies of a shard have their checkpoints in one place.
-    return file_name(shard_of(role), label)
+    return f"{shard_of(role)}/{label}{SUFFIX}"
+
+
+def _unreadable(place: str, error: OSError) -> StorageError:
+    why = error.strerror or str(error)
+    return StorageError(f"cannot read {place}: {why}; it may be intact")
 
 
 # CRC-32 catches damage, not malice, and takes a third of the time of SHA-256, during which the

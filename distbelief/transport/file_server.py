@@ -2,11 +2,11 @@
 
     RemoteFolder (in a role's process)          FileServer (a thread of the supervisor's process)
       | FileCall ------------------------------>  |   up to `N_CALLS_MAX` under way
-      | <----------------------------- FileReply  |   in any order
+      | <----------------------------- FileReply  |
 
-A call may be repeated, after a cut link or a restart of the server: it has no second effect. The
-chunks of a file go to their offsets in a draft; "finish" syncs and renames it once all are there.
-The keys are those of the run: who may not connect to its supervisor may not connect here.
+A call may be repeated, after a cut link or a restart of the server: it has no second effect. Pieces
+of a file go to their offsets in a draft, which "finish" syncs and renames. The server has the keys
+of the supervisor: who may not connect there may not connect here.
 """
 
 import math
@@ -15,8 +15,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, final
 
@@ -43,16 +43,14 @@ from distbelief.transport.zmq_transport import (
 
 
 INITIAL: Final = "initial.safetensors"  # the name of the file of initial values
-CHUNK: Final = 1 << 19  # bytes of a file in one message
+CHUNK: Final = 1 << 19  # bytes of a file in one message, at most
 N_CALLS_MAX: Final = 8  # of one client under way: 4 MiB
 REPEAT_SECONDS: Final = 5.0  # without any reply, until the calls under way are repeated
 SILENCE_SECONDS_MAX: Final = 60.0  # of the server, a slow sync to its disk included
-DRAFT_SECONDS_MAX: Final = 300.0  # that an unfinished file is kept without a new chunk
-N_DRAFTS_MAX: Final = 256
-N_ATTEMPTS_MAX: Final = 3  # at one file whose draft is lost
+DRAFT_SECONDS_MAX: Final = 300.0  # that an unfinished file is kept; its writer gives up sooner
+N_ATTEMPTS_MAX: Final = 3  # at a file whose draft is lost
 _N_NAMES_MAX: Final = 4096
 _BYTES_MAX: Final = 1 << 42  # of a file
-_HEADER_BYTES_MAX: Final = 1 << 20
 
 
 class FileCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,34 +58,21 @@ class FileCall(msgspec.Struct, frozen=True, kw_only=True):
     number: Count = 0  # the reply repeats it
     do: Literal["read", "write", "finish", "names", "delete"]
     name: Annotated[str, msgspec.Meta(max_length=300)]  # ROLE/LABEL.safetensors; ROLE for "names"
-    draft: Name = ""  # which attempt at writing the file
-    offset: Count = 0
-    n_bytes: Annotated[int, msgspec.Meta(ge=0, le=_BYTES_MAX)] = 0  # wanted; or of the whole file
+    draft: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")] = "0" * 16  # of one writer
+    offset: Annotated[int, msgspec.Meta(ge=0, le=_BYTES_MAX)] = 0
+    n_bytes: Count = 0  # wanted; or of the whole file, to finish it
 
 
 class FileReply(msgspec.Struct, frozen=True, kw_only=True):
-    number: Count
-    problem: Literal["missing file", "missing chunks", "other"] | None = None
+    number: Count = 0
+    is_missing: bool = False  # the file
     error: Text = ""
-    n_bytes: Count = 0  # of the whole file
+    n_bytes: Count = 0  # of the whole file; 0 for a draft that has not all of it
     names: Annotated[tuple[str, ...], msgspec.Meta(max_length=_N_NAMES_MAX)] = ()
 
 
-_DECODE_CALL: Final = msgspec.json.Decoder(FileCall)
-_DECODE_REPLY: Final = msgspec.json.Decoder(FileReply)
+_Call = tuple[FileCall, memoryview]
 _EMPTY: Final = memoryview(b"")
-_Content = memoryview | bytes
-
-
-@dataclass(eq=False, kw_only=True)
-class _Draft:
-    name: str  # of the file
-    n_bytes: int  # of the file
-    path: Path  # of the draft
-    descriptor: int
-    held: ExitStack  # removes the draft
-    touched: float
-    chunks: set[int] = field(default_factory=set)  # offsets of those that are there
 
 
 @final
@@ -102,11 +87,11 @@ class FileServer:
     ) -> None:
         self._folder = folder
         self._initial = initial
-        self._reach = reach
+        self._bind = f"tcp://{reach.host}:{reach.port or '*'}"
         self._run = run
         self._log = log
         self._guard = reach.guard(log=log)
-        self._drafts: dict[str, _Draft] = {}
+        self._curve = self._guard if isinstance(self._guard, auth.CurveAuth) else None
         self._finished: dict[str, str] = {}  # file -> its last draft
         self._n_refused = 0
         self.endpoint = ""
@@ -116,15 +101,14 @@ class FileServer:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP_ENDPOINT)
         self._router = self._context.socket(zmq.ROUTER)
-        self._router.maxmsgsize = max(CHUNK, _HEADER_BYTES_MAX)
+        self._router.maxmsgsize = 2 * CHUNK
         self._router.rcvhwm = self._router.sndhwm = 2 * N_CALLS_MAX  # for each client
-        bind = f"tcp://{self._reach.host}:{self._reach.port or '*'}"
         try:
-            key = self._guard.listen(self._router, bind)
-            self._router.bind(bind)
+            key = self._guard.listen(self._router, self._bind)
+            self._router.bind(self._bind)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise TransportError(cannot_bind(bind, error)) from None
+            raise TransportError(cannot_bind(self._bind, error)) from None
         bound = Endpoint.parse(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         self.endpoint = str(replace(bound, key=key))
         self._ends = os.pipe()
@@ -136,25 +120,19 @@ class FileServer:
         os.close(self._ends[1])
         self._thread.join()
         os.close(self._ends[0])
-        for token in list(self._drafts):
-            self._drop(token)
         self._context.destroy(linger=0)
-        self._guard.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         for source in (self._router, self._zap, self._ends[0]):
             poller.register(source, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll(1000))
-            if self._ends[0] in ready:
-                return
+        while self._ends[0] not in (ready := dict(poller.poll(1000))):
             if self._zap in ready:
                 verdict = authenticate(self._zap, self._guard)
                 if not verdict.admitted:
                     self._log_rarely(verdict.remark)
-            if isinstance(self._guard, auth.CurveAuth):
-                self._guard.refresh()
+            if self._curve is not None:
+                self._curve.refresh()
             if self._router in ready:
                 with suppress(zmq.Again):  # only a handshake was readable
                     self._take()
@@ -167,34 +145,29 @@ class FileServer:
                 frames.append(part)
             if not part.more:
                 break
-        curve = self._guard if isinstance(self._guard, auth.CurveAuth) else None
-        source = None if curve is None else curve.source(part)
-        if curve is not None and source is None:
+        source = None if self._curve is None else self._curve.source(part)
+        if self._curve is not None and source is None:
             return
         try:
             sender, header, content = (frame.buffer for frame in frames)
-            call = _DECODE_CALL.decode(header)
+            call = msgspec.json.decode(header, type=FileCall)
         except (ValueError, msgspec.MsgspecError) as error:
             self._log_rarely(f"an invalid call: {error!s:.200}")
-            if curve is not None and source is not None:
-                curve.offended(source, "it sent an invalid call")
+            if self._curve is not None and source is not None:
+                self._curve.offended(source, "it sent an invalid call")
             return
-        reply, answer = self._answer(call, content)
-        reply = msgspec.structs.replace(reply, number=call.number)
-        message = [bytes(sender), msgspec.json.encode(reply), answer]
-        with suppress(zmq.ZMQError):  # the client is gone, or does not read: it asks again
-            self._router.send_multipart(message, zmq.DONTWAIT, copy=False)
-
-    def _answer(self, call: FileCall, content: memoryview) -> tuple[FileReply, _Content]:
+        found = _EMPTY
         try:
-            return self._perform(call, content)
+            reply, found = self._perform(call, content)
         except FileNotFoundError:
-            reply = FileReply(number=0, problem="missing file")
+            reply = FileReply(is_missing=True)
         except (OSError, EOFError, StorageError) as error:
-            reply = FileReply(number=0, problem="other", error=str(error))
-        return reply, b""
+            reply = FileReply(error=str(error))
+        header = msgspec.json.encode(msgspec.structs.replace(reply, number=call.number))
+        with suppress(zmq.ZMQError):  # the client is gone, or does not read: it asks again
+            self._router.send_multipart([bytes(sender), header, found], zmq.DONTWAIT, copy=False)
 
-    def _perform(self, call: FileCall, content: memoryview) -> tuple[FileReply, _Content]:
+    def _perform(self, call: FileCall, content: memoryview) -> tuple[FileReply, memoryview]:
         folder, name = self._folder, call.name
         if call.run != self._run:
             raise StorageError("this port belongs to another run by now")
@@ -202,97 +175,66 @@ class FileServer:
             folder, name = LocalFolder(self._initial.parent), self._initial.name
         elif (NAME if call.do == "names" else FILE).fullmatch(name) is None:
             raise StorageError(f"{name!r} is not the name of a checkpoint")
-        done = FileReply(number=0)
         match call.do:
             case "read":
                 size = folder.size(name)
-                part = bytearray(max(0, min(call.n_bytes, CHUNK, size - call.offset)))
-                folder.read(name, call.offset, memoryview(part))
-                return msgspec.structs.replace(done, n_bytes=size), memoryview(part)
+                part = memoryview(bytearray(max(0, min(call.n_bytes, CHUNK, size - call.offset))))
+                folder.read(name, call.offset, part)
+                return FileReply(n_bytes=size), part
             case "names":
-                names = folder.names(name)[:_N_NAMES_MAX]
-                return msgspec.structs.replace(done, names=tuple(names)), b""
+                self._remove_old_drafts(folder.path / name)
+                return FileReply(names=tuple(folder.names(name)[:_N_NAMES_MAX])), _EMPTY
             case "delete":
                 folder.delete(name)
             case "write":
                 self._write(call, content)
             case "finish":
-                if not self._finish(call):
-                    done = msgspec.structs.replace(done, problem="missing chunks")
-        return done, b""
+                return FileReply(n_bytes=self._finish(call)), _EMPTY
+        return FileReply(), _EMPTY
+
+    def _draft(self, call: FileCall) -> Path:
+        return (self._folder.path / call.name).parent / f".{call.draft}{files.TEMPORARY}"
 
     def _write(self, call: FileCall, content: memoryview) -> None:
-        size = min(CHUNK, call.n_bytes - call.offset)
-        if call.offset % CHUNK or len(content) != size:
-            raise StorageError(f"{len(content)} bytes at {call.offset} of {call.n_bytes}: no chunk")
-        draft = self._drafts.get(call.draft)
-        if draft is None:
-            if self._finished.get(call.name) == call.draft:
-                return  # a late repetition
-            draft = self._drafts[call.draft] = self._begin(call)
-        if (draft.name, draft.n_bytes) != (call.name, call.n_bytes):
-            raise StorageError(f"draft {call.draft!r} is of another file")
-        draft.touched = time.monotonic()
-        path = self._folder.path / call.name
-        with files.explaining(path, doing="write"):
-            offset = call.offset
-            while content:
-                n_written = os.pwrite(draft.descriptor, content, offset)
-                content, offset = content[n_written:], offset + n_written
-        draft.chunks.add(call.offset)
-
-    def _begin(self, call: FileCall) -> _Draft:
-        now = time.monotonic()
-        for token, draft in list(self._drafts.items()):
-            if now - draft.touched > DRAFT_SECONDS_MAX:
-                self._drop(token)
-        if len(self._drafts) >= N_DRAFTS_MAX:
-            raise StorageError(f"{N_DRAFTS_MAX} files are being written already")
-        path = self._folder.prepared(call.name)
-        with files.explaining(path, doing="write"), ExitStack() as held:
-            place = held.enter_context(files.draft_beside(path))
-            descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            held.callback(os.close, descriptor)
-            return _Draft(
-                name=call.name,
-                n_bytes=call.n_bytes,
-                path=place,
-                descriptor=descriptor,
-                held=held.pop_all(),
-                touched=now,
-            )
-
-    def _finish(self, call: FileCall) -> bool:
-        """Return whether the file of this draft is there now."""
         if self._finished.get(call.name) == call.draft:
-            return True
-        draft, path = self._drafts.get(call.draft), self._folder.path / call.name
-        if draft is None or draft.name != call.name:
-            return False
-        if len(draft.chunks) < -(-draft.n_bytes // CHUNK):
-            return False
-        try:
-            with files.explaining(path, doing="write"):
-                os.fsync(draft.descriptor)
-                draft.path.replace(path)
-                files.force(path.parent)
-        finally:
-            self._drop(call.draft)
+            return  # a late repetition
+        path, draft = self._folder.prepared(call.name), self._draft(call)
+        with files.explaining(path, doing="write"):
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                with os.fdopen(os.open(draft, flags, 0o666), "wb") as file:
+                    file.seek(call.offset)
+                    file.write(content)
+            except OSError:
+                draft.unlink(missing_ok=True)
+                raise
+
+    def _finish(self, call: FileCall) -> int:
+        path, draft = self._folder.path / call.name, self._draft(call)
+        if self._finished.get(call.name) == call.draft:
+            return call.n_bytes
+        if not draft.exists() or draft.stat().st_size != call.n_bytes:
+            return 0
+        with files.explaining(path, doing="write"):
+            files.force(draft)
+            draft.replace(path)
+            files.force(path.parent)
         if len(self._finished) >= _N_NAMES_MAX:
             del self._finished[next(iter(self._finished))]
         self._finished[call.name] = call.draft
-        return True
+        return call.n_bytes
 
-    def _drop(self, token: str) -> None:
-        self._drafts.pop(token).held.close()
+    def _remove_old_drafts(self, folder: Path) -> None:
+        for draft in folder.glob(f".*{files.TEMPORARY}"):
+            with suppress(OSError):
+                age = time.time() - draft.stat().st_mtime  # noqa: TID251 -- a file's time
+                if draft.is_file() and age > DRAFT_SECONDS_MAX:
+                    draft.unlink()
 
     def _log_rarely(self, text: str) -> None:
         self._n_refused += 1
         if self._n_refused & (self._n_refused - 1) == 0:
             self._log("warning", f"file server: {text} (so far {self._n_refused})")
-
-
-_Call = tuple[FileCall, memoryview]
 
 
 @final
@@ -308,41 +250,29 @@ class RemoteFolder:
         log: Log,
         silence_seconds: float = SILENCE_SECONDS_MAX,
     ) -> None:
+        self.place = endpoint.endpoint
         self._endpoint = endpoint
         self._guard = reach.guard(log=log)
         self._run = run
         self._silence_seconds = silence_seconds
         self._n_calls = 0
-        self._context: zmq.Context[auth.Socket] | None = None
+        self._context = zmq.Context[auth.Socket]()
         self._dealer: auth.Socket | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def place(self) -> str:
-        return self._endpoint.endpoint
+        self._lock = threading.Lock()  # the dealer's
 
     def close(self) -> None:
         with self._lock:
-            if self._context is not None:
-                self._context.destroy(linger=0)
-                self._context = self._dealer = None
+            self._context.destroy(linger=0)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> None:
+        call = FileCall(do="write", name=name, draft=secrets.token_hex(8))
         n_bytes = sum(len(part) for part in parts)
-        draft = secrets.token_hex(8)
-        call = FileCall(do="write", name=name, draft=draft, n_bytes=n_bytes)
+        end = msgspec.structs.replace(call, do="finish", n_bytes=n_bytes)
         for _ in range(N_ATTEMPTS_MAX):
-            self._perform(
-                (msgspec.structs.replace(call, offset=offset), chunk)
-                for offset, chunk in _chunks(parts)
-            )
-            end = FileCall(do="finish", name=name, draft=draft)
-            if self._ask(end).problem is None:
+            self._perform(_pieces(call, parts))
+            if self._ask(end).n_bytes == n_bytes:
                 return
-        raise StorageError(
-            f"cannot write {self.place}/{name}: the supervisor's host lost a part of it "
-            f"{N_ATTEMPTS_MAX} times"
-        )
+        raise self._error(end, f"its parts were lost there {N_ATTEMPTS_MAX} times")
 
     def size(self, name: str) -> int:
         return self._ask(FileCall(do="read", name=name)).n_bytes
@@ -351,17 +281,14 @@ class RemoteFolder:
         def take(call: FileCall, _reply: FileReply, content: memoryview) -> None:
             if len(content) != call.n_bytes:
                 raise EOFError(f"{call.n_bytes - len(content)} bytes are missing at its end")
-            begin = call.offset - offset
-            buffer[begin : begin + len(content)] = content
+            buffer[call.offset - offset :][: len(content)] = content
 
         end = offset + len(buffer)
-        self._perform(
-            (
-                (FileCall(do="read", name=name, offset=at, n_bytes=min(CHUNK, end - at)), _EMPTY)
-                for at in range(offset, end, CHUNK)
-            ),
-            take,
+        calls = (
+            FileCall(do="read", name=name, offset=at, n_bytes=min(CHUNK, end - at))
+            for at in range(offset, end, CHUNK)
         )
+        self._perform(((call, _EMPTY) for call in calls), take)
 
     def names(self, role: str) -> list[str]:
         return list(self._ask(FileCall(do="names", name=role)).names)
@@ -385,7 +312,7 @@ class RemoteFolder:
         """Make calls, several at a time, and `take` the reply to each, in any order."""
         with self._lock:
             under_way: dict[int, _Call] = {}
-            socket = self._socket()
+            socket = self._dealer or self._dial()
             backoff = Backoff(first=REPEAT_SECONDS, longest=self._silence_seconds)
             heard_at = time.monotonic()
             backoff.start(heard_at)
@@ -394,60 +321,52 @@ class RemoteFolder:
                     self._n_calls += 1
                     call = msgspec.structs.replace(new[0], run=self._run, number=self._n_calls)
                     under_way[call.number] = call, new[1]
-                    _send(socket, *under_way[call.number])
+                    _send(socket, call, new[1])
                 if not under_way:
                     return
-                now = time.monotonic()
-                due = min(backoff.due, heard_at + self._silence_seconds)
-                if socket.poll(math.ceil(1000 * max(0.0, due - now))):
+                gives_up_at = heard_at + self._silence_seconds
+                wait = min(backoff.due, gives_up_at) - time.monotonic()
+                if socket.poll(math.ceil(1000 * max(0.0, wait))):
                     header, content = socket.recv_multipart(copy=False)
-                    reply = _DECODE_REPLY.decode(header.buffer)
+                    reply = msgspec.json.decode(header.buffer, type=FileReply)
                     heard_at = time.monotonic()
                     backoff.due = heard_at + backoff.pause
                     if reply.number in under_way:  # else the call was repeated
                         call, _ = under_way.pop(reply.number)
                         self._check(call, reply)
                         take(call, reply, content.buffer)
-                elif time.monotonic() >= heard_at + self._silence_seconds:
-                    first = next(iter(under_way.values()))[0]
+                elif (now := time.monotonic()) >= gives_up_at:
                     raise self._error(
-                        first,
+                        next(iter(under_way.values()))[0],
                         f"no answer for {self._silence_seconds:g} s: check that the job still runs "
                         "there, and that this port can be reached from here",
                     )
-                elif time.monotonic() >= backoff.due:
-                    backoff.repeat(time.monotonic())
-                    socket = self._socket(fresh=True)
-                    for again in under_way.values():
-                        _send(socket, *again)
+                elif now >= backoff.due:
+                    backoff.repeat(now)
+                    socket.close(0)  # it may wait for a link that is cut
+                    socket = self._dial()
+                    for call, content in under_way.values():
+                        _send(socket, call, content)
 
-    def _socket(self, *, fresh: bool = False) -> auth.Socket:
-        if self._context is None:
-            self._context = zmq.Context()
-        if fresh and self._dealer is not None:  # the other one may wait for a link that is cut
-            self._dealer.close(0)
-            self._dealer = None
-        if self._dealer is None:
-            dealer = self._dealer = self._context.socket(zmq.DEALER)
-            dealer.linger = 0
-            if not self._endpoint.is_local:
-                dealer.heartbeat_ivl = dealer.connect_timeout = HEARTBEAT_MS
-                dealer.heartbeat_timeout = dealer.heartbeat_ttl = SILENCE_MS_MAX
-            self._guard.dial(dealer, SUPERVISOR, self._endpoint)
-            dealer.connect(self._endpoint.endpoint)
-        return self._dealer
+    def _dial(self) -> auth.Socket:
+        dealer = self._dealer = self._context.socket(zmq.DEALER)
+        if not self._endpoint.is_local:
+            dealer.heartbeat_ivl = dealer.connect_timeout = HEARTBEAT_MS
+            dealer.heartbeat_timeout = dealer.heartbeat_ttl = SILENCE_MS_MAX
+        self._guard.dial(dealer, SUPERVISOR, self._endpoint)
+        dealer.connect(self._endpoint.endpoint)
+        return dealer
 
     def _check(self, call: FileCall, reply: FileReply) -> None:
-        if reply.problem == "missing file":
+        if reply.is_missing:
             raise FileNotFoundError(f"{self.place}/{call.name}")
-        if reply.problem == "other":
+        if reply.error:
             raise self._error(call, reply.error)
 
     def _error(self, call: FileCall, why: str) -> StorageError:
         doing = {"finish": "write", "names": "list"}.get(call.do, call.do)
-        return StorageError(
-            f"cannot {doing} {call.name} on the supervisor's host ({self.place}): {why}"
-        )
+        place = f"on the supervisor's host ({self.place})"
+        return StorageError(f"cannot {doing} {call.name} {place}: {why}")
 
 
 def _send(socket: auth.Socket, call: FileCall, content: memoryview) -> None:
@@ -455,20 +374,10 @@ def _send(socket: auth.Socket, call: FileCall, content: memoryview) -> None:
     socket.send(content, copy=False)
 
 
-def _chunks(parts: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Yield offset and content of each chunk; only those that span parts are copied."""
-    rest, offset = bytearray(), 0
+def _pieces(call: FileCall, parts: Sequence[memoryview]) -> Iterator[_Call]:
+    offset = 0
     for part in parts:
-        at = 0
-        while at < len(part):
-            n = min(CHUNK - len(rest), len(part) - at)
-            piece, at = part[at : at + n], at + n
-            if rest or n < CHUNK:
-                rest += piece
-                if len(rest) < CHUNK:
-                    continue
-                piece, rest = memoryview(rest), bytearray()
-            yield offset, piece
+        for at in range(0, len(part), CHUNK):
+            piece = part[at : at + CHUNK]
+            yield msgspec.structs.replace(call, offset=offset), piece
             offset += len(piece)
-    if rest:
-        yield offset, memoryview(rest)

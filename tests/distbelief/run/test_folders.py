@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import overload
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 from typing_extensions import override
 
 from distbelief.core.folders import Folder, LocalFolder
@@ -212,18 +210,6 @@ def test_the_supervisor_renames(opened: Opened) -> None:
     folder.write(FILE, [memoryview(b"x")])
     folder.rename(FILE, f"{FILE}.incomplete")
     assert folder.names("shard-0") == ["00001.safetensors.incomplete"]
-
-
-@given(sizes=st.lists(st.integers(0, 3000), max_size=8), chunk=st.integers(1, 1500))
-def test_chunks_are_the_parts_in_order(sizes: list[int], chunk: int) -> None:
-    content = np.random.default_rng(0).bytes(sum(sizes))
-    ends = np.cumsum([0, *sizes])
-    parts = [memoryview(content)[a:b] for a, b in pairwise(ends)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_server, "CHUNK", chunk)
-        found = [(offset, bytes(piece)) for offset, piece in file_server._chunks(parts)]
-    assert b"".join(piece for _, piece in found) == content
-    assert [offset for offset, _ in found] == list(range(0, len(content), chunk))
 
 
 @pytest.mark.parametrize(

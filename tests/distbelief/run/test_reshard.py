@@ -24,9 +24,11 @@ from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import (
     CheckpointSet,
     Resumed,
+    check_same,
     making_checkpoint_set,
     newest_checkpoint_set,
     resume_run,
+    start_from_scratch,
     write_checkpoint_set,
 )
 from distbelief.run.summary import DataFacts
@@ -296,6 +298,92 @@ def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
     assert Path(back.store.place).name == "cut-00004"
     assert values(back.store, 2) == values(there.store, 3)
     assert back.previous.before.samples == run.take_up(job()).previous.before.samples
+
+
+# ---------------------------------------------------------------------- kept elsewhere
+
+
+@pytest.fixture(params=["memory", "folder"])
+def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the setting of a place for checkpoints."""
+    place = f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "shared")
+    return f"cluster.checkpoints={place}"
+
+
+def place_of(elsewhere: str) -> str:
+    return elsewhere.partition("=")[2]
+
+
+def test_a_run_remembers_where_its_checkpoints_are(run: Run, elsewhere: str) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    assert first.store.place.startswith(f"{place_of(elsewhere)}/run-")
+    assert run.files() == ["cut.json", "place"]
+    again = run.take_up(job(2, 2, elsewhere))
+    assert again.store.place == first.store.place
+    assert again.previous.restored == {"shard-0": "00001", "shard-1": "00001"}
+    assert again.previous.before.samples == {"replica-0": 40, "replica-1": 52}
+    with pytest.raises(JobError, match=r"\[cluster\] checkpoints: they are where they were"):
+        check_same(job(), job(2, 2, elsewhere), directory="runs/x")
+
+
+def test_two_runs_of_a_job_share_no_checkpoint(tmp_path: Path, elsewhere: str) -> None:
+    runs = [Run(tmp_path / "run"), Run(tmp_path / "run")]
+    first, second = (each.take_up(job(2, 2, elsewhere)) for each in runs)
+    runs[0].train(first, 40, 52)
+    assert first.store.place != second.store.place
+    assert runs[1].take_up(job(2, 2, elsewhere)).previous.restored == {}
+
+
+def test_checkpoints_elsewhere_are_resharded_there_and_the_old_ones_kept(
+    run: Run, elsewhere: str
+) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    resumed = run.take_up(job(3, 2, elsewhere))
+    assert resumed.store.place == f"{first.store.place}/cut-00002"
+    assert values(resumed.store, 3) == values(first.store, 2)
+    assert run.take_up(job(3, 2, elsewhere)).previous.restored == resumed.previous.restored
+    (line,) = resumed.notes
+    assert f"checkpoints are resharded into {resumed.store.place}, and the old ones" in line
+    run.train(resumed, 30, 30, n_shards=3)
+    back = run.take_up(job(2, 2, elsewhere))
+    assert values(back.store, 2) == values(resumed.store, 3)
+
+
+def test_resharding_that_fails_elsewhere_leaves_the_run_as_it_was(
+    run: Run, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+
+    def fail(store: CheckpointStore, role: str, snapshot: Snapshot) -> None:
+        raise StorageError(f"no way to {store.place} for {role} {snapshot.label}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "save", fail)
+        with pytest.raises(StorageError, match="no way to"):
+            run.take_up(job(3, 2, elsewhere))
+    assert run.files() == ["cut.json", "place"]
+    assert run.take_up(job(2, 2, elsewhere)).store.place == first.store.place
+    assert values(run.take_up(job(3, 2, elsewhere)).store, 3) == values(first.store, 2)
+
+
+def test_a_run_from_scratch_begins_in_another_folder(run: Run, elsewhere: str) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    start_from_scratch(job(2, 2, elsewhere), run.directory)
+    again = run.take_up(job(2, 2, elsewhere))
+    assert again.previous.restored == {}
+    assert again.store.place != first.store.place
+    assert newest(first.store, 0).label == "00001"
+
+
+def test_what_says_where_they_are_must_be_readable(run: Run, elsewhere: str) -> None:
+    run.take_up(job(2, 2, elsewhere))
+    run.directory.place_file.write_bytes(b"\xff")
+    with pytest.raises(StorageError, match=r"cannot read .*place.*--from-scratch"):
+        run.take_up(job(2, 2, elsewhere))
 
 
 # -------------------------------------------------------------- ends in between, damage
