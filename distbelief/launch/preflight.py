@@ -26,6 +26,7 @@ from distbelief.launch.role_process import RoleSpec, check_allowed, import_from,
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule, check_groups
+from distbelief.run.folders import folder_at
 from distbelief.run.summary import DataFacts, TaskFacts
 from distbelief.task import task as tasks
 from distbelief.task.forward import Sample
@@ -98,10 +99,22 @@ def prepare_main(name: str, incarnation: int, path: str) -> int:
         import_from(job)
         check_allowed(job, spec.allowed or ())
         check_device(job.cluster.device, "join from a host with one")
+        _check_reachable(spec.snapshots)
         tasks.prepare_data(job.task)
         return PreflightResult()
 
     return _answer(name, incarnation, Path(path), prepare)
+
+
+def _check_reachable(place: str) -> None:
+    """Reject a host whose shards would save where no other host looks."""
+    if place and "://" not in place and not Path(place).is_dir():
+        raise JobError(
+            f"[cluster] checkpoints: this host has no directory {place}: mount the supervisor's "
+            "there, or leave the key out"
+        )
+    if place:
+        folder_at(place).names("shard-0")
 
 
 def _answer(name: str, incarnation: int, request: Path, find: Callable[[], PreflightResult]) -> int:

@@ -49,12 +49,15 @@ class CheckpointStore:
         label = snapshot.label
         if label == NEWEST:
             label = (self.labels(role) or [FIRST_LABEL])[-1]
+            # A shard that lost the supervisor may save when another has long taken its place.
+            if self._incarnation(role, label) > int(snapshot.facts.get("incarnation", "0")):
+                raise StorageError(f"a later incarnation of {role} has saved {label} by now")
         arrays = {name: np.ascontiguousarray(v) for name, v in snapshot.arrays.items()}
         facts = dict(snapshot.facts)
         facts |= _checksum(label, arrays, facts)
         self.folder.write(_name(role, label), encoded(arrays, facts))
         # Checksums are not read again: that would take as long as saving.
-        kept = [label for label in self.labels(role) if self._opens(role, label)]
+        kept = [label for label in self.labels(role) if self._incarnation(role, label) >= 0]
         for old in kept[:-N_KEPT]:
             self.folder.delete(_name(role, old))
 
@@ -106,11 +109,12 @@ class CheckpointStore:
     def file(self, role: str, label: str) -> TensorFile:
         return TensorFile(self.folder, _name(role, label))
 
-    def _opens(self, role: str, label: str) -> bool:
+    def _incarnation(self, role: str, label: str) -> int:
+        """Return the incarnation that wrote a checkpoint, by its header; -1 for none or no file."""
         try:
-            return bool(self.file(role, label).facts)
-        except (OSError, StorageError):
-            return False
+            return int(self.file(role, label).facts.get("incarnation", "0"))
+        except (OSError, StorageError, ValueError):
+            return -1
 
     def _load(self, role: str, label: str) -> Snapshot:
         # FileNotFoundError and DamagedError are for `newest`; any other StorageError leaves open

@@ -172,12 +172,25 @@ def making_checkpoint_set(
         shutil.rmtree(place, ignore_errors=True)
 
 
+def _choose_place(job: Job, run: RunDirectory) -> None:
+    """Note where the checkpoints of a new run are, if not in its directory."""
+    if job.cluster.checkpoints is None:
+        return
+    # A folder of its own, as a run directory is: two runs of a job share nothing.
+    name = f"{run.path.name}-{secrets.token_hex(4)}"
+    place = f"{absolute(job.cluster.checkpoints).rstrip('/')}/{name}"
+    if "://" not in place:  # hosts that lack it have not mounted it
+        with files.explaining(Path(place), doing="make"):
+            files.make_directory(Path(place))
+    files.write(run.place_file, place.encode())
+
+
 def store_of(
     run: RunDirectory, directory: Path, *, report: Callable[[str], None]
 ) -> CheckpointStore:
     """Return the checkpoints of the set whose cut.json is in this directory."""
     try:
-        place = run.place_file.read_text().strip()
+        place = run.place_file.read_text()
     except FileNotFoundError:
         return CheckpointStore(directory, report=report)
     except (OSError, UnicodeDecodeError) as error:
@@ -377,6 +390,7 @@ def start_from_scratch(job: Job, run: RunDirectory) -> str:
     place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
     cluster = job.cluster
     cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
+    _choose_place(job, run)
     write_checkpoint_set(run.snapshots, cut)
     return f"starting from scratch; earlier files are in {place}"
 
@@ -404,12 +418,11 @@ def resume_run(
         plan=None if plan is None else mark_of(plan),
         train=train,
     )
-    if was is None and job.cluster.checkpoints is not None:
-        # A folder of its own, as a run directory is: two runs of a job share nothing.
-        name = f"{run.path.name}-{secrets.token_hex(4)}"
-        place = f"{absolute(job.cluster.checkpoints).rstrip('/')}/{name}"
-        files.write(run.place_file, f"{place}\n".encode())
-    was = was or now
+    if was is None:
+        was = now
+        _choose_place(job, run)
+    elif job.cluster.checkpoints is not None and not run.place_file.exists():
+        raise _damaged(run.place_file, "it is missing")
     store = store_of(run, directory, report=report)
     coordinator = coordinator_of(job)
     notes: tuple[str, ...] = ()

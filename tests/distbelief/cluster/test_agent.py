@@ -88,6 +88,21 @@ def test_what_roles_read_is_of_this_host(code: Path) -> None:
     assert not storage.spec.exists()
 
 
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("/nowhere/runs", "has no directory /nowhere/runs: mount"), ("nobody://x", "not known")],
+)
+def test_a_host_that_cannot_reach_the_checkpoints_is_refused(
+    code: Path, place: str, why: str
+) -> None:
+    storage = site_of(code, "letters")
+    overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
+    storage.store_job_spec(write_job_spec(spec_of(*overrides), plan=None, snapshots=place))
+    assert preflight.prepare_main("prepare", 1, str(storage.spec)) == 0
+    assert why in str(storage.verdict())
+    storage.clear()
+
+
 def test_a_host_says_what_is_wrong_with_a_run(code: Path) -> None:
     storage = site_of(code)
     assert "--allow-import letters" in str(told(storage, code))

@@ -68,6 +68,19 @@ def test_a_checkpoint_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_pa
     assert told == []
 
 
+def test_a_shard_that_was_replaced_meanwhile_overwrites_nothing(tmp_path: Path) -> None:
+    """Cut off from its supervisor and not from the store, it saves once more before it ends."""
+    store, _ = store_at(tmp_path)
+    newer = replace(snapshot("00003"), facts={"incarnation": "2"})
+    store.save("shard-0", newer)
+    late = replace(snapshot("00009"), label=NEWEST, facts={"incarnation": "1"})
+    with pytest.raises(StorageError, match="a later incarnation of shard-0 has saved 00003"):
+        store.save("shard-0", late)
+    assert_same(store.newest("shard-0"), newer)
+    store.save("shard-0", replace(late, facts={"incarnation": "2"}))
+    assert_same(store.newest("shard-0"), replace(late, label="00003", facts={"incarnation": "2"}))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16, np.int64])
 def test_every_element_type_sent_can_be_kept(tmp_path: Path, dtype: type[np.generic]) -> None:
     store, _ = store_at(tmp_path)

@@ -319,6 +319,10 @@ def test_a_run_remembers_where_its_checkpoints_are(run: Run, elsewhere: str) -> 
     run.train(first, 40, 52)
     assert first.store.place.startswith(f"{place_of(elsewhere)}/run-")
     assert run.files() == ["cut.json", "place"]
+    run.directory.place_file.rename(run.directory.path / "kept")
+    with pytest.raises(StorageError, match=r"place is damaged \(it is missing\): restore it"):
+        run.take_up(job(2, 2, elsewhere))
+    (run.directory.path / "kept").rename(run.directory.place_file)
     again = run.take_up(job(2, 2, elsewhere))
     assert again.store.place == first.store.place
     assert again.previous.restored == {"shard-0": "00001", "shard-1": "00001"}
@@ -376,6 +380,7 @@ def test_a_run_from_scratch_begins_in_another_folder(run: Run, elsewhere: str) -
     again = run.take_up(job(2, 2, elsewhere))
     assert again.previous.restored == {}
     assert again.store.place != first.store.place
+    assert again.store.place.startswith(f"{place_of(elsewhere)}/run-")
     assert newest(first.store, 0).label == "00001"
 
 
