@@ -163,9 +163,9 @@ class FileServer:
             reply = FileReply(is_missing=True)
         except (OSError, EOFError, StorageError) as error:
             reply = FileReply(error=str(error))
-        header = msgspec.json.encode(msgspec.structs.replace(reply, number=call.number))
+        answer = msgspec.json.encode(msgspec.structs.replace(reply, number=call.number))
         with suppress(zmq.ZMQError):  # the client is gone, or does not read: it asks again
-            self._router.send_multipart([bytes(sender), header, found], zmq.DONTWAIT, copy=False)
+            self._router.send_multipart([bytes(sender), answer, found], zmq.DONTWAIT, copy=False)
 
     def _perform(self, call: FileCall, content: memoryview) -> tuple[FileReply, memoryview]:
         folder, name = self._folder, call.name
@@ -183,7 +183,8 @@ class FileServer:
                 return FileReply(n_bytes=size), part
             case "names":
                 self._remove_old_drafts(folder.path / name)
-                return FileReply(names=tuple(folder.names(name)[:_N_NAMES_MAX])), _EMPTY
+                names = [each for each in folder.names(name) if FILE.fullmatch(f"{name}/{each}")]
+                return FileReply(names=tuple(names[:_N_NAMES_MAX])), _EMPTY
             case "delete":
                 folder.delete(name)
             case "write":
@@ -336,6 +337,8 @@ class RemoteFolder:
                         self._check(call, reply)
                         take(call, reply, content.buffer)
                 elif (now := time.monotonic()) >= gives_up_at:
+                    socket.close(0)
+                    self._dealer = None
                     raise self._error(
                         next(iter(under_way.values()))[0],
                         f"no answer for {self._silence_seconds:g} s: check that the job still runs "
@@ -345,8 +348,8 @@ class RemoteFolder:
                     backoff.repeat(now)
                     socket.close(0)  # it may wait for a link that is cut
                     socket = self._dial()
-                    for call, content in under_way.values():
-                        _send(socket, call, content)
+                    for again in under_way.values():
+                        _send(socket, *again)
 
     def _dial(self) -> auth.Socket:
         dealer = self._dealer = self._context.socket(zmq.DEALER)
@@ -370,8 +373,9 @@ class RemoteFolder:
 
 
 def _send(socket: auth.Socket, call: FileCall, content: memoryview) -> None:
-    socket.send(msgspec.json.encode(call), zmq.SNDMORE)
-    socket.send(content, copy=False)
+    with suppress(zmq.Again):  # the server rejected this side: it is asked again later
+        socket.send(msgspec.json.encode(call), zmq.SNDMORE | zmq.DONTWAIT)
+        socket.send(content, copy=False)
 
 
 def _pieces(call: FileCall, parts: Sequence[memoryview]) -> Iterator[_Call]:

@@ -39,6 +39,7 @@ from distbelief.cluster.bootstrap import (
 from distbelief.config.load import job_from_json, parse_job
 from distbelief.core.folders import Folder
 from distbelief.core.tensor_files import TensorFile, encoded
+from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
@@ -192,7 +193,10 @@ def _tensors() -> Decoder:
             file.array(name)
             file.array(name, 1, 2)
 
-    arrays = {"values": np.ones(3, np.float32), "state.sum": np.ones((2, 2), np.float64)}
+    arrays: dict[str, Vector] = {
+        "values": np.ones(3, np.float32),
+        "state.sum": np.ones((2, 2), np.float64),
+    }
     contents = [b"".join(encoded(a, {"clock": "3"})) for a in (arrays, {})]
     return Decoder(seeds=tuple(contents), decode=read)
 

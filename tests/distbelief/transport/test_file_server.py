@@ -1,5 +1,6 @@
 """The file server of a supervisor's host: hostile names and bytes, dead clients, restarts."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -323,6 +324,8 @@ def test_hosts_on_the_allow_list_are_served_and_nobody_else(
         client._silence_seconds = 1.0
         with pytest.raises(StorageError, match="no answer"):
             poll(lambda: client.size(FILE) == 0, seconds=5.0)
+        with pytest.raises(StorageError, match="no answer"):
+            client.size(FILE)
 
 
 def test_the_secret_of_another_run_opens_nothing(world: World) -> None:
@@ -352,6 +355,14 @@ def test_bytes_that_are_no_call_cut_off_their_sender_only(
         with pytest.raises(StorageError, match="no answer"):
             client.names("shard-0")
         assert own.names("shard-0") == []
+
+
+def test_files_of_others_in_the_folder_do_not_stop_the_server(world: World) -> None:
+    (world.folder.path / "shard-0").mkdir(parents=True)
+    for name in (b"\xff.safetensors", b"00001 (copy).safetensors", b"00001.safetensors"):
+        (world.folder.path / "shard-0" / os.fsdecode(name)).touch()
+    with world.serve() as server:
+        assert world.client(server).names("shard-0") == ["00001.safetensors"]
 
 
 def test_many_clients_write_at_once(world: World) -> None:
