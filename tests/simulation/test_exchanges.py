@@ -164,3 +164,13 @@ def test_a_push_that_is_late_on_one_shard_does_not_hold_up_all_workers(
     rounds = Round(quorum=quorum)
     policy = ExchangePolicy(staleness=staleness, round=rounds, weight="mean")
     play_under(policy, scenario_of(seed))
+
+
+@pytest.mark.parametrize("seed", [653, 1667])
+def test_the_first_push_of_a_restarted_worker_has_its_weight(seed: int) -> None:
+    """Regression: with weight "samples" it could count zero times in its round.
+
+    A takeover opened the session again, and the new primary had meanwhile applied the last push of
+    the worker's former incarnation: the first push had as many samples fewer.
+    """
+    play_any(seed)
