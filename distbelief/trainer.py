@@ -34,6 +34,7 @@ from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
 from distbelief.core import files
+from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
@@ -50,6 +51,7 @@ from distbelief.program.plan import load
 from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.folders import absolute
 from distbelief.run.metrics_file import (
     Measurement,
     MetricsFile,
@@ -69,6 +71,7 @@ from distbelief.task.imports import installed_imports
 from distbelief.task.task import build_model
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
+from distbelief.transport.file_server import FileServer
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.build import roster_of
@@ -315,7 +318,8 @@ class Trainer:
             cluster = None
             if hosting is not None:
                 plan = None if spec.plan is None else Path(spec.plan)
-                cluster = hosting.cluster(self._job, spec, plan=plan)
+                server = stack.enter_context(self._file_server(spec, reach))
+                cluster = hosting.cluster(self._job, spec, plan=plan, files=server.endpoint)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
             supervisor = Supervisor(config, cluster)
             role: Role = supervisor if around is None else around(supervisor)
@@ -399,12 +403,21 @@ class Trainer:
             run=name,
             supervisor=endpoint,
             memory=str(self._memory.directory) if self._job.cluster.shared_memory else "",
-            snapshots=str(self._store.directory.absolute()),
+            snapshots=absolute(self._store.place),
             reach=reach,
         )
         # It may contain a secret; only the user may enter this directory.
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
+
+    def _file_server(self, spec: RoleSpec, reach: ListenConfig) -> FileServer:
+        folder = LocalFolder(
+            self._run.snapshots if self._job.cluster.checkpoints else Path(spec.snapshots)
+        )
+        initial = None if spec.initial_file is None else Path(spec.initial_file)
+        # The supervisor has the port of `reach`.
+        elsewhere = msgspec.structs.replace(reach, port=0)
+        return FileServer(folder, initial, reach=elsewhere, run=spec.run, log=self._log.log_link)
 
     # --- conclude ---
 

@@ -6,7 +6,6 @@
         +----------------- Release, or silence of the supervisor ------------------------+
 
 DIRECTORY/RUN/logs/ROLE.log       log of each role
-DIRECTORY/RUN/snapshots/          checkpoints of shards that ran here
 (shared memory)/.spec.json        what the processes of roles read
 """
 
@@ -391,7 +390,7 @@ class AgentStorage:
     reach: ListenConfig  # where roles of this host listen
     allowed: tuple[str, ...]  # modules whose functions a job may name
     code: Path  # directory of their modules and of the job's files
-    directory: Path  # for logs and checkpoints
+    directory: Path  # for logs
     launcher: LocalLauncher
     spec: Path = field(default_factory=Path)  # what the processes of roles read
     memory: FileMemory | None = None
@@ -414,8 +413,6 @@ class AgentStorage:
             job=job,
             supervisor=self.supervisor,
             memory=str(memory.directory) if received.shares else "",
-            snapshots=str(directory / "snapshots"),
-            initial_file=None,
             plan=None if plan is None else str(plan),
             reach=self.reach,
             allowed=self.allowed,

@@ -6,8 +6,9 @@
       | FileRequest (next) ------->    |   and so on; repeated if nothing comes
 
 One chunk is in flight at a time, so that training traffic goes first. The job spec contains no path
-of the supervisor's host that would be used on another one: plan and job travel as text; memory,
-checkpoints and keys are the host's own.
+of the supervisor's host that would be used on another one: plan and job travel as text; memory and
+keys are the host's own; checkpoints and initial values are at the supervisor's file server, unless
+[cluster] checkpoints names a place that all hosts reach.
 """
 
 import math
@@ -87,14 +88,18 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     shares: bool = True  # whether roles of one host share memory
 
 
-def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
+def write_job_spec(
+    spec: RoleSpec, *, plan: Path | None, files: str = "", snapshots: str = ""
+) -> bytes:
+    """Encode the job spec; `snapshots` is where all hosts reach the checkpoints, if anywhere."""
     portable = msgspec.structs.replace(
         spec,
         supervisor="",
         memory="",
-        snapshots="",
+        snapshots=snapshots,
+        files=files,
         plan=None,
-        initial_file=None,
+        initial_file=None if spec.initial_file is None else "",
         reach=ListenConfig(),
     )
     text = None if plan is None else plan.read_text()

@@ -33,10 +33,13 @@ class JoinServer:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def cluster(self, job: Job, spec: RoleSpec, *, plan: Path | None) -> ClusterConfig:
+    def cluster(
+        self, job: Job, spec: RoleSpec, *, plan: Path | None, files: str = ""
+    ) -> ClusterConfig:
+        snapshots = spec.snapshots if job.cluster.checkpoints is not None else ""
         return ClusterConfig(
             run=secrets.token_hex(4),
-            job_spec=write_job_spec(spec, plan=plan),
+            job_spec=write_job_spec(spec, plan=plan, files=files, snapshots=snapshots),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
             slots_here=self.slots_here(job),

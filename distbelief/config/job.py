@@ -51,6 +51,8 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     machines: str = "here"
     device: str = "cpu"  # where replicas compute
     shared_memory: bool = True  # if false, roles of one host exchange messages, as between hosts
+    # Folder or URL for the checkpoints; None: in the run directory.
+    checkpoints: str | None = None
     # Silence of the supervisor after which every role ends, the shards once they have saved.
     patience: Seconds = PATIENCE_SECONDS
 

@@ -7,22 +7,25 @@ A changed model, rule or algorithm is rejected, and so are other data once anyth
     snapshots/cut.json, snapshots/shard-K/              checkpoint set of the run's start
     snapshots/cut-00012/cut.json, .../shard-K/          after resuming with other numbers
 
+With [cluster] checkpoints, the folders shard-K are elsewhere, under the same names; snapshots/place
+says where. cut.json stays here.
+
 The set with the highest number is in use; the number is that of its first checkpoints. A new set is
 written under a temporary name, read back, then renamed, so a crash leaves the run as it was.
 """
 
 import hashlib
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from typing_extensions import override
 
 from distbelief.config import toml
@@ -30,6 +33,7 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
+from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
@@ -42,6 +46,7 @@ from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.folders import absolute, folder_at
 from distbelief.run.summary import DataFacts
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.view import JobView
@@ -167,6 +172,33 @@ def making_checkpoint_set(
         shutil.rmtree(place, ignore_errors=True)
 
 
+def _choose_place(job: Job, run: RunDirectory) -> None:
+    """Note where the checkpoints of a new run are, if not in its directory."""
+    if job.cluster.checkpoints is None:
+        return
+    # A folder of its own, as a run directory is: two runs of a job share nothing.
+    name = f"{run.path.name}-{secrets.token_hex(4)}"
+    place = f"{absolute(job.cluster.checkpoints).rstrip('/')}/{name}"
+    if "://" not in place:  # hosts that lack it have not mounted it
+        with files.explaining(Path(place), doing="make"):
+            files.make_directory(Path(place))
+    files.write(run.place_file, place.encode())
+
+
+def store_of(
+    run: RunDirectory, directory: Path, *, report: Callable[[str], None]
+) -> CheckpointStore:
+    """Return the checkpoints of the set whose cut.json is in this directory."""
+    try:
+        place = run.place_file.read_text()
+    except FileNotFoundError:
+        return CheckpointStore(directory, report=report)
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read {run.place_file}: {error}. {FIX}") from error
+    within = "" if directory == run.snapshots else f"/{directory.name}"
+    return CheckpointStore(folder_at(f"{place}{within}"), report=report)
+
+
 FIX: Final = (
     "Fix that (permissions, or files from a backup), or start again: --from-scratch "
     "(from_scratch=True) keeps these files aside"
@@ -228,7 +260,7 @@ def read_previous_run(
         own = int(snapshot.facts.get("incarnation", "0"))
         incarnation = max([incarnation, own + 1, *(c.incarnation + 1 for c in clients.values())])
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
-        lost += [f"{name} has no checkpoint in {store.directory}" for name in missing]
+        lost += [f"{name} has no checkpoint in {store.place}" for name in missing]
     if lost:
         raise StorageError(f"{'; '.join(lost)}. {FIX}")
     if coordinator is not None:
@@ -261,7 +293,7 @@ def _coordinator_incarnation(store: CheckpointStore, coordinator: str | None) ->
         snapshot = None if coordinator is None else store.newest(coordinator)
     except StorageError as error:
         raise StorageError(
-            f"{error}. {FIX}. Or move {store.directory}/{coordinator} away: then the run resumes "
+            f"{error}. {FIX}. Or move {store.place}/{coordinator} away: then the run resumes "
             "from the parameters of its shards, and the method starts again there"
         ) from None
     return 1 if snapshot is None else 1 + int(snapshot.facts.get("incarnation", "0"))
@@ -340,6 +372,7 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
                 getattr(each.algorithm, "rule", None), "name", None
             ),
             "[algorithm] name: the checkpoints are another algorithm's": each.algorithm_name,
+            "[cluster] checkpoints: they are where they were": each.cluster.checkpoints,
         }
         for each in (earlier, job)
     )
@@ -357,6 +390,7 @@ def start_from_scratch(job: Job, run: RunDirectory) -> str:
     place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
     cluster = job.cluster
     cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
+    _choose_place(job, run)
     write_checkpoint_set(run.snapshots, cut)
     return f"starting from scratch; earlier files are in {place}"
 
@@ -384,8 +418,12 @@ def resume_run(
         plan=None if plan is None else mark_of(plan),
         train=train,
     )
-    was = was or now
-    store = CheckpointStore(directory, report=report)
+    if was is None:
+        was = now
+        _choose_place(job, run)
+    elif job.cluster.checkpoints is not None and not run.place_file.exists():
+        raise _damaged(run.place_file, "it is missing")
+    store = store_of(run, directory, report=report)
     coordinator = coordinator_of(job)
     notes: tuple[str, ...] = ()
     if coordinator is not None:
@@ -410,7 +448,7 @@ def resume_run(
     if previous.restored and previous.missing:
         names = ", ".join(previous.missing)
         line = (
-            f"{names}: no intact checkpoint in {directory}, so it starts from scratch, and "
+            f"{names}: no intact checkpoint in {store.place}, so it starts from scratch, and "
             "every replica at the beginning of its data"
         )
         notes = (*notes, line)
@@ -431,7 +469,7 @@ def _reshard(
     why, names = "", ", ".join(previous.missing)
     if names:
         why = (
-            f"there is no intact one of {names} in {store.directory}. Restore it, "
+            f"there is no intact one of {names} in {store.place}. Restore it, "
             f"or resume with {was}, where {names} starts from scratch"
         )
     elif not isinstance(rule, UpdateRule):
@@ -449,7 +487,10 @@ def _reshard(
     places = dict(zip(now.replicas, starts, strict=True))
     old = Layout.of(layout.tensors, n_shards=was.n_shards, dtype=layout.spec.dtype)
     with making_checkpoint_set(run, previous.label, now) as (written, kept):
-        fresh = CheckpointStore(written, report=store.report)
+        kept_store = store_of(run, kept, report=store.report)
+        # Files elsewhere cannot be renamed together: they count once cut.json is in its place.
+        is_here = not run.place_file.exists()
+        fresh = CheckpointStore(written, report=store.report) if is_here else kept_store
         last = previous.incarnation - 1
         clients = tuple(
             SessionRecord(name=name, incarnation=last, samples=n)
@@ -460,13 +501,13 @@ def _reshard(
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
         if read_back.missing or read_back.before.samples != places:
             raise StorageError(
-                f"resharded checkpoints cannot be read back from {written}: check "
+                f"resharded checkpoints cannot be read back from {fresh.place}: check "
                 "the disk. The run is unchanged"
             )
     return Resumed(
         previous=read_back,
-        store=CheckpointStore(kept, report=store.report),
-        notes=tuple(_notes(job, run, was, now, n_samples=sum(starts), directory=kept)),
+        store=kept_store,
+        notes=tuple(_notes(job, run, was, now, n_samples=sum(starts), directory=kept_store.place)),
     )
 
 
@@ -486,35 +527,32 @@ def reshard_all(
     in memory at a time.
     """
     last = clients[0].incarnation
-    paths: list[Path] = []
+    opened: list[TensorFile] = []
     clocks: list[int] = []
     steps: list[StepCounts] = []
     for k in range(old.n_shards):
         snapshot = source.newest(f"shard-{k}")
         if snapshot is None:
-            raise StorageError(f"{source.directory} has no intact shard-{k}")
+            raise StorageError(f"{source.place} has no intact shard-{k}")
         config = ShardConfig(index=k, layout=old, rule=rule)
         state = restore(snapshot, config=config, incarnation=last + 1)
         # Values are read again, in parts: not all of them are in memory at once.
         clocks.append(state.clock)
         steps.append(state.steps)
-        paths.append(source.path(f"shard-{k}", snapshot.label))
-    with ExitStack() as stack:
+        opened.append(source.file(f"shard-{k}", snapshot.label))
+
+    def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
         try:
-            opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
-        except (OSError, SafetensorError) as error:
+            return opened[shard_index].array(array, start, stop)
+        except OSError as error:
             raise StorageError(f"checkpoints cannot be read again: {error}") from error
 
-        def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
-            part: Vector = opened[shard_index].get_slice(array)[start:stop]
-            return part
-
-        for k in range(new.n_shards):
-            state = reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=read)
-            state = replace(state, incarnation=last, clients=clients)
-            config = ShardConfig(index=k, layout=new, rule=rule)
-            target.save(f"shard-{k}", take(label, state, config=config))
-            del state  # free them before the next one is made
+    for k in range(new.n_shards):
+        state = reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=read)
+        state = replace(state, incarnation=last, clients=clients)
+        config = ShardConfig(index=k, layout=new, rule=rule)
+        target.save(f"shard-{k}", take(label, state, config=config))
+        del state  # free them before the next one is made
 
 
 def _notes(
@@ -524,7 +562,7 @@ def _notes(
     now: CheckpointSet,
     *,
     n_samples: int,
-    directory: Path,
+    directory: str,
 ) -> Iterator[str]:
     if was.n_shards != now.n_shards:
         yield (

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from distbelief.core.memory import Memory
+from distbelief.core.tensor_files import TensorFile
 from distbelief.data import Dataset, Path, read_batch, shown_path
 from distbelief.errors import JobError
 from distbelief.graph.capture import capture
@@ -105,7 +106,7 @@ class BuildContext:
     initials: Mapping[str, Initial] = field(default_factory=dict)
     # A safetensors file with whole tensors in the layout's shapes, needed by shards otherwise:
     # written by the job for "module", else the user's own.
-    initial_file: str | None = None
+    initial_file: TensorFile | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.

@@ -128,12 +128,12 @@ def build_role(
 def build_shard(
     name: str, *, rule: UpdateRule, context: BuildContext, policy: ExchangePolicy = DOWNPOUR
 ) -> Role:
-    layout, path = context.layout, context.initial_file
+    layout, file = context.layout, context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
 
     def initialise() -> Vector:
-        if path is not None:
-            return shard_values_from(layout, index, reader(path, layout))
+        if file is not None:
+            return shard_values_from(layout, index, reader(file, layout))
         return shard_values(layout, index, context.initials, seed=context.task.model.seed)
 
     config = ShardConfig(

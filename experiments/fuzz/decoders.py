@@ -4,13 +4,14 @@ Bytes of other machines:
 
     wire    frames of a message     chunk   files in chunks         spec    a job spec
     job     the job in it           plan    the plan in it          place   an endpoint
-    zap     requests of RFC 27
+    zap     requests of RFC 27      call   for a checkpoint         reply    to one
 
 Files and texts that this user, or this program, wrote on this machine:
 
     address   of a job            server   of a standing server    allowed  the allow-list
     secret    a key file          facts    of a shard's snapshot   metrics  lines of a run
     status    of a running job    cut      which snapshots are in use
+    tensors   a safetensors file
 """
 
 import hashlib
@@ -36,6 +37,9 @@ from distbelief.cluster.bootstrap import (
     write_job_spec,
 )
 from distbelief.config.load import job_from_json, parse_job
+from distbelief.core.folders import Folder
+from distbelief.core.tensor_files import TensorFile, encoded
+from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
@@ -56,6 +60,7 @@ from distbelief.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import KeyConfig
+from distbelief.transport.file_server import FileCall, FileReply
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
 from experiments.fuzz.inputs import Sampler, numbers
 
@@ -141,6 +146,56 @@ def _chunk() -> Decoder:
         decode=read,
         refusals=(RemoteProtocolError,),
     )
+
+
+def _call() -> Decoder:
+    kinds = get_args(FileCall.__annotations__["do"])
+    calls = [FileCall(do=do, name="shard-0/1.safetensors", n_bytes=7) for do in kinds]
+    return Decoder(
+        seeds=tuple(map(msgspec.json.encode, calls)),
+        decode=partial(msgspec.json.decode, type=FileCall),
+        refusals=(msgspec.MsgspecError, UnicodeDecodeError),
+    )
+
+
+def _reply() -> Decoder:
+    replies = (FileReply(number=1, names=("1.safetensors",)), FileReply(error="no", n_bytes=3))
+    return Decoder(
+        seeds=tuple(map(msgspec.json.encode, replies)),
+        decode=partial(msgspec.json.decode, type=FileReply),
+        refusals=(msgspec.MsgspecError, UnicodeDecodeError),
+    )
+
+
+class _Bytes:
+    """A folder of one file."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def size(self, _name: str) -> int:
+        return len(self._content)
+
+    def read(self, _name: str, offset: int, buffer: memoryview) -> None:
+        part = self._content[offset : offset + len(buffer)]
+        if len(part) < len(buffer):
+            raise EOFError("the end")
+        buffer[:] = part
+
+
+def _tensors() -> Decoder:
+    def read(data: bytes) -> None:
+        file = TensorFile(cast("Folder", _Bytes(data)), "x")
+        for name in file.entries:
+            file.array(name)
+            file.array(name, 1, 2)
+
+    arrays: dict[str, Vector] = {
+        "values": np.ones(3, np.float32),
+        "state.sum": np.ones((2, 2), np.float64),
+    }
+    contents = [b"".join(encoded(a, {"clock": "3"})) for a in (arrays, {})]
+    return Decoder(seeds=tuple(contents), decode=read)
 
 
 def _job_spec(text: str = JOB) -> RoleSpec:
@@ -311,6 +366,9 @@ _MAKERS: Final[Mapping[str, Callable[[], Decoder]]] = {
     "metrics": lambda: _json(Measurement, measurements_in, end=b"\n"),
     "status": lambda: _json(Status, partial(status_in, file=_PATH)),
     "cut": lambda: _json(CheckpointSet, partial(checkpoint_set_in, file=_PATH)),
+    "call": _call,
+    "reply": _reply,
+    "tensors": _tensors,
 }
 DECODERS: Final[Mapping[str, Open]] = {
     **{

@@ -16,12 +16,14 @@ from distbelief.cluster.bootstrap import (
     read_job_spec,
     write_job_spec,
 )
+from distbelief.cluster.listen import JoinServer
 from distbelief.config.load import job_from_json
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import Blob, FileChunk, FileRequest, hosts
 from distbelief.protocol.hosts import CHUNK_BYTES_MAX
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair
 from tests.distbelief.jobs import speech
 
@@ -133,8 +135,32 @@ def test_a_job_spec_has_the_plan_and_no_path_of_the_supervisors(tmp_path: Path) 
     assert received.plan == "{}"
     assert received.shares
     assert not any((received.spec.memory, received.spec.snapshots, received.spec.supervisor))
-    assert received.spec.initial_file is received.spec.plan is None
+    assert received.spec.plan is None
+    assert received.spec.initial_file == ""  # the file server has it
+    assert received.spec.files == ""
     assert not read_job_spec(write_job_spec(spec_of(memory=""), plan=None)).shares
+
+
+@pytest.mark.parametrize(
+    ("overrides", "snapshots"),
+    [((), ""), (("cluster.checkpoints=/mnt/runs",), "/home/ada/runs/x/snapshots")],
+)
+def test_hosts_save_at_the_file_server_unless_the_job_names_a_place(
+    overrides: tuple[str, ...], snapshots: str
+) -> None:
+    job, files = speech(*overrides), "tcp://0.0.0.0:7"
+    cluster = JoinServer(reach=ListenConfig()).cluster(
+        job, spec_of(*overrides), plan=None, files=files
+    )
+    spec = read_job_spec(cluster.job_spec).spec
+    assert (spec.files, spec.snapshots) == (files, snapshots)
+
+
+def test_a_job_spec_says_where_hosts_find_checkpoints_and_initial_values() -> None:
+    files, shared = "tcp://0.0.0.0:7", "s3://b/x"
+    content = write_job_spec(spec_of(), plan=None, files=files, snapshots=shared)
+    spec = read_job_spec(content).spec
+    assert (spec.files, spec.snapshots, spec.initial_file) == (files, shared, "")
 
 
 def test_a_job_looks_for_its_files_where_the_host_has_them(tmp_path: Path) -> None:
