@@ -19,7 +19,7 @@ from distbelief.roles import role as rl
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.scheduler import PlacementPolicy
+from distbelief.supervisor.placement import PlacementPolicy
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 
