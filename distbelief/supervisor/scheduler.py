@@ -11,7 +11,7 @@ more; after `dead_seconds` its roles count as lost and start elsewhere.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, final
@@ -23,6 +23,7 @@ from distbelief.parameter_server.config import other_copy
 from distbelief.protocol.hosts import JOB_SPEC, PROBE, PROBE_BYTES
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
+from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
@@ -140,7 +141,7 @@ class Scheduler:
         *,
         stable_seconds: rl.Seconds,
         on_end: Ended,  # of a role on another host
-        is_irreplaceable: Callable[[RoleRecord], bool],  # a primary whose backup is not in sync
+        failover: ShardFailover,
         cluster: ClusterConfig | None,
         policy: PlacementPolicy,
     ) -> None:
@@ -149,7 +150,7 @@ class Scheduler:
         self._shutdown = shutdown
         self._stable_seconds = stable_seconds
         self._on_end = on_end
-        self._is_irreplaceable = is_irreplaceable
+        self._failover = failover
         self._cluster = cluster
         self._policy = policy
         self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
@@ -428,11 +429,12 @@ class Scheduler:
             record = self._members.get(name)
             if record is None:
                 continue
-            if not self._ends_in_order(record):
+            if not self._ends_in_order(record, cluster):
                 self._lose_role(name, f"has left with {host.label}")
                 continue
             if record.kind == "shard" and len(self._copies(record)) == 1:
-                # Repeated: it may be lost. No push is acknowledged that is not in this checkpoint.
+                # Repeated: it may be lost. What it acknowledges later is not in this checkpoint,
+                # so it acknowledges nothing more.
                 self._out.send(name, wire.SaveCheckpoint(label=rl.NEWEST, last=True))
             elif record.kind == "replica" and name not in self._moving:
                 self._out.send(name, wire.Stop(reason=f"{host.label} is leaving"))
@@ -443,20 +445,29 @@ class Scheduler:
             self._out.log(event)
             self._release(host, event.text)
 
-    def _ends_in_order(self, record: RoleRecord) -> bool:
+    def _ends_in_order(self, record: RoleRecord, cluster: ClusterConfig) -> bool:
         # Whether a role has something left to do before it leaves its host.
         if not record.has_joined:
             return False
         if record.kind == "shard" and self._shutdown.stage < ShutdownStage.CLOSE:
-            # Only the coordinator knows when its shards can be saved.
-            alone = len(self._copies(record)) == 1 and self._members.coordinator is None
-            return alone or self._is_irreplaceable(record)
+            return self._holds_more(record, cluster)
         whole = record.kind == "replica" and not self._members.ranks_with(record)
         return whole and self._shutdown.stage is ShutdownStage.RUN
 
+    def _holds_more(self, record: RoleRecord, cluster: ClusterConfig) -> bool:
+        # Whether a shard holds what is neither in a checkpoint nor in its other copy.
+        copies = self._copies(record)
+        if len(copies) == 1:  # only the coordinator knows when its shards can be saved
+            return self._members.coordinator is None
+        if not self._failover.is_primary(record):
+            return False
+        # Its backup must have been heard since then: it could have died a moment ago.
+        since = self._moving.get(record.name, math.inf) - cluster.leave_seconds_max
+        is_new = any(copy.heard_at <= since for copy in copies)
+        return is_new or self._failover.is_irreplaceable(record)
+
     def _copies(self, record: RoleRecord) -> list[RoleRecord]:
-        copies = (copy for copy in self._members.of("shard") if copy.shard == record.shard)
-        return [copy for copy in copies if copy.is_alive]
+        return [copy for copy in self._failover.copies(record.shard) if copy.is_alive]
 
     def saved(self, record: RoleRecord, message: wire.CheckpointSaved) -> None:
         """Handle the last checkpoint of a shard whose host leaves."""

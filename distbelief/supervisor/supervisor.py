@@ -98,7 +98,7 @@ class Supervisor:
             self.shutdown,
             stable_seconds=config.stable_seconds,
             on_end=self._ended,
-            is_irreplaceable=self.failover.is_irreplaceable,
+            failover=self.failover,
             cluster=cluster,
             policy=policy or Placement.of(cluster),
         )

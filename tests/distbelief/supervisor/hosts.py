@@ -247,6 +247,7 @@ def offer_of(
     cores: int = 1,
     memory_bytes: int = 1 << 30,
     flops: float = 0.0,
+    domain: str = "",
 ) -> Offer:
     return Offer(
         incarnation=incarnation,
@@ -256,6 +257,7 @@ def offer_of(
         memory_bytes=memory_bytes,
         devices=(),
         flops=flops,
+        domain=domain,
     )
 
 
