@@ -37,6 +37,7 @@ DEATHS_MAX: Final = 3  # early deaths in a row on one host, after which it gets 
 N_HOSTS_MAX: Final = 1024
 OFFER_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
 
+_DONE: Final = ("samples", "evaluations", "pushes_applied")  # counters of work that a role has done
 _UNLIMITED: Final = 1 << 30  # slots of a job that runs on one host
 _PROBE_CONTENT: Final = bytes(PROBE_BYTES)
 
@@ -385,15 +386,17 @@ class Scheduler:
 
         Preflight has tried model and data on the supervisor's host. So a role that fails elsewhere
         before its first step fails because of that host (no data, an older model), unless another
-        role trains there. A failure of the first replica always counts against the job, because all
-        others wait for it.
+        role does the same work there. A failure of the first replica always counts against the job,
+        because all others wait for it.
         """
         host = self.hosts.at(record.name)
         if host is None or host.name == HERE or not failed.culprit_is_job:
             return None
         beside = [r for r in map(self._members.get, host.roles) if r is not None]
-        group = [record, *self._members.ranks_with(record), *beside]
-        works = any(r.progressed or r.counters.get("samples", 0.0) > 0 for r in group)
+        alike = [r for r in beside if (r.trains and record.trains) or r.kind == record.kind]
+        group = [record, *self._members.ranks_with(record), *alike]
+        done = (r.counters.get(name, 0.0) for r in group for name in _DONE)
+        works = any(r.progressed for r in group) or any(n > 0 for n in done)
         is_now = host.roles.get(record.name) == record.incarnation
         return None if works or record.group == FIRST or not is_now else host
 

@@ -200,7 +200,7 @@ def primary_leaves_at_once(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("variant", "scene"),
     [
-        (backup_beside_its_primary, partial(play, 0)),
+        (backup_beside_its_primary, partial(play, 2)),
         (shards_go_to_hosts_that_are_lost, partial(play, 0)),
         (primary_leaves_at_once, test_a_primary_waits_for_its_backup_before_it_leaves),
         (primary_leaves_at_once, test_a_single_copy_saves_before_its_host_leaves),
