@@ -430,7 +430,7 @@ class Scheduler:
             self._out.log(LogEvent("host_leaving", host=host.full_label))
         for name in list(host.roles):
             record = self._members.get(name)
-            if record is None:
+            if record is None or (name in self._moving and record.kind != "shard"):
                 continue
             if not self._ends_in_order(record, cluster):
                 self._lose_role(name, f"has left with {host.label}")
@@ -439,7 +439,7 @@ class Scheduler:
                 # Repeated: it may be lost. What it acknowledges later is not in this checkpoint,
                 # so it acknowledges nothing more.
                 self._out.send(name, wire.SaveCheckpoint(label=rl.NEWEST, last=True))
-            elif record.kind == "replica" and name not in self._moving:
+            elif record.kind == "replica":
                 self._out.send(name, wire.Stop(reason=f"{host.label} is leaving"))
             self._moving.setdefault(name, self._out.now + cluster.leave_seconds_max)
         if not host.roles:
