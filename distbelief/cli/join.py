@@ -37,6 +37,12 @@ def join(  # noqa: PLR0913 -- options
         "A module or package whose functions the job may call on this host. "
         "May be repeated. Default: none.",
     ),
+    domain: str = option(
+        "",
+        "NAME",
+        "What fails together with this host, such as a rack. The two copies of a shard are put "
+        "on hosts of different domains.",
+    ),
     directory: Path = option(
         Path("runs/joined"), "DIR", "Where to write the logs of the roles that run here."
     ),
@@ -68,6 +74,7 @@ def join(  # noqa: PLR0913 -- options
         memory_bytes=None if memory is None else int(units.parse(memory, "bytes")),
         devices=tuple(devices or ()),
         allowed=tuple(allow_import or ()),
+        domain=domain,
         directory=directory,
         stays=stay,
         wait_seconds=wait,

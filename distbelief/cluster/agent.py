@@ -38,7 +38,7 @@ _STORE: Final = "host:store"
 _VERDICT: Final = "host:verdict"
 _ALONE_SECONDS: Final = 3.0
 _REASON_MAX: Final = 2048
-_NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
+_NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9}b?)?(\.\d{1,9})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class JoinOptions:
     allowed: tuple[str, ...] = ()  # modules whose functions a job may name
     code: Path = Path()  # directory of a job's modules and files
     directory: Path = Path("runs/joined")  # for logs
+    domain: str = ""  # what fails together with this host
     stays: bool = False  # whether to wait for another job when one is over
     wait_seconds: float = 600.0  # for a job to take this host
 

@@ -187,6 +187,7 @@ def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:
         memory_bytes=options.memory_bytes or memory,
         devices=options.devices,
         flops=profiling.flops(),
+        domain=options.domain,
     )
     stays, wait = options.stays, options.wait_seconds
     return HostAgentConfig(offer=offer, stays=stays, wait_seconds_max=wait)

@@ -12,7 +12,8 @@ from distbelief.cluster.bootstrap import JobAddress, write_job_spec
 from distbelief.cluster.ray import RayHosts, connect
 from distbelief.config.job import Job
 from distbelief.launch.role_process import RoleSpec
-from distbelief.supervisor.hosts import ClusterConfig, StepTime
+from distbelief.parameter_server.layout import Layout
+from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.transport.address import ANYWHERE, Endpoint, own_address
 from distbelief.transport.config import ListenConfig
 
@@ -37,15 +38,12 @@ class JoinServer:
         self, job: Job, spec: RoleSpec, *, plan: Path | None, files: str = ""
     ) -> ClusterConfig:
         snapshots = spec.snapshots if job.cluster.checkpoints is not None else ""
-        return ClusterConfig(
+        return replace(
+            ClusterConfig.of(job, Layout(spec.layout), slots_here=self.slots_here(job)),
             run=secrets.token_hex(4),
             job_spec=write_job_spec(spec, plan=plan, files=files, snapshots=snapshots),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
-            slots_here=self.slots_here(job),
-            threads=job.cluster.threads,
-            device=job.cluster.device,
-            step=StepTime.of(job),
         )
 
     def slots_here(self, job: Job) -> int:

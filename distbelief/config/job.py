@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol, cast
 
 import msgspec
 
@@ -30,6 +30,10 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, extra={"unit": "time"})]  # "10 s"
 DEVICES: Final = ("cpu", "cuda")
 PATIENCE_SECONDS: Final = 600.0
 PATIENCE_SECONDS_MIN: Final = 2.0  # several heartbeats, each of which the supervisor answers
+
+
+# Where shards run: on the supervisor's host, one on each host, or on the hosts of replicas.
+ShardPlacement = Literal["here", "spread", "beside replicas"]
 
 
 class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +57,7 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shared_memory: bool = True  # if false, roles of one host exchange messages, as between hosts
     # Folder or URL for the checkpoints; None: in the run directory.
     checkpoints: str | None = None
+    placement: ShardPlacement = "here"  # of shards, where other hosts have joined
     # Silence of the supervisor after which every role ends, the shards once they have saved.
     patience: Seconds = PATIENCE_SECONDS
 

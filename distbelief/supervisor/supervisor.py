@@ -15,7 +15,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final, final
 
 from distbelief import protocol as wire
@@ -32,15 +31,9 @@ from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
+from distbelief.supervisor.placement import Placement, PlacementPolicy
 from distbelief.supervisor.rounds import Checkpoints, Evaluations
-from distbelief.supervisor.scheduler import (
-    HostToSupervisor,
-    PlacementPolicy,
-    ReplicasAnywhere,
-    Scheduler,
-    Shutdown,
-    ShutdownStage,
-)
+from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler, Shutdown, ShutdownStage
 from distbelief.supervisor.view import JobView, Phase
 
 
@@ -105,9 +98,9 @@ class Supervisor:
             self.shutdown,
             stable_seconds=config.stable_seconds,
             on_end=self._ended,
-            on_loss=partial(self._ended, at_once=True),
+            failover=self.failover,
             cluster=cluster,
-            policy=policy or ReplicasAnywhere(),
+            policy=policy or Placement.of(cluster),
         )
         self._has_begun = False
         self._clock = Silence()  # our own tick, and the progress of all replicas
@@ -196,9 +189,17 @@ class Supervisor:
         if self._runs:
             self._send_due_requests()
             self._report_stall()
+            self._part_copies()
             self._end_if_due()
         if self._now >= self._report_at and self.metrics.training_since is not None:
             self._record()
+
+    def _part_copies(self) -> None:
+        """Move the backup of a primary on the same host once another host is free."""
+        for record in self.scheduler.copies_together():
+            primary = self.failover.primary(record.shard)
+            if primary is not None and primary is not record and primary.has_joined:
+                self.scheduler.move(record)
 
     def _send_due_requests(self) -> None:
         evaluator = self.members.evaluator
@@ -281,6 +282,7 @@ class Supervisor:
                 error = self.checkpoints.answered(record.shard, message, self._now)
                 if error:
                     self.out.log(LogEvent("not_saved", record.name, reason=error))
+                self.scheduler.saved(record, message)
             case wire.BackupUnresponsive() | wire.BackupInSync() if record.kind == "shard":
                 self.failover.reported(record, message)
             case _:
