@@ -28,8 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.cluster.bootstrap import JobAddress
-from distbelief.cluster.listen import JoinServer
-from distbelief.cluster.ray import RayHosts
+from distbelief.cluster.listen import HostSource, JoinServer
 from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
@@ -246,7 +245,7 @@ class Trainer:
         self._model_error: str | None = None
         self.exit_code = 0
         self._n_ended = 0
-        self._ray_hosts: RayHosts | None = None
+        self._source: HostSource | None = None  # of hosts that join
 
     # --- prepare ---
 
@@ -362,8 +361,8 @@ class Trainer:
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
-        if self._ray_hosts is not None:
-            for text in self._ray_hosts.news(now):
+        if self._source is not None:
+            for text in self._source.news(now):
                 log.announce(text)
 
     def _status(self, view: JobView, *, ended: bool = False) -> Status:
@@ -386,11 +385,12 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        if hosting.on_ray:
-            n_machines = self._preflight.n_machines or 1
-            self._ray_hosts = hosts = hosting.ray_hosts(self._job, n_machines=n_machines)
-            stack.callback(hosts.close)
-            hosts.start(str(address), directory=self._run.path.absolute() / "joined")
+        n_machines = self._preflight.n_machines or 1
+        log = partial(self._log.log, "info")
+        self._source = source = hosting.source(self._job, n_machines=n_machines, log=log)
+        if source is not None:
+            stack.callback(source.close)
+            source.start(str(address), directory=self._run.path.absolute() / "joined")
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None

@@ -45,6 +45,7 @@ _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     address: str  # as `distbelief train --listen` prints it
+    is_held: bool = False  # whether it leaves when its standard input ends
     keys: Path | None  # directory of this host's keys; None for a run without keys
     cores: int | None = None  # to use; None for all
     memory_bytes: int | None = None  # to use; None for all

@@ -51,6 +51,10 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
             yield table, name
 
 
+def modules_of(job: Job) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path.partition(":")[0] for _, path in import_paths(job)))
+
+
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
     """Reject a job that names functions of modules that this host's user has not allowed.
 
