@@ -414,7 +414,7 @@ class AgentStorage:
             received.spec,
             job=job,
             supervisor=self.supervisor,
-            memory=str(memory.directory) if received.shares else "",
+            memory=str(received.memory_here or memory.directory) if received.shares else "",
             snapshots=str(directory / "snapshots"),
             initial_file=None,
             plan=None if plan is None else str(plan),

@@ -1,6 +1,6 @@
 """`distbelief join`: machines come, die, leave, and are refused; the job goes on.
 
-The other "machine" is another directory, with keys and shared memory of its own.
+The other "machine" is another directory with keys of its own, and nothing shares memory.
 """
 
 import os
@@ -118,7 +118,8 @@ def allow(at: Path, whom: Path, role: str) -> None:
 
 def listening(land: Land, *options: str, replicas: int) -> AbstractContextManager[Command]:
     listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
-    return train(land.here, *listen, *sets(f"cluster.replicas={replicas}"), *options)
+    job = sets(f"cluster.replicas={replicas}", "cluster.shared_memory=false")
+    return train(land.here, *listen, *job, *options)
 
 
 def test_machines_are_refused_come_leave_and_die(land: Land) -> None:

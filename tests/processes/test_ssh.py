@@ -81,6 +81,13 @@ def joined(there: Path) -> list[int]:
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
+def maps_of(role: str, there: Path) -> str:
+    """Return which files a role maps that runs on the host that joined."""
+    logs = [path.read_text() for path in there.rglob(f"{role}.log")]
+    pids = re.findall(r"process (\d+) begins", "".join(logs))
+    return content(Path(f"/proc/{pids[-1]}/maps")).decode() if pids else ""
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -95,6 +102,8 @@ def test_hosts_start_by_ssh_and_end_with_the_job(
         assert any(b"BatchMode" in line for line in lines)
         assert not any(secret.encode() in line for line in lines)
         poll(lambda: command.told().count("replica 1: on ") == 1)
+        # On one machine, nothing goes through TCP.
+        poll(lambda: f"/distbelief-{command.process.pid}-" in maps_of("replica-1", there))
         os.kill(parent(joined(there)[0]), signal.SIGKILL)  # the local ssh
         poll(lambda: not alive(joined(there)[:1]))
         poll(lambda: command.told().count("replica 1: on ") == 2)
