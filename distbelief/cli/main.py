@@ -21,6 +21,7 @@ from distbelief.cli.keys import keys
 from distbelief.cli.options import FAILED
 from distbelief.cli.serve import serve
 from distbelief.cli.simulate import chaos, simulate
+from distbelief.cli.slurm import slurm
 from distbelief.cli.status import status
 from distbelief.errors import JobError
 
@@ -376,6 +377,7 @@ app.command()(simulate)
 app.command()(chaos)
 app.command()(serve)
 app.command()(join)
+app.command()(slurm)
 app.add_typer(keys, name="keys")
 
 
