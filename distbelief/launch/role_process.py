@@ -94,6 +94,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     plan: str | None = None  # file of the plan by which replicas are split; None if they are not
     sample: Sample | None = None  # shapes and types of the data, for that plan
     n_train: int | None = None  # training samples
+    marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
     reach: ListenConfig = ListenConfig()  # where these processes listen
     computation: Computation | None = None  # what ranks without shards compute
     # Packages and modules whose functions they may call; None for any
@@ -197,6 +198,7 @@ def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
         sample=spec.sample,
         device=job.cluster.device,
         n_train=spec.n_train,
+        marks=None if spec.allowed is None else spec.marks,  # only hosts that join have other data
     )
 
 

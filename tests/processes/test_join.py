@@ -200,3 +200,16 @@ def test_a_machine_joins_by_the_secret_of_a_run(land: Land) -> None:
         files = [path for path in place.rglob("*") if path.is_file()]
         assert not [path for path in files if secret.encode() in path.read_bytes()]
     assert [host["state"] for host in command.summary()["hosts"]] == ["ready"]
+
+
+def test_a_host_with_other_data_of_the_same_number_is_refused(land: Land) -> None:
+    """It trained on them: only the number of samples was compared."""
+    (land.there / "tiny.py").write_text(
+        MODULE.replace("manual_seed(seed)", "manual_seed(seed + 1)")
+    )
+    with listening(land, *LONG, "--cores", "1", replicas=2) as command:
+        with land.joined(command) as machine:
+            assert machine.wait() == 1, machine.said
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    assert "has 2,000 other samples here than where the job began" in machine.said
