@@ -36,7 +36,7 @@ from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.local import LocalLauncher
+from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.preflight import (
     PreflightRequest,
     PreflightResult,
@@ -118,6 +118,7 @@ def supervisor_config(
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
+        import_seconds_max=IMPORT_SECONDS_MAX,
         first_incarnation=previous.incarnation,
         first_label=previous.label,
         before=previous.before,

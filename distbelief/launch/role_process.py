@@ -111,8 +111,6 @@ def main(name: str, incarnation: int, path: str) -> int:
     spec = read_spec(path)
     job = job_from_json(bytes(spec.job))
     import_from(job)
-    if spec.allowed is not None:
-        check_allowed(job, spec.allowed)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
     # Gradients of each step reuse the memory of the last one, as do the vectors of a chunk on a
     # shard under a coordinator. A shard of Downpour needs no such memory.
@@ -203,6 +201,8 @@ def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
 
 
 def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
+    if spec.allowed is not None:  # here, since it imports: heartbeats are sent meanwhile
+        check_allowed(job, spec.allowed)
     algorithm, context = algorithms.algorithm_of(job), context_of(spec, job, memory)
     try:
         if spec.computation is not None:

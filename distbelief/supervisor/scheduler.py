@@ -260,6 +260,7 @@ class Scheduler:
         if self._cluster is not None:
             to = rl.SUPERVISOR if host.name == HERE else host.name
             self._out.add(rl.AssignName(name=name, to=to))
+        record.begins = host.name != HERE
         if host.name == HERE:
             self._out.add(rl.Launch(name=name, incarnation=incarnation))
 
