@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow,
     pytest.mark.untraced,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
 ]
 
 NODES = """#!/bin/bash
@@ -65,12 +65,12 @@ def submitted(place: Path, script: Path) -> Iterator[Command]:
         start_new_session=True,
     )
     command = Command(process, place, place / "runs" / "tiny")
-    try:
-        with process:
+    with process:
+        try:
             yield command
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Path) -> None:
@@ -84,7 +84,8 @@ def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Pat
     done = 0
     for turn in (1, 2):
         with submitted(tmp_path, script) as command:
-            poll(lambda: command.told().count("replica 1: on ") == turn)  # noqa: B023
+            told = command.told
+            poll(lambda: told().count("replica 1: on ") == turn, seconds=90.0)  # noqa: B023
             poll(lambda: command.is_training() and command.samples() > done)  # noqa: B023
             command.signal(signal.SIGTERM)  # to the script alone, as --signal=B:TERM does
             assert command.wait() == 143, command.output
