@@ -80,7 +80,7 @@ class JoinServer:
         if self.on == "ray":
             connect(is_local=self.reach.is_local)
         elif self.on:
-            ssh.check_reach(ssh.parse(self.on), is_local=self.reach.is_local)
+            ssh.check(ssh.parse(self.on), is_local=self.reach.is_local)
         return replace(self, reach=self.reach.pinned())
 
     def source(self, job: Job, *, n_machines: int, log: Callable[[str], None]) -> HostSource | None:

@@ -13,6 +13,7 @@ ends, as it does with the local ssh, with this process, or with the connection.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Final, Self, final
 
 from distbelief.config.job import Job
-from distbelief.core import files
 from distbelief.core.formatting import without_control_characters
 from distbelief.core.reliable import Backoff
 from distbelief.errors import JobError
@@ -38,7 +38,8 @@ SSH: Final = (
 )
 END_SECONDS: Final = 2.0  # for hosts to end with the job
 CLOSE_SECONDS: Final = 3.0  # to end without their connection
-TAIL_BYTES: Final = 4096  # of a host's new output, that go to the log at once
+OUTPUT_BYTES: Final = 4096  # of a host, that go to the log at once
+LINE_MAX: Final = 1000  # characters
 _FINAL: Final = (0, 1, 2, 126, 127, 130)  # after these, another try would end the same
 _FIRST_SECONDS: Final = 1.0  # pause before the first new try
 _LONGEST_SECONDS: Final = 60.0
@@ -58,7 +59,10 @@ def parse(on: str) -> tuple[str, ...]:
     return hosts
 
 
-def check_reach(hosts: tuple[str, ...], *, is_local: bool) -> None:
+def check(hosts: tuple[str, ...], *, is_local: bool) -> None:
+    """Raise JobError if these hosts cannot be started, or cannot reach the job."""
+    if shutil.which(SSH[0]) is None:
+        raise JobError("--on ssh: there is no program ssh here: install OpenSSH's client")
     others = [host for host in hosts if host.rpartition("@")[2] not in _LOCAL]
     if is_local and others:
         raise JobError(
@@ -73,9 +77,8 @@ class _Link:
     """The ssh to one host."""
 
     host: str
-    output: Path  # of ssh and of the process there
     process: "subprocess.Popen[bytes] | None" = None
-    n_read: int = 0  # bytes of the output
+    unread: bytes = b""  # the beginning of a line of its output
     last: str = ""  # line of the output
     told: str = ""  # the newest text about it
     begun_at: Seconds = 0.0
@@ -85,15 +88,17 @@ class _Link:
     is_over: bool = False
 
     def lines(self) -> list[str]:
-        """Return the newest lines of its output."""
-        with suppress(OSError), self.output.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self.n_read, end - TAIL_BYTES))
-            self.n_read, new = end, file.read(TAIL_BYTES).decode(errors="replace")
-            lines = [without_control_characters(line) for line in new.splitlines() if line.strip()]
-            self.last = lines[-1] if lines else self.last
-            return lines
-        return []
+        """Return what ssh and the process there have printed by now."""
+        if self.process is None:
+            return []
+        assert self.process.stdout is not None
+        new = self.process.stdout.read(OUTPUT_BYTES)  # None: nothing yet; b"": nothing more
+        *whole, self.unread = (self.unread + (b"\n" if new == b"" else new or b"")).split(b"\n")
+        self.unread = self.unread[-OUTPUT_BYTES:]
+        texts = [line.decode(errors="replace").strip()[:LINE_MAX] for line in whole]
+        lines = [without_control_characters(text) for text in texts if text]
+        self.last = lines[-1] if lines else self.last
+        return lines
 
 
 @final
@@ -129,13 +134,11 @@ class SshHosts:
         return cls(hosts, command=command or here, words=" ".join(words), log=log)
 
     def start(self, address: str, *, directory: Path) -> None:
-        """Connect to all hosts; they join when they are ready."""
+        """Connect to all hosts; they join when they are ready. Their logs stay with them."""
+        del directory
         self._address = f"{address}\n".encode()
-        with files.explaining(directory, doing="make"):
-            directory.mkdir(parents=True, exist_ok=True)
-        for host in self._hosts:
-            link = _Link(host=host, output=directory / f"{host.replace(':', '_')}.log")
-            self._links.append(link)
+        self._links = [_Link(host=host) for host in self._hosts]
+        for link in self._links:
             self._connect(link)
 
     def news(self, now: Seconds) -> list[str]:
@@ -159,11 +162,8 @@ class SshHosts:
         for process in processes:
             _hang_up(process)
         _wait(processes, CLOSE_SECONDS)
-        for process in processes:
-            process.kill()
-            process.wait()
         for link in self._links:
-            self._read(link)
+            self._end(link)
         self._links = []
 
     def _read(self, link: _Link) -> None:
@@ -171,30 +171,43 @@ class SshHosts:
             self._log(f"{link.host}: {line}")
 
     def _connect(self, link: _Link) -> None:
-        directory = shlex.quote(f"runs/joined/{link.output.stem}")
+        directory = shlex.quote(f"runs/joined/{link.host}")
         link.begun_at = time.monotonic()
-        with files.explaining(link.output, doing="write"), link.output.open("ab") as output:
-            try:
-                # A session of its own: Ctrl+C is for the job, which ends the hosts in order.
-                process = link.process = subprocess.Popen(  # noqa: S603 -- the user's hosts
-                    [*SSH, "--", link.host, f"{self.line} --directory {directory}"],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise JobError(f"--on ssh: cannot run ssh ({error.strerror})") from None
+        try:
+            # A session of its own: Ctrl+C is for the job, which ends the hosts in order.
+            process = link.process = subprocess.Popen(  # noqa: S603 -- the user's hosts
+                [*SSH, "--", link.host, f"{self.line} --directory {directory}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:  # too many processes, for example
+            self._log(f"{link.host}: cannot run ssh: {error.strerror}")
+            link.backoff.repeat(link.begun_at)
+            return
         assert process.stdin is not None
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
         with suppress(OSError):  # it has ended already: `news` says why
             process.stdin.write(self._address)  # much less than a pipe holds
-            process.stdin.flush()
+
+    def _end(self, link: _Link) -> None:
+        process = link.process
+        if process is None:
+            return
+        _hang_up(process)
+        process.kill()
+        process.wait()
+        for _ in range(16):  # all that a pipe holds: the last line says why
+            self._read(link)
+        assert process.stdout is not None
+        process.stdout.close()
+        link.process, link.unread = None, b""
 
     def _ended(self, link: _Link, code: int, now: Seconds) -> list[str]:
-        assert link.process is not None
-        _hang_up(link.process)
-        self._read(link)  # its last line says why
-        link.process = None
+        self._end(link)
         link.is_over = code in _FINAL
         if now - link.begun_at > _LONGEST_SECONDS:
             link.backoff.start(now)

@@ -58,11 +58,14 @@ def test_hosts_are_as_ssh_takes_them() -> None:
     assert ssh.parse("ssh:lab-2,me@10.0.0.3, lab-2") == ("lab-2", "me@10.0.0.3")
 
 
-def test_hosts_that_cannot_reach_the_job_are_a_mistake() -> None:
+def test_hosts_that_cannot_reach_the_job_are_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_ssh(monkeypatch, tmp_path, "exit 0")
     with pytest.raises(JobError, match="lab-2 cannot reach a job that listens at this host only"):
-        ssh.check_reach(("localhost", "lab-2"), is_local=True)
-    ssh.check_reach(("localhost", "me@127.0.0.1"), is_local=True)
-    ssh.check_reach(("lab-2",), is_local=False)
+        ssh.check(("localhost", "lab-2"), is_local=True)
+    ssh.check(("localhost", "me@127.0.0.1"), is_local=True)
+    ssh.check(("lab-2",), is_local=False)
 
 
 def test_the_command_there_names_what_the_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +137,11 @@ def test_what_another_try_cannot_mend_is_said_once(
 
 def test_without_ssh_the_user_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JobError, match="--on ssh: cannot run ssh"):
-        Told(tmp_path, "lab-2")
+    with pytest.raises(JobError, match="there is no program ssh here"):
+        ssh.check(("localhost",), is_local=True)
+    told = Told(tmp_path, "lab-2")  # it is gone by now
+    told.look(later=99.0).hosts.close()
+    assert set(told.logged) == {"lab-2: cannot run ssh: No such file or directory"}
 
 
 def test_a_host_that_ends_late_loses_its_connection(
