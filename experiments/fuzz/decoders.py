@@ -80,12 +80,9 @@ class Decoder:
 
 # A decoder may need a file, or the like, for as long as it is tried
 Open = Callable[[], AbstractContextManager[Decoder]]
-
-
 _FOLDER: Final = Path(__file__).parents[1]
 JOB: Final = (_FOLDER / "digits" / "digits.toml").read_text()
 SANDBLASTER: Final = (_FOLDER / "speech" / "sandblaster.toml").read_text()
-
 N_SAMPLES: Final = 12  # of each kind of message
 _HEAD: Final = struct.Struct("<HB")  # bytes of the header, arrays; both follow
 _STEP: Final = struct.Struct("<IIB")  # offset, length of all, bytes that follow
@@ -171,11 +168,6 @@ def _spec() -> Decoder:
     return Decoder(seeds=(content,), decode=read)
 
 
-def _job() -> Decoder:
-    contents = [bytes(_job_spec(text).job) for text in (JOB, SANDBLASTER)]
-    return Decoder(seeds=tuple(contents), decode=job_from_json)
-
-
 def _plan() -> Decoder:
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 8))
@@ -203,16 +195,6 @@ def _plan() -> Decoder:
         decode(b'{"sha256": "%s", "plan": %s}' % (digest, data))
 
     return Decoder(seeds=(body,), decode=read)
-
-
-def _place() -> Decoder:
-    words = ("tcp://10.0.0.1:7700", f"tcp://0.0.0.0:1?key={'a' * 64}")
-
-    def read(data: bytes) -> None:
-        place = Endpoint.parse(data.decode("utf-8", "surrogateescape"))
-        assert Endpoint.parse(str(place)) == place
-
-    return Decoder(seeds=tuple(map(str.encode, words)), decode=read)
 
 
 @contextmanager
@@ -248,23 +230,14 @@ def _text(read: Callable[[str], object], *words: str) -> Decoder:
     return Decoder(seeds=tuple(map(str.encode, words)), decode=decode)
 
 
-def _address() -> Decoder:
-    def read(text: str) -> None:
-        address = JobAddress.parse(text)
-        assert JobAddress.parse(str(address)).port == address.port
-
-    secret = f"tcp://10.0.0.1:7700?secret={_KEY}"
-    with_key = f"tcp://lab-3.example:7700?key={_KEY}"
-    return _text(read, with_key, secret)
+def _place(text: str) -> None:
+    place = Endpoint.parse(text)
+    assert Endpoint.parse(str(place)) == place
 
 
-def _server() -> Decoder:
-    return _text(
-        ServerAddress.parse,
-        f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
-        f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
-        "ipc:///dev/shm/x/.supervisor.1?run=abc&shards=2&memory=%2Fdev%2Fshm%2Fx",
-    )
+def _address(text: str) -> None:
+    address = JobAddress.parse(text)
+    assert JobAddress.parse(str(address)).port == address.port
 
 
 def _facts() -> Decoder:
@@ -301,65 +274,48 @@ def _facts() -> Decoder:
     return Decoder(seeds=seeds, decode=read)
 
 
-def _json(*values: object) -> tuple[bytes, ...]:
-    return tuple(map(msgspec.json.encode, values))
-
-
-def _allowed() -> Decoder:
-    entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
-    return Decoder(seeds=(entry, entry * 3), decode=partial(entries_in, path=_PATH))
-
-
-def _secret() -> Decoder:
-    seed = f"{_KEY}\n".encode()
-    return Decoder(seeds=(seed,), decode=partial(pair_in, path=_PATH))
-
-
-def _metrics() -> Decoder:
-    lines = tuple(line + b"\n" for line in _json(*_samples_of(Measurement)))
-    return Decoder(seeds=lines, decode=measurements_in)
-
-
-def _status() -> Decoder:
-    return Decoder(seeds=_json(*_samples_of(Status)), decode=partial(status_in, file=_PATH))
-
-
-def _cut() -> Decoder:
-    decode = partial(checkpoint_set_in, file=_PATH)
-    return Decoder(seeds=_json(*_samples_of(CheckpointSet)), decode=decode)
-
-
-def _samples_of(kind: type) -> list[object]:
-    """Return some that JSON can hold: it knows neither infinity nor NaN."""
+def _json(kind: type, decode: Decode, end: bytes = b"") -> Decoder:
+    """Begin with some that JSON can hold: it knows neither infinity nor NaN."""
     sampler = Sampler(numbers(0))
-    found: list[object] = []
+    found: list[bytes] = []
     while len(found) < N_SAMPLES:
-        value = sampler.of(kind)
+        text = msgspec.json.encode(sampler.of(kind))
         with suppress(msgspec.ValidationError):
-            msgspec.json.decode(msgspec.json.encode(value), type=kind)
-            found.append(value)
-    return found
+            msgspec.json.decode(text, type=kind)
+            found.append(text + end)
+    return Decoder(seeds=tuple(found), decode=decode)
 
 
+_ENTRY: Final = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
+_MAKERS: Final[Mapping[str, Callable[[], Decoder]]] = {
+    "wire": _wire,
+    "chunk": _chunk,
+    "spec": _spec,
+    "job": lambda: Decoder(
+        seeds=tuple(bytes(_job_spec(text).job) for text in (JOB, SANDBLASTER)), decode=job_from_json
+    ),
+    "plan": _plan,
+    "place": lambda: _text(_place, "tcp://10.0.0.1:7700", f"tcp://0.0.0.0:1?key={'a' * 64}"),
+    "address": lambda: _text(
+        _address, f"tcp://lab-3.example:7700?key={_KEY}", f"tcp://10.0.0.1:7700?secret={_KEY}"
+    ),
+    "server": lambda: _text(
+        ServerAddress.parse,
+        f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
+        f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
+        "ipc:///dev/shm/x/.supervisor.1?run=abc&shards=2&memory=%2Fdev%2Fshm%2Fx",
+    ),
+    "facts": _facts,
+    "allowed": lambda: Decoder(seeds=(_ENTRY, _ENTRY * 3), decode=partial(entries_in, path=_PATH)),
+    "secret": lambda: Decoder(seeds=(f"{_KEY}\n".encode(),), decode=partial(pair_in, path=_PATH)),
+    "metrics": lambda: _json(Measurement, measurements_in, end=b"\n"),
+    "status": lambda: _json(Status, partial(status_in, file=_PATH)),
+    "cut": lambda: _json(CheckpointSet, partial(checkpoint_set_in, file=_PATH)),
+}
 DECODERS: Final[Mapping[str, Open]] = {
     **{
         name: lambda make=make: nullcontext(make())  # type: ignore[misc]
-        for name, make in {
-            "wire": _wire,
-            "chunk": _chunk,
-            "spec": _spec,
-            "job": _job,
-            "plan": _plan,
-            "place": _place,
-            "address": _address,
-            "server": _server,
-            "facts": _facts,
-            "allowed": _allowed,
-            "secret": _secret,
-            "metrics": _metrics,
-            "status": _status,
-            "cut": _cut,
-        }.items()
+        for name, make in _MAKERS.items()
     },
     "zap": _zap,
 }
