@@ -28,8 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.cluster.bootstrap import JobAddress
-from distbelief.cluster.listen import JoinServer
-from distbelief.cluster.ray import RayHosts
+from distbelief.cluster.listen import HostSource, JoinServer
 from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
@@ -38,7 +37,7 @@ from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.local import LocalLauncher
+from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.preflight import (
     PreflightRequest,
     PreflightResult,
@@ -122,6 +121,7 @@ def supervisor_config(
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
+        import_seconds_max=IMPORT_SECONDS_MAX,
         first_incarnation=previous.incarnation,
         first_label=previous.label,
         before=previous.before,
@@ -249,7 +249,7 @@ class Trainer:
         self._model_error: str | None = None
         self.exit_code = 0
         self._n_ended = 0
-        self._ray_hosts: RayHosts | None = None
+        self._source: HostSource | None = None  # of hosts that join
 
     # --- prepare ---
 
@@ -366,8 +366,8 @@ class Trainer:
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
-        if self._ray_hosts is not None:
-            for text in self._ray_hosts.news(now):
+        if self._source is not None:
+            for text in self._source.news(now):
                 log.announce(text)
 
     def _status(self, view: JobView, *, ended: bool = False) -> Status:
@@ -390,11 +390,12 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        if hosting.on_ray:
-            n_machines = self._preflight.n_machines or 1
-            self._ray_hosts = hosts = hosting.ray_hosts(self._job, n_machines=n_machines)
-            stack.callback(hosts.close)
-            hosts.start(str(address), directory=self._run.path.absolute() / "joined")
+        n_machines = self._preflight.n_machines or 1
+        log = partial(self._log.log, "info")
+        self._source = source = hosting.source(self._job, n_machines=n_machines, log=log)
+        if source is not None:
+            stack.callback(source.close)
+            source.start(str(address), directory=self._run.path.absolute() / "joined")
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None

@@ -1,5 +1,6 @@
 """The command `distbelief join`."""
 
+import sys
 from pathlib import Path
 
 import typer
@@ -10,7 +11,9 @@ from distbelief.cli.options import argument, flag, option, reported
 @reported
 def join(  # noqa: PLR0913 -- options
     address: str = argument(
-        "tcp://HOST:PORT?key=...", "The job's address, as `distbelief train --listen` prints it."
+        "tcp://HOST:PORT?key=...",
+        "The job's address, as `distbelief train --listen` prints it. -: read it from standard "
+        "input, and leave when that ends.",
     ),
     *,
     keys: Path | None = option(
@@ -67,8 +70,10 @@ def join(  # noqa: PLR0913 -- options
     from distbelief.cluster import agent, join as join_module  # noqa: PLC0415 -- torch
     from distbelief.core import units  # noqa: PLC0415 -- start quickly
 
+    is_held = address == "-"
     options = agent.JoinOptions(
-        address=address,
+        address=sys.stdin.readline().strip() if is_held else address,
+        is_held=is_held,
         keys=keys,
         cores=cores,
         memory_bytes=None if memory is None else int(units.parse(memory, "bytes")),

@@ -44,6 +44,7 @@ _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9}b?)?(\.\d{1,9})?")
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     address: str  # as `distbelief train --listen` prints it
+    is_held: bool = False  # whether it leaves when its standard input ends
     keys: Path | None  # directory of this host's keys; None for a run without keys
     cores: int | None = None  # to use; None for all
     memory_bytes: int | None = None  # to use; None for all
@@ -413,7 +414,7 @@ class AgentStorage:
             received.spec,
             job=job,
             supervisor=self.supervisor,
-            memory=str(memory.directory) if received.shares else "",
+            memory=str(received.memory_here or memory.directory) if received.shares else "",
             plan=None if plan is None else str(plan),
             reach=self.reach,
             allowed=self.allowed,

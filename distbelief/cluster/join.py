@@ -7,6 +7,7 @@ computes nothing, and holds no values.
 import errno
 import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -159,7 +160,13 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         log.announce(f"{name} waits for a job at {place.endpoint}")
         node = RoleRunner(host, transport=transport, log=report, launcher=launcher)
 
+        held = options.is_held
+
         def look() -> None:
+            nonlocal held
+            if held and _input_has_ended():
+                held = False
+                node.stop("the connection that started this host has ended")
             is_alone = host.is_supervisor_silent(time.monotonic())
             lost = monitor.look(is_alone=is_alone, is_known=host.was_taken)
             if lost is not None:
@@ -173,6 +180,10 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         if not last_error.startswith(error):  # may be a shortened form of it
             log.print(error)
         return 1
+
+
+def _input_has_ended() -> bool:
+    return bool(select.select([0], [], [], 0.0)[0]) and not os.read(0, 4096)
 
 
 def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:

@@ -20,7 +20,7 @@ from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
 from distbelief.core.tensor_files import TensorFile
-from distbelief.data import Dataset
+from distbelief.data import Dataset, marks_of
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
@@ -72,6 +72,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
             plan=self.plan,
             sample=self.sample,
             n_train=None if self.task.train is None else self.task.train.n_samples,
+            marks=(self.task.train and self.task.train.marks) or None,
         )
 
 
@@ -230,7 +231,10 @@ def _found(
         higher_is_better=task.test is None or higher_is_better(metric),
         task=TaskFacts(
             n_parameters=model.n_parameters,
-            train=DataFacts.of(datasets["data.train"]),
+            train=msgspec.structs.replace(
+                DataFacts.of(datasets["data.train"]),
+                marks=marks_of(datasets["data.train"]) or msgspec.UNSET,
+            ),
             test=None if held_out is None else DataFacts.of(held_out),
         ),
     )

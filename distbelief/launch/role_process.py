@@ -62,6 +62,10 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
             yield table, name
 
 
+def modules_of(job: Job) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path.partition(":")[0] for _, path in import_paths(job)))
+
+
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
     """Reject a job that names functions of modules that this host's user has not allowed.
 
@@ -104,6 +108,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     plan: str | None = None  # file of the plan by which replicas are split; None if they are not
     sample: Sample | None = None  # shapes and types of the data, for that plan
     n_train: int | None = None  # training samples
+    marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
     reach: ListenConfig = ListenConfig()  # where these processes listen
     computation: Computation | None = None  # what ranks without shards compute
     # Packages and modules whose functions they may call; None for any
@@ -120,8 +125,6 @@ def main(name: str, incarnation: int, path: str) -> int:
     spec = read_spec(path)
     job = job_from_json(bytes(spec.job))
     import_from(job)
-    if spec.allowed is not None:
-        check_allowed(job, spec.allowed)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
     # Gradients of each step reuse the memory of the last one, as do the vectors of a chunk on a
     # shard under a coordinator. A shard of Downpour needs no such memory.
@@ -243,12 +246,15 @@ def context_of(
         sample=spec.sample,
         device=job.cluster.device,
         n_train=spec.n_train,
+        marks=None if spec.allowed is None else spec.marks,  # only hosts that join have other data
     )
 
 
 def _build(
     name: str, job: Job, spec: RoleSpec, memory: Memory, remote: RemoteFolder | None
 ) -> Role:
+    if spec.allowed is not None:  # here, since it imports: heartbeats are sent meanwhile
+        check_allowed(job, spec.allowed)
     algorithm, context = algorithms.algorithm_of(job), context_of(spec, job, memory, remote)
     try:
         if spec.computation is not None:

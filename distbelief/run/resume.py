@@ -35,7 +35,7 @@ from distbelief.config.load import load_job
 from distbelief.core import files
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
-from distbelief.data import start_positions
+from distbelief.data import are_alike, start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import reshard, restore, take
 from distbelief.parameter_server.config import ShardConfig, shard_of
@@ -593,7 +593,10 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) 
         (f"fingerprint {was.fingerprint}", f"fingerprint {now.fingerprint}"),
     ]
     knows_marks = None not in {was.fingerprint, now.fingerprint}
-    for of, to in pairs if knows_marks else pairs[:-1]:
+    pairs = pairs if knows_marks else pairs[:-1]
+    if not are_alike(was.marks or None, now.marks or None):
+        pairs.append((f"{was.n_samples:,} samples", f"{now.n_samples:,} others"))
+    for of, to in pairs:
         if of != to:
             fix = "Restore the data, or start a new run"
             if run.model_file.is_file():

@@ -228,6 +228,7 @@ class Scheduler:
             self._out.add(rl.AssignName(name=name, to=to))
             if self._cluster.placement != "here" and not self._told_together:
                 self._tell_together(record, host)
+        record.begins = host.name != HERE
         if host.name == HERE:
             self._out.add(rl.Launch(name=name, incarnation=incarnation))
 

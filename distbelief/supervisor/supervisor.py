@@ -121,6 +121,8 @@ class Supervisor:
                 self._tick()
             case rl.TimerFired(name=name) if name.startswith(_LOST):
                 self._confirm_death(rl.Address(name.removeprefix(_LOST)))
+            case rl.PeerJoined():
+                self._process_begins(event)
             case rl.PeerLost():
                 self.scheduler.ended_here(event.peer, event.incarnation)
                 self._ended(event.peer, event.incarnation, event.reason)
@@ -444,6 +446,13 @@ class Supervisor:
         record.silence_reported = True
         name, incarnation = record.name, record.incarnation
         self.out.log(LogEvent("role_silent", name, incarnation, seconds=silence, limit=dead_after))
+
+    def _process_begins(self, event: rl.PeerJoined) -> None:
+        record = self.members.get(event.peer)
+        if record is None or event.incarnation != record.incarnation:
+            return
+        if record.presence is Presence.LAUNCHED and not record.begins:
+            record.begins, record.launched_at, record.heard_at = True, self._now, self._now
 
     # --- deaths
 

@@ -1,6 +1,6 @@
 """`distbelief join`: machines come, die, leave, and are refused; the job goes on.
 
-The other "machine" is another directory, with keys and shared memory of its own.
+The other "machine" is another directory with keys of its own, and nothing shares memory.
 """
 
 import os
@@ -128,7 +128,8 @@ def allow(at: Path, whom: Path, role: str) -> None:
 
 def listening(land: Land, *options: str, replicas: int) -> AbstractContextManager[Command]:
     listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
-    return train(land.here, *listen, *sets(f"cluster.replicas={replicas}"), *options)
+    job = sets(f"cluster.replicas={replicas}", "cluster.shared_memory=false")
+    return train(land.here, *listen, *job, *options)
 
 
 def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
@@ -211,21 +212,6 @@ def test_a_machine_joins_by_the_secret_of_a_run(land: Land) -> None:
     assert [host["state"] for host in command.summary()["hosts"]] == ["ready"]
 
 
-# Until a host keeps its checkpoints with the supervisor's: all of them save in one directory.
-ONE_STORE = """
-from pathlib import Path
-
-from distbelief.run.checkpoints import CheckpointStore
-
-
-def save_here(self, _directory, *, report):
-    self.directory, self.report = Path({directory!r}), report
-
-
-CheckpointStore.__init__ = save_here
-"""
-
-
 def shards(command: Command) -> dict[str, tuple[str, int]]:
     """Return the state of each copy of a shard, and the process group of its host."""
     found: dict[str, tuple[str, int]] = {}
@@ -250,14 +236,7 @@ def is_whole(command: Command) -> bool:
 
 def test_hosts_that_run_shards_die_and_leave(land: Land) -> None:
     """One is killed with a primary, the next one leaves: no acknowledged push is lost."""
-    store = ONE_STORE.format(directory=str(land.here / "runs" / "tiny" / "snapshots"))
-    (land.there / "tiny.py").write_text(MODULE + store)
-    options = sets(
-        'cluster.placement="spread"',
-        "cluster.shards=2",
-        "cluster.shard_copies=2",
-        'model.initial="seed"',
-    )
+    options = sets('cluster.placement="spread"', "cluster.shards=2", "cluster.shard_copies=2")
     options += [*LONG, "--cores", "1", "--hosts", "2"]
     with (
         listening(land, *options, replicas=2) as command,
@@ -282,3 +261,16 @@ def test_hosts_that_run_shards_die_and_leave(land: Land) -> None:
         assert command.wait() == 130, command.output
     assert command.summary()["pushes_lost"] == 0
     assert "will be lost" not in command.told()
+
+
+def test_a_host_with_other_data_of_the_same_number_is_refused(land: Land) -> None:
+    """It trained on them: only the number of samples was compared."""
+    (land.there / "tiny.py").write_text(
+        MODULE.replace("manual_seed(seed)", "manual_seed(seed + 1)")
+    )
+    with listening(land, *LONG, "--cores", "1", replicas=2) as command:
+        with land.joined(command) as machine:
+            assert machine.wait() == 1, machine.said
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    assert "has 2,000 other samples here than where the job began" in machine.said

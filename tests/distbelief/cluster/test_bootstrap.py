@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from distbelief.cluster import bootstrap
 from distbelief.cluster.bootstrap import (
     ASK_SECONDS,
     DOCUMENT_BYTES_MAX,
@@ -25,6 +26,7 @@ from distbelief.protocol import Blob, FileChunk, FileRequest, hosts
 from distbelief.protocol.hosts import CHUNK_BYTES_MAX
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair
+from distbelief.transport.shared_memory import FileMemory
 from tests.distbelief.jobs import speech
 
 
@@ -110,6 +112,30 @@ def test_the_rate_is_that_of_the_fastest_chunk(bandwidth: float) -> None:
         again = FileChunk.of("p", content, ask.offset)
         assert not probe.take(again, now + 1e-5)  # what comes twice does not count
     assert probe.rate == pytest.approx(min(bandwidth, CHUNK_BYTES_MAX / 1e-6), rel=0.01)
+
+
+def test_only_hosts_on_the_supervisors_machine_use_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that Ray started on the same machine sent every step through TCP: 0.70 as fast."""
+    memory = FileMemory.make(root=tmp_path)
+    received = read_job_spec(write_job_spec(spec_of(memory=str(memory.directory)), plan=None))
+
+    def found() -> Path | None:
+        return received.memory_here
+
+    assert found() == memory.directory
+    memory.directory.chmod(0o755)  # not this user's alone
+    assert found() is None
+    memory.directory.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(bootstrap, "this_machine", lambda: f"{received.machine}0")
+        assert found() is None
+        assert msgspec.structs.replace(received, machine="").memory_here is None
+    memory.remove_all()
+    assert found() is None
+    unshared = read_job_spec(write_job_spec(spec_of(memory=""), plan=None))
+    assert unshared.memory_here is None
 
 
 def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> RoleSpec:

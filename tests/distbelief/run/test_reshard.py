@@ -41,7 +41,7 @@ TENSORS = (
     TensorSpec(name="b", shape=(7,)),
     TensorSpec(name="m", shape=(300,), kind="buffer"),
 )
-TRAIN = DataFacts(n_samples=100, fingerprint="abc")
+TRAIN = DataFacts(n_samples=100, fingerprint="abc", marks=(1.5, 2.5))
 FRAMES = 'factory = "speech.data:frames"'
 RULE = Adagrad(learning_rate=0.02)
 
@@ -529,6 +529,11 @@ def test_a_cut_that_cannot_be_is_named_with_the_fix(
             "stop.epochs=2",
             DataFacts(n_samples=100, fingerprint="abd"),
             "it was fingerprint abc, now fingerprint abd",
+        ),
+        (
+            "stop.epochs=2",
+            DataFacts(n_samples=100, marks=(1.5, 2.51)),
+            "it was 100 samples, now 100 others",
         ),
     ],
 )
