@@ -179,10 +179,14 @@ def test_a_job_ends_and_so_does_the_machine_that_joined(land: Land) -> None:
 
 
 @pytest.mark.soak
-def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
-    with listening(land, *LONG, "--hosts", "1", "--cores", "1", replicas=2) as command:
+@pytest.mark.parametrize("placement", ["here", "spread"])
+def test_nothing_is_lost_where_a_machine_leaves(land: Land, placement: str) -> None:
+    options = [*LONG, *sets(f'cluster.placement="{placement}"'), "--hosts", "1", "--cores", "1"]
+    with listening(land, *options, replicas=2) as command:
         with land.joined(command) as machine:
             command.trains(1000)
+            groups = {group for _, group in shards(command).values()}
+            assert (machine.process.pid in groups) == (placement == "spread")
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
         poll(lambda: "replica 1 has left with" in command.told())
