@@ -35,6 +35,7 @@ from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
+from distbelief.core.spans import Epochs
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.local import LocalLauncher
@@ -103,6 +104,7 @@ def supervisor_config(
     previous = previous or PreviousRun()
     algorithm = algorithm_of(job)
     verdict: VerdictOf = getattr(algorithm, "verdict", done)
+    epochs: Callable[[int], Epochs | None] | None = getattr(job.algorithm, "epochs", None)
     assert answer.task.train is not None
     return SupervisorConfig(
         roster=tuple(roster_of(job, n_machines=answer.n_machines)),
@@ -116,6 +118,8 @@ def supervisor_config(
         higher_is_better=answer.higher_is_better,
         batch_size=job.batch_size,
         warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
+        dealt=epochs(answer.task.train.n_samples) if epochs else None,
+        epoch_share=getattr(job.algorithm, "epoch_share", 1.0),
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,

@@ -35,6 +35,11 @@ class DownpourAlgorithm:
             config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.replicas)
         except ValueError as error:
             raise JobError(f"[algorithm] {error}") from None
+        if config.order == "dealt" and cluster.is_split:
+            raise JobError(
+                '[algorithm] order is "dealt", and [cluster] partitions, plan or device splits '
+                'replicas into ranks that push by themselves: use order = "parts", or whole replicas'
+            )
         if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
             raise JobError(
                 f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
@@ -51,7 +56,11 @@ class DownpourAlgorithm:
             name,
             context=context,
             shard=lambda: roles.build_shard(
-                name, rule=config.rule, policy=config.exchange, context=context
+                name,
+                rule=config.rule,
+                policy=config.exchange,
+                context=context,
+                deals=config.order == "dealt",
             ),
             replica=lambda index: roles.build_replica(index, config=config, context=context),
             rank=lambda split: roles.build_rank(name, config=config, context=context, split=split),

@@ -1,7 +1,7 @@
 """A shard's state as a snapshot and back, bit for bit, also for another number of shards.
 
     arrays   "values" (shard_size,), "state.NAME" (n_gradient,) per vector of the rule
-    facts    format, layout, index, incarnation, clock, rule, clients, steps (as JSON)
+    facts    format, layout, index, incarnation, clock, rule, clients, steps (as JSON), applied
 
 One snapshot holds everything that must be restored together: values, rule state, clock, and the
 watermark of each client, so that no restored push is applied twice (Lee et al. 2015, RIFL: the
@@ -16,6 +16,7 @@ from typing import Final, final
 import msgspec
 import numpy as np
 
+from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.config import ShardConfig
@@ -37,6 +38,7 @@ class ShardState:
     state: State  # each (n_gradient,)
     clients: tuple[SessionRecord, ...]
     steps: StepCounts
+    applied: Spans = NOTHING  # positions of the pushes in the values, where data are dealt
 
 
 # --- reshard ---
@@ -188,10 +190,12 @@ def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
         del client["name"]
     arrays = {"values": state.values}
     arrays |= {f"state.{name}": vector for name, vector in state.state.items()}
+    applied = msgspec.json.encode(state.applied.to_wire()).decode()
     return rl.Snapshot(
         label=label,
         arrays=arrays,
-        facts={
+        facts=({"applied": applied} if state.applied else {})
+        | {
             "format": FORMAT,
             "layout": config.layout.fingerprint,
             "index": str(config.index),
@@ -209,6 +213,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     clock: Count
     clients: str
     steps: str | None = None  # None: written before clients could hold parts
+    applied: str = "[]"
 
 
 def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
@@ -251,6 +256,7 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
         if facts.steps is not None:
             words = msgspec.json.decode(facts.steps, type=list[Count])
             steps = StepCounts.read(np.array(words, np.int64), size=size)
+        applied = Spans.from_wire(msgspec.json.decode(facts.applied, type=list[Count]))
     except (msgspec.MsgspecError, RemoteProtocolError) as damage:
         raise error(f"its facts cannot be read ({damage}){_DELETE}") from None
     # Watermarks of the same or a later incarnation belong to other pushes of the clients.
@@ -271,4 +277,5 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
         },
         clients=clients,
         steps=steps,
+        applied=applied,
     )

@@ -340,6 +340,9 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
                 getattr(each.algorithm, "rule", None), "name", None
             ),
             "[algorithm] name: the checkpoints are another algorithm's": each.algorithm_name,
+            "[algorithm] order: it says where in the data the run has come to": getattr(
+                each.algorithm, "order", "parts"
+            ),
         }
         for each in (earlier, job)
     )

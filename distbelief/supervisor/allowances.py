@@ -8,7 +8,8 @@ A Stop that is sent when the target is met comes too late. So each replica has a
 (`StartTraining.samples`) and begins no step beyond it. It holds half of its share of what is
 left, by its speed, and at least what it trains in a few seconds; its bound is raised long before
 it gets there. At the end all replicas reach their bounds at about the same time (guided
-self-scheduling: Polychronopoulos and Kuck 1987).
+self-scheduling: Polychronopoulos and Kuck 1987). Where samples are dealt, a replica may train what it
+was dealt, and the `Dealer` gives as much of it as here.
 """
 
 from typing import Final, final
@@ -16,6 +17,7 @@ from typing import Final, final
 from distbelief.protocol import Progress, StartTraining
 from distbelief.roles.role import Address
 from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 
@@ -40,6 +42,11 @@ class Allowances:
         self._warm_start_left = config.warm_start_steps  # of replica 0, over all its incarnations
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
+        self.dealer: Dealer | None = None
+        if config.dealt is not None:
+            self.dealer = Dealer(
+                members, config.dealt, total=self._total, epoch_share=config.epoch_share
+            )
 
     @property
     def warm_start_is_over(self) -> bool:
@@ -63,6 +70,11 @@ class Allowances:
             if record.introduced_at is None or record.begun or not record.is_alive:
                 continue
             record.begun = True
+            if self.dealer is not None:
+                self.dealer.began(record)
+                ranges = self._deal(record, repeats=True)
+                begins.append((record.name, ranges or StartTraining(ranges=())))
+                continue
             self._bounds.pop(record.name, None)  # a new incarnation holds nothing yet
             self._raise_bound(record)
             begins.append((record.name, StartTraining(samples=self._bounds.get(record.name))))
@@ -70,12 +82,16 @@ class Allowances:
 
     def after_progress(self, record: RoleRecord) -> StartTraining | None:
         """Return the new bound of a replica that has reported progress, if it rose."""
+        if self.dealer is not None:
+            return self._deal(record, repeats=False) if record.begun else None
         if not (record.begun and self._raise_bound(record)):
             return None
         return StartTraining(samples=self._bounds.get(record.name))
 
     def repeat(self, record: RoleRecord) -> StartTraining | None:
         """Return the request to repeat at a role's heartbeat, if it has not arrived."""
+        if self.dealer is not None and record.kind == "replica":
+            return self._deal(record, repeats=True)
         if self._total is None or record.kind != "replica":
             return None if record.progressed else StartTraining()
         bound = self._bounds.get(record.name)
@@ -87,6 +103,10 @@ class Allowances:
         if record.progressed and heard == self._bounds.get(record.name):
             return None
         return StartTraining(samples=self._bounds.get(record.name))
+
+    def _deal(self, record: RoleRecord, *, repeats: bool) -> StartTraining | None:
+        assert self.dealer is not None
+        return self.dealer.deal(record, lambda: self._wanted_samples(record), repeats=repeats)
 
     def _samples(self, record: RoleRecord) -> int:
         reported = self._metrics.samples_of.get(record.name, 0)
@@ -125,6 +145,8 @@ class Allowances:
 
     @property
     def _left(self) -> int:
+        if self.dealer is not None:
+            return self.dealer.n_left
         assert self._total is not None
         return self._total - self._metrics.samples
 

@@ -65,6 +65,7 @@ RoleToSupervisor = (
     | wire.CheckpointSaved
     | wire.BackupUnresponsive
     | wire.BackupInSync
+    | wire.SamplesApplied
     | wire.Stop
 )
 
@@ -281,6 +282,8 @@ class Supervisor:
                 error = self.checkpoints.answered(record.shard, message, self._now)
                 if error:
                     self.out.log(LogEvent("not_saved", record.name, reason=error))
+            case wire.SamplesApplied() if record.kind == "shard":
+                self._applied(record, message)
             case wire.BackupUnresponsive() | wire.BackupInSync() if record.kind == "shard":
                 self.failover.reported(record, message)
             case _:
@@ -296,10 +299,27 @@ class Supervisor:
         self._clock.heard(self._now)
         self.metrics.progress(record, message, self._now)
         record.progressed = True
+        if self.allowances.dealer is not None and message.skipped:
+            self.allowances.dealer.skipped(message.skipped)
+            self._count_dealt()
         if self._runs:
             self._end_if_due()
         if self._runs:
             self.out.send(record.name, self.allowances.after_progress(record))
+
+    def _applied(self, record: RoleRecord, message: wire.SamplesApplied) -> None:
+        dealer = self.allowances.dealer
+        if dealer is None or not self.failover.is_primary(record):
+            return
+        dealer.applied(record.shard, message.spans)
+        self._count_dealt()
+
+    def _count_dealt(self) -> None:
+        dealer = self.allowances.dealer
+        if dealer is not None and dealer.knows_all:
+            self.metrics.dealt = dealer.n_done
+            if self._runs:
+                self._end_if_due()
 
     def _begin_rounds(self) -> None:
         self.evaluations.begin(self._now)

@@ -121,6 +121,7 @@ class JobCluster:
         first_label: int = 1,
         host: str = "host-0",
         patience: float = PATIENCE_SECONDS,
+        settings: DownpourSettings | None = None,
     ) -> None:
         model = FlatModel(build_model(task.model))
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
@@ -130,7 +131,7 @@ class JobCluster:
         self._shard_copies = shard_copies
         self._host = host
         self._patience = patience
-        self._settings = DownpourSettings(
+        self._settings = settings = settings or DownpourSettings(
             loss=task.loss,
             batch_size=4,
             rule=Adagrad(learning_rate=0.05),
@@ -154,9 +155,12 @@ class JobCluster:
             shard_copies=shard_copies,
             evaluates=task.test is not None,
         )
+        n_train = len(build_dataset(task.train))
         config = SupervisorConfig(
             roster=tuple(roster),
-            stop=StopRules(stop, n_train=len(build_dataset(task.train))),
+            stop=StopRules(stop, n_train=n_train),
+            dealt=settings.epochs(n_train),
+            epoch_share=settings.epoch_share,
             warm_start_steps=warm_start_steps,
             evaluate_every=evaluate_every,
             snapshot_every=snapshot_every,
