@@ -2,6 +2,7 @@
 
 Unchanged, a run resumes exactly where it stood. With other shards its checkpoints are resharded.
 With other replicas, each begins after the same share of its own part of the data (`data.sharding`).
+Where samples are dealt, what some shard has not applied is dealt next, to any replicas.
 A changed model, rule or algorithm is rejected, and so are other data once anything was trained.
 
     snapshots/cut.json, snapshots/shard-K/              checkpoint set of the run's start
@@ -17,6 +18,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Final, final
 
@@ -30,6 +33,7 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
+from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import Vector
 from distbelief.data import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
@@ -186,6 +190,7 @@ class PreviousRun:
     notes: tuple[str, ...] = ()  # lines for the user
 
 
+DEALT: Final = "dealt"  # stands for all replicas, where samples are dealt
 _SECOND: Final = 2  # label of the second round of checkpoints
 
 
@@ -210,6 +215,7 @@ def read_previous_run(
     lost: list[str] = []  # error of each shard that cannot resume
     clocks: dict[str, int] = {}
     known: list[dict[str, int]] = []  # samples of each client, of each checkpoint
+    applied: list[Spans] = []  # where samples are dealt: those that each checkpoint has
     for name in (f"shard-{k}" for k in range(n_shards)):
         try:
             numbers = [int(text) for text in store.labels(name) if text.isdigit()]
@@ -225,6 +231,7 @@ def read_previous_run(
         clocks[name] = _pushes(snapshot)
         clients = _clients(snapshot)
         known.append({client: c.samples for client, c in clients.items()})
+        applied.append(_applied(snapshot))
         own = int(snapshot.facts.get("incarnation", "0"))
         incarnation = max([incarnation, own + 1, *(c.incarnation + 1 for c in clients.values())])
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
@@ -243,6 +250,8 @@ def read_previous_run(
             name: 0 if missing else min(_position(of_one, name) for of_one in known)
             for name in sorted(replicas - {""})
         }
+        if any(applied):
+            samples = {DEALT: 0 if missing else len(reduce(and_, applied))}
     before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,
@@ -312,6 +321,14 @@ def _pushes(snapshot: Snapshot) -> int:
         return StepCounts.read(np.array(words, np.int64), size=_SIZE_MAX).n_pushes
     except (msgspec.MsgspecError, RemoteProtocolError, OverflowError):
         return int(text) if text.isdecimal() else 0  # an old format, without partial clients
+
+
+def _applied(snapshot: Snapshot) -> Spans:
+    try:
+        ends = msgspec.json.decode(snapshot.facts.get("applied", "[]"), type=list[int])
+    except msgspec.MsgspecError:
+        return NOTHING  # the shard itself will report the error
+    return Spans.from_wire(ends)
 
 
 def _clients(snapshot: Snapshot) -> dict[str, _Client]:
@@ -443,7 +460,9 @@ def _reshard(
         raise JobError(f"--resume {run.path}: its checkpoints cannot be resharded for {now}: {why}")
     assert now.train is not None
     samples = previous.before.samples
-    if was.n_replicas == now.n_replicas:
+    if DEALT in samples:
+        starts = (0,) * now.n_replicas
+    elif was.n_replicas == now.n_replicas:
         starts = tuple(samples.get(name, 0) for name in was.replicas)
     else:
         starts = start_positions(
@@ -461,7 +480,8 @@ def _reshard(
         label = f"{previous.label:05d}"
         reshard_all(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
-        if read_back.missing or read_back.before.samples != places:
+        expected = samples if DEALT in samples else places
+        if read_back.missing or read_back.before.samples != expected:
             raise StorageError(
                 f"resharded checkpoints cannot be read back from {written}: check "
                 "the disk. The run is unchanged"
@@ -469,7 +489,7 @@ def _reshard(
     return Resumed(
         previous=read_back,
         store=CheckpointStore(kept, report=store.report),
-        notes=tuple(_notes(job, run, was, now, n_samples=sum(starts), directory=kept)),
+        notes=tuple(_notes(job, run, was, now, samples=samples, directory=kept)),
     )
 
 
@@ -492,6 +512,7 @@ def reshard_all(
     paths: list[Path] = []
     clocks: list[int] = []
     steps: list[StepCounts] = []
+    applied: list[Spans] = []
     for k in range(old.n_shards):
         snapshot = source.newest(f"shard-{k}")
         if snapshot is None:
@@ -501,6 +522,7 @@ def reshard_all(
         # Values are read again, in parts: not all of them are in memory at once.
         clocks.append(state.clock)
         steps.append(state.steps)
+        applied.append(state.applied)
         paths.append(source.path(f"shard-{k}", snapshot.label))
     with ExitStack() as stack:
         try:
@@ -514,7 +536,10 @@ def reshard_all(
 
         for k in range(new.n_shards):
             state = reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=read)
-            state = replace(state, incarnation=last, clients=clients)
+            # A new shard may have elements of all old ones. What they have not all applied is dealt
+            # again: some elements may get it twice.
+            common = reduce(and_, applied)
+            state = replace(state, incarnation=last, clients=clients, applied=common)
             config = ShardConfig(index=k, layout=new, rule=rule)
             target.save(f"shard-{k}", take(label, state, config=config))
             del state  # free them before the next one is made
@@ -526,7 +551,7 @@ def _notes(
     was: CheckpointSet,
     now: CheckpointSet,
     *,
-    n_samples: int,
+    samples: Mapping[str, int],
     directory: Path,
 ) -> Iterator[str]:
     if was.n_shards != now.n_shards:
@@ -541,13 +566,16 @@ def _notes(
         )
     elif was.plan != now.plan and was.n_machines:
         yield "plan: another one than before; each replica keeps its position in its data"
-    if was.n_replicas != now.n_replicas:
+    if was.n_replicas != now.n_replicas and DEALT in samples:
+        yield f"replicas: {was.n_replicas} before, {now.n_replicas} now"
+    elif was.n_replicas != now.n_replicas:
+        n_samples = sum(samples.values())
         yield (
             f"replicas: {was.n_replicas} before, {now.n_replicas} now; each skips its share "
             f"of the {n_samples:,} samples so far in its new part of the data, so in this "
             "pass some are read twice and some not"
         )
-    elif n_samples:
+    elif any(samples.values()):
         yield from _seed_note(job, run)
 
 

@@ -70,6 +70,10 @@ class Dealer:
         self._applied[shard] = Spans.from_wire(spans)
         self._count()
 
+    def lost(self, shard: Address) -> None:
+        """Its primary is gone: the next one may have applied less."""
+        self._applied.pop(shard, None)
+
     def skipped(self, spans: Iterable[int]) -> None:
         more = Spans.from_wire(spans) - self._in_no_push
         if more:

@@ -311,8 +311,12 @@ class Supervisor:
         dealer = self.allowances.dealer
         if dealer is None or not self.failover.is_primary(record):
             return
+        has_waited = not dealer.knows_all
         dealer.applied(record.shard, message.spans)
         self._count_dealt()
+        if has_waited and self._runs:
+            for replica in self.members.of("replica"):
+                self.out.send(replica.name, self.allowances.after_progress(replica))
 
     def _count_dealt(self) -> None:
         dealer = self.allowances.dealer
@@ -552,6 +556,8 @@ class Supervisor:
     def _take_over(self, record: RoleRecord, why: str, *, was_primary: bool) -> None:
         """Let the other copy of a shard take over from a dead one, if there is another."""
         self.failover.lost(record)
+        if was_primary and self.allowances.dealer is not None:
+            self.allowances.dealer.lost(record.shard)
         primary = self.failover.primary(record.shard)
         if was_primary and primary is not None and primary is not record:
             save = self.checkpoints.repeat(record.shard, self._now, at_once=True)

@@ -136,6 +136,11 @@ class DealtPlan:
         self.n_ranges += len(new)
         self.n_dealt += sum(self._epochs.n_batches(*one) for one in new)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the last of the steps that were dealt is at least being read."""
+        return not self._ranges
+
     def start(self, position: int) -> None:
         self._position = position
 

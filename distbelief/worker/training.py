@@ -536,7 +536,9 @@ class TrainingObjective(Objective):
         elif final and not self._push_due:  # a push that has not all its samples is dealt anew
             self._total.drop()
         # The values fetched after a push of local steps contain it, and so none after it.
-        is_early = self._pace.sends_delta and self._fetch_due and not final
+        # A replica without any further step to take begins no fetch, and its push is waited for.
+        is_last = final or (self._dealt is not None and self._dealt.is_read)
+        is_early = self._pace.sends_delta and self._fetch_due and not is_last
         if is_early or not (self._push_due and self._client.ready and self._client.can_push):
             return []
         self._push_due, self._staging = False, True

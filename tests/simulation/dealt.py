@@ -7,21 +7,26 @@ end all of it (`no sample lost`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from distbelief.config.job import StopTable
 from distbelief.core.spans import Spans
 from distbelief.data import dealt_samples
+from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
-from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.shard import Shard
+from distbelief.roles.role import Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
+from distbelief.supervisor.scheduler import ShutdownStage
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.member import JobMember
 from tests.simulation.jobs import EXAMPLES, JobCluster
+from tests.simulation.random_faults import random_faults
 
 
 N_ROWS = 6
@@ -50,8 +55,8 @@ class DealtJob:
         seed: int = 0,
     ) -> None:
         self.n_samples = n_samples
+        self._bad = list(bad)
         self.total = int(np.ceil(n_epochs * n_samples))
-        self._counts = exchange.round is None or exchange.weight == "sum"
         task = TaskSpec(
             model=ModelSpec(
                 factory=f"{EXAMPLES}:Counts",
@@ -87,7 +92,9 @@ class DealtJob:
             settings=settings,
         )
         self.n_looks = 0
-        self.last: dict[str, tuple[Spans, np.ndarray]] = {}  # by shard: applied, and counted
+        # What a primary has applied, and its values: by copy, and by shard.
+        self._last: dict[str, tuple[Spans, np.ndarray]] = {}
+        self._newest: dict[int, np.ndarray] = {}
         self.job.simulation.observe(self._look)
 
     def expected(self, applied: Spans, shard: int) -> np.ndarray:
@@ -98,6 +105,7 @@ class DealtJob:
                 begin, end = max(first, start), min(first + self.n_samples, stop)
                 samples = dealt_samples(begin, end, n_samples=self.n_samples, seed=0)
                 np.add.at(counts, samples, 1.0)
+        counts[self._bad] = 0.0
         rows = np.tile(counts, N_ROWS)
         values = np.zeros(self.job.layout.shard_size(shard))
         for one in self.job.layout.segments(shard):
@@ -111,13 +119,16 @@ class DealtJob:
             return
         if shard._backup is not None or not shard._serves or shard._stopped_by is not None:
             return
+        if self.job.supervisor.shutdown.stage is not ShutdownStage.RUN:
+            return  # a shard that falls back now stays so
         values = shard._values
         found = values.vector.copy()
-        before = self.last.get(shard._config.name)
+        self._newest[shard._config.index] = found
+        before = self._last.get(shard._config.name)
         if before is not None and before[0] == values.applied and (before[1] == found).all():
             return
         self.n_looks += 1
-        self.last[shard._config.name] = values.applied, found
+        self._last[shard._config.name] = values.applied, found
         wrong = found - self.expected(values.applied, shard._config.index)
         assert not wrong.any(), f"{happening.name} has {values.applied}, its values show {wrong}"
 
@@ -127,8 +138,48 @@ class DealtJob:
         self.check_end(Spans([(0, self.total)]))
 
     def check_end(self, expected: Spans) -> None:
-        for index, name in enumerate(self.job.shards):
-            newest = self.job.simulation.disk.newest(name)
-            assert newest is not None
-            missing = self.expected(expected, index) - newest.arrays["values"]
+        for index in range(len(self.job.shards)):
+            missing = self.expected(expected, index) - self._newest[index]
             assert not missing.any(), f"shard {index} lacks {missing}"
+
+
+def job_of(seed: int) -> DealtJob:
+    """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
+    stream = np.random.default_rng([seed, 0xDEA1])
+
+    def pick(*choices: Any) -> Any:
+        return choices[int(stream.integers(len(choices)))]
+
+    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+    options: dict[str, Any] = pick(
+        {},
+        {},
+        {"n_push": pick(2, 3)},
+        {"exchange": ExchangePolicy(staleness=pick(0, 1, 2))},
+        {"exchange": ExchangePolicy(staleness=0, round=Round(quorum=pick(1.0, 0.5)))},
+        {
+            "exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"),
+            "inner": {"name": "SGD", "lr": 1.0},
+        },
+    )
+    replicas = [f"replica-{r}" for r in range(n_replicas)]
+    roles = [*replicas, *(name for k in range(n_shards) for name in copy_names(k, copies))]
+    faults = random_faults(
+        seed,
+        [Address(name) for name in roles],
+        horizon=4.0,
+        intensity=pick(0.3, 0.7, 1.0),
+        restarts=False,
+    )
+    return DealtJob(
+        n_samples=pick(17, 50, 65),
+        n_epochs=pick(2, 4, 5.5),
+        batch_size=pick(1, 4, 8),
+        n_replicas=n_replicas,
+        n_shards=n_shards,
+        shard_copies=copies,
+        snapshot_every=pick(0.7, 1.5),
+        faults=faults,
+        seed=seed,
+        **options,
+    )
