@@ -50,7 +50,8 @@ def test_what_a_lost_replica_has_not_pushed_others_read(faults: Sequence[Fault])
 
 def test_what_a_restored_shard_has_lost_is_dealt_anew() -> None:
     """The other shard has these samples already: it leaves them out."""
-    job = DealtJob(n_epochs=10, faults=[Kill(at=2.9, role=Address("shard-0"))])
+    kill = Kill(at=2.5, role=Address("shard-0"))
+    job = DealtJob(n_epochs=10, snapshot_every=1e3, faults=[kill])
     job.run()
     shard = job.job.member("shard-1").role
     assert shard is not None
