@@ -39,8 +39,9 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
     Any number of loops, in any number of processes, may use one server, each with a model of
     the same shapes. As in torch, a parameter whose `grad` is None does not move: here, if it
-    had no gradient in any step of a push. Learning rate, weight decay and schedule belong to
-    the server's rule; parameter groups that set them are rejected.
+    had no gradient in any step of a push. Frozen ones (`requires_grad = False`) are fetched
+    once and never pushed. Learning rate, weight decay and schedule belong to the server's
+    rule; parameter groups that set them are rejected.
 
     Args:
         params: The model's parameters, in the order that the server was given them, or
@@ -105,7 +106,17 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             )
         # A worker that waits for others waits for its own pushes, too.
         self._awaits_pushes |= policy.staleness is not None
-        self._open(self._parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys)
+        self._frozen = [
+            place for place, one in enumerate(self._parameters) if not one.requires_grad
+        ]
+        self._open(
+            self._parameters,
+            address,
+            policy,
+            timeout_seconds=timeout_seconds,
+            keys=keys,
+            frozen=self._frozen,
+        )
         # Then push t - 1 and the fetch for step t + 1 are under way during step t.
         self._fetches_ahead = self._session.moves_blocks and not self._awaits_pushes
         self._is_fetching = False
@@ -129,6 +140,12 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for place in self._frozen:
+            if self._parameters[place].grad is not None:
+                raise JobError(
+                    f"DownpourSGD: parameter {place} has a gradient, but was frozen at first: call "
+                    "finish(), and make a new DownpourSGD"
+                )
         samples = number_of_samples(samples, "DownpourSGD")
         with torch.no_grad(), self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")

@@ -300,9 +300,8 @@ class PartialView:
         update rules round as for the whole vector.
         """
         if not self.is_whole:
-            missing = [index for index, *_ in self._pieces[k] if tensors[index] is None]
-            assert not missing, f"a client of parts pushes all of them, not without {missing}"
-            return None
+            pieces = [piece for piece in self._pieces[k] if tensors[piece[0]] is not None]
+            return None if len(pieces) == len(self._pieces[k]) else _united(pieces, k=k).stripes()
         segments = self.layout.segments(k)
         given = [one for one in segments if tensors[one.tensor_index] is not None]
         if len(given) == len(segments):

@@ -52,7 +52,7 @@ class Version:
     clock: int = 0
     n_readers: int = 0
     n_copied: int = 0  # elements [0, n_copied) are in it
-    in_flight: bool = False  # blocks are under way to a reader whose pin has expired
+    in_flight: bool = False  # blocks may be under way to a reader whose pin was ended here
 
 
 @final
@@ -93,7 +93,7 @@ class PinnedVersions:
             return []
         if message.request > client.request:
             client.request = message.request
-            self.end(name)
+            self._end(name)
             for version in self._versions:
                 is_current = version.n_readers and version.clock == self._values.clock
                 if is_current and version.values.dtype == dtype:
@@ -119,7 +119,7 @@ class PinnedVersions:
         if pin.blocks.acked(message.received):
             pin.expires = now + self._seconds_max
         if message.received == pin.blocks.n:
-            self.end(client.name)
+            self._end(client.name)
             return []
         if message.received == pin.blocks.received:  # not overtaken by a later one
             pin.limit = max(pin.limit, message.limit)
@@ -196,14 +196,17 @@ class PinnedVersions:
         return [action for actions in sent for action in actions]
 
     def expire(self, client: Session) -> None:
-        """End the client's fetch; blocks under way stay valid. It learns of it if it comes back."""
+        """End the fetch of a client that may still read; blocks under way to it stay valid.
+
+        The client learns of it if it comes back.
+        """
         client.expired = client.request
         pin = self._pins.get(client.name)
         if pin is not None:
             pin.version.in_flight = True
-        self.end(client.name)
+        self._end(client.name)
 
-    def end(self, name: Address) -> None:
+    def _end(self, name: Address) -> None:
         self.waiting.pop(name, None)
         pin = self._pins.pop(name, None)
         if pin is None:
@@ -214,7 +217,7 @@ class PinnedVersions:
             if version is self.copying:
                 self.copying = None
             if version.in_flight:
-                # The expired reader may still copy from the old memory: leave that memory to it.
+                # That reader may still copy from the old memory: leave that memory to it.
                 version.memory = version.values = np.zeros_like(version.memory)
                 version.in_flight = False
             self._memory.retire(version.memory)

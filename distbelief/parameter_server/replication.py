@@ -46,6 +46,7 @@ class Replicated:
     message: rp.ReplicatePush
     values: Vector  # (n_elements,) of what its client holds, or their words
     shard_slice: ShardSlice
+    touches: Vector | None  # stripes, as in the client's push
 
 
 @final
@@ -168,7 +169,7 @@ class Backup:
         if ahead > n_waiting or (ahead == n_waiting and n_waiting >= self._n_waiting_max):
             return []
         table, sequence = self._values.slice_table, message.clock + 1
-        shard_slice = table.whole if message.touches else table.get(message.holds)
+        shard_slice = table.get(message.holds)
         if ahead < n_waiting:
             # Already queued: an empty acknowledgement of blocks proves that this copy is alive.
             return [self._block_ack(sequence, len(shard_slice.bounds))]
@@ -181,11 +182,11 @@ class Backup:
         if values is None:
             return [self._block_ack(sequence, received)]
         reason = self._values.steps.register(shard_slice)
-        touches = message.holds if message.touches else None
+        touches = None if message.touches is None else np.array(message.touches, np.int64)
         reason = reason or self._values.why_not(touches, shard_slice)
         if reason is not None:
             raise RemoteProtocolError(f"{sender} replicates an invalid push: {reason}")
-        self._queue.append(Replicated(message, values, shard_slice))
+        self._queue.append(Replicated(message, values, shard_slice, touches))
         return []
 
     def _take_block(self, sender: Address, message: pf.PushBlock) -> list[Action]:
@@ -400,8 +401,8 @@ class Primary:
             n_pushing=n_clients,
             push_buffers_region="",
             slot=push.push.sequence % N_PUSH_BUFFERS,
-            holds=shard_slice.stripes if touches is None else touches,
-            touches=touches is not None,
+            holds=shard_slice.stripes,
+            touches=None if touches is None else tuple(touches.tolist()),
             share=push.share,
             dealt=push.push.dealt,
         )

@@ -332,8 +332,8 @@ class Shard:
         client, warning = sessions.admit(
             sender, event.incarnation, request, region=f"{self._region}.slots"
         )
-        if client is not before:
-            self._versions.end(sender)  # of its former incarnation
+        if before is not None and client is not before:
+            self._versions.expire(before)  # the former incarnation may still run
         actions: list[rl.Action] = [sessions.session_opened(client)]
         if warning is not None:
             actions.append(rl.Report(text=warning, level="warning"))
@@ -530,7 +530,7 @@ class Shard:
                     replicated.values,
                     n_clients=max(1, message.n_pushing),
                     shard_slice=replicated.shard_slice,
-                    touches=message.holds if message.touches else None,
+                    touches=replicated.touches,
                     share=message.share,
                     dealt=message.dealt,
                 )

@@ -421,6 +421,11 @@ class ShardSlice:
     def positions_of(self, inner: IndexRanges) -> IndexRanges:
         return inner if self.ranges is None else self.ranges.positions_of(inner)
 
+    def contains(self, other: "ShardSlice") -> bool:
+        if self.ranges is None or other.ranges is None:
+            return self.ranges is None
+        return self.ranges.intersection(other.ranges).n_elements == other.n_elements
+
     def n_blocks_within(self, stop: int) -> int:
         """Return how many blocks lie in elements [0, stop) of the shard's vector."""
         n_elements = self.within(0, stop).n_elements

@@ -194,9 +194,10 @@ class RoundSum:
                 self._weight += weight
                 return
             compact = numbers
-            if shard_slice.ranges is None:  # of a client that holds everything
+            if touched.n_elements < shard_slice.n_elements:
                 compact = np.empty(touched.n_elements, numbers.dtype)
-                RangeCopier(touched.ranges).gather(as_tensor(numbers), as_tensor(compact))
+                places = shard_slice.positions_of(touched.ranges)
+                RangeCopier(places).gather(as_tensor(numbers), as_tensor(compact))
             spread = np.zeros(self._n_elements, numbers.dtype)
             touched.scatter(compact, spread)
             self._add(spread, weight)
@@ -390,9 +391,9 @@ class ShardStore:
         """Return why this push may not change only `touches`, or None."""
         if touches is None:
             return None
-        if shard_slice.ranges is not None:
-            return "its client holds parts of tensors, so its pushes must change all of them"
         touched = self.slice_table.get(touches)
+        if not shard_slice.contains(touched):
+            return "it changes elements that its client does not hold"
         return self.steps.register(touched) if self._config.rule.needs_clock else None
 
     def begin_push(

@@ -122,9 +122,9 @@ class ReplicatePush(AnyMessage, frozen=True):
     push_buffers_region: Name  # "": it comes in blocks
     slot: Count
     holds: Vector | None = None  # of the client, as in its OpenSession
-    # The client holds everything, and `holds` is what its push `touches`: a message has one
-    # array at most.
-    touches: bool = False
+    # Numbers of the stripes that the push `touches`; None: all that the client holds. No `Vector`:
+    # a message has one array at most.
+    touches: tuple[Count, ...] | None = None
     share: Share = WHOLE
     dealt: Dealt = msgspec.UNSET  # as in `Push`
 

@@ -5,7 +5,7 @@ virtual time pass where the real one waits at a socket.
 """
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import cast
@@ -48,13 +48,15 @@ class Server:
         link: Link | None = None,
         numbers: Numbers = "float32",
         policy: ExchangePolicy = DOWNPOUR,
-        frozen: Collection[str] = (),  # names of parameters, of `Exchange` loops
     ) -> None:
         self.host = host
         self.policy = policy
         self.turns: Turns | None = None
         specs = parameter_specs(parameters)
         self.layout = Layout.of(specs, n_shards=n_shards)
+        frozen = [
+            spec.name for spec, one in zip(specs, parameters, strict=True) if not one.requires_grad
+        ]
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
         self.workers = [Address(f"worker-{i}") for i in range(n_loops)]
         self.free = list(self.workers)

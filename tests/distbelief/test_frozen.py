@@ -221,7 +221,7 @@ def test_exchange_moves_frozen_parameters_once(
     parameters = list(net.parameters())
     before = [one.detach().clone() for one in parameters]
     rule = distbelief.SGD(learning_rate=1.0, weight_decay=0.1)  # would move them
-    server = Server(parameters, rule=rule, host=host, numbers=numbers, frozen={"000000", "000001"})
+    server = Server(parameters, rule=rule, host=host, numbers=numbers)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     exchange = server.exchange(monkeypatch, inner, every=1, numbers=numbers)
     for step in range(6):
@@ -241,6 +241,44 @@ def test_exchange_moves_frozen_parameters_once(
     parameters[0].requires_grad_()
     with pytest.raises(distbelief.JobError, match=r"requires_grad .* call finish\(\), and make a"):
         exchange.step()
+
+
+@pytest.mark.parametrize("host", ["host-0", ""])
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16"])
+def test_downpour_sgd_moves_frozen_parameters_once(
+    monkeypatch: pytest.MonkeyPatch, host: str, numbers: Numbers
+) -> None:
+    """Regression: it pushed zeros for them, and fetched them in every step.
+
+    The head's bias has a gradient in every second step only: the others leave it alone.
+    """
+    torch.manual_seed(0)
+    net = frozen_net()
+    parameters = list(net.parameters())
+    before = [one.detach().clone() for one in parameters]
+    rule = distbelief.Momentum(learning_rate=0.1, momentum=0.9, weight_decay=0.1)
+    server = Server(parameters, rule=rule, host=host, numbers=numbers)
+    optimizer = server.optimizer(monkeypatch, parameters, blocking=True)
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+        net(inputs).square().mean().backward()
+        if step % 2:
+            parameters[3].grad = None
+        bias = parameters[3].detach().clone()
+        optimizer.step()
+        assert torch.equal(parameters[3], bias) == bool(step % 2)
+    optimizer.finish()
+    for place in (0, 1):
+        assert torch.equal(parameters[place], before[place])
+        assert torch.equal(server.values()[place], before[place].view(-1))
+    found = optimizer.counters()
+    size = 4 if host or numbers == "float32" else 2
+    assert found["bytes_out"] == size * N_TRAINED * 6
+    assert found["bytes_in"] < 4 * N_FROZEN + 4 * N_TRAINED * 9
+    parameters[0].grad = torch.zeros_like(parameters[0])
+    with pytest.raises(distbelief.JobError, match=r"parameter 0 has a gradient, but was frozen"):
+        optimizer.step()
 
 
 def test_frozen_net_trains_its_head_alone() -> None:

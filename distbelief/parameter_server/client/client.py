@@ -614,8 +614,8 @@ class ParameterClient:
 
         Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
         or the selection; None for zeros. Of buffers the values are pushed instead. `fetched_clocks`
-        are by default those of the last install. With `skip_missing`, for a client that holds
-        everything, tensors without a gradient keep their values and rule state.
+        are by default those of the last install. With `skip_missing`, tensors without a gradient
+        keep their values and rule state.
         """
         tensors = [
             gradient if is_parameter else value

@@ -9,7 +9,7 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server import optimizers
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import Adam, UpdateRule
+from distbelief.parameter_server.optimizers import SGD, Adam, UpdateRule
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice, push_buffer_views
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, Send
@@ -146,13 +146,31 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
 
-def test_a_client_with_a_part_cannot_limit_what_a_push_changes() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rule", [RULE, SGD(learning_rate=0.1)])
+def test_a_push_of_a_part_that_changes_some_of_it_changes_both_copies_alike(
+    rule: UpdateRule, *, shared: bool
+) -> None:
+    pair = Pair(shared=shared, rule=rule)
+    left = Address("left")
+    pair.push(left, 0)
+    pair.follow()
+    before = pair.a.shard._values.vector.copy()
+    some = np.array([200, 64, 200, 3], np.int64)  # of three rows, the first 64 of 90 columns
+    pair.push(left, 1, touches=some)
+    pair.push(left, 2, touches=np.zeros(0, np.int64))
+    pair.assert_equal()
+    moved = np.flatnonzero(pair.a.shard._values.vector != before)
+    assert moved.tolist() == [200 * row + column for row in (1, 2, 3) for column in range(64)]
+
+
+def test_a_push_cannot_change_what_its_client_does_not_hold() -> None:
     pair = Pair(shared=False)
     before = pair.a.shard._values.vector.copy()
-    actions = pair.push(Address("left"), 0, touches=np.array([0, 64, 64, 1], np.int64))
+    actions = pair.push(Address("left"), 0, touches=np.array([0, 91, 91, 1], np.int64))
     refused = only(actions, pf.SessionRefused)
     assert refused.for_good
-    assert "its pushes must change all of them" in refused.reason
+    assert "it changes elements that its client does not hold" in refused.reason
     assert np.array_equal(pair.a.shard._values.vector, before)
 
 

@@ -41,3 +41,19 @@ def test_parts_of_one_round_may_overlap(parts: list[ShardSlice]) -> None:
     assert rounds.touched is not None
     assert (rounds.touched.mask(np.arange(N + 1)) == (counts > 0)).all()
     np.testing.assert_array_equal(rounds.total, total / np.maximum(counts, 1))
+
+
+@pytest.mark.parametrize("held", [ShardSlice(N, dtype=FLOATS), part((32, 96), (128, 192))])
+def test_a_push_of_a_round_may_change_some_of_what_its_client_holds(held: ShardSlice) -> None:
+    """What it does not change counts neither in the sum nor in the weights."""
+    policy = ExchangePolicy(round=Round(quorum=0.5), weight="mean")
+    rounds = RoundSum(N, n_gradient=N, dtype=FLOATS, policy=policy)
+    whole = np.arange(N, dtype=FLOATS)
+    ranges = part((48, 64), (160, 170))
+    numbers: Vector = whole if held.ranges is None else whole[held.ranges.mask(np.arange(N + 1))]
+    rounds.add_work(numbers, shard_slice=held, touched=ranges, weight=2.0)()
+    rounds.finish()
+    expected = np.zeros(N, FLOATS)
+    for start, stop in ((48, 64), (160, 170)):
+        expected[start:stop] = whole[start:stop]
+    np.testing.assert_array_equal(rounds.total, expected)

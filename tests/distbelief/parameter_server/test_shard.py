@@ -700,6 +700,22 @@ def test_a_reader_that_is_gone_before_its_version_is_filled_leaves_it_free() -> 
     assert indices(actions) == [0, 1, 2]
 
 
+def test_a_block_on_its_way_to_a_replaced_incarnation_keeps_its_values() -> None:
+    """Regression: seed 23753 of `tests/simulation/test_seeds.py` computed with NaN.
+
+    A worker was cut off and restarted elsewhere. The session of its new incarnation freed the
+    version that a block was still being sent from, so the old one installed what came next there.
+    Its pushes are refused only by shards that know the new one.
+    """
+    alone = large(n_copies=1)
+    (first, *_) = sent(alone.work(alone.receive(fetch(credit=1))), pf.ParameterBlock)
+    alone.hello(life=2)
+    alone.work(alone.push(1, life=2))
+    (following, *_) = sent(alone.work(alone.receive(fetch(2), life=2)), pf.ParameterBlock)
+    assert following.clock == 1
+    assert not first.values.any()  # the values of clock 0, not NaN or those of clock 1
+
+
 def test_pushes_and_copies_take_turns() -> None:
     """Two readers ask by turns for ever newer versions; a push is never kept waiting
     for more than one copy, nor a reader for more than one push."""
