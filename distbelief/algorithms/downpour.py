@@ -38,7 +38,7 @@ class DownpourAlgorithm:
         if config.order == "dealt" and cluster.is_split:
             raise JobError(
                 '[algorithm] order is "dealt", and [cluster] partitions, plan or device splits '
-                'replicas into ranks that push by themselves: use order = "parts", or whole replicas'
+                'replicas into ranks that push on their own: use order = "parts", or split nothing'
             )
         if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
             raise JobError(

@@ -11,6 +11,8 @@ completion record is written with the object that it describes).
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Final, final
 
 import msgspec
@@ -64,13 +66,15 @@ def reshard(
     clocks: Sequence[int],
     steps: Sequence[StepCounts],
     read: Read,
+    applied: Sequence[Spans] = (),
 ) -> ShardState:
     """Return the state of new shard k, in incarnation 0 and without clients, or raise ValueError.
 
-    Every element keeps its value and its optimizer state. `clocks` and `steps` (push counts) are
-    those of the old shards, in order. Shards have different clocks (DB-5). A new shard starts at
-    the largest clock of its sources, so that no element's clock falls: a schedule would go back,
-    and Adam would repeat its bias correction.
+    Every element keeps its value and its optimizer state. `clocks`, `steps` (push counts) and
+    `applied` (dealt positions) are those of the old shards, in order. What not all sources of a new
+    shard have applied is dealt again, to all its elements. Shards have different clocks (DB-5). A
+    new shard starts at the largest clock of its sources, so that no element's clock falls: a
+    schedule would go back, and Adam would repeat its bias correction.
     """
     if old.tensors != new.tensors or old.dtype != new.dtype:
         raise ValueError(
@@ -104,6 +108,7 @@ def reshard(
         state=state,
         clients=(),
         steps=counts,
+        applied=reduce(and_, (applied[source] for source in sources)) if applied else NOTHING,
     )
 
 

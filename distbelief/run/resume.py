@@ -535,11 +535,10 @@ def reshard_all(
             return part
 
         for k in range(new.n_shards):
-            state = reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=read)
-            # A new shard may have elements of all old ones. What they have not all applied is dealt
-            # again: some elements may get it twice.
-            common = reduce(and_, applied)
-            state = replace(state, incarnation=last, clients=clients, applied=common)
+            state = reshard(
+                old, new, k, rule=rule, clocks=clocks, steps=steps, applied=applied, read=read
+            )
+            state = replace(state, incarnation=last, clients=clients)
             config = ShardConfig(index=k, layout=new, rule=rule)
             target.save(f"shard-{k}", take(label, state, config=config))
             del state  # free them before the next one is made

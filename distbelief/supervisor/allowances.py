@@ -8,8 +8,8 @@ A Stop that is sent when the target is met comes too late. So each replica has a
 (`StartTraining.samples`) and begins no step beyond it. It holds half of its share of what is
 left, by its speed, and at least what it trains in a few seconds; its bound is raised long before
 it gets there. At the end all replicas reach their bounds at about the same time (guided
-self-scheduling: Polychronopoulos and Kuck 1987). Where samples are dealt, a replica may train what it
-was dealt, and the `Dealer` gives as much of it as here.
+self-scheduling: Polychronopoulos and Kuck 1987). Where samples are dealt, a replica may train what
+it was dealt, and the `Dealer` gives as much of it as here.
 """
 
 from typing import Final, final
@@ -130,6 +130,8 @@ class Allowances:
 
     def _wanted_samples(self, record: RoleRecord) -> int:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
+        if self.dealer is not None:  # what is dealt now need not last for those who come later
+            replicas = [r for r in replicas if r.presence is Presence.PRESENT]
         rates = [r.rate.per_second for r in replicas]
         known = [rate for rate in rates if rate is not None]
         usual = sum(known) / len(known) if known else 0.0

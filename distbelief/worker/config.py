@@ -164,8 +164,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
         if self.order != "dealt" and self.epoch_share != 1.0:
             raise ValueError(
-                f'epoch_share is {self.epoch_share} and order is "{self.order}": only where samples '
-                'are dealt it is known which are left: use order = "dealt"'
+                f'epoch_share is {self.epoch_share} and order is "{self.order}": only of dealt '
+                'samples it is known which are left: use order = "dealt"'
             )
         n_fetch = self.pace.n_fetch
         rule, has_rate = self.rule, self.local_learning_rate is not None or is_delta

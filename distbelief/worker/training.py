@@ -196,7 +196,7 @@ class TrainingObjective(Objective):
 
     reports_steps = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one call describes what is trained
         self,
         config: DownpourSettings,
         items: Items,
@@ -370,7 +370,8 @@ class TrainingObjective(Objective):
     def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         # A rank may die when some shards have applied its push and others have not. It then goes on
         # from the least advanced shard, and the others apply that one push twice. This is accepted:
-        # shards know only sample counts, and it is one gradient of one replica.
+        # shards know only sample counts, and it is one gradient of one replica. Of dealt samples
+        # they know the positions.
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
         at_once = counts and self._drafts and not self._total.n_gradients

@@ -7,7 +7,7 @@ end all of it (`no sample lost`).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,13 +29,15 @@ from tests.simulation.jobs import EXAMPLES, JobCluster
 from tests.simulation.random_faults import random_faults
 
 
+T = TypeVar("T")
+
 N_ROWS = 6
 
 
 class DealtJob:
     """A job of some epochs, or of `samples`, under faults."""
 
-    def __init__(  # noqa: PLR0913 -- one call describes a job
+    def __init__(
         self,
         *,
         n_samples: int = 50,
@@ -64,8 +66,7 @@ class DealtJob:
                 initial="module",
             ),
             train=DataSpec(
-                factory=f"{EXAMPLES}:Numbered",
-                arguments={"n_samples": n_samples, "bad": list(bad)},
+                factory=f"{EXAMPLES}:Numbered", arguments={"n_samples": n_samples, "bad": list(bad)}
             ),
             loss=f"{EXAMPLES}:minus_sum",
         )
@@ -147,7 +148,7 @@ def job_of(seed: int) -> DealtJob:
     """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
     stream = np.random.default_rng([seed, 0xDEA1])
 
-    def pick(*choices: Any) -> Any:
+    def pick(*choices: T) -> T:
         return choices[int(stream.integers(len(choices)))]
 
     n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)

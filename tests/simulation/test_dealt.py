@@ -89,9 +89,7 @@ def test_an_epoch_may_end_without_its_last_samples() -> None:
 
 
 def test_who_is_slow_is_dealt_less() -> None:
-    job = DealtJob(
-        n_epochs=20, faults=[Slow(at=0.0, role=REPLICAS[1], factor=5.0, seconds=1e3)]
-    )
+    job = DealtJob(n_epochs=20, faults=[Slow(at=0.0, role=REPLICAS[1], factor=5.0, seconds=1e3)])
     job.run()
     fast, slow, _ = (job.job.samples(name) for name in REPLICAS)
     assert slow < 0.5 * fast

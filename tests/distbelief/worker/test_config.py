@@ -4,7 +4,11 @@ import math
 
 import pytest
 
+from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.config.job import ClusterTable
+from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.worker.config import DownpourSettings, Pace
 
 
@@ -53,8 +57,22 @@ def test_local_steps_follow_the_schedule() -> None:
         *[(name, 0) for name in ("batch_size", "max_steps", "non_finite_limit")],
         *[(name, 0) for name in ("n_fetch", "n_push")],
         *[("clip_norm", value) for value in (0.0, math.inf)],
+        *[("epoch_share", value) for value in (0.0, 1.5)],
     ],
 )
 def test_a_bad_value_is_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{field} is {value}; use"):
         settings(**{field: value})
+
+
+def test_dealt_data_exclude_what_does_not_tell_the_samples_of_a_push() -> None:
+    exchange = ExchangePolicy(every="auto", send="delta")
+    inner = {"name": "SGD", "lr": 0.1}
+    with pytest.raises(ValueError, match=r'order is "dealt" and exchange.every is "auto"'):
+        settings(order="dealt", exchange=exchange, inner=inner)
+    with pytest.raises(ValueError, match=r'epoch_share is 0.75 and order is "parts"'):
+        settings(epoch_share=0.75)
+    with pytest.raises(
+        JobError, match=r'order is "dealt", and \[cluster\] partitions, plan or dev'
+    ):
+        DOWNPOUR.check_cluster(ClusterTable(partitions=2), settings(order="dealt"))
