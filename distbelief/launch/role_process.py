@@ -181,7 +181,7 @@ def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
     return BuildContext(
         task=job.task,
         layout=Layout(spec.layout),
-        n_replicas=job.cluster.replicas,
+        n_replicas=job.cluster.n_replicas,
         n_shards=job.cluster.shards,
         seed=job.evaluation.seed,
         memory=memory,

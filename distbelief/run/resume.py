@@ -376,7 +376,7 @@ def start_from_scratch(job: Job, run: RunDirectory) -> str:
     # Checkpoints last: while any are left, the run can still resume.
     place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
     cluster = job.cluster
-    cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
+    cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.n_replicas)
     write_checkpoint_set(run.snapshots, cut)
     return f"starting from scratch; earlier files are in {place}"
 
@@ -399,7 +399,7 @@ def resume_run(
     directory, was = newest_checkpoint_set(run)
     now = CheckpointSet(
         n_shards=job.cluster.shards,
-        n_replicas=job.cluster.replicas,
+        n_replicas=job.cluster.n_replicas,
         n_machines=None if plan is None else plan.cluster.n_machines,
         plan=None if plan is None else mark_of(plan),
         train=train,

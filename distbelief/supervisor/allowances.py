@@ -39,6 +39,7 @@ class Allowances:
         driven = members.coordinator is not None
         self._total = None if config.stop is None or driven else config.stop.total_samples
         self._batch_size = config.batch_size
+        self._replicas_min = 0 if driven else config.replicas_min
         self._warm_start_left = config.warm_start_steps  # of replica 0, over all its incarnations
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
@@ -66,6 +67,9 @@ class Allowances:
         replicas = self._members.of("replica")
         first = self._members.of("coordinator")
         begins: list[tuple[Address, StartTraining]] = []
+        here = [replica for replica in replicas if replica.introduced_at is not None]
+        if self._metrics.training_since is None and len(here) < self._n_wanted():
+            return []
         for record in (*first, *(replicas if self.warm_start_is_over else replicas[:1])):
             if record.introduced_at is None or record.begun or not record.is_alive:
                 continue
@@ -79,6 +83,10 @@ class Allowances:
             self._raise_bound(record)
             begins.append((record.name, StartTraining(samples=self._bounds.get(record.name))))
         return begins
+
+    def _n_wanted(self) -> int:
+        alive = [replica for replica in self._members.of("replica") if replica.is_alive]
+        return min(self._replicas_min, len(alive))
 
     def after_progress(self, record: RoleRecord) -> StartTraining | None:
         """Return the new bound of a replica that has reported progress, if it rose."""

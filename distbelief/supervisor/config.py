@@ -23,6 +23,7 @@ class SupervisorConfig:
     higher_is_better: bool = True
     batch_size: int = 1  # samples of a step of one replica
     warm_start_steps: int = 0  # steps of replica 0 before the other replicas begin
+    replicas_min: int = 1  # that must be there before training begins
     dealt: Epochs | None = None  # how samples are cut that the supervisor deals
     epoch_share: float = 1.0  # of an epoch that must be done; the rest is left out
     evaluate_every: Seconds = 10.0  # seconds between evaluations

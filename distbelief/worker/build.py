@@ -87,7 +87,7 @@ def roster(
 def roster_of(job: Job, *, n_machines: int | None = None) -> list[RosterEntry]:
     """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
     return roster(
-        n_replicas=job.cluster.replicas,
+        n_replicas=job.cluster.n_replicas,
         n_shards=job.cluster.shards,
         shard_copies=job.cluster.shard_copies,
         evaluates=job.data.test is not None,

@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distbelief.transport.keys import KeyFiles
 from tests.processes.commands import Command, poll, sets, train
+from tests.processes.test_join import Land, allow
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -76,9 +78,40 @@ snapshot_every = "500 ms"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.py").write_text(f"import torch\nfrom torch import nn\n{COUNTS}")
-    (tmp_path / "tiny.toml").write_text(JOB)
+    write(tmp_path, JOB)
     return tmp_path
+
+
+def write(folder: Path, job: str) -> None:
+    (folder / "tiny.py").write_text(f"import torch\nfrom torch import nn\n{COUNTS}")
+    (folder / "tiny.toml").write_text(job)
+
+
+def test_replicas_come_and_go_with_hosts(tmp_path: Path) -> None:
+    """One leaves as it was asked to, one is killed; a third place is never filled."""
+    land = Land(tmp_path / "here", tmp_path / "there")
+    job = JOB.replace("replicas = 3", "replicas = { min = 2, max = 3 }").replace("= 4", "= 8")
+    for folder in (land.here, land.there):
+        folder.mkdir()
+        KeyFiles(folder / "keys").make()
+        write(folder, job)
+    allow(land.here, land.there, "host")
+    allow(land.there, land.here, "server")
+    listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys", "--cores", "1")
+    with train(land.here, *listen) as command:
+        poll(lambda: "replica 1 waits for a host" in command.told())
+        assert command.samples() == 0  # it has fewer than two
+        with land.joined(command) as machine:
+            poll(lambda: command.samples() > N_SAMPLES)
+            machine.process.terminate()
+            assert machine.wait() == 128 + signal.SIGTERM, machine.said
+        before = command.samples()
+        poll(lambda: command.samples() > before + 300)
+        with land.joined(command) as machine:
+            poll(lambda: command.samples() > 4 * N_SAMPLES)
+            machine.kill()
+        command.ends(seconds=120.0)
+    assert (counts(command) == 8.0).all(), (counts(command) - 8.0).unique(return_counts=True)
 
 
 def counts(command: Command) -> torch.Tensor:

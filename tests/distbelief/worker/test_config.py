@@ -5,8 +5,8 @@ import math
 import pytest
 
 from distbelief.algorithms.downpour import DOWNPOUR
-from distbelief.config.job import ClusterTable
-from distbelief.errors import JobError
+from distbelief.config.job import FIT_MAX, ClusterTable, Elastic
+from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.worker.config import DownpourSettings, Pace
@@ -76,3 +76,22 @@ def test_dealt_data_exclude_what_does_not_tell_the_samples_of_a_push() -> None:
         JobError, match=r'order is "dealt", and \[cluster\] partitions, plan or dev'
     ):
         DOWNPOUR.check_cluster(ClusterTable(partitions=2), settings(order="dealt"))
+
+
+def test_replicas_that_come_and_go_need_dealt_data() -> None:
+    elastic = ClusterTable(replicas=Elastic(min=2, max=4))
+    DOWNPOUR.check_cluster(elastic, settings(order="dealt"))
+    with pytest.raises(
+        JobError, match=r"replicas has min and max, and \[algorithm\] order is .part"
+    ):
+        DOWNPOUR.check_cluster(elastic, settings())
+
+
+def test_as_many_as_fit_are_bounded() -> None:
+    table = ClusterTable(replicas=Elastic(min=3), threads=2)
+    assert (table.n_replicas, table.replicas_min) == (FIT_MAX, 3)
+    assert table.fitted(n_cores=16).n_replicas == 8
+    assert table.fitted(n_cores=1).n_replicas == 3
+    assert ClusterTable(replicas=2).fitted(n_cores=16).n_replicas == 2
+    with pytest.raises(JobFileError, match="min = 5 and max = 4: wants no more"):
+        Elastic(min=5, max=4)
