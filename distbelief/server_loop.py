@@ -68,7 +68,7 @@ class ClientSession:
         self.address = address
         self._user = user
         self.now = time.monotonic
-        self._is_closed = False
+        self._is_closed = self._is_refused = False
         self._pid = os.getpid()
         for parameter in parameters:
             if not parameter.is_contiguous():
@@ -123,17 +123,7 @@ class ClientSession:
             self._log = [*self._log[-9:], text]
 
     def join(self, timeout_seconds: float) -> None:
-        """Join the server; JobError if it does not allow this host's key."""
-
-        def is_decided() -> bool:
-            if not self._worker.has_joined and self._transport.has_failed(SUPERVISOR, REFUSED):
-                raise JobError(
-                    f"{self._user}: the server at {self.address.endpoint} does not allow this "
-                    f"host's key. On the server: distbelief keys allow {self._key} NAME"
-                )
-            return self._worker.has_joined
-
-        self.wait(is_decided, "a first answer", timeout_seconds)
+        self.wait(lambda: self._worker.has_joined, "a first answer", timeout_seconds)
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
         """Perform one command of the worker's role, or raise PeerLostError."""
@@ -148,8 +138,23 @@ class ClientSession:
             raise PeerLostError(f"{self._user}: server {self.address.endpoint}: {self.node.error}")
 
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
-        """Run the role until `until()` is true; PeerLostError, with `what`, if it never is."""
-        if not self.closed and self.node.pump(until, timeout_seconds=timeout_seconds):
+        """Run the role until `until()` is true; PeerLostError, with `what`, if it never is.
+
+        JobError if the server does not allow this host's key, or not any more.
+        """
+
+        def is_decided() -> bool:
+            # ZeroMQ has given up for good: say it of whatever the loop waits for from now on.
+            self._is_refused |= self._transport.has_failed(SUPERVISOR, REFUSED)
+            if self._is_refused:
+                allows = "no longer allows" if self._worker.has_joined else "does not allow"
+                raise JobError(
+                    f"{self._user}: the server at {self.address.endpoint} {allows} this "
+                    f"host's key. On the server: distbelief keys allow {self._key} NAME"
+                )
+            return until()
+
+        if not self.closed and self.node.pump(is_decided, timeout_seconds=timeout_seconds):
             return
         self.check()
         hint = (

@@ -28,17 +28,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.cluster.bootstrap import JobAddress
-from distbelief.cluster.listen import JoinServer
-from distbelief.cluster.ray import RayHosts
+from distbelief.cluster.listen import HostSource, JoinServer
 from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
 from distbelief.core import files
+from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.core.spans import Epochs
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.local import LocalLauncher
+from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.preflight import (
     PreflightRequest,
     PreflightResult,
@@ -51,6 +51,7 @@ from distbelief.program.plan import load
 from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.folders import absolute
 from distbelief.run.metrics_file import (
     Measurement,
     MetricsFile,
@@ -70,6 +71,7 @@ from distbelief.task.imports import installed_imports
 from distbelief.task.task import build_model
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
+from distbelief.transport.file_server import FileServer
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.build import roster_of
@@ -124,6 +126,7 @@ def supervisor_config(
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
+        import_seconds_max=IMPORT_SECONDS_MAX,
         first_incarnation=previous.incarnation,
         first_label=previous.label,
         before=previous.before,
@@ -251,7 +254,7 @@ class Trainer:
         self._model_error: str | None = None
         self.exit_code = 0
         self._n_ended = 0
-        self._ray_hosts: RayHosts | None = None
+        self._source: HostSource | None = None  # of hosts that join
 
     # --- prepare ---
 
@@ -320,7 +323,8 @@ class Trainer:
             cluster = None
             if hosting is not None:
                 plan = None if spec.plan is None else Path(spec.plan)
-                cluster = hosting.cluster(self._job, spec, plan=plan)
+                server = stack.enter_context(self._file_server(spec, reach))
+                cluster = hosting.cluster(self._job, spec, plan=plan, files=server.endpoint)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
             supervisor = Supervisor(config, cluster)
             role: Role = supervisor if around is None else around(supervisor)
@@ -367,8 +371,8 @@ class Trainer:
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
-        if self._ray_hosts is not None:
-            for text in self._ray_hosts.news(now):
+        if self._source is not None:
+            for text in self._source.news(now):
                 log.announce(text)
 
     def _status(self, view: JobView, *, ended: bool = False) -> Status:
@@ -391,11 +395,12 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        if hosting.on_ray:
-            n_machines = self._preflight.n_machines or 1
-            self._ray_hosts = hosts = hosting.ray_hosts(self._job, n_machines=n_machines)
-            stack.callback(hosts.close)
-            hosts.start(str(address), directory=self._run.path.absolute() / "joined")
+        n_machines = self._preflight.n_machines or 1
+        log = partial(self._log.log, "info")
+        self._source = source = hosting.source(self._job, n_machines=n_machines, log=log)
+        if source is not None:
+            stack.callback(source.close)
+            source.start(str(address), directory=self._run.path.absolute() / "joined")
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
@@ -404,12 +409,21 @@ class Trainer:
             run=name,
             supervisor=endpoint,
             memory=str(self._memory.directory) if self._job.cluster.shared_memory else "",
-            snapshots=str(self._store.directory.absolute()),
+            snapshots=absolute(self._store.place),
             reach=reach,
         )
         # It may contain a secret; only the user may enter this directory.
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
+
+    def _file_server(self, spec: RoleSpec, reach: ListenConfig) -> FileServer:
+        folder = LocalFolder(
+            self._run.snapshots if self._job.cluster.checkpoints else Path(spec.snapshots)
+        )
+        initial = None if spec.initial_file is None else Path(spec.initial_file)
+        # The supervisor has the port of `reach`.
+        elsewhere = msgspec.structs.replace(reach, port=0)
+        return FileServer(folder, initial, reach=elsewhere, run=spec.run, log=self._log.log_link)
 
     # --- conclude ---
 

@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 WAIT_SECONDS = 1_800.0
 POLL_SECONDS = 0.2
 LINE_SECONDS = 5.0
-
 Advance = Callable[[int], None]
 
 
@@ -69,21 +68,17 @@ def build(folder: Path, fill: Callable[[Path], None], *, n_bytes: int) -> None:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise explain(error, folder, n_bytes=n_bytes) from error
+        mend = "name another folder with the argument cache or with XDG_CACHE_HOME"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            mend = f"building {folder.name} needs {n_bytes / 1e6:,.0f} MB: make space, or {mend}"
+        reason = error.strerror or str(error)
+        raise CacheError(f"cannot write {error.filename or cache}: {reason}; {mend}") from error
 
 
 def _check_free(cache: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(cache).free
     if free < n_bytes:
         raise OSError(errno.ENOSPC, f"only {free / 1e6:,.0f} MB are free", str(cache))
-
-
-def explain(error: OSError, folder: Path, *, n_bytes: int) -> CacheError:
-    mend = "name another folder with the argument cache or with XDG_CACHE_HOME"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        mend = f"building {folder.name} needs {n_bytes / 1e6:,.0f} MB: make space, or {mend}"
-    reason = error.strerror or str(error)
-    return CacheError(f"cannot write {error.filename or folder.parent}: {reason}; {mend}")
 
 
 def write_facts(path: Path, facts: Mapping[str, object], *, arrays: Iterable[str]) -> None:
@@ -96,33 +91,30 @@ def write_facts(path: Path, facts: Mapping[str, object], *, arrays: Iterable[str
 @contextmanager
 def hold_lock(path: Path, *, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]:
     """Hold the lock `path`; says so if it has to wait, gives up after a while."""
+    deadline, has_spoken = time.monotonic() + wait_seconds, False
     with path.open("a+") as file:
-        _acquire(file.fileno(), path=path, wait_seconds=wait_seconds)
+        while not _acquired(file.fileno()):
+            owner = f"process {path.read_text() or '?'} (lock {path})"
+            if time.monotonic() >= deadline:
+                raise CacheError(
+                    f"{owner} has been building {path.stem} for more than "
+                    f"{wait_seconds:g} s; if it hangs, end it and start again"
+                )
+            if not has_spoken:
+                print(f"waiting for {owner}, which builds it", file=sys.stderr)
+                has_spoken = True
+            time.sleep(POLL_SECONDS)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
 
 
-def _acquire(descriptor: int, *, path: Path, wait_seconds: float) -> None:
-    deadline = time.monotonic() + wait_seconds
-    has_spoken = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = f"process {path.read_text() or '?'} (lock {path})"
-            if time.monotonic() >= deadline:
-                raise CacheError(
-                    f"{owner} has been building {path.stem} for more than "
-                    f"{wait_seconds:g} s; if it hangs, end it and start again"
-                ) from None
-            if not has_spoken:
-                print(f"waiting for {owner}, which builds it", file=sys.stderr)
-                has_spoken = True
-            time.sleep(POLL_SECONDS)
-        else:
-            return
+def _acquired(descriptor: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 @contextmanager
@@ -167,7 +159,7 @@ def read_facts(path: Path, needed: Iterable[str]) -> dict[str, Any]:
     try:
         facts = dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _damaged(path, error) from error
     except ValueError as error:
         raise _damaged(path, f"it is no JSON: {error}") from error
     missing = {*needed, "sha256"} - set(facts)
@@ -186,10 +178,8 @@ def map_arrays(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, N
         file = path.with_name(f"{name}.npy")
         try:
             arrays[name] = np.load(file, mmap_mode="c", allow_pickle=False)
-        except OSError as error:
-            raise _unreadable(file, error) from error
-        except (ValueError, EOFError) as error:
-            raise _damaged(file, str(error)) from error
+        except (OSError, ValueError, EOFError) as error:
+            raise _damaged(file, error) from error
         found = arrays[name].shape
         if found != shape:
             raise _damaged(file, f"its shape is {found}, {path.name} says {shape}")
@@ -210,12 +200,10 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _unreadable(path: Path, error: OSError) -> CacheError:
-    reason = error.strerror or str(error)
-    return _damaged(path, reason[:1].lower() + reason[1:])
-
-
-def _damaged(path: Path, reason: str) -> CacheError:
+def _damaged(path: Path, reason: str | Exception) -> CacheError:
+    if isinstance(reason, OSError):
+        reason = reason.strerror or str(reason)
+        reason = reason[:1].lower() + reason[1:]
     return CacheError(
         f"{path} cannot be used: {reason}. Delete the folder "
         f"{os.fspath(path.parent)} and start again; it will be built anew"

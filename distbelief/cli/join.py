@@ -1,5 +1,6 @@
 """The command `distbelief join`."""
 
+import sys
 from pathlib import Path
 
 import typer
@@ -10,7 +11,9 @@ from distbelief.cli.options import argument, flag, option, reported
 @reported
 def join(  # noqa: PLR0913 -- options
     address: str = argument(
-        "tcp://HOST:PORT?key=...", "The job's address, as `distbelief train --listen` prints it."
+        "tcp://HOST:PORT?key=...",
+        "The job's address, as `distbelief train --listen` prints it. -: read it from standard "
+        "input, and leave when that ends.",
     ),
     *,
     keys: Path | None = option(
@@ -37,6 +40,12 @@ def join(  # noqa: PLR0913 -- options
         "A module or package whose functions the job may call on this host. "
         "May be repeated. Default: none.",
     ),
+    domain: str = option(
+        "",
+        "NAME",
+        "What fails together with this host, such as a rack. The two copies of a shard are put "
+        "on hosts of different domains.",
+    ),
     directory: Path = option(
         Path("runs/joined"), "DIR", "Where to write the logs of the roles that run here."
     ),
@@ -61,13 +70,16 @@ def join(  # noqa: PLR0913 -- options
     from distbelief.cluster import agent, join as join_module  # noqa: PLC0415 -- torch
     from distbelief.core import units  # noqa: PLC0415 -- start quickly
 
+    is_held = address == "-"
     options = agent.JoinOptions(
-        address=address,
+        address=sys.stdin.readline().strip() if is_held else address,
+        is_held=is_held,
         keys=keys,
         cores=cores,
         memory_bytes=None if memory is None else int(units.parse(memory, "bytes")),
         devices=tuple(devices or ()),
         allowed=tuple(allow_import or ()),
+        domain=domain,
         directory=directory,
         stays=stay,
         wait_seconds=wait,

@@ -21,6 +21,7 @@ from distbelief.cli.keys import keys
 from distbelief.cli.options import FAILED
 from distbelief.cli.serve import serve
 from distbelief.cli.simulate import chaos, simulate
+from distbelief.cli.slurm import slurm
 from distbelief.cli.status import status
 from distbelief.errors import JobError
 
@@ -99,7 +100,17 @@ def train(  # noqa: PLR0913 -- options
         most=4096,
     ),
     on: str | None = o.option(
-        None, "ray", "Let a Ray cluster start and restart the hosts, as many as --hosts says."
+        None,
+        "LAUNCHER",
+        "What starts the hosts, and starts lost ones again. ray: a Ray cluster, as many as --hosts "
+        "says. ssh:HOST1,HOST2: distbelief join on each of these, by ssh.",
+    ),
+    remote: str | None = o.option(
+        None,
+        "COMMAND",
+        "With --on ssh: shell words that run distbelief on the hosts, such as "
+        '"cd /srv/job && .venv/bin/distbelief".',
+        shown="cd to the same directory, run distbelief",
     ),
     as_json: bool = o.AS_JSON,
 ) -> int:
@@ -146,10 +157,11 @@ def train(  # noqa: PLR0913 -- options
                 hosts_seconds=hosts_seconds,
                 cores=cores,
                 on=on,
+                remote=remote,
             )
-        elif keys is not None or insecure or hosts or cores is not None:
+        elif keys is not None or insecure or hosts or cores is not None or remote is not None:
             raise JobError(
-                "--keys, --insecure, --hosts and --cores need an address where hosts "
+                "--keys, --insecure, --hosts, --cores and --remote need an address where hosts "
                 "can join: add for example --listen tcp://0.0.0.0:7700"
             )
         run = trainer.train(
@@ -365,6 +377,7 @@ app.command()(simulate)
 app.command()(chaos)
 app.command()(serve)
 app.command()(join)
+app.command()(slurm)
 app.add_typer(keys, name="keys")
 
 

@@ -6,7 +6,6 @@
         +----------------- Release, or silence of the supervisor ------------------------+
 
 DIRECTORY/RUN/logs/ROLE.log       log of each role
-DIRECTORY/RUN/snapshots/          checkpoints of shards that ran here
 (shared memory)/.spec.json        what the processes of roles read
 """
 
@@ -39,12 +38,13 @@ _STORE: Final = "host:store"
 _VERDICT: Final = "host:verdict"
 _ALONE_SECONDS: Final = 3.0
 _REASON_MAX: Final = 2048
-_NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
+_NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9}b?)?(\.\d{1,9})?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     address: str  # as `distbelief train --listen` prints it
+    is_held: bool = False  # whether it leaves when its standard input ends
     keys: Path | None  # directory of this host's keys; None for a run without keys
     cores: int | None = None  # to use; None for all
     memory_bytes: int | None = None  # to use; None for all
@@ -52,6 +52,7 @@ class JoinOptions:
     allowed: tuple[str, ...] = ()  # modules whose functions a job may name
     code: Path = Path()  # directory of a job's modules and files
     directory: Path = Path("runs/joined")  # for logs
+    domain: str = ""  # what fails together with this host
     stays: bool = False  # whether to wait for another job when one is over
     wait_seconds: float = 600.0  # for a job to take this host
 
@@ -391,7 +392,7 @@ class AgentStorage:
     reach: ListenConfig  # where roles of this host listen
     allowed: tuple[str, ...]  # modules whose functions a job may name
     code: Path  # directory of their modules and of the job's files
-    directory: Path  # for logs and checkpoints
+    directory: Path  # for logs
     launcher: LocalLauncher
     spec: Path = field(default_factory=Path)  # what the processes of roles read
     memory: FileMemory | None = None
@@ -413,9 +414,7 @@ class AgentStorage:
             received.spec,
             job=job,
             supervisor=self.supervisor,
-            memory=str(memory.directory) if received.shares else "",
-            snapshots=str(directory / "snapshots"),
-            initial_file=None,
+            memory=str(received.memory_here or memory.directory) if received.shares else "",
             plan=None if plan is None else str(plan),
             reach=self.reach,
             allowed=self.allowed,

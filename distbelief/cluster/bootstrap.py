@@ -6,12 +6,15 @@
       | FileRequest (next) ------->    |   and so on; repeated if nothing comes
 
 One chunk is in flight at a time, so that training traffic goes first. The job spec contains no path
-of the supervisor's host that would be used on another one: plan and job travel as text; memory,
-checkpoints and keys are the host's own.
+of the supervisor's host that would be used on another one: plan and job travel as text; memory and
+keys are the host's own; checkpoints and initial values are at the supervisor's file server, unless
+[cluster] checkpoints names a place that all hosts reach. Shared memory is the
+supervisor's for hosts on its machine.
 """
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, cast, final
@@ -23,13 +26,15 @@ from typing_extensions import override
 from distbelief.config.job import ClusterTable
 from distbelief.config.tables import decode
 from distbelief.core.reliable import Backoff
-from distbelief.errors import JobError, RemoteProtocolError
+from distbelief.errors import JobError, RemoteProtocolError, TransportError
 from distbelief.launch.role_process import RoleSpec
 from distbelief.protocol import FileChunk, FileRequest
 from distbelief.roles.role import Seconds
 from distbelief.transport.address import Endpoint, number_of
+from distbelief.transport.authenticator import open_private
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair, public_key
+from distbelief.transport.shared_memory import this_machine
 
 
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError)
@@ -85,21 +90,42 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     spec: RoleSpec  # as for roles of the supervisor's host
     plan: str | None = None  # text of the plan, if replicas are split over several ranks
     shares: bool = True  # whether roles of one host share memory
+    # The supervisor's machine and shared memory, which hosts on that machine use as well: through
+    # TCP and encryption, a step there would take longer
+    machine: str = ""
+    memory: str = ""
+
+    @property
+    def memory_here(self) -> Path | None:
+        """The supervisor's shared memory, if this host is on its machine and has the same user."""
+        if not (self.shares and self.machine and self.machine == this_machine()):
+            return None
+        with suppress(TransportError):
+            os.close(open_private(Path(self.memory)))
+            return Path(self.memory)
+        return None
 
 
-def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
+def write_job_spec(
+    spec: RoleSpec, *, plan: Path | None, files: str = "", snapshots: str = ""
+) -> bytes:
+    """Encode the job spec; `snapshots` is where all hosts reach the checkpoints, if anywhere."""
     portable = msgspec.structs.replace(
         spec,
         supervisor="",
         memory="",
-        snapshots="",
+        snapshots=snapshots,
+        files=files,
         plan=None,
-        initial_file=None,
+        initial_file=None if spec.initial_file is None else "",
         reach=ListenConfig(),
     )
     text = None if plan is None else plan.read_text()
     shares = bool(spec.memory)
-    return msgspec.json.encode(JobSpec(spec=portable, plan=text, shares=shares))
+    made = JobSpec(
+        spec=portable, plan=text, shares=shares, machine=this_machine(), memory=spec.memory
+    )
+    return msgspec.json.encode(made)
 
 
 def read_job_spec(content: bytes) -> JobSpec:

@@ -7,6 +7,7 @@ computes nothing, and holds no values.
 import errno
 import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -159,7 +160,13 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         log.announce(f"{name} waits for a job at {place.endpoint}")
         node = RoleRunner(host, transport=transport, log=report, launcher=launcher)
 
+        held = options.is_held
+
         def look() -> None:
+            nonlocal held
+            if held and _input_has_ended():
+                held = False
+                node.stop("the connection that started this host has ended")
             is_alone = host.is_supervisor_silent(time.monotonic())
             lost = monitor.look(is_alone=is_alone, is_known=host.was_taken)
             if lost is not None:
@@ -175,6 +182,10 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         return 1
 
 
+def _input_has_ended() -> bool:
+    return bool(select.select([0], [], [], 0.0)[0]) and not os.read(0, 4096)
+
+
 def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:
     torch.set_num_threads(1)  # of this process, which computes nothing else
     cores = len(os.sched_getaffinity(0))
@@ -187,6 +198,7 @@ def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:
         memory_bytes=options.memory_bytes or memory,
         devices=options.devices,
         flops=profiling.flops(),
+        domain=options.domain,
     )
     stays, wait = options.stays, options.wait_seconds
     return HostAgentConfig(offer=offer, stays=stays, wait_seconds_max=wait)

@@ -2,19 +2,39 @@
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, final
+from typing import Protocol, Self, final
 
 import msgspec
 
+from distbelief.cluster import ssh
 from distbelief.cluster.bootstrap import JobAddress, write_job_spec
 from distbelief.cluster.ray import RayHosts, connect
 from distbelief.config.job import Job
 from distbelief.launch.role_process import RoleSpec
-from distbelief.supervisor.hosts import ClusterConfig, StepTime
+from distbelief.parameter_server.layout import Layout
+from distbelief.roles.role import Seconds
+from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.transport.address import ANYWHERE, Endpoint, own_address
 from distbelief.transport.config import ListenConfig
+
+
+class HostSource(Protocol):
+    """Starts hosts that join one job: `start`, `news` at every tick, `close`."""
+
+    def start(self, address: str, *, directory: Path) -> None:
+        """Start hosts, which join at this address; their files go to this directory."""
+        ...
+
+    def news(self, now: Seconds) -> list[str]:
+        """Return texts for the user, each once. It never waits."""
+        ...
+
+    def close(self) -> None:
+        """End the hosts."""
+        ...
 
 
 @final
@@ -24,7 +44,8 @@ class JoinServer:
     n_hosts: int = 0  # hosts to wait for before it begins
     hosts_seconds: float = 600.0  # for them; then it begins with those that are there
     cores: int | None = None  # of this host, for replicas; None for all
-    on_ray: bool = False  # whether a Ray cluster provides the hosts
+    on: str = ""  # what starts the hosts: "ray", "ssh:HOST1,HOST2"; "": somebody else
+    remote: str | None = None  # shell words that run distbelief on hosts reached by ssh
 
     @property
     def reach_of_roles(self) -> ListenConfig:
@@ -33,16 +54,16 @@ class JoinServer:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def cluster(self, job: Job, spec: RoleSpec, *, plan: Path | None) -> ClusterConfig:
-        return ClusterConfig(
+    def cluster(
+        self, job: Job, spec: RoleSpec, *, plan: Path | None, files: str = ""
+    ) -> ClusterConfig:
+        snapshots = spec.snapshots if job.cluster.checkpoints is not None else ""
+        return replace(
+            ClusterConfig.of(job, Layout(spec.layout), slots_here=self.slots_here(job)),
             run=secrets.token_hex(4),
-            job_spec=write_job_spec(spec, plan=plan),
+            job_spec=write_job_spec(spec, plan=plan, files=files, snapshots=snapshots),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
-            slots_here=self.slots_here(job),
-            threads=job.cluster.threads,
-            device=job.cluster.device,
-            step=StepTime.of(job),
         )
 
     def slots_here(self, job: Job) -> int:
@@ -57,18 +78,23 @@ class JoinServer:
     def checked(self) -> Self:
         """Return the settings for a run, or raise JobError; called before anything is started."""
         self.reach.check()
-        if self.on_ray:
+        if self.on == "ray":
             connect(is_local=self.reach.is_local)
+        elif self.on:
+            ssh.check(ssh.parse(self.on), is_local=self.reach.is_local)
         return replace(self, reach=self.reach.pinned())
 
-    def ray_hosts(self, job: Job, *, n_machines: int) -> RayHosts:
-        return RayHosts.of(
-            job,
-            n_hosts=max(1, self.n_hosts),
-            n_machines=n_machines,
-            slots_here=self.slots_here(job),
-            keys="" if self.reach.keys is None else self.reach.keys.directory,
-        )
+    def source(self, job: Job, *, n_machines: int, log: Callable[[str], None]) -> HostSource | None:
+        """Return what starts hosts for this job, if anything does."""
+        keys = "" if self.reach.keys is None else self.reach.keys.directory
+        if not self.on:
+            return None
+        if self.on == "ray":
+            n_hosts, here = max(1, self.n_hosts), self.slots_here(job)
+            return RayHosts.of(
+                job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys=keys
+            )
+        return ssh.SshHosts.of(job, ssh.parse(self.on), command=self.remote, keys=keys, log=log)
 
     def lines(self, address: JobAddress) -> list[str]:
         keys = "" if address.secret else " --keys ~/.distbelief/keys"

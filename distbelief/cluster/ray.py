@@ -19,7 +19,7 @@ from distbelief.cluster.agent import JoinOptions
 from distbelief.config.job import Job
 from distbelief.core.signals import handlers_kept
 from distbelief.errors import JobError
-from distbelief.launch.role_process import import_paths
+from distbelief.launch.role_process import modules_of
 from distbelief.roles.role import Seconds
 from distbelief.transport.address import LOOPBACK, own_address
 
@@ -107,9 +107,8 @@ class RayHosts:
     def of(cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str) -> Self:
         """Return as many hosts, for what this job needs beyond the supervisor's own host."""
         n_processes = max(1, job.cluster.n_replicas * n_machines - slots_here)
-        modules = (path.partition(":")[0] for _, path in import_paths(job))
         cores = ceil(n_processes / n_hosts) * job.cluster.threads
-        return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=tuple(dict.fromkeys(modules)))
+        return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=modules_of(job))
 
     def start(self, address: str, *, directory: Path) -> None:
         """Ask Ray for hosts; they join when it has them."""

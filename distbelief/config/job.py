@@ -32,6 +32,9 @@ PATIENCE_SECONDS: Final = 600.0
 PATIENCE_SECONDS_MIN: Final = 2.0  # several heartbeats, each of which the supervisor answers
 
 
+# Where shards run: on the supervisor's host, one on each host, or on the hosts of replicas.
+ShardPlacement = Literal["here", "spread", "beside replicas"]
+
 FIT_MAX: Final = 64  # replicas of a job that takes as many as fit, on hosts that may join
 
 
@@ -65,6 +68,9 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     machines: str = "here"
     device: str = "cpu"  # where replicas compute
     shared_memory: bool = True  # if false, roles of one host exchange messages, as between hosts
+    # Folder or URL for the checkpoints; None: in the run directory.
+    checkpoints: str | None = None
+    placement: ShardPlacement = "here"  # of shards, where other hosts have joined
     # Silence of the supervisor after which every role ends, the shards once they have saved.
     patience: Seconds = PATIENCE_SECONDS
 

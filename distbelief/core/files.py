@@ -8,7 +8,6 @@ write to the same directory removes.
 import errno
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -16,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self, final
-
-from safetensors import SafetensorError
 
 from distbelief.errors import StorageError
 
@@ -223,12 +220,6 @@ def make_numbered(parent: Path, prefix: str) -> Path:
             path.mkdir()
             return path
     raise StorageError(f"{parent} has {SIBLINGS_MAX} {prefix}*: remove some")
-
-
-def safetensors_error(error: SafetensorError) -> OSError:
-    """Return the operating system's error; safetensors has its number only in the text."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]) if number else errno.EIO, str(error))
 
 
 def force(path: Path) -> None:

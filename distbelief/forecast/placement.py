@@ -4,9 +4,11 @@ no --cluster          this host, as `train` uses it: all roles share its cores
 --cluster here        --machines machines like this host
 --cluster NAME, FILE  a built-in cluster, or a cluster file
 
-On a cluster, each shard and each rank of a replica has a machine of its own (Dean et al. 2012,
-section 4: the parameter server is itself spread over machines). One more machine has the roles
-that compute little: supervisor, coordinator, evaluator.
+On a cluster, `supervisor.placement` decides where roles run, as if its machines had joined the job
+with cores for one process of a replica each. One more machine is the supervisor's own, which runs
+no replica. So with `[cluster] placement = "spread"` and enough machines, each shard and each rank
+of a replica has a machine of its own (Dean et al. 2012, section 4: the parameter server is itself
+spread over machines). A role whose machine is lost comes back on the same one.
 """
 
 import math
@@ -39,12 +41,16 @@ from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
-from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Seconds
+from distbelief.protocol import Offer
+from distbelief.roles.role import HOST, SUPERVISOR, Address, Compute, Cost, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.network import WITHIN_HOST
 from distbelief.simulation.placement import drawn_outages, options_for
+from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
+from distbelief.supervisor.membership import Membership
+from distbelief.supervisor.placement import Placement, place_roles, takes_slots
 
 
 VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers
@@ -61,32 +67,38 @@ class PlacedCluster:
     budget: int | None = None  # --machines; None: all
 
     def placement(self, prepared: PreparedJob) -> dict[Address, int]:
-        kinds = prepared.kinds
-        places = dict.fromkeys(kinds, 0)
+        """Return the machine of each role; the last one used is the supervisor's own."""
+        job, n_used = prepared.job, self.n_needed(prepared)
         if self.together:
-            return places
-        n_needed = self.n_needed(prepared)
-        if n_needed > len(self.cluster):
+            return dict.fromkeys(prepared.kinds, 0)
+        if n_used > len(self.cluster):
             has = f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
             larger = "name a larger cluster"
             if self.budget is not None:
                 has, larger = f"--machines {self.budget}:", "raise --machines"
             raise JobError(
-                f"{has} the job needs {n_needed}: one for each shard and each rank of a replica, "
-                "and one for the supervisor and other small roles. Lower [cluster] replicas, "
-                f"partitions or shards, or {larger}"
+                f"{has} the job needs {n_used}: one for each rank of a replica, and one for the "
+                "supervisor and other small roles. Lower [cluster] replicas or partitions, or "
+                f"{larger}"
             )
-        alone = [name for name in kinds if has_own_machine(name, kinds)]
-        alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
-        places.update(dict.fromkeys(kinds, len(alone)))
-        places.update({name: index for index, name in enumerate(alone)})
+        config = ClusterConfig.of(job, prepared.layout, slots_here=0)
+        hosts, members = hosts_of(self.cluster.first(n_used), config), Membership(prepared.roster)
+        waiting = {record.name: 1 for record in members}
+        places = {SUPERVISOR: n_used - 1}
+        for name, host in place_roles(members, waiting, hosts, Placement.of(config)).items():
+            assert host is not None, f"{name} waits for a slot"
+            places[name] = n_used - 1 if host is hosts.here else int(host.label)
         return places
 
     def n_needed(self, prepared: PreparedJob) -> int:
-        kinds = prepared.kinds
+        """Return how many machines the job uses: more than there are if it does not fit."""
         if self.together:
             return 1
-        return 1 + sum(has_own_machine(name, kinds) for name in kinds)
+        members = Membership(prepared.roster)
+        n_needed = 1 + sum(map(takes_slots, members))
+        apart = prepared.job.cluster.placement == "spread"
+        n_useful = n_needed + len(members.of("shard")) * apart
+        return max(n_needed, min(n_useful, len(self.cluster)))
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return the options of the simulation; JobError if the job does not fit the cluster."""
@@ -112,13 +124,9 @@ class PlacedCluster:
 
     def outages(self, prepared: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
         """Return the outages of the job's machines within `horizon` seconds."""
-        kinds = prepared.kinds
+        places = self.placement(prepared)
         # The supervisor's machine never fails: it is the user's own host.
-        placement = {
-            name: place
-            for name, place in self.placement(prepared).items()
-            if has_own_machine(name, kinds)
-        }
+        placement = {n: place for n, place in places.items() if place != places[SUPERVISOR]}
         try:
             return drawn_outages(self.cluster, placement, horizon=horizon, seed=seed)
         except GraphError as error:
@@ -134,10 +142,24 @@ class PlacedCluster:
         return costed(builders, prepared.kinds, adapt=adapt)
 
 
-def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
-    if kinds[name] == "machine":
-        return not name.startswith("evaluator")
-    return kinds[name] in {"replica", "shard"}
+def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
+    """Return the hosts of a job as if all machines but the last, the supervisor's, had joined."""
+    hosts = HostTable(slots_here=0)
+    for index, machine in enumerate(cluster.machines[:-1]):
+        offer = Offer(
+            incarnation=1,
+            label=str(index),
+            endpoint="",
+            cores=config.threads,
+            memory_bytes=0,
+            devices=(config.device,),
+            flops=machine.flops / machine.cores,
+        )
+        host = Host.of(Address(f"{HOST}{index}"), offer, 0.0)
+        # At most what a host may report.
+        config.admit(host, min(cluster.rate(len(cluster) - 1, index), 1e18))
+        hosts.joined[host.name] = host
+    return hosts
 
 
 def memory_of(prepared: PreparedJob) -> dict[Address, float]:

@@ -16,7 +16,7 @@ from distbelief.config.job import Job
 from distbelief.data import Batch
 from distbelief.errors import DistBeliefError
 from distbelief.graph.region import Shape
-from distbelief.launch.local import LocalLauncher
+from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import Plan
@@ -63,6 +63,7 @@ def compute(
                 )
             ),
             stop=None,
+            import_seconds_max=IMPORT_SECONDS_MAX,
             replica_restarts_max=0,
         )
     )

@@ -19,9 +19,11 @@ import msgspec
 
 from distbelief.errors import StorageError
 from distbelief.launch import forkserver
-from distbelief.roles.role import Address, Event, PeerLost
+from distbelief.roles.role import Address, Event, PeerJoined, PeerLost
 
 
+# For the imports of the fork server, on a loaded machine
+IMPORT_SECONDS_MAX: Final = 1800.0
 CLOSE_SECONDS_MAX: Final = 5.0  # for the fork server to end its children
 # The preflight process of a joining host: can the run's roles be built here?
 PREPARE: Final = Address("prepare")
@@ -30,7 +32,10 @@ THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_T
 
 @final
 class LocalLauncher:
-    """The processes of one run: `start` (may import torch early), `serve`, `close` (ends all)."""
+    """The processes of one run: `start` (may import torch early), `serve`, `close` (ends all).
+
+    `events` tells of each process that it has begun (`PeerJoined`), once the imports are done.
+    """
 
     def __init__(self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path) -> None:
         self._spec = spec
@@ -172,6 +177,7 @@ class LocalLauncher:
         match report:
             case forkserver.Begun():
                 self._pids[name] = report.pid
+                self._events.append(PeerJoined(peer=name, incarnation=report.incarnation))
             case forkserver.Ended():
                 self.n_ended += 1
                 if self._alive.get(name) == report.incarnation:

@@ -19,12 +19,14 @@ from safetensors.torch import save_file
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
-from distbelief.data import Dataset
+from distbelief.core.tensor_files import TensorFile
+from distbelief.data import Dataset, marks_of
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule, check_groups
+from distbelief.run.folders import folder_at
 from distbelief.run.summary import DataFacts, TaskFacts
 from distbelief.task import task as tasks
 from distbelief.task.forward import Sample
@@ -70,6 +72,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
             plan=self.plan,
             sample=self.sample,
             n_train=None if self.task.train is None else self.task.train.n_samples,
+            marks=(self.task.train and self.task.train.marks) or None,
         )
 
 
@@ -97,10 +100,22 @@ def prepare_main(name: str, incarnation: int, path: str) -> int:
         import_from(job)
         check_allowed(job, spec.allowed or ())
         check_device(job.cluster.device, "join from a host with one")
+        _check_reachable(spec.snapshots)
         tasks.prepare_data(job.task)
         return PreflightResult()
 
     return _answer(name, incarnation, Path(path), prepare)
+
+
+def _check_reachable(place: str) -> None:
+    """Reject a host whose shards would save where no other host looks."""
+    if place and "://" not in place and not Path(place).is_dir():
+        raise JobError(
+            f"[cluster] checkpoints: this host has no directory {place}: mount the supervisor's "
+            "there, or leave the key out"
+        )
+    if place:
+        folder_at(place).names("shard-0")
 
 
 def _answer(name: str, incarnation: int, request: Path, find: Callable[[], PreflightResult]) -> int:
@@ -216,7 +231,10 @@ def _found(
         higher_is_better=task.test is None or higher_is_better(metric),
         task=TaskFacts(
             n_parameters=model.n_parameters,
-            train=DataFacts.of(datasets["data.train"]),
+            train=msgspec.structs.replace(
+                DataFacts.of(datasets["data.train"]),
+                marks=marks_of(datasets["data.train"]) or msgspec.UNSET,
+            ),
             test=None if held_out is None else DataFacts.of(held_out),
         ),
     )
@@ -224,7 +242,7 @@ def _found(
 
 def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
     try:
-        read = reader(path, Layout.of(tensors, n_shards=1))
+        read = reader(TensorFile.at(Path(path)), Layout.of(tensors, n_shards=1))
         for tensor in tensors:
             read(tensor.name, 0, 1 if tensor.n_elements else 0)
     except StorageError as error:

@@ -9,10 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, cast, final
 
 import msgspec
 import torch
@@ -22,22 +24,31 @@ from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core.memory import KEPT_BYTES_MAX, Memory, PrivateMemory, keep_memory
 from distbelief.core.signals import ABANDONED
+from distbelief.core.tensor_files import TensorFile
 from distbelief.core.writer import Writer, log_line
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
-from distbelief.protocol import Failed
-from distbelief.roles.role import SUPERVISOR, PeerLost, Role
+from distbelief.protocol import Failed, Heartbeat
+from distbelief.roles.role import SUPERVISOR, PeerLost, Role, Snapshot
 from distbelief.run.checkpoints import CheckpointStore
+from distbelief.run.folders import folder_at
 from distbelief.task.forward import Sample
 from distbelief.task.imports import resolve
 from distbelief.task.task import BuildContext
+from distbelief.transport.address import Endpoint
 from distbelief.transport.config import ListenConfig
+from distbelief.transport.file_server import INITIAL, RemoteFolder
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import Log
+from distbelief.transport.zmq_transport import Log, ZmqTransport
 from distbelief.worker.computation import Computation, build_computing_rank
-from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
+from distbelief.worker.member import (
+    HEARTBEAT_SECONDS,
+    JobMember,
+    JobMemberConfig,
+    heartbeat_seconds,
+)
 
 
 def import_paths(job: Job) -> Iterator[tuple[str, str]]:
@@ -49,6 +60,10 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
     for table, name in (("algorithm", job.loss), ("evaluation", job.evaluation.metric)):
         if name is not None and ":" in name:
             yield table, name
+
+
+def modules_of(job: Job) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path.partition(":")[0] for _, path in import_paths(job)))
 
 
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
@@ -83,13 +98,17 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""  # id of the run, which is in every message
     supervisor: str = ""  # address of the supervisor
     memory: str = ""  # directory of shared memory; "" if none is shared
-    snapshots: str = ""  # directory of checkpoints
+    # Folder or URL of checkpoints; "": those that the file server has
+    snapshots: str = ""
+    files: str = ""  # address of the file server of the supervisor's host; "" on that host
     layout: LayoutSpec  # of the model's tensors on the shards
     initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
-    initial_file: str | None = None  # file of the initial values, if they do not
+    # File of the initial values, if they do not; with a file server, it has the file.
+    initial_file: str | None = None
     plan: str | None = None  # file of the plan by which replicas are split; None if they are not
     sample: Sample | None = None  # shapes and types of the data, for that plan
     n_train: int | None = None  # training samples
+    marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
     reach: ListenConfig = ListenConfig()  # where these processes listen
     computation: Computation | None = None  # what ranks without shards compute
     # Packages and modules whose functions they may call; None for any
@@ -106,8 +125,6 @@ def main(name: str, incarnation: int, path: str) -> int:
     spec = read_spec(path)
     job = job_from_json(bytes(spec.job))
     import_from(job)
-    if spec.allowed is not None:
-        check_allowed(job, spec.allowed)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
     # Gradients of each step reuse the memory of the last one, as do the vectors of a chunk on a
     # shard under a coordinator. A shard of Downpour needs no such memory.
@@ -135,7 +152,8 @@ def _run_role(
     spec: RoleSpec, job: Job, memory: Memory, *, name: str, incarnation: int, report: Log
 ) -> str | None:
     transport = spec.reach.transport(name=name, incarnation=incarnation, run=spec.run, log=report)
-    with transport:
+    remote = _remote_folder(spec, report)
+    with transport, closing(remote) if remote else nullcontext():
         transport.connect(SUPERVISOR, 0, spec.supervisor)
         config = JobMemberConfig(
             name=name,
@@ -145,13 +163,16 @@ def _run_role(
             heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
             patience_seconds=job.cluster.patience,
         )
-        member = JobMember(config, build=lambda: _build(name, job, spec, memory))
+        member = JobMember(config, build=lambda: _build(name, job, spec, memory, remote))
 
         def warn(text: str) -> None:
             report("warning", text)
             member.warn(text)
 
-        store = CheckpointStore(Path(spec.snapshots), report=warn)
+        store = None
+        if name.startswith(("shard", "coordinator")):  # no other role saves anything
+            folder = folder_at(spec.snapshots) if spec.snapshots or remote is None else remote
+            store = _AliveStore(CheckpointStore(folder, report=warn), transport)
         node = RoleRunner(member, transport=transport, log=report, store=store)
         if threading.current_thread() is threading.main_thread():
             why = "the supervisor was killed"
@@ -161,6 +182,32 @@ def _run_role(
         if error is not None and not member.reported_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     return error
+
+
+def _remote_folder(spec: RoleSpec, report: Log) -> RemoteFolder | None:
+    if not spec.files:
+        return None
+    endpoint = Endpoint.parse(spec.files).seen_from(Endpoint.parse(spec.supervisor).host)
+    return RemoteFolder(endpoint, reach=spec.reach, run=spec.run, log=report)
+
+
+@final
+@dataclass(frozen=True)
+class _AliveStore:
+    """A store of checkpoints that sends heartbeats while it reads the newest one."""
+
+    store: CheckpointStore
+    transport: ZmqTransport  # of the thread that calls `newest`
+
+    def save(self, role: str, snapshot: Snapshot) -> None:
+        self.store.save(role, snapshot)
+
+    def newest(self, role: str) -> Snapshot | None:
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(self.store.newest, role)
+            while not wait([found], HEARTBEAT_SECONDS).done:
+                self.transport.send(SUPERVISOR, Heartbeat(state="joining", counters={}))
+            return found.result()
 
 
 def import_from(job: Job) -> None:
@@ -177,7 +224,13 @@ def _write(line: str) -> None:
         sys.stdout.flush()
 
 
-def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
+def context_of(
+    spec: RoleSpec, job: Job, memory: Memory, remote: RemoteFolder | None = None
+) -> BuildContext:
+    initial = None
+    if spec.initial_file is not None:
+        here = TensorFile.at(Path(spec.initial_file))
+        initial = here if remote is None else TensorFile(remote, INITIAL)
     return BuildContext(
         task=job.task,
         layout=Layout(spec.layout),
@@ -186,18 +239,23 @@ def context_of(spec: RoleSpec, job: Job, memory: Memory) -> BuildContext:
         seed=job.evaluation.seed,
         memory=memory,
         initials=spec.initials,
-        initial_file=spec.initial_file,
+        initial_file=initial,
         evaluation_subset=job.evaluation.subset,
         shard_copies=job.cluster.shard_copies,
         plan=spec.plan,
         sample=spec.sample,
         device=job.cluster.device,
         n_train=spec.n_train,
+        marks=None if spec.allowed is None else spec.marks,  # only hosts that join have other data
     )
 
 
-def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
-    algorithm, context = algorithms.algorithm_of(job), context_of(spec, job, memory)
+def _build(
+    name: str, job: Job, spec: RoleSpec, memory: Memory, remote: RemoteFolder | None
+) -> Role:
+    if spec.allowed is not None:  # here, since it imports: heartbeats are sent meanwhile
+        check_allowed(job, spec.allowed)
+    algorithm, context = algorithms.algorithm_of(job), context_of(spec, job, memory, remote)
     try:
         if spec.computation is not None:
             return build_computing_rank(name, spec.computation, context)

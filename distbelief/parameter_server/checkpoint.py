@@ -140,7 +140,7 @@ class CheckpointWriter:
         self.waiting: deque[tuple[str, rl.Address]] = deque()  # label, requester
         # After the waiting checkpoints, save once more if the values are newer.
         self.saves_unsaved = False
-        self._last = ""
+        self._last: str | None = None
         self.clock = 0  # of the newest checkpoint, or of the restored one
 
     def begin_next(self, *, clock: int) -> str | None:

@@ -47,6 +47,7 @@ class Offer(AnyMessage, frozen=True):
     memory_bytes: Count
     devices: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)]  # "cuda", each
     flops: Rate = 0.0  # of one core, in a large matrix product
+    domain: Name = ""  # what fails together, such as a rack; "" for the host alone
 
 
 class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):

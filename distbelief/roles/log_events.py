@@ -57,6 +57,7 @@ _TEXTS: Final[Mapping[Level, Mapping[str, str]]] = {
         "hosts_missing": "{n} of {total} hosts came within {limit:.0f} s: beginning",
         "host_lost": "{host} {reason}",
         "host_lost_with": "{host} {reason}: {roles} lost with it",
+        "copies_together": "{role} and {other} are on one host: there is no other",
         "host_blocked": "{host} gets no more roles: {n} died there too soon",
         "supervisor_silent": (
             "no message from the supervisor for {seconds:.1f} s: all roles ended; waiting for it "

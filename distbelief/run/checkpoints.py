@@ -12,17 +12,15 @@
 
 import errno
 import json
-import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from distbelief.core import files
+from distbelief.core.folders import NAME, SUFFIX, Folder, LocalFolder
+from distbelief.core.tensor_files import DamagedError, TensorFile, encoded
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.parameter_server.config import shard_of
@@ -31,59 +29,53 @@ from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 
 N_KEPT: Final = 3
 
-_SUFFIX: Final = ".safetensors"
 _CHECKSUM: Final = "distbelief.crc32"
-_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 @final
 class CheckpointStore:
     """The checkpoints of one run, by role."""
 
-    def __init__(self, directory: Path, *, report: Callable[[str], None]) -> None:
-        self.directory = directory
+    def __init__(self, folder: Folder | Path, *, report: Callable[[str], None]) -> None:
+        self.folder = LocalFolder(folder) if isinstance(folder, Path) else folder
         self.report = report
+
+    @property
+    def place(self) -> str:
+        return self.folder.place
 
     def save(self, role: str, snapshot: Snapshot) -> None:
         """Store `snapshot`, then delete all but the last few of this role."""
         label = snapshot.label
         if label == NEWEST:
             label = (self.labels(role) or [FIRST_LABEL])[-1]
-        path = self.path(role, label)
+            # A shard that lost the supervisor may save when another has long taken its place.
+            if self._incarnation(role, label) > int(snapshot.facts.get("incarnation", "0")):
+                raise StorageError(f"a later incarnation of {role} has saved {label} by now")
         arrays = {name: np.ascontiguousarray(v) for name, v in snapshot.arrays.items()}
         facts = dict(snapshot.facts)
         facts |= _checksum(label, arrays, facts)
-
-        def fill(draft: Path) -> None:
-            try:
-                save_file(arrays, draft, metadata=facts)
-            except SafetensorError as error:
-                raise files.safetensors_error(error) from error
-
-        with files.explaining(path.parent, doing="make"):
-            files.make_directory(path.parent)
-        files.write_by(path, fill)
+        self.folder.write(_name(role, label), encoded(arrays, facts))
         # Checksums are not read again: that would take as long as saving.
-        kept = [path for label in self.labels(role) if _opens(path := self.path(role, label))]
-        for path in kept[:-N_KEPT]:
-            path.unlink(missing_ok=True)
+        kept = [label for label in self.labels(role) if self._incarnation(role, label) >= 0]
+        for old in kept[:-N_KEPT]:
+            self.folder.delete(_name(role, old))
 
     def newest(self, role: str) -> Snapshot | None:
         """Return the newest intact checkpoint of this role; None if it has none at all."""
-        damaged: list[tuple[Path, str]] = []
+        damaged: list[tuple[str, str]] = []
         for label in reversed(self.labels(role)):
-            path = self.path(role, label)
             try:
-                snapshot = _load(path, label)
+                snapshot = self._load(role, label)
             except FileNotFoundError:  # deleted just now by a newer save
                 continue
-            except _DamagedError as error:
-                damaged.append((path, str(error)))
+            except DamagedError as error:
+                damaged.append((self.path(role, label), str(error)))
                 continue
             for other, why in damaged:
                 self.report(
                     f"checkpoint {other} is damaged and skipped ({why}); "
-                    f"{path.name} is used instead"
+                    f"{label}{SUFFIX} is used instead"
                 )
             return snapshot
         if damaged:
@@ -94,78 +86,68 @@ class CheckpointStore:
     def fault(self, role: str, label: str) -> str | None:
         """Return what is wrong with the checkpoint of this label; None if it is intact."""
         try:
-            _load(self.path(role, label), label)
+            self._load(role, label)
         except FileNotFoundError:
             return "it is missing"
-        except _DamagedError as error:
+        except DamagedError as error:
             return str(error)
         return None
 
     def labels(self, role: str) -> list[str]:
         """Return the labels of this role, of damaged checkpoints too, oldest first."""
-        directory = self.path(role, "any").parent
+        owner = shard_of(role)
         try:
-            paths = list(directory.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+            names = self.folder.names(owner)
         except OSError as error:
-            raise _unreadable(directory, error) from error
-        return sorted(
-            (path.stem for path in paths if path.suffix == _SUFFIX and _NAME.fullmatch(path.stem)),
-            key=_age,
-        )
+            raise _unreadable(f"{self.place}/{owner}", error) from error
+        labels = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
+        return sorted((label for label in labels if NAME.fullmatch(label)), key=_age)
 
-    def path(self, role: str, label: str) -> Path:
-        for name in (role, label):
-            if _NAME.fullmatch(name) is None:
-                raise LocalProtocolError(f"{name!r} cannot name a checkpoint file")
-        # Both copies of a shard have their checkpoints in one place.
-        return self.directory / shard_of(role) / f"{label}{_SUFFIX}"
+    def path(self, role: str, label: str) -> str:
+        return f"{self.place}/{_name(role, label)}"
 
+    def file(self, role: str, label: str) -> TensorFile:
+        return TensorFile(self.folder, _name(role, label))
 
-class _DamagedError(StorageError):
-    """The content of a file is not what was saved."""
+    def _incarnation(self, role: str, label: str) -> int:
+        """Return the incarnation that wrote a checkpoint, by its header; -1 for none or no file."""
+        try:
+            return int(self.file(role, label).facts.get("incarnation", "0"))
+        except (OSError, StorageError, ValueError):
+            return -1
 
-
-def _load(path: Path, label: str) -> Snapshot:
-    # FileNotFoundError and _DamagedError are for `newest`; a StorageError leaves open whether the
-    # file is damaged.
-    try:
-        with path.open("rb"):  # safetensors reports every failure as "no such file"
-            pass
-        with safe_open(path, framework="numpy") as file:
-            facts: dict[str, str] = dict(file.metadata() or {})
-            arrays: dict[str, Vector] = {
-                name: file.get_tensor(name)
-                for name in file.keys()  # noqa: SIM118
-            }
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        if error.errno == errno.EIO:  # a bad sector
-            raise _DamagedError(error.strerror) from error
-        raise _unreadable(path, error) from error
-    except SafetensorError as error:
-        raise _DamagedError(str(error)) from error
-    written = facts.pop(_CHECKSUM, None)
-    if written is None:
-        raise _DamagedError("it has no checksum")
-    if _checksum(label, arrays, facts) != {_CHECKSUM: written}:
-        raise _DamagedError("its checksum does not match")
-    return Snapshot(label=label, arrays=arrays, facts=facts)
+    def _load(self, role: str, label: str) -> Snapshot:
+        # FileNotFoundError and DamagedError are for `newest`; any other StorageError leaves open
+        # whether the file is damaged.
+        file = self.file(role, label)
+        try:
+            facts = file.facts
+            arrays = {name: file.array(name) for name in file.entries}
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno == errno.EIO:  # a bad sector
+                raise DamagedError(error.strerror) from error
+            raise _unreadable(file.place, error) from error
+        written = facts.pop(_CHECKSUM, None)
+        if written is None:
+            raise DamagedError("it has no checksum")
+        if _checksum(label, arrays, facts) != {_CHECKSUM: written}:
+            raise DamagedError("its checksum does not match")
+        return Snapshot(label=label, arrays=arrays, facts=facts)
 
 
-def _unreadable(path: Path, error: OSError) -> StorageError:
+def _name(role: str, label: str) -> str:
+    for name in (role, label):
+        if NAME.fullmatch(name) is None:
+            raise LocalProtocolError(f"{name!r} cannot name a checkpoint file")
+    # Both copies of a shard have their checkpoints in one place.
+    return f"{shard_of(role)}/{label}{SUFFIX}"
+
+
+def _unreadable(place: str, error: OSError) -> StorageError:
     why = error.strerror or str(error)
-    return StorageError(f"cannot read {path}: {why}; it may be intact")
-
-
-def _opens(path: Path) -> bool:
-    try:
-        with safe_open(path, framework="numpy"):
-            return True
-    except (OSError, SafetensorError):
-        return False
+    return StorageError(f"cannot read {place}: {why}; it may be intact")
 
 
 # CRC-32 catches damage, not malice, and takes a third of the time of SHA-256, during which the
@@ -221,17 +203,16 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
     )
     if agreed is None and not is_first_round:
         raise StorageError(
-            f"{store.directory} has no label with an intact checkpoint of every shard; "
+            f"{store.place} has no label with an intact checkpoint of every shard; "
             f"of the newest: {without}"
         )
     for name, label in newer:
-        path = store.path(name, label)
-        with files.explaining(path, doing="rename"):
-            path.rename(path.with_name(f"{path.name}{SET_ASIDE}"))
+        file = _name(name, label)
+        store.folder.rename(file, f"{file}{SET_ASIDE}")
     found = (
         "it was the first, so the run starts from scratch"
         if agreed is None
         else f"the run resumes from {agreed}, the newest complete one"
     )
-    kept = f"newer files are kept in {store.directory} as *{SET_ASIDE}"
+    kept = f"newer files are kept in {store.place} as *{SET_ASIDE}"
     return (f"checkpoint {newest} is incomplete: {without}; {found}; {kept}",)

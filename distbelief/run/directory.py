@@ -3,6 +3,7 @@
     job.toml, plan.json, plan.png     the job as it ran; plan of split replicas
     status.json, metrics.jsonl        the latest view (once a second); the curve
     snapshots/ROLE/, logs/ROLE.log    checkpoints of shards; log of each role
+    snapshots/place                   where checkpoints are instead, with [cluster] checkpoints
     model.safetensors, summary.json, curve.png
     aside-N/                          earlier files of a run that used --from-scratch
     address                           job address with its secret, readable by its user only
@@ -54,6 +55,7 @@ class RunDirectory:
         self.summary_file = path / "summary.json"
         self.model_file = path / "model.safetensors"
         self.snapshots = path / "snapshots"
+        self.place_file = self.snapshots / "place"
         self.logs = path / "logs"
 
     @classmethod

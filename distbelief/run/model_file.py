@@ -1,18 +1,12 @@
 """model.safetensors: writes the trained model from checkpoints, and checks it against the source.
 
-Only a part of one tensor is in memory at a time, so the model may be larger than memory:
-
-    8 bytes       length of the header
-    header        JSON: type, shape and offsets of each tensor
-    data          tensor after tensor, row-major, little-endian
+Only a part of one tensor is in memory at a time, so the model may be larger than memory.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -20,6 +14,7 @@ from torch import nn
 from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job
 from distbelief.core import files
+from distbelief.core.tensor_files import DamagedError, TensorFile, header_of
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.run.checkpoints import CheckpointStore, agreed_label
@@ -40,19 +35,12 @@ _TYPES: Final[Mapping[str, tuple[torch.dtype, str]]] = {
     "uint8": (torch.uint8, "U8"),
     "bool": (torch.bool, "BOOL"),
 }  # by torch's name: the type, and the word of safetensors for it
-_ALIGNMENT: Final = 8  # of the data, as in safetensors
-
-
-class _Place(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 def write_model_file(
     path: Path,
     layout: Layout,
-    snapshots: Sequence[Path],
+    snapshots: Sequence[TensorFile],
     *,
     dtypes: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
@@ -67,42 +55,38 @@ def write_model_file(
     names = {t.name: t.name for t in layout.tensors} | dict(aliases or {})
     try:
         files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names))
-    except SafetensorError as error:
+    except DamagedError as error:
         raise StorageError(f"a checkpoint cannot be read: {error}") from error
 
 
 def _write(
     path: Path,
     layout: Layout,
-    snapshots: Sequence[Path],
+    snapshots: Sequence[TensorFile],
     kinds: Mapping[str, tuple[torch.dtype, str]],
     names: Mapping[str, str],
 ) -> None:
     specs = {spec.name: spec for spec in layout.tensors}
     # Larger elements first, so that each tensor begins at a multiple of its own.
     order = sorted(names, key=lambda name: (-kinds[names[name]][0].itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        (dtype, word), spec = kinds[names[name]], specs[names[name]]
-        begin, end = end, end + spec.n_elements * dtype.itemsize
-        header[name] = _Place(word, spec.shape, (begin, end))
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % _ALIGNMENT)
+    tensors = [(n, kinds[names[n]], specs[names[n]]) for n in order]
+    header = header_of(
+        ((n, word, t.shape, t.n_elements * dtype.itemsize) for n, (dtype, word), t in tensors),
+        {"format": "pt"},
+    )
     parts = _parts(layout)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header)
         for name in order:
             dtype, _ = kinds[names[name]]
             for shard, segment in parts[names[name]]:
-                with safe_open(snapshots[shard], framework="pt") as snapshot:
-                    values = snapshot.get_slice("values")
-                    stop = segment.offset + segment.n_elements
-                    for start in range(segment.offset, stop, PIECE):
-                        piece: torch.Tensor = values[start : min(start + PIECE, stop)]
-                        if not dtype.is_floating_point:
-                            piece = piece.round()  # averages of counters are not whole numbers
-                        file.write(piece.to(dtype).contiguous().view(torch.uint8).numpy().data)
+                stop = segment.offset + segment.n_elements
+                for start in range(segment.offset, stop, PIECE):
+                    values = snapshots[shard].array("values", start, min(start + PIECE, stop))
+                    piece = torch.from_numpy(values)
+                    if not dtype.is_floating_point:
+                        piece = piece.round()  # averages of counters are not whole numbers
+                    file.write(piece.to(dtype).view(torch.uint8).numpy().data)
 
 
 def _parts(layout: Layout) -> dict[str, list[tuple[int, Segment]]]:
@@ -133,12 +117,12 @@ def write_model(
         labels[name] = None if snapshot is None else snapshot.label
     if drives:
         labels = dict.fromkeys(shards, agreed_label(store, shards))
-    snapshots = [store.path(name, label) for name, label in labels.items() if label is not None]
+    snapshots = [store.file(name, label) for name, label in labels.items() if label is not None]
     if len(snapshots) < layout.n_shards:
         names = ", ".join(name for name, label in labels.items() if label is None)
         # Under a coordinator only checkpoints of one label belong to one point.
         moment = " of one label" if drives else ""
-        why = f"there is no intact checkpoint of {names}{moment} in {store.directory}"
+        why = f"there is no intact checkpoint of {names}{moment} in {store.place}"
         if run.model_file.is_file():
             why += f", and {run.model_file} is from an earlier session"
         raise StorageError(why)

@@ -8,15 +8,19 @@ A changed model, rule or algorithm is rejected, and so are other data once anyth
     snapshots/cut.json, snapshots/shard-K/              checkpoint set of the run's start
     snapshots/cut-00012/cut.json, .../shard-K/          after resuming with other numbers
 
+With [cluster] checkpoints, the folders shard-K are elsewhere, under the same names; snapshots/place
+says where. cut.json stays here.
+
 The set with the highest number is in use; the number is that of its first checkpoints. A new set is
 written under a temporary name, read back, then renamed, so a crash leaves the run as it was.
 """
 
 import hashlib
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import and_
@@ -25,7 +29,6 @@ from typing import Final, final
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from typing_extensions import override
 
 from distbelief.config import toml
@@ -34,8 +37,9 @@ from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
 from distbelief.core.spans import NOTHING, Spans
+from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
-from distbelief.data import start_positions
+from distbelief.data import are_alike, start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import reshard, restore, take
 from distbelief.parameter_server.config import ShardConfig, shard_of
@@ -46,6 +50,7 @@ from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.folders import absolute, folder_at
 from distbelief.run.summary import DataFacts
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.view import JobView
@@ -171,6 +176,33 @@ def making_checkpoint_set(
         shutil.rmtree(place, ignore_errors=True)
 
 
+def _choose_place(job: Job, run: RunDirectory) -> None:
+    """Note where the checkpoints of a new run are, if not in its directory."""
+    if job.cluster.checkpoints is None:
+        return
+    # A folder of its own, as a run directory is: two runs of a job share nothing.
+    name = f"{run.path.name}-{secrets.token_hex(4)}"
+    place = f"{absolute(job.cluster.checkpoints).rstrip('/')}/{name}"
+    if "://" not in place:  # hosts that lack it have not mounted it
+        with files.explaining(Path(place), doing="make"):
+            files.make_directory(Path(place))
+    files.write(run.place_file, place.encode())
+
+
+def store_of(
+    run: RunDirectory, directory: Path, *, report: Callable[[str], None]
+) -> CheckpointStore:
+    """Return the checkpoints of the set whose cut.json is in this directory."""
+    try:
+        place = run.place_file.read_text()
+    except FileNotFoundError:
+        return CheckpointStore(directory, report=report)
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read {run.place_file}: {error}. {FIX}") from error
+    within = "" if directory == run.snapshots else f"/{directory.name}"
+    return CheckpointStore(folder_at(f"{place}{within}"), report=report)
+
+
 FIX: Final = (
     "Fix that (permissions, or files from a backup), or start again: --from-scratch "
     "(from_scratch=True) keeps these files aside"
@@ -235,7 +267,7 @@ def read_previous_run(
         own = int(snapshot.facts.get("incarnation", "0"))
         incarnation = max([incarnation, own + 1, *(c.incarnation + 1 for c in clients.values())])
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
-        lost += [f"{name} has no checkpoint in {store.directory}" for name in missing]
+        lost += [f"{name} has no checkpoint in {store.place}" for name in missing]
     if lost:
         raise StorageError(f"{'; '.join(lost)}. {FIX}")
     if coordinator is not None:
@@ -270,7 +302,7 @@ def _coordinator_incarnation(store: CheckpointStore, coordinator: str | None) ->
         snapshot = None if coordinator is None else store.newest(coordinator)
     except StorageError as error:
         raise StorageError(
-            f"{error}. {FIX}. Or move {store.directory}/{coordinator} away: then the run resumes "
+            f"{error}. {FIX}. Or move {store.place}/{coordinator} away: then the run resumes "
             "from the parameters of its shards, and the method starts again there"
         ) from None
     return 1 if snapshot is None else 1 + int(snapshot.facts.get("incarnation", "0"))
@@ -360,6 +392,7 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             "[algorithm] order: it says where in the data the run has come to": getattr(
                 each.algorithm, "order", "parts"
             ),
+            "[cluster] checkpoints: they are where they were": each.cluster.checkpoints,
         }
         for each in (earlier, job)
     )
@@ -377,6 +410,7 @@ def start_from_scratch(job: Job, run: RunDirectory) -> str:
     place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
     cluster = job.cluster
     cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.n_replicas)
+    _choose_place(job, run)
     write_checkpoint_set(run.snapshots, cut)
     return f"starting from scratch; earlier files are in {place}"
 
@@ -404,8 +438,12 @@ def resume_run(
         plan=None if plan is None else mark_of(plan),
         train=train,
     )
-    was = was or now
-    store = CheckpointStore(directory, report=report)
+    if was is None:
+        was = now
+        _choose_place(job, run)
+    elif job.cluster.checkpoints is not None and not run.place_file.exists():
+        raise _damaged(run.place_file, "it is missing")
+    store = store_of(run, directory, report=report)
     coordinator = coordinator_of(job)
     notes: tuple[str, ...] = ()
     if coordinator is not None:
@@ -430,7 +468,7 @@ def resume_run(
     if previous.restored and previous.missing:
         names = ", ".join(previous.missing)
         line = (
-            f"{names}: no intact checkpoint in {directory}, so it starts from scratch, and "
+            f"{names}: no intact checkpoint in {store.place}, so it starts from scratch, and "
             "every replica at the beginning of its data"
         )
         notes = (*notes, line)
@@ -451,7 +489,7 @@ def _reshard(
     why, names = "", ", ".join(previous.missing)
     if names:
         why = (
-            f"there is no intact one of {names} in {store.directory}. Restore it, "
+            f"there is no intact one of {names} in {store.place}. Restore it, "
             f"or resume with {was}, where {names} starts from scratch"
         )
     elif not isinstance(rule, UpdateRule):
@@ -471,7 +509,10 @@ def _reshard(
     places = dict(zip(now.replicas, starts, strict=True))
     old = Layout.of(layout.tensors, n_shards=was.n_shards, dtype=layout.spec.dtype)
     with making_checkpoint_set(run, previous.label, now) as (written, kept):
-        fresh = CheckpointStore(written, report=store.report)
+        kept_store = store_of(run, kept, report=store.report)
+        # Files elsewhere cannot be renamed together: they count once cut.json is in its place.
+        is_here = not run.place_file.exists()
+        fresh = CheckpointStore(written, report=store.report) if is_here else kept_store
         last = previous.incarnation - 1
         clients = tuple(
             SessionRecord(name=name, incarnation=last, samples=n)
@@ -483,13 +524,13 @@ def _reshard(
         expected = samples if DEALT in samples else places
         if read_back.missing or read_back.before.samples != expected:
             raise StorageError(
-                f"resharded checkpoints cannot be read back from {written}: check "
+                f"resharded checkpoints cannot be read back from {fresh.place}: check "
                 "the disk. The run is unchanged"
             )
     return Resumed(
         previous=read_back,
-        store=CheckpointStore(kept, report=store.report),
-        notes=tuple(_notes(job, run, was, now, samples=samples, directory=kept)),
+        store=kept_store,
+        notes=tuple(_notes(job, run, was, now, samples=samples, directory=kept_store.place)),
     )
 
 
@@ -509,39 +550,36 @@ def reshard_all(
     in memory at a time.
     """
     last = clients[0].incarnation
-    paths: list[Path] = []
+    opened: list[TensorFile] = []
     clocks: list[int] = []
     steps: list[StepCounts] = []
     applied: list[Spans] = []
     for k in range(old.n_shards):
         snapshot = source.newest(f"shard-{k}")
         if snapshot is None:
-            raise StorageError(f"{source.directory} has no intact shard-{k}")
+            raise StorageError(f"{source.place} has no intact shard-{k}")
         config = ShardConfig(index=k, layout=old, rule=rule)
         state = restore(snapshot, config=config, incarnation=last + 1)
         # Values are read again, in parts: not all of them are in memory at once.
         clocks.append(state.clock)
         steps.append(state.steps)
         applied.append(state.applied)
-        paths.append(source.path(f"shard-{k}", snapshot.label))
-    with ExitStack() as stack:
+        opened.append(source.file(f"shard-{k}", snapshot.label))
+
+    def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
         try:
-            opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
-        except (OSError, SafetensorError) as error:
+            return opened[shard_index].array(array, start, stop)
+        except OSError as error:
             raise StorageError(f"checkpoints cannot be read again: {error}") from error
 
-        def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
-            part: Vector = opened[shard_index].get_slice(array)[start:stop]
-            return part
-
-        for k in range(new.n_shards):
-            state = reshard(
-                old, new, k, rule=rule, clocks=clocks, steps=steps, applied=applied, read=read
-            )
-            state = replace(state, incarnation=last, clients=clients)
-            config = ShardConfig(index=k, layout=new, rule=rule)
-            target.save(f"shard-{k}", take(label, state, config=config))
-            del state  # free them before the next one is made
+    for k in range(new.n_shards):
+        state = reshard(
+            old, new, k, rule=rule, clocks=clocks, steps=steps, applied=applied, read=read
+        )
+        state = replace(state, incarnation=last, clients=clients)
+        config = ShardConfig(index=k, layout=new, rule=rule)
+        target.save(f"shard-{k}", take(label, state, config=config))
+        del state  # free them before the next one is made
 
 
 def _notes(
@@ -551,7 +589,7 @@ def _notes(
     now: CheckpointSet,
     *,
     samples: Mapping[str, int],
-    directory: Path,
+    directory: str,
 ) -> Iterator[str]:
     if was.n_shards != now.n_shards:
         yield (
@@ -585,7 +623,10 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) 
         (f"fingerprint {was.fingerprint}", f"fingerprint {now.fingerprint}"),
     ]
     knows_marks = None not in {was.fingerprint, now.fingerprint}
-    for of, to in pairs if knows_marks else pairs[:-1]:
+    pairs = pairs if knows_marks else pairs[:-1]
+    if not are_alike(was.marks or None, now.marks or None):
+        pairs.append((f"{was.n_samples:,} samples", f"{now.n_samples:,} others"))
+    for of, to in pairs:
         if of != to:
             fix = "Restore the data, or start a new run"
             if run.model_file.is_file():

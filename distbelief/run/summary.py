@@ -23,6 +23,8 @@ _PACKAGES = ("distbelief", "torch", "numpy", "pyzmq", "msgspec", "safetensors")
 class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_samples: int  # its length
     fingerprint: str | None = None  # hash of its content, if it has an attribute of that name
+    # Of some training samples (`marks_of`), if known; kept with checkpoints
+    marks: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, dataset: object) -> Self:
@@ -129,7 +131,8 @@ def summarise(
         "versions": {"python": platform.python_version(), **dict(_versions())},
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
     }
-    return filled(Summary, own, view, task)
+    train = task.train and msgspec.structs.replace(task.train, marks=msgspec.UNSET)
+    return filled(Summary, own, view, msgspec.structs.replace(task, train=train))
 
 
 def summary_text(summary: Summary) -> str:

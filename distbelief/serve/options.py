@@ -10,6 +10,7 @@ from typing import Final, cast
 import msgspec
 import torch
 
+from distbelief.cluster import ssh
 from distbelief.cluster.listen import JoinServer
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
@@ -74,16 +75,28 @@ def join_server(
     hosts_seconds: float,
     cores: int | None,
     on: str | None = None,
+    remote: str | None = None,
 ) -> JoinServer:
     """Return the join server of a job that other hosts may join."""
-    if on not in {None, "ray"}:
-        raise JobError(f'--on {on!r} is not supported: use "ray", or leave it out')
+    if on is not None and on.startswith(ssh.PREFIX):
+        ssh.parse(on)
+    elif on not in {None, "ray"}:
+        raise JobError(
+            f'--on {on!r} is not supported: use "ray" or "ssh:HOST1,HOST2", or leave it out'
+        )
+    elif remote is not None:
+        raise JobError("--remote is for hosts reached by ssh: add --on ssh:HOST1,HOST2")
     parsed = listen_config(listen, keys=keys, insecure=insecure, option="--listen")
     if parsed.keys is not None:
         key_config = msgspec.structs.replace(parsed.keys, role="job")
         parsed = msgspec.structs.replace(parsed, keys=key_config)
     return JoinServer(
-        reach=parsed, n_hosts=n_hosts, hosts_seconds=hosts_seconds, cores=cores, on_ray=on == "ray"
+        reach=parsed,
+        n_hosts=n_hosts,
+        hosts_seconds=hosts_seconds,
+        cores=cores,
+        on=on or "",
+        remote=remote,
     )
 
 

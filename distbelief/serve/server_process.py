@@ -28,7 +28,7 @@ from distbelief.config import job as jobs
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.launch.local import LocalLauncher
+from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -152,6 +152,7 @@ def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell) -> s
             stop=None,
             admits_guests=True,
             snapshot_every=request.snapshot_every,
+            import_seconds_max=IMPORT_SECONDS_MAX,
             first_incarnation=previous.incarnation,
             first_label=previous.label,
             before=previous.before,

@@ -300,7 +300,7 @@ class Driver:
             case rl.AssignName():
                 pass  # simulated roles need no proof of identity
             case rl.Terminate():
-                self.terminate(action.name, f"terminated by {process.name}")
+                self.terminate(action.name, process)
             case rl.Exit():
                 self.end(process, f"halted: {action.error or 'as planned'}", by=action)
             case _:
@@ -551,13 +551,15 @@ class Driver:
         elif self.newest[process.name] is process:
             self.start(process.name)
 
-    def terminate(self, name: Address, reason: str) -> None:
-        """Kill all incarnations of `name`, the oldest first, and cancel its launches."""
+    def terminate(self, name: Address, by: SimulatedProcess) -> None:
+        """Kill the incarnations of `name` that a role launched, oldest first, and its launches."""
+        reason = f"terminated by {by.name}"
         for launch in self._launches:
-            if launch.name == name:
+            if launch.name == name and launch.launcher.name == by.name:
                 launch.cancelled = reason
         for process in list(self.known.values()):
-            if process.name == name:
+            launcher = process.launcher or by
+            if process.name == name and launcher.name == by.name:
                 self.end(process, reason)
 
     def _report_loss(

@@ -37,7 +37,9 @@ class SupervisorConfig:
     verdict: VerdictOf = done  # judges the job's end by the coordinator's last counters
     silent_seconds: Seconds = 3.0  # without a heartbeat, after which a role is reported
     dead_seconds: Seconds = 10.0  # without a heartbeat, after which it counts as dead
-    start_seconds_max: Seconds = 60.0  # from its launch to a role's first message
+    # From its launch until a role's process begins here: the fork server may import meanwhile
+    import_seconds_max: Seconds = 0.0
+    start_seconds_max: Seconds = 60.0  # from then to its first message
     build_seconds_max: Seconds = 1800.0  # for building a role: its model, its data
     stall_seconds: Seconds = 60.0  # without progress of any replica, after which that is reported
     # An incarnation that got past joining and lasts this long resets the count of restarts: a
@@ -67,7 +69,8 @@ class SupervisorConfig:
         self, record: RoleRecord, now: Seconds, *, dead_after: Seconds
     ) -> str | None:
         silence, building = now - record.heard_at, now - record.launched_at
-        if record.presence is Presence.LAUNCHED and silence > self.start_seconds_max:
+        limit = self.start_seconds_max + (0.0 if record.begins else self.import_seconds_max)
+        if record.presence is Presence.LAUNCHED and silence > limit:
             return f"has sent nothing for {silence:.0f} s since it was started"
         if record.presence is not Presence.PRESENT or record.kind == "guest":
             return None

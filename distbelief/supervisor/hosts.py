@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self, final
 
-from distbelief.config.job import Job
+from distbelief.config.job import Job, ShardPlacement
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
+from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
@@ -17,7 +18,7 @@ from distbelief.worker.config import DownpourSettings, Pace
 
 _OPERATIONS: Final = 6.0  # of each parameter, a sample
 _BYTES: Final = 4.0  # of each parameter, in a fetch or a push
-_ALIKE: Final = math.log(1.25)  # hosts that differ less have the same grade
+ALIKE: Final = math.log(1.25)  # hosts that differ less have the same grade
 
 
 @final
@@ -49,26 +50,43 @@ class StepTime:
         # The host reports this number: below 1 it makes no sense.
         seconds = self.operations / max(flops, 1.0)
         seconds += self.n_bytes / max(bandwidth, 1.0) if bandwidth else 0.0
-        return round(math.log(seconds) / _ALIKE)
+        return round(math.log(seconds) / ALIKE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """How a job uses hosts that join."""
 
-    run: str  # id of the run
-    job_spec: bytes  # the job spec, encoded
+    run: str = ""  # id of the run
+    job_spec: bytes = b""  # the job spec, encoded
     n_hosts: int = 0  # hosts to wait for before the job begins
     hosts_seconds_max: Seconds = 600.0  # for them; then it begins with those that are there
     slots_here: int  # processes of replicas that the supervisor's own host may run
     threads: int = 1  # of each process
     device: str = "cpu"  # on which they compute
     step: StepTime = field(default_factory=StepTime)  # cost of a replica's step, to rank hosts
-    silent_seconds: Seconds = 3.0  # after which a host gets nothing more
+    placement: ShardPlacement = "here"  # of shards
+    shard_bytes: Mapping[Address, int] = field(default_factory=dict)
+    # After which a host gets nothing more: less than until the backup of a silent primary takes
+    # over, so that the new incarnation does not go to a host that is lost
+    silent_seconds: Seconds = 0.75
     # After which it counts as lost; below the supervisor's own limit, so that the roles there are
     # not given up one by one
     dead_seconds: Seconds = 8.0
-    leave_seconds_max: Seconds = 20.0  # for a replica to end its step when its host leaves
+    leave_seconds_max: Seconds = 20.0  # for roles to end in order when their host leaves
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, *, slots_here: int) -> Self:
+        itemsize = layout.dtype.itemsize
+        sizes = {f"shard-{k}": layout.shard_size(k) * itemsize for k in range(layout.n_shards)}
+        return cls(
+            slots_here=slots_here,
+            threads=job.cluster.threads,
+            device=job.cluster.device,
+            step=StepTime.of(job),
+            placement=job.cluster.placement,
+            shard_bytes={Address(name): n_bytes for name, n_bytes in sizes.items()},
+        )
 
     def slots_of(self, offer: Offer) -> int:
         if self.device != "cpu":
@@ -80,6 +98,12 @@ class ClusterConfig:
         if self.device != "cpu":  # only CPU cores were measured
             return None
         return self.step.grade(flops=offer.flops * self.threads, bandwidth=bandwidth)
+
+    def admit(self, host: "Host", bandwidth: float) -> None:
+        """Note that a host is ready, and what it has to offer this job."""
+        host.ready, host.bandwidth = True, bandwidth
+        host.slots = self.slots_of(host.offer)
+        host.grade = self.grade_of(host.offer, bandwidth)
 
 
 HERE: Final = Address("here")  # the supervisor's own host
@@ -135,6 +159,16 @@ class Host:
     def free(self) -> int:
         return max(0, self.slots - self.used) if self.takes_roles else 0
 
+    @property
+    def room(self) -> int:
+        """Slots without a role, whether the roles there take slots or not."""
+        return max(0, self.slots - len(self.roles)) if self.takes_roles else 0
+
+    @property
+    def domain(self) -> str:
+        """What fails together with it."""
+        return self.offer.domain or self.name
+
     def resources(self) -> str:
         """Return what it offers beside its cores: "2 GPUs, 3.1 GB"."""
         gpus = f"{len(self.offer.devices)} GPUs, " if self.offer.devices else ""
@@ -183,6 +217,14 @@ class HostTable:
         place = self._at.get(role)
         return None if place is None else place[0]
 
+    def was_at(self, role: Address) -> Host | None:
+        return self._was_at.get(role)
+
+    @property
+    def usable(self) -> list[Host]:
+        """The supervisor's own host and those joined ones that may get roles now."""
+        return [host for host in (self.here, *self.joined.values()) if host.takes_roles]
+
     def put(self, role: Address, incarnation: int, host: Host, *, slots: int) -> None:
         self.leave(role)
         self._at[role] = host, slots
@@ -209,8 +251,7 @@ class HostTable:
 
         With `must`, full hosts are used if need be.
         """
-        n = len(names)
-        hosts = [host for host in (self.here, *self.joined.values()) if host.takes_roles]
+        n, hosts = len(names), self.usable
         before = self._was_at.get(names[0])
         if before is not None and before.free >= n:
             return [before] * n

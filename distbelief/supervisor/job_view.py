@@ -15,6 +15,7 @@ from distbelief.supervisor.view import JobView, RoleView
 
 
 N_CULPRITS_MAX: Final = 3
+IMPORT_SECONDS: Final = 3.0  # without a process, after which a role is shown as importing
 COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
 
 
@@ -95,8 +96,11 @@ def _role_view(
     record: RoleRecord, failover: ShardFailover, hosts: HostTable, now: Seconds, *, restarts: int
 ) -> RoleView:
     state, heard = record.presence.value, record.presence is Presence.PRESENT
+    late = record.launched_at + IMPORT_SECONDS
     if heard:
         state = failover.copy_role(record) or record.state or state
+    elif record.presence is Presence.LAUNCHED and not record.begins and now > late:
+        state = "importing"
     elif record.presence is Presence.LAUNCHED and record.restarts:
         state = "restarting"
     host = hosts.at(record.name)

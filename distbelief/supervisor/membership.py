@@ -86,6 +86,7 @@ class RoleRecord:
     past: dict[str, float] = field(default_factory=dict)  # sums over earlier incarnations
     restarts: int = 0  # in all
     restarts_in_a_row: int = 0  # restarts since an incarnation that was stable
+    begins: bool = False  # its process has begun, or is another host's affair
     silence_reported: bool = False
     failure: str | None = None  # from its `Failed`
     end: str | None = None  # how its process ended, once known
@@ -167,7 +168,7 @@ class RoleRecord:
         self.presence = Presence.LAUNCHED
         self.launched_at = self.heard_at = now
         self.state, self.counters = "", {}
-        self.silence_reported = self.begun = self.progressed = False
+        self.silence_reported = self.begins = self.begun = self.progressed = False
         self.failure = self.end = self.entry = self.introduced_at = self.pid = None
         self.stopped = self.has_finished = False
         self.step = 0

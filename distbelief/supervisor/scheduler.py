@@ -11,7 +11,7 @@ more; after `dead_seconds` its roles count as lost and start elsewhere.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, final
@@ -19,22 +19,25 @@ from typing import Final, Protocol, final
 from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
+from distbelief.parameter_server.config import other_copy
 from distbelief.protocol.hosts import JOB_SPEC, PROBE, PROBE_BYTES
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
+from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
+from distbelief.supervisor.placement import FIRST, PlacementPolicy, place_roles
 from distbelief.supervisor.view import Phase
 
 
 HostToSupervisor = wire.Offer | wire.FileRequest | wire.HostReport
 
-FIRST: Final = "replica-0"  # all other replicas wait for it
 DEATHS_MAX: Final = 3  # early deaths in a row on one host, after which it gets no more roles
 N_HOSTS_MAX: Final = 1024
 OFFER_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
 
+_DONE: Final = ("samples", "evaluations", "pushes_applied")  # counters of work that a role has done
 _UNLIMITED: Final = 1 << 30  # slots of a job that runs on one host
 _PROBE_CONTENT: Final = bytes(PROBE_BYTES)
 
@@ -119,41 +122,12 @@ class Shutdown:
         return "done" if self.error is None else "failed"
 
 
-class PlacementPolicy(Protocol):
-    """Decides which host runs a role."""
+class Ended(Protocol):
+    """Receives the end of a role; `at_once`: it will say nothing more."""
 
-    def place(
-        self, role: Sequence[RoleRecord], hosts: HostTable, *, begun: bool
-    ) -> Sequence[Host] | None:
-        """Return the host of each rank of a role; None: it waits for a host with free slots.
-
-        A role is one rank unless it is a model-parallel group, of which others may have `begun`.
-        """
-        ...
-
-
-@final
-class ReplicasAnywhere:
-    """The default: replicas on any host with free slots, everything else beside the supervisor."""
-
-    def place(
-        self, role: Sequence[RoleRecord], hosts: HostTable, *, begun: bool
-    ) -> Sequence[Host] | None:
-        first = role[0]
-        is_first = first.group == FIRST
-        # Replica 0 stays here if it fits: no network in between.
-        if not takes_slots(first) or (is_first and hosts.here.free >= len(role)):
-            return [hosts.here] * len(role)
-        # All replicas wait for the first one, and a started group cannot compute without a rank.
-        return hosts.find([record.name for record in role], must=is_first or begun)
-
-
-def takes_slots(record: RoleRecord) -> bool:
-    """Return whether a role takes a slot of its host, as ranks of replicas do."""
-    return record.trains and record.kind != "coordinator"
-
-
-Ended = Callable[[rl.Address, int, str], None]  # name, incarnation, reason
+    def __call__(
+        self, name: rl.Address, incarnation: int, reason: str, *, at_once: bool = False
+    ) -> None: ...
 
 
 @final
@@ -168,7 +142,7 @@ class Scheduler:
         *,
         stable_seconds: rl.Seconds,
         on_end: Ended,  # of a role on another host
-        on_loss: Ended,  # the same, and the role will say nothing more
+        failover: ShardFailover,
         cluster: ClusterConfig | None,
         policy: PlacementPolicy,
     ) -> None:
@@ -177,13 +151,14 @@ class Scheduler:
         self._shutdown = shutdown
         self._stable_seconds = stable_seconds
         self._on_end = on_end
-        self._on_loss = on_loss
+        self._failover = failover
         self._cluster = cluster
         self._policy = policy
         self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
+        self._told_together = False  # that both copies of a shard are on one host
 
     # --- start
 
@@ -230,44 +205,58 @@ class Scheduler:
                 self._assign(host)
 
     def _place_waiting(self) -> None:
-        groups: dict[str, list[RoleRecord]] = {}
-        for record in self._members:
-            groups.setdefault(record.group, []).append(record)
+        found = place_roles(self._members, self._waiting, self.hosts, self._policy)
         given: dict[str, list[str]] = {}
-        for group in groups.values():
-            waiting = [record for record in group if record.name in self._waiting]
-            others = [record for record in group if record.name not in self._waiting]
-            running = [record for record in others if self.hosts.at(record.name)]
-            # A group is placed as a whole: the other ranks are about to be launched.
-            if not waiting or any(r.is_alive and r not in running for r in others):
+        # In roster order, whatever the order in which they got their hosts.
+        for record in [record for record in self._members if record.name in found]:
+            host = found[record.name]
+            if host is None:
+                self._wait(record)
                 continue
-            found = self._policy.place(waiting, self.hosts, begun=bool(running))
-            if found is None:
-                self._wait(waiting)
-                continue
-            for record, host in zip(waiting, found, strict=True):
-                self._put(record, host)
-                if host.name != HERE:
-                    given.setdefault(host.full_label, []).append(record.name)
+            self._start_role(record, host)
+            if host.name != HERE:
+                given.setdefault(host.full_label, []).append(record.name)
         for label, roles in given.items():
             self._out.log(LogEvent("host_given", host=label, roles=tuple(roles)))
 
-    def _put(self, record: RoleRecord, host: Host) -> None:
+    def _start_role(self, record: RoleRecord, host: Host) -> None:
         name, incarnation = record.name, self._waiting.pop(record.name)
         if record.presence is Presence.WAITING:
             record.begin_incarnation(incarnation, self._out.now)
-        self.hosts.put(name, incarnation, host, slots=int(takes_slots(record)))
         if self._cluster is not None:
             to = rl.SUPERVISOR if host.name == HERE else host.name
             self._out.add(rl.AssignName(name=name, to=to))
+            if self._cluster.placement != "here" and not self._told_together:
+                self._tell_together(record, host)
+        record.begins = host.name != HERE
         if host.name == HERE:
             self._out.add(rl.Launch(name=name, incarnation=incarnation))
 
-    def _wait(self, group: Sequence[RoleRecord]) -> None:
-        for record in group:
-            if record.presence is not Presence.WAITING:
-                record.presence = Presence.WAITING
-                self._out.log(LogEvent("role_waits", role=record.name))
+    def _tell_together(self, record: RoleRecord, host: Host) -> None:
+        if record.kind == "shard" and self.hosts.at(other_copy(record.name)) is host:
+            self._told_together = True
+            self._out.log(LogEvent("copies_together", record.name, other=other_copy(record.name)))
+
+    def _wait(self, record: RoleRecord) -> None:
+        if record.presence is not Presence.WAITING:
+            record.presence = Presence.WAITING
+            self._out.log(LogEvent("role_waits", role=record.name))
+
+    def copies_together(self) -> list[RoleRecord]:
+        """Return the copies of shards that are beside the other one, and could be elsewhere."""
+        found = []
+        for record in self._members.of("shard") if self._cluster is not None else ():
+            host, other = self.hosts.at(record.name), self.hosts.at(other_copy(record.name))
+            if host is None or other is None or host.domain != other.domain:
+                continue
+            (better,) = self._policy.place([record], self.hosts, begun=False) or [host]
+            if better.domain != other.domain or (better is not other and host is other):
+                found.append(record)
+        return found
+
+    def move(self, record: RoleRecord) -> None:
+        """Start a role anew on another host."""
+        self._lose_role(record.name, "moves to another host")
 
     # --- hosts
 
@@ -358,9 +347,7 @@ class Scheduler:
             self.reject(host, report.refusal)
             return
         if report.ready and not host.ready:
-            host.ready, host.bandwidth = True, report.bandwidth
-            host.slots = cluster.slots_of(host.offer)
-            host.grade = cluster.grade_of(host.offer, host.bandwidth)
+            cluster.admit(host, report.bandwidth)
             self._out.log(LogEvent("host_ready", host=host.full_label, detail=host.speeds()))
         for ended in report.ended:
             name = rl.Address(ended.name)
@@ -400,15 +387,17 @@ class Scheduler:
 
         Preflight has tried model and data on the supervisor's host. So a role that fails elsewhere
         before its first step fails because of that host (no data, an older model), unless another
-        role trains there. A failure of the first replica always counts against the job, because all
-        others wait for it.
+        role does the same work there. A failure of the first replica always counts against the job,
+        because all others wait for it.
         """
         host = self.hosts.at(record.name)
         if host is None or host.name == HERE or not failed.culprit_is_job:
             return None
         beside = [r for r in map(self._members.get, host.roles) if r is not None]
-        group = [record, *self._members.ranks_with(record), *beside]
-        works = any(r.progressed or r.counters.get("samples", 0.0) > 0 for r in group)
+        alike = [r for r in beside if (r.trains and record.trains) or r.kind == record.kind]
+        group = [record, *self._members.ranks_with(record), *alike]
+        done = (r.counters.get(name, 0.0) for r in group for name in _DONE)
+        works = any(r.progressed for r in group) or any(n > 0 for n in done)
         is_now = host.roles.get(record.name) == record.incarnation
         return None if works or record.group == FIRST or not is_now else host
 
@@ -432,7 +421,7 @@ class Scheduler:
         host, record = self.hosts.leave(name), self._members.get(name)
         if host is not None and record is not None:
             record.restarts_in_a_row = 0
-            self._on_loss(name, record.incarnation, reason)
+            self._on_end(name, record.incarnation, reason, at_once=True)
 
     # --- hosts that leave
 
@@ -442,19 +431,52 @@ class Scheduler:
             self._out.log(LogEvent("host_leaving", host=host.full_label))
         for name in list(host.roles):
             record = self._members.get(name)
-            if name in self._moving or record is None:
+            if record is None or (name in self._moving and record.kind != "shard"):
                 continue
-            whole = record.kind == "replica" and not self._members.ranks_with(record)
-            if whole and record.has_joined and self._shutdown.stage is ShutdownStage.RUN:
-                self._moving[name] = self._out.now + cluster.leave_seconds_max
-                self._out.send(name, wire.Stop(reason=f"{host.label} is leaving"))
-            else:
+            if not self._ends_in_order(record, cluster):
                 self._lose_role(name, f"has left with {host.label}")
+                continue
+            if record.kind == "shard" and len(self._copies(record)) == 1:
+                # Repeated: it may be lost. What it acknowledges later is not in this checkpoint,
+                # so it acknowledges nothing more.
+                self._out.send(name, wire.SaveCheckpoint(label=rl.NEWEST, last=True))
+            elif record.kind == "replica":
+                self._out.send(name, wire.Stop(reason=f"{host.label} is leaving"))
+            self._moving.setdefault(name, self._out.now + cluster.leave_seconds_max)
         if not host.roles:
             host.present = False
             event = LogEvent("host_left", host=host.full_label)
             self._out.log(event)
             self._release(host, event.text)
+
+    def _ends_in_order(self, record: RoleRecord, cluster: ClusterConfig) -> bool:
+        # Whether a role has something left to do before it leaves its host.
+        if not record.has_joined:
+            return False
+        if record.kind == "shard" and self._shutdown.stage < ShutdownStage.CLOSE:
+            return self._holds_more(record, cluster)
+        whole = record.kind == "replica" and not self._members.ranks_with(record)
+        return whole and self._shutdown.stage is ShutdownStage.RUN
+
+    def _holds_more(self, record: RoleRecord, cluster: ClusterConfig) -> bool:
+        # Whether a shard holds what is neither in a checkpoint nor in its other copy.
+        copies = self._copies(record)
+        if len(copies) == 1:  # only the coordinator knows when its shards can be saved
+            return self._members.coordinator is None
+        if not self._failover.is_primary(record):
+            return False
+        # Its backup must have been heard since then: it could have died a moment ago.
+        since = self._moving.get(record.name, math.inf) - cluster.leave_seconds_max
+        is_new = any(copy.heard_at <= since for copy in copies)
+        return is_new or self._failover.is_irreplaceable(record)
+
+    def _copies(self, record: RoleRecord) -> list[RoleRecord]:
+        return [copy for copy in self._failover.copies(record.shard) if copy.is_alive]
+
+    def saved(self, record: RoleRecord, message: wire.CheckpointSaved) -> None:
+        """Handle the last checkpoint of a shard whose host leaves."""
+        if record.name in self._moving and message.label == rl.NEWEST and message.error is None:
+            self._moved(record.name, "has left")
 
     def finished(self, record: RoleRecord) -> bool:
         """Handle the `Finished` of a role; return whether it moves to another host."""

@@ -15,7 +15,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final, final
 
 from distbelief import protocol as wire
@@ -32,15 +31,9 @@ from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
+from distbelief.supervisor.placement import Placement, PlacementPolicy
 from distbelief.supervisor.rounds import Checkpoints, Evaluations
-from distbelief.supervisor.scheduler import (
-    HostToSupervisor,
-    PlacementPolicy,
-    ReplicasAnywhere,
-    Scheduler,
-    Shutdown,
-    ShutdownStage,
-)
+from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler, Shutdown, ShutdownStage
 from distbelief.supervisor.view import JobView, Phase
 
 
@@ -106,9 +99,9 @@ class Supervisor:
             self.shutdown,
             stable_seconds=config.stable_seconds,
             on_end=self._ended,
-            on_loss=partial(self._ended, at_once=True),
+            failover=self.failover,
             cluster=cluster,
-            policy=policy or ReplicasAnywhere(),
+            policy=policy or Placement.of(cluster),
         )
         self._has_begun = False
         self._clock = Silence()  # our own tick, and the progress of all replicas
@@ -129,6 +122,8 @@ class Supervisor:
                 self._tick()
             case rl.TimerFired(name=name) if name.startswith(_LOST):
                 self._confirm_death(rl.Address(name.removeprefix(_LOST)))
+            case rl.PeerJoined():
+                self._process_begins(event)
             case rl.PeerLost():
                 self.scheduler.ended_here(event.peer, event.incarnation)
                 self._ended(event.peer, event.incarnation, event.reason)
@@ -197,9 +192,17 @@ class Supervisor:
         if self._runs:
             self._send_due_requests()
             self._report_stall()
+            self._part_copies()
             self._end_if_due()
         if self._now >= self._report_at and self.metrics.training_since is not None:
             self._record()
+
+    def _part_copies(self) -> None:
+        """Move the backup of a primary on the same host once another host is free."""
+        for record in self.scheduler.copies_together():
+            primary = self.failover.primary(record.shard)
+            if primary is not None and primary is not record and primary.has_joined:
+                self.scheduler.move(record)
 
     def _send_due_requests(self) -> None:
         evaluator = self.members.evaluator
@@ -282,6 +285,7 @@ class Supervisor:
                 error = self.checkpoints.answered(record.shard, message, self._now)
                 if error:
                     self.out.log(LogEvent("not_saved", record.name, reason=error))
+                self.scheduler.saved(record, message)
             case wire.SamplesApplied() if record.kind == "shard":
                 self._applied(record, message)
             case wire.BackupUnresponsive() | wire.BackupInSync() if record.kind == "shard":
@@ -466,6 +470,13 @@ class Supervisor:
         record.silence_reported = True
         name, incarnation = record.name, record.incarnation
         self.out.log(LogEvent("role_silent", name, incarnation, seconds=silence, limit=dead_after))
+
+    def _process_begins(self, event: rl.PeerJoined) -> None:
+        record = self.members.get(event.peer)
+        if record is None or event.incarnation != record.incarnation:
+            return
+        if record.presence is Presence.LAUNCHED and not record.begins:
+            record.begins, record.launched_at, record.heard_at = True, self._now, self._now
 
     # --- deaths
 

@@ -11,12 +11,12 @@ from typing import Final, Protocol, cast, final
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.initial_values import Initial
@@ -186,12 +186,28 @@ def _n_elements(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
 
 
+# By the word of safetensors
+_TYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
 # read(name, start, stop) -> elements [start, stop) of that tensor, row-major
 Read = Callable[[str, int, int], Vector]
 
 
-def reader(path: str, layout: Layout) -> Read:
-    """Return a function that reads ranges of tensors from a safetensors file.
+def reader(file: TensorFile, layout: Layout) -> Read:
+    """Return a function that reads ranges of tensors from a safetensors file, and nothing else.
 
     The layout has the expected names and shapes, and the dtype of the result. StorageError if the
     file cannot be read, lacks a tensor, or has another shape.
@@ -199,36 +215,32 @@ def reader(path: str, layout: Layout) -> Read:
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
     try:
-        with safe_open(path, framework="pt") as file:
-            found = set(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot read initial values from {path}: {error}") from None
+        found = file.entries
+    except (OSError, StorageError) as error:
+        raise StorageError(f"cannot read initial values from {file.place}: {error}") from None
     for name in shapes:
         if name not in found:
             few = ", ".join(sorted(found)[:5])
             raise StorageError(
-                f"{path} has no tensor {name!r} (it has {few}"
+                f"{file.place} has no tensor {name!r} (it has {few}"
                 f"{', ...' if len(found) > 5 else ''}): use a file of this model"
             )
 
     def read(name: str, start: int, stop: int) -> Vector:
-        with safe_open(path, framework="pt") as file:
-            tensor = file.get_slice(name)
-            shape = tuple(tensor.get_shape())
-            if shape != shapes[name]:
-                raise StorageError(
-                    f"{path}: tensor {name!r} has shape {shape}, the model's has "
-                    f"{shapes[name]}: use a file of this model"
-                )
-            if not shape:
-                part = file.get_tensor(name).reshape(1)
-                first = 0
-            else:
-                row = max(math.prod(shape[1:]), 1)
-                first = start // row * row
-                # Only the rows of the range are read from the file.
-                part = tensor[start // row : -(-stop // row)]
-            flat: torch.Tensor = part.reshape(-1)[start - first : stop - first]
-            return np.asarray(flat.to(dtype).numpy())
+        entry = found[name]
+        if entry.shape != shapes[name]:
+            raise StorageError(
+                f"{file.place}: tensor {name!r} has shape {entry.shape}, the model's has "
+                f"{shapes[name]}: use a file of this model"
+            )
+        if entry.dtype not in _TYPES:
+            raise StorageError(
+                f"{file.place}: tensor {name!r} has type {entry.dtype}: use {', '.join(_TYPES)}"
+            )
+        try:
+            raw = torch.from_numpy(file.raw(name, start, stop))
+        except OSError as error:
+            raise StorageError(f"cannot read initial values from {file.place}: {error}") from None
+        return np.asarray(raw.view(_TYPES[entry.dtype]).to(dtype).numpy())
 
     return read

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from distbelief.core.memory import Memory
-from distbelief.data import Dataset, Path, read_batch, shown_path
+from distbelief.core.tensor_files import TensorFile
+from distbelief.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
 from distbelief.errors import JobError
 from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
@@ -105,7 +106,7 @@ class BuildContext:
     initials: Mapping[str, Initial] = field(default_factory=dict)
     # A safetensors file with whole tensors in the layout's shapes, needed by shards otherwise:
     # written by the job for "module", else the user's own.
-    initial_file: str | None = None
+    initial_file: TensorFile | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
@@ -115,6 +116,7 @@ class BuildContext:
     sample: Sample | None = None  # description of the data, for the layer graph of that plan
     device: str = "cpu"  # on which the ranks of such a plan compute
     n_train: int | None = None  # number of training samples, where it is known
+    marks: tuple[float, ...] | None = None  # of these samples (`marks_of`), where they may differ
     # Data sets that exist already, by table ("data.train"): roles that share a process share them.
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
 
@@ -125,6 +127,12 @@ class BuildContext:
             raise JobError(
                 f"[data.train] has {len(dataset):,} samples here but {self.n_train:,} "
                 "where the job began: use the same data on all hosts"
+            )
+        is_new = self.marks is not None and "data.train" not in self.datasets
+        if is_new and not are_alike(self.marks, marks_of(dataset)):
+            raise JobError(
+                f"[data.train] has {len(dataset):,} other samples here than where the job began: "
+                "use the same data on all hosts"
             )
         return dataset
 

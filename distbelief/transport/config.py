@@ -122,16 +122,23 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         port: int = 0,
     ) -> ZmqTransport:
         """Return the transport of one role, which starts it; or raise JobError."""
-        self.check()
         bind = f"tcp://{self.host}:{port or '*'}"
-        guard: auth.Authenticator
-        if self.keys is not None:
-            guard = self.keys.guard(log=log)
-        elif self.host:
-            guard = auth.RunAuth(KeyPair.parse(self.secret))
-        else:
-            guard = auth.DirectoryAuth(Path(self.directory))
+        if not (self.keys or self.host):
             bind = f"ipc://{self.directory}/.{name}.{incarnation}"
         return ZmqTransport(
-            name=name, incarnation=incarnation, run=run, bind=bind, guard=guard, log=log
+            name=name,
+            incarnation=incarnation,
+            run=run,
+            bind=bind,
+            guard=self.guard(log=log),
+            log=log,
         )
+
+    def guard(self, *, log: Callable[[str, str], None]) -> auth.Authenticator:
+        """Return the authenticator of one process, or raise JobError."""
+        self.check()
+        if self.keys is not None:
+            return self.keys.guard(log=log)
+        if self.host:
+            return auth.RunAuth(KeyPair.parse(self.secret))
+        return auth.DirectoryAuth(Path(self.directory))

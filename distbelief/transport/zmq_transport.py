@@ -37,7 +37,7 @@ HEARTBEAT_MS: Final = 2_000
 # Silence of ZeroMQ's own heartbeats after which a link to another host is opened again.
 SILENCE_MS_MAX: Final = 8_000
 BATCH_MAX: Final = 64  # messages read by one call of `receive`
-_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
 _FRAME_BYTES_MAX: Final = max(wire.HEADER_BYTES_MAX, wire.FRAME_BYTES_MAX) + 64  # CURVE adds 42
 _SOCKETS_MAX: Final = 4096
 _PEERS_MAX = _SOCKETS_MAX // 4  # a watched peer has three sockets
@@ -121,7 +121,7 @@ class ZmqTransport:
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
         self._zap = self._context.socket(zmq.REP)  # the address is private to this context
         self._zap.linger = 0
-        self._zap.bind(_ZAP_ENDPOINT)
+        self._zap.bind(ZAP_ENDPOINT)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
         self._inbox.rcvhwm = self._messages_max
@@ -135,7 +135,7 @@ class ZmqTransport:
             raise
         except zmq.ZMQError as error:
             self.close()
-            raise TransportError(_cannot_bind(self._bind, error)) from None
+            raise TransportError(cannot_bind(self._bind, error)) from None
         self.endpoint = self._bind
         if self._bind.startswith("tcp:"):
             bound = Endpoint.parse(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -308,15 +308,10 @@ class ZmqTransport:
                 return frames, None if self._curve is None else self._curve.source(part)
 
     def _authenticate(self) -> None:
-        # A ZAP request and its reply (ZeroMQ's RFC 27).
-        request = self._zap.recv_multipart()
-        verdict = self._authenticator.judge(request)
-        text = b"OK"
+        verdict = authenticate(self._zap, self._authenticator)
         if not verdict.admitted:
-            text = b"not admitted"
             self.n_refused += 1
             self._log_rarely(self.n_refused, verdict.remark)
-        self._zap.send_multipart([*request[:2], verdict.status, text, verdict.user.encode(), b""])
 
     def _log_rarely(self, count: int, text: str) -> None:
         # The 1st, 2nd, 4th, 8th, ...: a flood must not fill the disk.
@@ -324,7 +319,16 @@ class ZmqTransport:
             self._log("warning", f"{text} (so far {count})")
 
 
-def _cannot_bind(address: str, error: zmq.ZMQError) -> str:
+def authenticate(zap: auth.Socket, guard: auth.Authenticator) -> auth.Verdict:
+    """Answer a ZAP request (ZeroMQ's RFC 27): may this peer connect?"""
+    request = zap.recv_multipart()
+    verdict = guard.judge(request)
+    text = b"OK" if verdict.admitted else b"not admitted"
+    zap.send_multipart([*request[:2], verdict.status, text, verdict.user.encode(), b""])
+    return verdict
+
+
+def cannot_bind(address: str, error: zmq.ZMQError) -> str:
     why = str(error.strerror)
     if error.errno == zmq.EADDRNOTAVAIL:
         why = "no interface of this host has this address (0.0.0.0 stands for all interfaces)"

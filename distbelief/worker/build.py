@@ -133,12 +133,12 @@ def build_shard(
     policy: ExchangePolicy = DOWNPOUR,
     deals: bool = False,
 ) -> Role:
-    layout, path = context.layout, context.initial_file
+    layout, file = context.layout, context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
 
     def initialise() -> Vector:
-        if path is not None:
-            return shard_values_from(layout, index, reader(path, layout))
+        if file is not None:
+            return shard_values_from(layout, index, reader(file, layout))
         return shard_values(layout, index, context.initials, seed=context.task.model.seed)
 
     config = ShardConfig(

@@ -37,7 +37,7 @@ import torch
 
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread, Usage
-from experiments.benchmarks.measuring.workers import Processes, Program
+from experiments.benchmarks.measuring.workers import Program, Workers
 from experiments.benchmarks.peers.course import (
     BEGUN,
     DONE,
@@ -144,8 +144,8 @@ class Row:
         if not self.runs:
             return {"version": self.version, "seconds": "did not run"}
         best = min(loss for run in self.runs for loss in run.losses)
-        missed = f"not reached ({len(self.seconds)} of {len(self.runs)}), best {best:.3f}"
-        runs = self.runs
+        runs, n = self.runs, len(self.seconds)
+        missed = f"not reached ({n} of {len(runs)}), best {best:.3f}"
         return {
             "version": self.version,
             "seconds": Spread.of(self.seconds).show(2) if self.ranks else missed,
@@ -161,10 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     entries = _entries(options)
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends entrants on the way
-    in_memory = Path("/dev/shm")
-    with TemporaryDirectory(
-        prefix="peers-", dir=in_memory if in_memory.is_dir() else None
-    ) as folder:
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with TemporaryDirectory(prefix="peers-", dir=in_memory) as folder:
         course = _course(options, Path(folder))
         course.generate()
         plain, target, step_seconds = _plain(course, Path(folder), options)
@@ -174,10 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"machine {measurement.load():.1f}, {os.cpu_count()} processors",
             flush=True,
         )
-        pause = (options.slowdown - 1) * step_seconds
+        course = replace(course, pause_seconds=(options.slowdown - 1) * step_seconds)
         rows = _rows(entries, options)
         try:
-            _hold_all(rows, course, options, target=target, pause_seconds=pause)
+            _hold_all(rows, course, options, target=target)
         except KeyboardInterrupt:
             print("interrupted: this is what there is", flush=True)
     _report(plain, rows, target=target, step_seconds=step_seconds)
@@ -195,7 +193,7 @@ def hold(entry: Entry, course: Course, *, target: float, seconds_max: float) -> 
         folder=folder,
         environment=_environment(entry, folder),
     )
-    with Processes("entrant", [program], folder) as entrant:
+    with Workers("entrant", [program], folder, serve=False) as entrant:
         try:
             used, n_bytes = _watch(entrant, course, seconds_max=seconds_max)
         except BaseException:
@@ -204,7 +202,7 @@ def hold(entry: Entry, course: Course, *, target: float, seconds_max: float) -> 
     return _judge(course, used, n_bytes=n_bytes, target=target)
 
 
-def _watch(entrant: Processes, course: Course, *, seconds_max: float) -> tuple[Usage, int]:
+def _watch(entrant: Workers, course: Course, *, seconds_max: float) -> tuple[Usage, int]:
     board = course.board()
     deadline = time.monotonic() + seconds_max
 
@@ -337,12 +335,7 @@ def _rows(entries: list[Entry], options: argparse.Namespace) -> dict[str, Row]:
 
 
 def _hold_all(
-    rows: dict[str, Row],
-    course: Course,
-    options: argparse.Namespace,
-    *,
-    target: float,
-    pause_seconds: float,
+    rows: dict[str, Row], course: Course, options: argparse.Namespace, *, target: float
 ) -> None:
     for turn, name in enumerate(measurement.turns(list(rows), n_rounds=options.rounds)):
         row = rows[name]
@@ -355,7 +348,7 @@ def _hold_all(
             rule=row.entry.rule,
             every=row.entry.every,
             learning_rate=ADAGRAD_RATE if adaptive else course.learning_rate,
-            pause_seconds=pause_seconds if name.endswith(SLOWED) else 0.0,
+            pause_seconds=course.pause_seconds if name.endswith(SLOWED) else 0.0,
         )
         try:
             run = hold(row.entry, turned, target=target, seconds_max=options.seconds_max)
@@ -384,10 +377,8 @@ def _report(plain: Row, rows: dict[str, Row], *, target: float, step_seconds: fl
         shown = {"single": plain, **chosen} if not suffix else chosen
         if not shown:
             continue
-        measurement.show(
-            f"seconds to held-out loss {target:.3f}, {title}",
-            {name: row.cells() for name, row in shown.items()},
-        )
+        cells = {name: row.cells() for name, row in shown.items()}
+        measurement.show(f"seconds to held-out loss {target:.3f}, {title}", cells)
         for name, row in shown.items():
             if row.error:
                 print(f"{name} {row.version}: {row.error}")
@@ -395,17 +386,13 @@ def _report(plain: Row, rows: dict[str, Row], *, target: float, step_seconds: fl
                 figures[f"{name}_seconds{suffix}"] = median(row.seconds)
                 cpu_seconds = median(run.cpu_seconds for run in row.runs)
                 figures[f"{name}_cpu_seconds{suffix}"] = cpu_seconds
-        seldom, theirs = chosen.get("ours_every_5"), chosen.get("pytorch_distbelief")
-        if seldom and seldom.ranks and theirs and theirs.ranks:
-            figures[f"every_5_over_pytorch_distbelief{suffix}"] = median(seldom.seconds) / median(
-                theirs.seconds
-            )
-        peers = [
-            median(row.seconds) for name, row in chosen.items() if row.ranks and name not in OURS
-        ]
-        if "ours" in chosen and chosen["ours"].ranks and peers:
-            ratio = median(chosen["ours"].seconds) / min(peers)
-            figures[f"ours_over_best_peer{suffix}"] = ratio
+        seconds = {name: median(row.seconds) for name, row in chosen.items() if row.ranks}
+        if {"ours_every_5", "pytorch_distbelief"} <= seconds.keys():
+            ratio = seconds["ours_every_5"] / seconds["pytorch_distbelief"]
+            figures[f"every_5_over_pytorch_distbelief{suffix}"] = ratio
+        peers = [taken for name, taken in seconds.items() if name not in OURS]
+        if "ours" in seconds and peers:
+            figures[f"ours_over_best_peer{suffix}"] = seconds["ours"] / min(peers)
     measurement.conclude("async_peers", figures)
 
 
@@ -414,13 +401,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="turns of each system")
     add("--only", nargs="*", default=[], metavar="NAME", help="these systems")
-    add(
-        "--peer-python",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="the Python in which a peer is installed; by default this one",
-    )
+    python = "the Python in which a peer is installed; by default this one"
+    add("--peer-python", action="append", default=[], metavar="NAME=PATH", help=python)
     add("--samples", type=int, default=60_000, help="of the training set")
     add("--held-out", type=int, default=2_000, help="samples of the held-out set")
     add("--hidden", type=int, default=512, help="units of each of two hidden layers")

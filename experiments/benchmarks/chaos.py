@@ -35,12 +35,17 @@ from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.marks import worker as marked_worker
-from experiments.benchmarks.marks.worker import Ledger, MarkedNet, Verdict, judge
+from experiments.benchmarks.marks.worker import (
+    N_SHARDS,
+    N_WORKERS,
+    Ledger,
+    MarkedNet,
+    Verdict,
+    judge,
+)
 from experiments.benchmarks.measuring import measurement
 
 
-N_WORKERS = 4
-N_SHARDS = 2
 HANG_SECONDS = 30.0
 STANDSTILL_SECONDS = 2.0  # after which one that moves again is reported
 SETTLE = 0.6  # after the last fault of a stretch, before peace is measured; these
@@ -55,11 +60,10 @@ STILL_SECONDS = 0.1
 class Worker:
     index: int
     ledger: Ledger
-    path: Path
-    process: BaseProcess | None = None
-    life: int = -1
+    process: BaseProcess
+    moved_at: float
+    life: int = 0
     n_seen: int = 0  # acknowledged pushes, when last looked at
-    moved_at: float = 0.0
     gap: float = 0.0  # longest standstill since the last fault
 
 
@@ -82,7 +86,7 @@ class Arena:
         self._random = np.random.default_rng(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", marked_worker.__name__])
-        self._net = MarkedNet(n_shards=N_SHARDS, n_workers=N_WORKERS)
+        self._net = MarkedNet()
         self._server = ParameterServer(
             self._net.parameters(),
             rule=SGD(learning_rate=1.0),
@@ -99,25 +103,22 @@ class Arena:
         self._begun = time.monotonic()
         self._watched = False  # the last fault was a shard's, and is being measured
         self.counts = Counts()
-        self.workers = [
-            Worker(index, Ledger.make(path), path)
-            for index in range(N_WORKERS)
-            for path in [folder / f"ledger-{index}"]
-        ]
+        self.workers: list[Worker] = []
 
     @contextmanager
     def open(self) -> Iterator[None]:
         with self._server:
             try:
-                for worker in self.workers:
-                    self._launch(worker)
+                for index in range(N_WORKERS):
+                    ledger = Ledger.make(self._ledger(index))
+                    process = self._started(index, life=0)
+                    self.workers.append(Worker(index, ledger, process, time.monotonic()))
                 yield
             finally:
                 self._faults.release()
                 for worker in self.workers:
-                    if worker.process is not None:
-                        worker.process.kill()
-                        worker.process.join()
+                    worker.process.kill()
+                    worker.process.join()
 
     # ----------------------------------------------------------------- the course
 
@@ -148,7 +149,6 @@ class Arena:
     def finish(self) -> Verdict:
         self._stop.touch()
         for worker in self.workers:
-            assert worker.process is not None
             worker.process.join(HANG_SECONDS)
             if worker.process.exitcode is None:
                 self.counts.hangs += 1
@@ -166,12 +166,12 @@ class Arena:
         if now >= self._paused_until:
             self._paused_worker = None
         for worker in self.workers:
-            assert worker.process is not None
             if worker.process.exitcode is not None:
                 if worker.process.exitcode != -signal.SIGKILL:
                     self.counts.hangs += 1
                     self._log(f"worker {worker.index} failed: {worker.process.exitcode}")
-                self._launch(worker)
+                worker.life, worker.moved_at = worker.life + 1, now
+                worker.process = self._started(worker.index, life=worker.life)
             n_seen = worker.ledger.n_acknowledged
             if n_seen != worker.n_seen or worker is self._paused_worker:
                 if now - worker.moved_at > STANDSTILL_SECONDS:
@@ -184,20 +184,17 @@ class Arena:
                 worker.moved_at = now
                 self._log(f"worker {worker.index} has stood still for 30 s")
 
-    def _launch(self, worker: Worker) -> None:
-        worker.life += 1
-        worker.moved_at = time.monotonic()
-        worker.process = self._context.Process(
+    def _ledger(self, worker: int) -> Path:
+        return self._folder / f"ledger-{worker}"
+
+    def _started(self, worker: int, *, life: int) -> BaseProcess:
+        process = self._context.Process(
             target=marked_worker.work,
-            args=(self._server.address, str(worker.path), str(self._stop)),
-            kwargs={
-                "worker": worker.index,
-                "life": worker.life,
-                "n_workers": N_WORKERS,
-                "n_shards": N_SHARDS,
-            },
+            args=(self._server.address, str(self._ledger(worker)), str(self._stop)),
+            kwargs={"worker": worker, "life": life},
         )
-        worker.process.start()
+        process.start()
+        return process
 
     # ------------------------------------------------------------------ the attack
 
@@ -210,9 +207,8 @@ class Arena:
         worker = self.workers[victim] if victim < N_WORKERS else None
         if worker is None:
             name = self._shards[victim - N_WORKERS]
-            pid = self._pid_of(name)
+            pid = measurement.roles_in(self._folder / "server").get(name)
         else:
-            assert worker.process is not None
             name, pid = f"worker-{victim}", worker.process.pid
         what = "kill" if kills else "pause"
         key = f"{what} {'shard' if worker is None else 'worker'}"
@@ -233,9 +229,6 @@ class Arena:
             self.counts.gaps.append(max(worker.gap for worker in self.workers))
         self._watched = False
 
-    def _pid_of(self, name: str) -> int | None:
-        return measurement.roles_in(self._folder / "server").get(name)
-
     def _draw(self, shares: tuple[float, float]) -> float:
         return self._every * float(self._random.uniform(*shares))
 
@@ -249,9 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="of chaos")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule of faults")
     parser.add_argument("--copies", type=int, default=2, help="of each shard")
-    parser.add_argument(
-        "--every", type=float, default=10.0, help="seconds between faults, on average"
-    )
+    every = "seconds between faults, on average"
+    parser.add_argument("--every", type=float, default=10.0, help=every)
     options = measurement.options_of(parser, arguments, small=SMALL)
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="distbelief-chaos-") as folder:

@@ -34,9 +34,8 @@ import msgspec
 from distbelief.config import toml
 from experiments.benchmarks.bare.plain_loop import Setting
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.track import OVER, Track
-from experiments.benchmarks.measuring.workers import Processes, Program, module
+from experiments.benchmarks.measuring.workers import Program, Workers, module
 
 
 CONTESTANTS: Final = ("alone", "downpour", "ddp", "kept")
@@ -57,7 +56,7 @@ class Contestant:
     """Processes that train together, and what their turns came to."""
 
     index: int
-    processes: Processes
+    processes: Workers
     rates: list[float] = field(default_factory=list)  # samples per second
     cpu_shares: list[float] = field(default_factory=list)  # seconds per 1000 samples
     n_bytes: int = 0  # of all its processes, at the end of some turn
@@ -78,7 +77,9 @@ class Race:
         with ExitStack() as stack:
             for index, name in enumerate(CONTESTANTS):
                 self._track.give(index)
-                processes = stack.enter_context(Processes(name, *self._programs(name, index)))
+                processes = stack.enter_context(
+                    Workers(name, self._programs(name, index), self._folder, serve=False)
+                )
                 stack.callback(processes.signal, signal.SIGTERM)
                 self.contestants[name] = Contestant(index, processes)
                 self._warm_up(self.contestants[name])
@@ -114,59 +115,53 @@ class Race:
 
     # ------------------------------------------------------------------ start, end
 
-    def _programs(self, name: str, index: int) -> tuple[list[Program], Path]:
+    def _programs(self, name: str, index: int) -> list[Program]:
         if name == "downpour":
             job = self._folder / "job.toml"
             job.write_text(self._job(index))
             command = str(Path(sys.executable).with_name("distbelief"))
-            return [Program(command=[command, "train", str(job)])], self._folder
-        file = self._folder / f"{name}.json"
+            return [Program(command=[command, "train", str(job)])]
         setting = msgspec.structs.replace(
             self._setting,
             contestant=index,
             n_ranks=N_PROCESSES if name == "ddp" else 1,
             keeps_memory=name == "kept",
         )
-        file.write_bytes(msgspec.json.encode(setting))
-        programs = [module("bare.plain_loop", file, rank) for rank in range(N_PROCESSES)]
-        return programs, self._folder
+        return [module("bare.plain_loop", setting, rank) for rank in range(N_PROCESSES)]
 
     def _job(self, index: int) -> str:
-        setting = self._setting
-        shape = {"n_inputs": setting.n_inputs, "n_classes": setting.n_classes}
-        data = {"folder": setting.folder, "contestant": index, **shape}
-        rule = {"name": "adagrad", "learning_rate": setting.learning_rate}
-        tables: dict[str, object] = {
-            "model": {
-                "factory": "experiments.speech.model:acoustic_net",
-                "arguments": {
-                    "hidden": setting.hidden,
-                    "states": setting.n_classes,
-                    "inputs": setting.n_inputs,
-                },
-            },
-            "data": {
-                "train": {
-                    "factory": "experiments.benchmarks.measuring.track:paced_frames",
-                    "arguments": data,
-                }
-            },
-            "algorithm": {
-                "name": "downpour",
-                "loss": "cross_entropy",
-                "batch_size": setting.batch_size,
-                "n_fetch": 1,
-                "n_push": 1,
-                "rule": rule,
-            },
-            "cluster": {"replicas": N_PROCESSES, "shards": N_SHARDS, "threads": 1},
-            "stop": {"seconds": "24 h"},
-            "output": {
-                "directory": str(self._folder / "run"),
-                "snapshot_every": "24 h",  # the others take none
-            },
-        }
-        return toml.write(tables)
+        setting, folder = self._setting, toml.inline(self._setting.folder)
+        return f"""
+[model]
+factory = "experiments.speech.model:acoustic_net"
+[model.arguments]
+hidden = {setting.hidden}
+states = {setting.n_classes}
+inputs = {setting.n_inputs}
+[data.train]
+factory = "experiments.benchmarks.measuring.track:paced_frames"
+[data.train.arguments]
+folder = {folder}
+contestant = {index}
+n_inputs = {setting.n_inputs}
+n_classes = {setting.n_classes}
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = {setting.batch_size}
+n_fetch = 1
+n_push = 1
+rule = {{ name = "adagrad", learning_rate = {setting.learning_rate} }}
+[cluster]
+replicas = {N_PROCESSES}
+shards = {N_SHARDS}
+threads = 1
+[stop]
+seconds = "24 h"
+[output]
+directory = {toml.inline(f"{setting.folder}/run")}
+snapshot_every = "24 h"  # the others take none
+"""
 
     def _warm_up(self, contestant: Contestant) -> None:
         deadline = time.monotonic() + START_SECONDS_MAX
@@ -237,13 +232,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _report(contestants: dict[str, Contestant], *, batch_size: int) -> dict[str, float]:
-    rates = {name: Spread.of(c.rates) for name, c in contestants.items()}
+    rates = {name: measurement.Spread.of(c.rates) for name, c in contestants.items()}
     ceiling = rates["alone"].median
     rows = {
         name: {
             "samples/s": rates[name].show(),
             "of alone": f"{rates[name].median / ceiling:.3f}",
-            "CPU s per 1000": Spread.of(contestant.cpu_shares).show(2),
+            "CPU s per 1000": measurement.Spread.of(contestant.cpu_shares).show(2),
             "memory": f"{contestant.n_bytes / 2**20:,.0f} MiB",
         }
         for name, contestant in contestants.items()
@@ -254,7 +249,7 @@ def _report(contestants: dict[str, Contestant], *, batch_size: int) -> dict[str,
         key = f"{name}_bs{batch_size}"
         if name in {"downpour", "ddp"}:
             figures[key] = rates[name].median / ceiling
-        cpu = Spread.of(contestant.cpu_shares)
+        cpu = measurement.Spread.of(contestant.cpu_shares)
         figures[f"{key}_samples_per_second"] = rates[name].median
         figures[f"{key}_cpu_seconds_per_1000"] = cpu.median
         figures[f"{key}_bytes"] = contestant.n_bytes

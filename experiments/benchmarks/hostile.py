@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -44,7 +45,6 @@ SMALL: Final = {"seconds": 0.5, "rounds": 1, "only": ("flood",)}
 NETS: Final = "from torch import nn\n\ndef make():\n    return nn.Linear(512, 512)\n"
 PEACE_SECONDS: Final = 2.0
 N_AT_ONCE: Final = 64
-
 Attack = Callable[[ServerAddress, KeyPair], Iterator[None]]
 
 
@@ -134,14 +134,6 @@ def _burn(_address: ServerAddress, _pair: KeyPair) -> Iterator[None]:
         yield
 
 
-def _flood(address: ServerAddress, pair: KeyPair) -> Iterator[None]:
-    return _send(address, pair, "worker-hostile")
-
-
-def _malformed(address: ServerAddress, pair: KeyPair) -> Iterator[None]:
-    return _send(address, pair, "shard-0")  # a name that is not its own
-
-
 def _send(address: ServerAddress, pair: KeyPair, sender: str) -> Iterator[None]:
     message = bytes(Codec(run=address.run).encode(HeartbeatAck(), sender=sender, incarnation=1)[0])
     link = _link(zmq.Context(), address, pair)
@@ -173,8 +165,8 @@ def _link(
 
 
 ATTACKS: Final[Mapping[str, Attack]] = {
-    "flood": _flood,
-    "malformed": _malformed,
+    "flood": partial(_send, sender="worker-hostile"),
+    "malformed": partial(_send, sender="shard-0"),  # a name that is not its own
     "strangers": _strangers,
     "burn": _burn,
 }

@@ -18,12 +18,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
-from distbelief.config.load import load_job
+from distbelief.config.job import Job
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles.role import SUPERVISOR, Address
-from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.directory import RunDirectory
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
@@ -33,7 +33,7 @@ from distbelief.supervisor.view import JobView
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network import jobs
 from experiments.benchmarks.network.hosts import Lan, obstacle, switched
-from experiments.benchmarks.simulated.truth import JOB, SANDBLAST
+from experiments.benchmarks.simulated.truth import SANDBLAST, Case
 
 
 SECONDS_MAX: Final = 240.0
@@ -51,19 +51,14 @@ class Link:
     foretold_received: float  # of the messages of its roles
     foretold_sent: float  # likewise
 
-    @property
-    def beyond(self) -> float:
-        foretold = self.foretold_received + self.foretold_sent
-        return (self.received + self.sent) / foretold - 1.0
 
-
-def links_of(lan: Lan, text: str) -> Sequence[Link]:
+def links_of(lan: Lan, case: Case) -> Sequence[Link]:
     """Run a job over all hosts; return what passed each of their links."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
-        placement, before = _run(folder, lan, text, stack)
+        placement, before = _run(folder, lan, case, stack)
         after = [lan.n_bytes(host) for host in lan.hosts]
-        traffic, names = _foretell(folder / "0" / "job.toml", placement)
+    traffic, names = _foretell(case.job, placement)
     links = []
     for index, (b, a) in enumerate(zip(before, after, strict=True)):
         here = [name for name in names if placement.get(name, 0) == index]
@@ -84,12 +79,13 @@ def links_of(lan: Lan, text: str) -> Sequence[Link]:
 
 
 def _run(
-    folder: Path, lan: Lan, text: str, stack: ExitStack
+    folder: Path, lan: Lan, case: Case, stack: ExitStack
 ) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]]]:
     """Return the hosts of the replicas, and what the links had had when all hosts were ready."""
     hosts = lan.hosts
-    jobs.lay_out(folder, text, n_hosts=len(hosts))
-    job, *_ = jobs.start(folder, hosts, imports=TASK, stack=stack)
+    jobs.lay_out(folder, case.text, n_hosts=len(hosts))
+    words = [word for override in case.overrides for word in ("--set", override)]
+    job, *_ = jobs.start(folder, hosts, *words, imports=TASK, stack=stack)
     run = RunDirectory(folder / "0" / "runs" / "simulation", lock=None)
     readings: list[Reading] = []
     began = math.inf
@@ -97,7 +93,8 @@ def _run(
         status = run.read_status()
         if status is not None and not status.ended:  # the last one is written after its view
             began = min(began, status.written - status.view.seconds)
-            if _n_ready(status) == len(hosts) - 1:
+            # The status is up to a second old, in which a small job may send all that it sends.
+            if sum(host.state == "ready" for host in status.view.hosts) == len(hosts) - 1:
                 break
         now = time.time()  # noqa: TID251 -- the time of day, as in the status
         readings.append(Reading(now, [lan.n_bytes(host) for host in hosts]))
@@ -120,11 +117,6 @@ class Reading(NamedTuple):
 
     at: float  # seconds since 1970
     counts: Sequence[tuple[int, int]]  # bytes received and sent by each host
-
-
-def _n_ready(status: Status) -> int:
-    # The status is up to a second old, in which a small job may send all that it sends.
-    return sum(host.state == "ready" for host in status.view.hosts)
 
 
 def ready_after(view: JobView) -> float:
@@ -164,10 +156,10 @@ class _Hosts:
         return staged.builders()
 
 
-def _foretell(path: Path, placement: Mapping[Address, int]) -> tuple[Traffic, Sequence[Address]]:
+def _foretell(job: Job, placement: Mapping[Address, int]) -> tuple[Traffic, Sequence[Address]]:
     """Return what the roles of this job, so placed, send; and all their names."""
     with Preparation() as staging:
-        staged = staging.stage(load_job(path))
+        staged = staging.stage(job)
         hosts = _Hosts(placement=placement, n=1 + max(placement.values(), default=0))
         ended = run_simulated(staged, hosts, seed=0)
     if ended.outcome.error is not None:
@@ -185,31 +177,21 @@ def _between(traffic: Traffic, senders: Sequence[Address], receivers: Sequence[A
 
 def _shortest(names: Sequence[Address]) -> Sequence[Address]:
     """Leave out names that begin with another: `Traffic` goes by beginnings."""
-    return [
-        name
-        for name in names
-        if not any(name != other and name.startswith(other) for other in names)
-    ]
+    return [one for one in names if not any(one != n and one.startswith(n) for n in names)]
 
 
 N_HOSTS: Final = 4
-_OF_LAN: Final = ("replicas = 2", "replicas = 4", "max_steps = 150", "max_steps = 25")
-_TINY: Final = ("hidden = 1024", "hidden = 128")
-_SPLIT: Final = ("replicas = 4", "replicas = 2\npartitions = 2")
-
-
-def _with(text: str, *changes: str) -> str:
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        text = text.replace(old, new)
-    return text
-
+_STEPS: Final = "algorithm.max_steps=25"
+_WHOLE: Final = ("cluster.replicas=4",)
+_SPLIT: Final = ("cluster.replicas=2", "cluster.partitions=2")
+_TINY: Final = ("model.arguments.hidden=128",)
 
 # Jobs over all four
-CASES: Final[Mapping[str, str]] = {
-    "downpour": _with(JOB, *_OF_LAN),
-    "split": _with(JOB, *_OF_LAN, *_SPLIT),
-    "sandblaster": _with(SANDBLAST, *_OF_LAN),
-    "split_sandblaster": _with(SANDBLAST, *_OF_LAN, *_SPLIT),
+CASES: Final[Mapping[str, Case]] = {
+    "downpour": Case(name="downpour", overrides=(*_WHOLE, _STEPS)),
+    "split": Case(name="split", overrides=(*_SPLIT, _STEPS)),
+    "sandblaster": Case(name="sandblaster", text=SANDBLAST, overrides=_WHOLE),
+    "split_sandblaster": Case(name="split_sandblaster", text=SANDBLAST, overrides=_SPLIT),
 }
 
 SMALL: Final = {"only": ("downpour",)}  # with a tiny net
@@ -224,9 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, Sequence[Link]] = {}
     rows = {}
     for case in options.only or CASES:
+        one = CASES[case]
+        if options.small:
+            one = replace(one, overrides=(*one.overrides, *_TINY))
         with switched(N_HOSTS, bits_per_second=1e9) as lan:
-            text = _with(CASES[case], *_TINY) if options.small else CASES[case]
-            found[case] = links_of(lan, text)
+            found[case] = links_of(lan, one)
         for index, link in enumerate(found[case]):
             rows[f"{case} {index}"] = {
                 "roles": ", ".join(link.roles) or "shards, replica 0, supervisor",
@@ -234,12 +218,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "link": f"{link.received / 1e6:,.2f} MB",
                 "out: foretold": f"{link.foretold_sent / 1e6:,.2f} MB",
                 "link ": f"{link.sent / 1e6:,.2f} MB",
-                "beyond": f"{link.beyond:+.2%}",
+                "beyond": f"{_beyond([link]):+.2%}",
             }
             print(f"{case} {index}", rows[f"{case} {index}"], flush=True)
     measurement.show(f"{N_HOSTS} hosts at a switch, 1 Gbit/s each", rows)
     figures = {f"beyond_{case}": _beyond(links) for case, links in found.items()}
-    worst = max(abs(link.beyond) for links in found.values() for link in links)
+    worst = max(abs(_beyond([link])) for links in found.values() for link in links)
     measurement.conclude("lan", figures | {"beyond_worst": worst})
 
 

@@ -32,21 +32,20 @@ import argparse
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Final
 
 import msgspec
 
 from experiments.benchmarks.bare.paced_loop import SERVER, Moment, Setting
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
-from experiments.benchmarks.measuring.workers import Processes, Program, Workers, module
+from experiments.benchmarks.measuring.workers import Program, Workers, module
 from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
 
 
@@ -103,8 +102,8 @@ class Result:
     processors: float  # that were busy meanwhile, on average
 
     @property
-    def step(self) -> Spread:
-        return Spread.of(self.periods, scale=1.0 / self.n_steps)
+    def step(self) -> measurement.Spread:
+        return measurement.Spread.of(self.periods, scale=1.0 / self.n_steps)
 
 
 def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Result:
@@ -114,23 +113,20 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
     is_local = name in LOCAL
     n_steps = case.every if is_local else N_ALONE if name == "alone" else 1
     n_warm = 1 if name in ASYNCHRONOUS or not is_local else 0
-    setting = Setting(
-        contestant=name,
-        every=case.every,
-        addresses=[],
-        step_seconds=options.step_seconds,
-        stagger_seconds=case.every * options.step_seconds / case.n_loops if is_local else 0.0,
-        small=options.small,
-    )
-    if name not in OURS:
-        setting = msgspec.structs.replace(setting, stagger_seconds=0.0)
+    exchange_seconds = case.every * options.step_seconds
     with switched(case.n_loops + 1, bits_per_second=case.bits_per_second) as lan:
         lan.limit(lan.hosts[0], bits_per_second=SERVER_BITS)
-        addresses = [host.address for host in lan.hosts]
-        setting = msgspec.structs.replace(setting, addresses=addresses)
-        with _server(name, setting, lan, folder, options) as address:
+        setting = Setting(
+            contestant=name,
+            every=case.every,
+            addresses=[host.address for host in lan.hosts],
+            step_seconds=options.step_seconds,
+            stagger_seconds=exchange_seconds / case.n_loops if is_local and name in OURS else 0.0,
+            small=options.small,
+        )
+        with _server(setting, lan, folder, options) as address:
             setting = msgspec.structs.replace(setting, server=address)
-            programs = _loops(name, setting, lan, folder, options)
+            programs = _loops(setting, lan, options)
             with Workers(f"{name}-loops", programs, folder) as loops:
                 with measurement.usage(lambda: 0.0) as used:
                     moments = loops.ask(n_steps * (n_warm + options.periods))
@@ -141,63 +137,45 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
 def _result(
     moments: Sequence[Sequence[Moment]], *, n_steps: int, n_warm: int, processors: float
 ) -> Result:
-    periods: list[float] = []
-    n_bytes: list[float] = []
-    for of_loop in moments:
-        ends = of_loop[n_warm * n_steps :: n_steps]
-        periods += [after[0] - before[0] for before, after in pairwise(ends)]
-        n_samples = BATCH_SIZE * n_steps * (len(ends) - 1)
-        n_bytes.append((ends[-1][1] - ends[0][1]) / n_samples)
+    ends = [of_loop[n_warm * n_steps :: n_steps] for of_loop in moments]
+    n_samples = BATCH_SIZE * n_steps * (len(ends[0]) - 1)  # of each loop
     return Result(
-        periods=tuple(periods),
+        periods=tuple(b[0] - a[0] for each in ends for a, b in pairwise(each)),
         n_steps=n_steps,
-        bytes_per_sample=fmean(n_bytes),
+        bytes_per_sample=fmean((each[-1][1] - each[0][1]) / n_samples for each in ends),
         processors=processors,
     )
 
 
 @contextmanager
-def _server(
-    name: str, setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace
-) -> Iterator[str]:
-    host = lan.hosts[0]
+def _server(setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    host, name = lan.hosts[0], setting.contestant
     if name in OURS:
-        file = _written(setting, folder / f"{name}-server.json")
-        program = module("bare.paced_loop", file, SERVER, host=host)
+        program = module("bare.paced_loop", setting, SERVER, host=host)
         with Workers(f"{name}-server", [program], folder) as server:
             (address,) = server.ask(None)
             yield address
     elif name == "torchft_diloco":
-        command = [str(Path(options.torchft).with_name("torchft_lighthouse")), "--bind"]
-        at = f"{host.address}:{_LIGHTHOUSE_PORT}"
-        n_loops = f"{len(lan.hosts) - 1}"
-        command += [at, "--min_replicas", n_loops, "--join_timeout_ms", "1000"]
-        lighthouse = Processes(f"{name}-lighthouse", [Program(command=command, host=host)], folder)
-        with lighthouse:
+        at, n_loops = f"{host.address}:{_LIGHTHOUSE_PORT}", f"{len(lan.hosts) - 1}"
+        command = [str(Path(options.torchft).with_name("torchft_lighthouse")), "--bind", at]
+        command += ["--min_replicas", n_loops, "--join_timeout_ms", "1000"]
+        program = Program(command=command, host=host)
+        with Workers(f"{name}-lighthouse", [program], folder, serve=False) as lighthouse:
             yield f"http://{at}"
             lighthouse.signal(signal.SIGKILL)
     else:
         yield ""
 
 
-def _loops(
-    name: str, setting: Setting, lan: Lan, folder: Path, options: argparse.Namespace
-) -> list[Program]:
-    file = _written(setting, folder / f"{name}-loop.json")
+def _loops(setting: Setting, lan: Lan, options: argparse.Namespace) -> list[Program]:
     environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": f"{_ROOT}"}
-    programs = []
-    for rank, host in enumerate(lan.hosts[1:]):
-        program = module("bare.paced_loop", file, rank, host=host, environment=environment)
-        if name == "torchft_diloco":
-            command = [options.torchft, *program.command[1:]]
-            program = replace(program, command=command)
-        programs.append(program)
+    programs = [
+        module("bare.paced_loop", setting, rank, host=host, environment=environment)
+        for rank, host in enumerate(lan.hosts[1:])
+    ]
+    if setting.contestant == "torchft_diloco":
+        return [replace(one, command=[options.torchft, *one.command[1:]]) for one in programs]
     return programs
-
-
-def _written(setting: Setting, file: Path) -> Path:
-    file.write_bytes(msgspec.json.encode(setting))
-    return file
 
 
 def results_of(
@@ -216,27 +194,30 @@ def results_of(
         print(f"{time.monotonic() - begun:.0f} s  {name}  {found}", flush=True)
 
     for heat in case.heats:
-        threads = [Thread(target=enter, args=(name,)) for name in heat]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(heat) or 1) as threads:
+            list(threads.map(enter, heat))
     return results, failures
 
 
+def _compared(name: str, results: Mapping[str, Result]) -> dict[str, float]:
+    """Return the share of steps, and by how many times bytes are fewer."""
+    found, one = {}, results[name]
+    if "alone" in results:
+        found["share"] = results["alone"].step.median / one.step.median
+    if "downpour" in results and name != "alone":
+        found["fewer"] = results["downpour"].bytes_per_sample / one.bytes_per_sample
+    return found
+
+
 def _cells(name: str, results: Mapping[str, Result]) -> dict[str, str]:
-    result, alone, downpour = results[name], results.get("alone"), results.get("downpour")
-    cells = {
-        "seconds": Spread.of(result.periods).show(2),
+    result = results[name]
+    return {
+        "seconds": measurement.Spread.of(result.periods).show(2),
         "steps": f"{result.n_steps}",
         "bytes per sample": f"{result.bytes_per_sample:,.0f}",
         "busy processors": f"{result.processors:.1f}",
+        **{word: f"{value:.3g}" for word, value in _compared(name, results).items()},
     }
-    if alone is not None:
-        cells["share"] = f"{alone.step.median / result.step.median:.3f}"
-    if downpour is not None and name != "alone":
-        cells["fewer"] = f"{downpour.bytes_per_sample / result.bytes_per_sample:.1f}"
-    return cells
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -267,18 +248,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _figures(key: str, case: Case, results: Mapping[str, Result]) -> dict[str, float]:
-    alone, downpour = results.get("alone"), results.get("downpour")
     if key == "own_loop_1gbit":
-        seconds = N_PARAMETERS * 32 / case.bits_per_second
+        seconds, downpour = N_PARAMETERS * 32 / case.bits_per_second, results.get("downpour")
         return {} if downpour is None else {key: downpour.step.median / seconds}
-    figures = {}
-    for name, result in results.items():
-        if name != "alone" and alone is not None:
-            figures[f"{key}_share_{name}"] = alone.step.median / result.step.median
-        if name != "alone" and downpour is not None:
-            fewer = downpour.bytes_per_sample / result.bytes_per_sample
-            figures[f"{key}_fewer_{name}"] = fewer
-    return figures
+    return {
+        f"{key}_{word}_{name}": value
+        for name in results
+        if name != "alone"
+        for word, value in _compared(name, results).items()
+    }
 
 
 if __name__ == "__main__":

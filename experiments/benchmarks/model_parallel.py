@@ -40,7 +40,6 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
-import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
@@ -48,7 +47,6 @@ from distbelief.partition.planner import plan
 from distbelief.partition.profiling.this_host import Network
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.network import hosts
@@ -67,7 +65,6 @@ from experiments.benchmarks.plans.machines import (
 
 
 IMAGES: Final = 64  # samples of a step of the image net
-
 SPEECH: Final = {"speech_bs64": 64, "speech_bs256": 256}
 LINKS: Final = {"1gbit": 1e9, "100mbit": 1e8}
 IMAGE: Final = "image"
@@ -79,6 +76,7 @@ TWO: Final = "2 machines"
 N_RANKS: Final = 2
 PLAN: Final = "plan"  # the only one of machines
 PLAIN: Final = ("torch", "2 threads", "dtensor", APART)  # others than machines
+OVER: Final = {"2 threads": "over_two_threads", "dtensor": "over_dtensor"}
 
 
 class Turn(NamedTuple):
@@ -96,12 +94,10 @@ class Contest:
         self._workload = workload
         self._folder = folder
         self._ends = ends
-        self._file = folder / "workload.json"
         folder.mkdir()
-        self._file.write_bytes(msgspec.json.encode(workload))
 
     def whole(self, name: str, *, n_threads: int = 1, n_processes: int = 1) -> None:
-        program = module("bare.whole_net", self._file, n_threads, n_threads=n_threads)
+        program = module("bare.whole_net", self._workload, n_threads, n_threads=n_threads)
         self.workers[name] = Workers(name, [program] * n_processes, self._folder)
 
     def machines(self, name: str, way: Way, order: PlanningRequest) -> None:
@@ -114,7 +110,7 @@ class Contest:
         meeting = self._folder / "meeting"
         programs = [
             module(
-                *("peers.dtensor", self._file, rank, N_RANKS, meeting),
+                *("peers.dtensor", self._workload, rank, N_RANKS, meeting),
                 host=host,
                 environment={"GLOO_SOCKET_IFNAME": host.interface},
             )
@@ -139,7 +135,7 @@ class Contest:
         found = ratios(taken)
         rows = {name: each.row() for name, each in self.workers.items()}
         for name, values in found.items():
-            rows[name]["/ 2 machines"] = Spread.of(values).show(2)
+            rows[name]["/ 2 machines"] = measurement.Spread.of(values).show(2)
         measurement.show(f"{title}, load {measurement.load():.1f}", rows)
         return {name: median(values) for name, values in found.items()}
 
@@ -187,100 +183,76 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_memory()  # as machines do, and
     torch.set_num_threads(1)  # so: what is measured of layers depends on both
     figures: dict[str, float] = {}
-    links = [link for link in LINKS if link in options.parts]
-    obstacle = hosts.obstacle() if links else None
+    parts = [part for part in PARTS if part in options.parts]
+    obstacle = hosts.obstacle() if any(part in LINKS for part in parts) else None
     with TemporaryDirectory(prefix="distbelief-parallel-") as name:
         folder, kept = Path(name), options.folder or Path(name)
         kept.mkdir(exist_ok=True)
         # Layers are measured now, or in another part of this, not once for all.
         os.environ["XDG_CACHE_HOME"] = str(kept)
-        between = kept_network(kept, seconds=options.seconds / 4)
-        for part, batch_size in SPEECH.items():
-            if part in options.parts:
-                figures |= _speech(batch_size, between, folder, options)
-        if IMAGE in options.parts:
-            figures |= _image(between, folder, options)
-        for link in links if not obstacle else ():
-            figures |= _linked(link, folder, options)
+        seconds = options.seconds / 4
+        here = kept_network(kept, seconds=seconds)
+        for part in parts:
+            if part not in LINKS:
+                figures |= _part(part, here, folder, options)
+            elif not obstacle:
+                with hosts.switched(N_RANKS, bits_per_second=LINKS[part]) as lan:
+                    place = folder / f"{part}-network"
+                    place.mkdir()
+                    between = network(place, ends=lan.hosts, seconds=seconds)
+                    figures |= _part(part, between, folder, options, ends=lan.hosts)
     if obstacle:
         print(f"no links: {obstacle}")
     measurement.conclude("model_parallel", figures)
 
 
-def preferred(order: PlanningRequest, *, exactly: bool) -> tuple[Way, str]:
-    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].best
+def preferred(order: PlanningRequest) -> tuple[Way, str]:
+    done = plan(replace(order, exactly=True), [N_MACHINES])[-1].best
     way = Way(placements=done.placements, micro_batches=done.cost.micro_batches)
     return way, f"{done.method}, {1e3 * done.seconds[1]:.0f} ms expected"
 
 
-def _speech(
-    batch_size: int, between: Network, folder: Path, options: argparse.Namespace
+def _part(
+    part: str,
+    between: Network,
+    folder: Path,
+    options: argparse.Namespace,
+    *,
+    ends: Sequence[Host] = HERE,
 ) -> dict[str, float]:
-    workload = _workload("speech", batch_size, options)
-    order = order_here(workload, between)
-    contest = Contest(workload, folder / f"speech-{batch_size}")
-    _enter_usual(contest, order)
-    way, how = preferred(order, exactly=True)
-    contest.machines(TWO, way, order)
-    contest.whole("2 threads", n_threads=2)
-    contest.dtensor()
-    slower = contest.hold(f"speech, batch {batch_size}, {how}", options)
-    key = f"speech_bs{batch_size}"
-    return {
-        key: min(slower[name] for name in ONE),
-        f"{key}_over_two_threads": slower["2 threads"],
-        f"{key}_over_dtensor": slower["dtensor"],
-        f"{key}_apart": slower[APART] / N_MACHINES,
-        **_raw(key, contest),
-    }
-
-
-def _image(between: Network, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    workload = _workload("image", IMAGES, options)
-    order = order_here(workload, between)
-    contest = Contest(workload, folder / "image")
-    _enter_usual(contest, order)
-    simulator = PlanSimulator(order)
-    name, way = min(
-        by_places(order).items(),
-        key=lambda item: simulator.cost(item[1].placements, n_machines=N_MACHINES).step_seconds,
-    )
-    contest.machines(TWO, way, order)
-    planned, how = preferred(order, exactly=True)
-    contest.machines("planner", planned, order)
-    slower = contest.hold(f"image, cut into {name}; planner: {how}", options)
-    return {
-        IMAGE: min(slower[name] for name in ONE),
-        f"{IMAGE}_apart": slower[APART] / N_MACHINES,
-        **_raw(IMAGE, contest),
-    }
-
-
-def _linked(link: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    workload = _workload("speech", max(SPEECH.values()), options)
-    with hosts.switched(N_RANKS, bits_per_second=LINKS[link]) as lan:
-        place = folder / link
-        place.mkdir()
-        between = network(place, ends=lan.hosts, seconds=options.seconds / 4)
-        order = order_here(workload, between, stages=True)
-        contest = Contest(workload, place / "contest", ends=lan.hosts)
-        way, how = preferred(order, exactly=True)
-        contest.machines(TWO, way, order)
-        contest.dtensor()
-        slower = contest.hold(f"speech over {link}, {how}", options)
-    key = f"speech_{link}"
-    return {f"{key}_over_dtensor": slower["dtensor"], **_raw(key, contest)}
-
-
-def _workload(net: NetName, batch_size: int, options: argparse.Namespace) -> Workload:
+    net: NetName = "image" if part == IMAGE else "speech"
+    batch_size = IMAGES if part == IMAGE else SPEECH.get(part, max(SPEECH.values()))
     small: bool = options.small
-    return Workload(net=net, batch_size=8 if small else batch_size, small=small)
-
-
-def _enter_usual(contest: Contest, order: PlanningRequest) -> None:
-    contest.whole("torch")
-    contest.machines("1 machine", on_one_machine(order.graph), order)
-    contest.whole(APART, n_processes=2)
+    workload = Workload(net=net, batch_size=8 if small else batch_size, small=small)
+    order = order_here(workload, between, stages=part in LINKS)
+    contest = Contest(workload, folder / part, ends=ends)
+    if part not in LINKS:
+        contest.whole("torch")
+        contest.machines("1 machine", on_one_machine(order.graph), order)
+        contest.whole(APART, n_processes=2)
+    way, how = preferred(order)
+    if part == IMAGE:
+        simulator = PlanSimulator(order)
+        name, by_place = min(
+            by_places(order).items(),
+            key=lambda item: simulator.cost(item[1].placements, n_machines=N_MACHINES).step_seconds,
+        )
+        how = f"cut into {name}; planner: {how}"
+        contest.machines(TWO, by_place, order)
+        contest.machines("planner", way, order)
+    else:
+        contest.machines(TWO, way, order)
+    if part in SPEECH:
+        contest.whole("2 threads", n_threads=2)
+    if part != IMAGE:
+        contest.dtensor()
+    slower = contest.hold(f"{part}, batch {workload.batch_size}: {how}", options)
+    key = f"speech_{part}" if part in LINKS else part
+    figures = {f"{key}_{word}": slower[name] for name, word in OVER.items() if name in slower}
+    if part not in LINKS:
+        figures[key] = min(slower[name] for name in ONE)
+        figures[f"{key}_apart"] = slower[APART] / N_MACHINES
+    return figures | _raw(key, contest)
 
 
 def _raw(key: str, contest: Contest) -> dict[str, float]:

@@ -14,8 +14,7 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
     zmq_files, zmq_curve   bare pyzmq over sockets in files, and TCP encrypted: the same
                blocks, copies and updates without a protocol
 
-    shared_memory_over_floor   (push + fetch) of `shared` / (copy + update): the strict
-                               reading, for a fetch is a copy of its own
+    shared_memory_over_floor   (push + fetch) of `shared` / (copy + update): the strict reading
     shared_memory_over_copies  (push + fetch) of `shared` / (2 copies + update)
     push_over_floor            push of `shared` / (copy + update)
     fetch_over_copy            fetch of `shared` / copy
@@ -30,8 +29,8 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,7 +52,6 @@ from distbelief.transport.keys import new_secret
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush
 from experiments.benchmarks.bare import links as bare_links, rpc_server
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Pairs, Workers, module, timed_pairs
 from experiments.speech.model import acoustic_net
 
@@ -139,23 +137,12 @@ class Times:
         self.fetches += fetches
         self.cpu_seconds.append(used.cpu_seconds / n)
 
-    def forget(self) -> None:
-        self.pushes, self.fetches, self.cpu_seconds = [], [], []
 
-
-class Floor:
-    """One copy, one fused update: what any parameter server does at the least."""
-
-    def __init__(self, n_elements: int) -> None:
-        self._slice = rpc_server.Slice(n_elements)
-        self._gradient = torch.randn(n_elements)
-        self._slot = torch.zeros(n_elements)
-
-    def update(self) -> None:
-        self._slice.update(self._slot)
-
-    def copy(self) -> None:
-        self._slot.copy_(self._gradient)
+def _floor(n_elements: int) -> Times:
+    """Return one fused update, and one copy: what any parameter server does at the least."""
+    gradient, slot = torch.randn(n_elements), torch.zeros(n_elements)
+    update = partial(rpc_server.Slice(n_elements).update, slot)
+    return Times(partial(timed_pairs, update, partial(slot.copy_, gradient)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,9 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each")
     parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
     parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=CONTESTANTS[1:], help="leave out"
-    )
+    others = CONTESTANTS[1:]
+    parser.add_argument("--without", nargs="+", default=[], choices=others, help="leave out")
     options = measurement.options_of(parser, arguments, small=SMALL)
     keep_memory()  # as every replica does
     torch.set_num_threads(1)
@@ -176,8 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [name for name in CONTESTANTS if name not in options.without]
     with TemporaryDirectory() as folder, ExitStack() as stack:
         empty_bytes = _bytes_of_an_empty_shard(Path(folder))
-        floor = Floor(n_elements)
-        times = {"floor": Times(partial(timed_pairs, floor.update, floor.copy))}
+        times = {"floor": _floor(n_elements)}
         for name in [name for name in names if name in OURS]:
             server = ParameterServer(
                 parameters,
@@ -191,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 reach = ListenConfig(host=bare_links.HOST, secret=new_secret())
                 request = msgspec.structs.replace(server._request, reach=reach)  # noqa: SLF001
                 server._request = request  # noqa: SLF001 -- users have `distbelief serve` for it
-            client = stack.enter_context(_client(server, parameters))
+            stack.enter_context(server)
+            client = stack.enter_context(BareClient(parameters, server.address))
             times[name] = Times(partial(timed_pairs, partial(client.push, gradients), client.fetch))
         size = -(-n_elements // options.shards)
         programs = {kind: [module("bare.links", kind, options.shards, size)] for kind in BARE}
@@ -204,8 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             workers = Workers(f"{name}-workers", programs[name], Path(folder), stopped=True)
             times[name] = Times(partial(_asked, stack.enter_context(workers)))
         for name in names:
-            times[name].turn(2)
-            times[name].forget()
+            times[name].measure(2)  # warms up
         for name in measurement.turns(names, n_rounds=options.rounds):
             times[name].turn(options.repetitions)
             _print(name, times[name], options.repetitions)
@@ -213,12 +198,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     per_shard = n_elements / options.shards
     peak = (max(peaks, default=0) - empty_bytes) / per_shard
     measurement.conclude("parameter_server", _report(times, peak=peak, n_elements=n_elements))
-
-
-@contextmanager
-def _client(server: ParameterServer, parameters: list[torch.nn.Parameter]) -> Iterator[BareClient]:
-    with server, BareClient(parameters, server.address) as client:
-        yield client
 
 
 def _asked(workers: Workers, n: int) -> Pairs:
@@ -234,7 +213,7 @@ def _bytes_of_an_empty_shard(folder: Path) -> int:
         directory=directory,
     )
     parameters = [torch.nn.Parameter(torch.zeros(64))]
-    with _client(server, parameters) as client:
+    with server, BareClient(parameters, server.address) as client:
         client.push([torch.ones(64)])
         client.fetch()
         return max(_peaks(directory))
@@ -262,7 +241,8 @@ def _report(times: dict[str, Times], *, peak: float, n_elements: int) -> dict[st
     rows, figures = {}, {}
     for name, of in times.items():
         push, fetch, cpu = (
-            Spread.of(seconds, scale=1e3) for seconds in (of.pushes, of.fetches, of.cpu_seconds)
+            measurement.Spread.of(seconds, scale=1e3)
+            for seconds in (of.pushes, of.fetches, of.cpu_seconds)
         )
         rows[name] = {
             "push (or update), ms": push.show(),

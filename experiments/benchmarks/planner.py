@@ -32,8 +32,7 @@ import numpy as np
 import torch
 
 from distbelief.config.cluster_file import load_cluster
-from distbelief.graph.graph import LayerGraph
-from distbelief.partition.cost_model import AnalyticCosts, Variance, single_sample
+from distbelief.partition.cost_model import Variance
 from distbelief.partition.planner import Planned, each_plan, plan
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from distbelief.partition.solvers.problem import Choice, Problem
@@ -43,7 +42,6 @@ from experiments.benchmarks.plans.nets import IMAGES, NETS, SPEECH, Net
 
 
 SecondsOf = Callable[[Choice], float]
-
 _N_DRAWN: Final = 3
 _PATIENCE: Final = 40  # moves in a row without a gain, after which it begins elsewhere
 
@@ -121,26 +119,19 @@ class _Draws:
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 144)
 FEW: Final = (2, 4, 8)
 LARGE: Final = 150  # layers above which a net is planned for one number of machines only
-
 SMALL: Final = {"machines": (1, 2), "nets": ("speech",), "tries": 3}
-
 _TRIES: Final = 100
 _EVENTS_MAX: Final = 60_000  # tasks and messages that a search plays through, by default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument(
-        "--machines", type=int, nargs="+", default=COUNTS, help="of the paper's pair"
-    )
-    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
-    parser.add_argument(
-        "--tries",
-        type=int,
-        help=f"plans that a random search plays through; by default at most {_TRIES}, "
-        "fewer of large nets",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random searches")
+    add = parser.add_argument
+    add("--machines", type=int, nargs="+", default=COUNTS, help="of the paper's pair")
+    add("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    tries = f"plans that a random search plays through; by default {_TRIES}, fewer of large nets"
+    add("--tries", type=int, help=tries)
+    add("--seed", type=int, default=0, help="of the random searches")
     options = measurement.options_of(parser, arguments, small=SMALL)
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
@@ -148,11 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     old = load_cluster("commodity-2012")
     for name, net in (("speech", SPEECH), ("images", IMAGES)):
         figures |= _table(name, net, old, options.machines)
-    best = max(_speed_ups(figures, "speech").items(), key=lambda item: item[1])
-    figures["best_machines_speech"] = best[0]
-    figures[f"seconds_{max(options.machines)}"] = max(
-        figures.pop(f"seconds_last_{name}") for name in ("speech", "images")
-    )
+    start = "speed_up_speech_"
+    speed_ups = {key: round(value, 6) for key, value in figures.items() if key.startswith(start)}
+    best = max(speed_ups, key=speed_ups.__getitem__)
+    figures["best_machines_speech"] = int(best.removeprefix(start))
+    last = [figures.pop(f"seconds_last_{name}") for name in ("speech", "images")]
+    figures[f"seconds_{max(options.machines)}"] = max(last)
     worst = {"search": 0.0, "even": 0.0, "whole_layer": 0.0}
     rack = load_cluster("rack-1g")
     for name in options.nets:
@@ -162,19 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measurement.show(f"on {rack.name}, load {measurement.load():.1f}", rows)
     figures |= {f"worst_over_{key}": value for key, value in worst.items()}
     measurement.conclude("planner", figures)
-
-
-def order_of(
-    graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True
-) -> PlanningRequest:
-    costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
-    return PlanningRequest(
-        graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search
-    )
-
-
-def choice_of(done: Planned) -> Choice | None:
-    return done.solved.decoder.choice(done.best.placements)
 
 
 def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int = 0) -> float:
@@ -190,17 +169,17 @@ def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int 
             return math.inf
         return jitter.quantiles(price, [0.5])[0]
 
-    words = [
-        [candidate.label for candidate in node.candidates] for node in done.solved.decoder.nodes
-    ]
-    starts = [choice for choice in (choice_of(done), done.solved.solution.choice) if choice]
-    best = search(done.solved.problem, words, seconds_of, starts, tries=tries, seed=seed)
+    solved = done.solved
+    words = [[candidate.label for candidate in node.candidates] for node in solved.decoder.nodes]
+    planned = solved.decoder.choice(done.best.placements)
+    starts = [choice for choice in (planned, solved.solution.choice) if choice]
+    best = search(solved.problem, words, seconds_of, starts, tries=tries, seed=seed)
     return done.median / best
 
 
 def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict[str, float]:
     begun = time.perf_counter()
-    order = order_of(net.graph(), cluster, batch=net.batch)
+    order = net.order(cluster)
     last = time.perf_counter()
     figures: dict[str, float] = {}
     rows = {}
@@ -227,10 +206,9 @@ def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict
 def _compared(
     name: str, net: Net, cluster: Cluster, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    graph = net.graph()
-    order = order_of(graph, cluster, batch=net.batch)
+    order = net.order(cluster)
     thorough = options.tries is not None
-    few = FEW if thorough or len(graph.layers) <= LARGE else FEW[1:2]
+    few = FEW if thorough or len(order.graph.layers) <= LARGE else FEW[1:2]
     rows = {}
     for done in plan(order, few):
         compiled = done.best.cost.compiled
@@ -246,15 +224,6 @@ def _compared(
         shown = "  ".join(f"{key} {value:.4f}" for key, value in rows[row].items())
         print(f"{row:16} {shown}  {tries} tries, {done.best.method}", flush=True)
     return rows
-
-
-def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:
-    start = f"speed_up_{name}_"
-    return {
-        int(key.removeprefix(start)): round(value, 6)
-        for key, value in figures.items()
-        if key.startswith(start)
-    }
 
 
 if __name__ == "__main__":

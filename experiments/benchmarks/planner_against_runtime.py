@@ -26,7 +26,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,6 @@ from distbelief.partition.search import PlanningRequest, PlanSimulator, Simulate
 from distbelief.program.plan import Plan
 from distbelief.program.step_cost import StepCost
 from experiments.benchmarks.measuring import measurement, workers
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.plans.machines import kept_network, machines, order_by, plan_of, ways
 
@@ -108,17 +106,16 @@ def overlap(price: StepCost) -> float:
 
     They share memory and caches of this host: two layers at once take longer each.
     """
-    n_tasks = price.simulated.n_tasks
-    begins = [(float(begin), 1) for begin in price.simulated.starts[:n_tasks]]
-    ends = [(float(end), -1) for end in price.simulated.ends[:n_tasks]]
+    n_tasks, found = price.simulated.n_tasks, price.simulated
+    begins = [(float(begin), 1) for begin in found.starts[:n_tasks]]
+    ends = [(float(end), -1) for end in found.ends[:n_tasks]]
     every = shared = last = 0.0
     n_computing = 0
     for at, change in sorted(begins + ends):
         computed = n_computing * (at - last)
         every += computed
         shared += computed if n_computing > 1 else 0.0
-        n_computing += change
-        last = at
+        n_computing, last = n_computing + change, at
     return shared / every if every else 0.0
 
 
@@ -233,10 +230,10 @@ class Verdict:
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    names = list(predicted)
-    errors = [abs(predicted[name] / measured[name] - 1.0) for name in names]
-    rank = spearmanr([predicted[name] for name in names], [measured[name] for name in names])
-    return {"error": sum(errors) / len(errors), "rank": float(cast("float", rank.statistic))}
+    taken = [measured[name] for name in predicted]
+    pairs = list(zip(predicted.values(), taken, strict=True))
+    rank = cast("float", spearmanr(list(predicted.values()), taken).statistic)
+    return {"error": fmean(abs(one / other - 1.0) for one, other in pairs), "rank": float(rank)}
 
 
 def regret(preferred: str, final: Mapping[str, Sequence[float]]) -> float:
@@ -259,30 +256,23 @@ def verdict(
         order = order_by(at_pace(profile, turn.pace(shared[name])))
         then = simulated(order, {name: plans[name]})[name].seconds[1]
         brought[name].append(turn.seconds * predicted[name] / then)
-    return Verdict(
-        predicted=predicted, brought={name: median(seconds) for name, seconds in brought.items()}
-    )
+    return Verdict(predicted=predicted, brought={name: median(brought[name]) for name in brought})
 
 
 def simulated(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, SimulatedPlan]:
     player = PlanSimulator(order)
-    return {
-        name: player.way(
-            name,
-            plan.placements,
-            n_machines=plan.cluster.n_machines,
-            micro_batches=plan.micro_batches,
+    found: dict[str, SimulatedPlan] = {}
+    for name, plan in plans.items():
+        n_machines, micro_batches = plan.cluster.n_machines, plan.micro_batches
+        found[name] = player.way(
+            name, plan.placements, n_machines=n_machines, micro_batches=micro_batches
         )
-        for name, plan in plans.items()
-    }
+    return found
 
 
 N_FINAL_ROUNDS: Final = 6  # how often the finalists meet again
-
 SMALL: Final = {"rounds": 1, "steps": 1, "nets": ("speech",)}  # of tiny nets
-
 _NETWORK_SECONDS: Final = 0.5
-
 BATCH_SIZES: Final[Mapping[NetName, int]] = {"speech": 256, "image": 64}
 
 
@@ -290,12 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=6, help="turns of each plan")
     parser.add_argument("--steps", type=int, default=2, help="of a turn that count")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=300.0,
-        help="seconds after which no other round begins; a net takes two minutes more",
-    )
+    limit = "seconds after which no other round begins; a net takes two minutes more"
+    parser.add_argument("--limit", type=float, default=300.0, help=limit)
     parser.add_argument("--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES))
     parser.add_argument("--folder", type=Path, help="keep what was measured there")
     options = measurement.options_of(parser, arguments, small=SMALL)
@@ -303,11 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)  # so: what is measured of layers depends on both
     figures: dict[str, float] = {}
     for net in options.nets:
-        with ExitStack() as stack:
-            folder = options.folder or Path(
-                stack.enter_context(TemporaryDirectory(prefix="distbelief-against-"))
-            )
-            figures |= _figures(net, folder / net, options)
+        with TemporaryDirectory(prefix="distbelief-against-") as folder:
+            figures |= _figures(net, (options.folder or Path(folder)) / net, options)
     measurement.conclude("planner_against_runtime", figures)
 
 
@@ -364,7 +347,7 @@ def _row(
     predicted, brought = found.predicted[name], found.brought[name]
     return {
         "predicted, ms": f"{1e3 * predicted:.0f}",
-        "step, ms": Spread.of([1e3 * turn.seconds for turn in own]).show(0),
+        "step, ms": measurement.Spread.of([1e3 * turn.seconds for turn in own]).show(0),
         "at the profile's pace": f"{1e3 * brought:.0f}",
         "predicted / that": f"{predicted / brought:.3f}",
         "again, ms": f"{1e3 * median(final[name]):.0f}" if name in final else "",

@@ -16,7 +16,6 @@ The cluster is made here: a head without cores, and nodes of a core each. Of a j
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
+from distbelief.run.directory import RunDirectory
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.workers import Processes, Program
+from experiments.benchmarks.measuring.workers import Program, Workers
 from experiments.benchmarks.simulated.truth import JOB
 
 
@@ -120,7 +120,7 @@ def _run(
         command += ["--set", f"algorithm.max_steps={options.steps}"]
         command += ["--set", f"output.directory={run}", "--set", "output.report_every=250 ms"]
         program = Program(command=command, environment={"RAY_ADDRESS": address})
-        with Processes("job", [program], folder) as process:
+        with Workers("job", [program], folder, serve=False) as process:
             begun = time.monotonic()
             views: list[tuple[float, int]] = []  # when, samples
             attacked = back = None
@@ -157,16 +157,13 @@ def _run(
 
 
 def _look(run: Path) -> tuple[int, int, bool]:
-    try:
-        status = json.loads((run / "status.json").read_text())
-    except (OSError, json.JSONDecodeError):
+    status = RunDirectory(run, lock=None).read_status()
+    if status is None:
         return 0, 0, False
-    view = status["view"]
-    for role in view["roles"]:
-        if role["name"] == "replica-1":
-            pid, rate = role["pid"] or 0, role["rate"] or 0.0
-            return int(view["samples"]), pid, bool(pid and rate > 0.0)
-    return int(view["samples"]), 0, False
+    for role in status.view.roles:
+        if role.name == "replica-1":
+            return status.view.samples, role.pid or 0, bool(role.pid and role.rate)
+    return status.view.samples, 0, False
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
     python experiments/benchmarks/sandblaster.py [--small] [--only NAME ...]
 
-    optimum     logistic regression (50,000 x 500) and an MLP on digits: seconds and
-                evaluations to 1e-6 of the optimum (digits, which has many: to
-                5 % above the one that scipy finds); two replicas and two
-                shards, beside scipy and torch.optim.LBFGS, on the same cores. The
-                start of the processes counts separately.
+    optimum     logistic regression (50,000 x 500) and an MLP on digits: seconds and evaluations to
+                1e-6 of the optimum (digits, which has many: to 5 % above the one that scipy finds);
+                two replicas and two shards, beside scipy and torch.optim.LBFGS, on the same cores.
+                The start of the processes counts separately.
     overhead    the speech net (41,777,152 parameters), batches of 20,000 frames: time
                 of an evaluation over that of the pure gradient by as many plain processes
                 in turns with it, once the history is full (about 8 minutes)
@@ -19,19 +18,15 @@ All figures: lower is better.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from experiments.benchmarks.batches.costs import killed, overhead, straggler
 from experiments.benchmarks.batches.optima import optimum
 from experiments.benchmarks.measuring import measurement
 
 
-class Part(Protocol):
-    def __call__(self, *, small: bool) -> dict[str, float]: ...
-
-
-PARTS: Final[Mapping[str, Part]] = {
+PARTS: Final[Mapping[str, Callable[..., dict[str, float]]]] = {
     "optimum": optimum,
     "overhead": overhead,
     "straggler": straggler,

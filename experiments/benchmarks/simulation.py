@@ -13,8 +13,7 @@ their small net stands for the paper's speech net of 42 million parameters, in a
     messages_per_second_priced  the same, messages passed on, only their order noted
     driver_over_roles           time of the driver over that of the roles and their work, in
                                 the first
-    sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100
-                                batches, 8 shards
+    sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100 batches, 8 shards
     step_time_error             simulated against real on this host, the worst of the
     samples_per_second_error    jobs below; a share
     staleness_error             likewise; of jobs that push to a clock
@@ -51,6 +50,7 @@ from distbelief.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,
+    RosterEntry,
     TaskSpec,
     build_dataset,
     build_model,
@@ -69,7 +69,6 @@ HERE: Final = "experiments.benchmarks.simulated.task"
 SPEECH: Final = (440, 2560, 2560, 2560, 2560, 8000)  # Dean et al. 2012, section 5
 SPEECH_BATCH: Final = 256
 BATCH: Final = 8
-
 Result = TypeVar("Result")
 
 TASK: Final = TaskSpec(
@@ -116,8 +115,7 @@ def downpour(
     )
     roster = wb.roster(n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
     build = partial(DOWNPOUR.build, config=settings)
-    names = [Address(entry.name) for entry in roster]
-    return _built(names, build, n_shards=n_shards, priced=priced, n_ending=n_replicas, spent=spent)
+    return _built(roster, build, priced=priced, n_ending=n_replicas, spent=spent)
 
 
 def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
@@ -126,35 +124,32 @@ def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
     Each replica has at most one set of a batch; each shard has 25 machines, and sends
     its vector in one block, or messages would be 20 times as many.
     """
-    n_examples = len(build_dataset(TASK.train))
-    portion = -(-n_examples // n_replicas)
     settings = SandblasterSettings(
         loss="cross_entropy",
         max_evaluations=batches,
         tolerance=0.0,
-        portion=portion,
+        portion=-(-len(build_dataset(TASK.train)) // n_replicas),
         portions_per_set=1,
     )
     roster = wb.roster(
         n_replicas=n_replicas, n_shards=n_shards, evaluates=False, coordinator=COORDINATOR
     )
     build = partial(SANDBLASTER.build, config=settings)
-    names = [Address(entry.name) for entry in roster]
-    built = partial(_built, names, build, n_shards=n_shards, priced=True, n_ending=1)
-    return built(n_per_shard=25, in_blocks=False)
+    return _built(roster, build, priced=True, n_ending=1, n_per_shard=25, in_blocks=False)
 
 
 def _built(
-    names: Sequence[Address],
+    roster: Sequence[RosterEntry],
     build: partial[Role],
     *,
-    n_shards: int,
     priced: bool,
     n_ending: int,
     n_per_shard: int = 1,
     in_blocks: bool = True,
     spent: list[Seconds] | None = None,
 ) -> Built:
+    names = [Address(entry.name) for entry in roster]
+    n_shards = sum(name.startswith("shard") for name in names)
     model = FlatModel(build_model(TASK.model))
     small, large = (Layout.of(model.specs(), n_shards=n_shards), speech_layout(n_shards))
     context = partial(
@@ -178,12 +173,11 @@ def _built(
 
     n_parameters = sum(spec.n_elements for spec in large.tensors if spec.kind == "parameter")
     flops = 6.0 * n_parameters * SPEECH_BATCH / model.flops(BATCH)
-    others = [name for name in names if not name.startswith("shard")]
     options = replace(
         rack(names, n_per_shard=n_per_shard),
         introduce=True,
-        acquainted=_acquainted,
-        scales=_scales(small, large, dict.fromkeys(others, flops)),
+        acquainted=lambda *pair: not all(name.startswith("replica") for name in pair),
+        scales=_scales(small, large, names, flops=flops),
         codec=not priced,
         trace="order" if priced else "content",
     )
@@ -196,15 +190,12 @@ def _built(
 
 
 def _scales(
-    small: Layout, large: Layout, flops: Mapping[Address, float]
+    small: Layout, large: Layout, names: Sequence[Address], *, flops: float
 ) -> dict[Address, CostScale]:
     """Return scales by which roles with a small net have the costs of a large one."""
     sizes = [(small.shard_size(k), large.shard_size(k)) for k in range(small.n_shards)]
     whole = sum(n for _, n in sizes) / sum(m for m, _ in sizes)
-    scales = {
-        name: CostScale(flops=ratio, n_bytes=whole, frame_bytes=whole)
-        for name, ratio in flops.items()
-    }
+    scales = dict.fromkeys(names, CostScale(flops=flops, n_bytes=whole, frame_bytes=whole))
     for k, (m, n) in enumerate(sizes):
         ratio = n / max(1, m)  # a shard of a small net may be empty
         shard = CostScale(flops=ratio, n_bytes=ratio, frame_bytes=ratio)
@@ -223,18 +214,13 @@ def _block_bytes(small: Layout, large: Layout) -> int:
     return max(-(-m // vectors.n_blocks(n, itemsize=itemsize)) for m, n in pairs) * itemsize
 
 
-def _acquainted(one: Address, other: Address) -> bool:
-    return not (one.startswith("replica") and other.startswith("replica"))
-
-
 def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:
     shards = [name for name in names if name.startswith("shard")]
     others = [name for name in names if not name.startswith("shard")]
     one = load_cluster("rack-10g")
-    machine = one.machines[0]
-    of_shard, threads = machine, dict.fromkeys(names, 8)
+    machine, threads = one.machines[0], dict.fromkeys(names, 8)
+    of_shard = several(machine, n_per_shard)
     if n_per_shard > 1:
-        of_shard = several(machine, n_per_shard)
         threads |= dict.fromkeys(shards, of_shard.cores)
     machines = (of_shard,) * len(shards) + (machine,) * len(others)
     cluster = msgspec.structs.replace(one, machines=machines)
@@ -273,26 +259,22 @@ class Timed:
             self.spent.append(time.thread_time() - begun)
 
 
+PARTS: Final = ("speed", "large", "truth")
 SMALL: Final = {"jobs": ("alone",)}  # and each part in small
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parts = ("speed", "large", "truth")
-    usual = ("speed", "truth")
-    parser.add_argument("--only", nargs="+", choices=parts, default=usual)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=("speed", "truth"))
     parser.add_argument("--jobs", nargs="+", choices=CASES, default=tuple(CASES))
     options = measurement.options_of(parser, arguments, small=SMALL)
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
-    run: dict[str, Callable[[], dict[str, float]]] = {
-        "speed": partial(speed, small=options.small),
-        "large": partial(large, small=options.small),
-        "truth": partial(truth, options.jobs, small=options.small),
-    }
+    parts: dict[str, Callable[..., dict[str, float]]] = {"speed": speed, "large": large}
+    parts["truth"] = partial(truth, options.jobs)
     for part in options.only:
         vectors.BLOCK_BYTES = BLOCK_BYTES
-        figures |= run[part]()
+        figures |= parts[part](small=options.small)
     measurement.conclude("simulation", figures)
 
 

@@ -10,7 +10,7 @@ run first; `--only NAME` runs a part. All runs of one seed begin from one warm s
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -18,14 +18,16 @@ from typing import Final
 import torch
 from rich.console import Console
 
+from distbelief.config.job import Job
 from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.run import Tell
+from distbelief.forecast.run import FinishedRun, run_simulated
 from experiments.figures.courses import (
     SEARCH_SEED,
     SEARCHED,
     STOP_AT,
     Course,
+    Simulate,
     best,
     check_warm_starts,
     composed,
@@ -38,7 +40,7 @@ from experiments.figures.courses import (
     stale,
     tries_of,
 )
-from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
+from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry, ScaledMachines
 from experiments.figures.findings import crossing_lines, order_lines
 from experiments.figures.speedup import COUNTS, NETS, speed_ups
 
@@ -53,10 +55,15 @@ class Runs:
     progress: WaitProgress
 
     @contextmanager
-    def one(self, what: str) -> Iterator[Tell]:
-        """Begin a run; yield what reports its progress."""
+    def one(self, what: str) -> Iterator[Simulate]:
+        """Begin a run; yield what simulates its job, and shows its progress."""
+
+        def simulate(job: Job, machines: ScaledMachines, seed: int) -> FinishedRun:
+            prepared, tell = self.preparation.stage(job), self.progress.tell
+            return run_simulated(prepared, machines, seed=seed, tell=tell)
+
         self.progress.begin(what)
-        yield self.progress.tell
+        yield simulate
         self.progress.end()
 
     def print(self, text: str) -> None:
@@ -98,27 +105,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _speed_up(options.only)
         case "search":
             _search(options)
-        case "methods":
-            _draw(options, order_lines)
         case _:
-            _draw(options, crossing_lines)
+            _draw(options)
 
 
-def _draw(
-    options: argparse.Namespace, lines_of: Callable[[Sequence[Course]], Iterator[str]]
-) -> None:
+def _draw(options: argparse.Namespace) -> None:
     entries = ENTRIES[options.command]
+    orders = options.command == "methods"
     with running(options.seeds * len(entries)) as runs:
         courses = gather(entries, options, runs)
-        for line in lines_of(courses):
+        for line in order_lines(courses) if orders else crossing_lines(courses):
             runs.print(line)
     if courses:
-        from experiments.figures import drawing  # noqa: PLC0415 -- slow
+        from experiments.figures.drawing import draw_crossings, draw_methods  # noqa: PLC0415 -- slow
 
-        if options.command == "methods":
-            drawing.draw_methods(courses)
-        else:
-            drawing.draw_crossings(courses)
+        (draw_methods if orders else draw_crossings)(courses)
 
 
 def gather(entries: Sequence[Entry], options: argparse.Namespace, runs: Runs) -> list[Course]:
@@ -133,8 +134,8 @@ def gather(entries: Sequence[Entry], options: argparse.Namespace, runs: Runs) ->
             settings[entry] = setting
     for entry in stale([*settings]):
         if options.run and options.only in entry.label:
-            with runs.one(f"{entry.label}, its pace") as tell:
-                find_pace(entry, preparation=runs.preparation, tell=tell)
+            with runs.one(f"{entry.label}, its pace") as simulate:
+                find_pace(entry, simulate)
         else:
             runs.print(
                 f"{entry.label}: its pace was found with another code: --run --only "
@@ -161,13 +162,12 @@ def _kept(entry: Entry, setting: float, seed: int) -> Course | None:
 
 
 def _run(entry: Entry, setting: float, seed: int, runs: Runs) -> Course | None:
-    preparation = runs.preparation
-    with runs.one(f"{entry.label}, seed {seed}") as tell:
+    with runs.one(f"{entry.label}, seed {seed}") as simulate:
         if entry.kind == "l-bfgs":
-            course_of(LEARNER, setting=setting, seed=seed, preparation=preparation, tell=tell)
-            find_pace(entry, preparation=preparation, tell=tell)
+            course_of(LEARNER, simulate, setting=setting, seed=seed)
+            find_pace(entry, simulate)
             return _kept(entry, setting, seed)
-        found = course_of(entry, setting=setting, seed=seed, preparation=preparation, tell=tell)
+        found = course_of(entry, simulate, setting=setting, seed=seed)
     show(found, runs.print)
     return found
 
@@ -177,15 +177,8 @@ def _search(options: argparse.Namespace) -> None:
     with running(len(entries)) as runs:
 
         def attempt(entry: Entry, setting: float) -> Course:
-            with runs.one(f"{entry.label}, {setting:g}") as tell:
-                return run(
-                    entry,
-                    setting=setting,
-                    seed=SEARCH_SEED,
-                    preparation=runs.preparation,
-                    stop_at=STOP_AT,
-                    tell=tell,
-                )
+            with runs.one(f"{entry.label}, {setting:g}") as simulate:
+                return run(entry, simulate, setting=setting, seed=SEARCH_SEED, stop_at=STOP_AT)
 
         for entry in entries:
             tries = tries_of(entry, attempt if options.run else None)

@@ -21,15 +21,14 @@ from typing import Final
 
 import msgspec
 
+from distbelief.config.job import Job
 from distbelief.config.load import parse_job
-from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.run import Tell, run_simulated
+from distbelief.forecast.run import FinishedRun
 from distbelief.roles.role import Seconds
 from experiments.figures import task
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, N_SHARDS, Entry, ScaledMachines
 from experiments.figures.results import RESULTS, code_of, fingerprint, keep, kept, slug
-from experiments.figures.task import N_TRAIN
-from experiments.figures.warm_start import SETTINGS, warm_start
+from experiments.figures.task import N_TRAIN, SETTINGS, warm_start
 
 
 TARGET: Final = 0.23  # held out, of Figure 5: what one replica of SGD takes more than an hour for
@@ -79,19 +78,18 @@ def reached(points: Sequence[Point], target: float) -> float | None:
     return None
 
 
-def course_of(
-    entry: Entry, *, setting: float, seed: int, preparation: Preparation, tell: Tell | None = None
-) -> Course:
+# Simulates a job on machines, with a seed
+Simulate = Callable[[Job, ScaledMachines, int], FinishedRun]
+
+
+def course_of(entry: Entry, simulate: Simulate, *, setting: float, seed: int) -> Course:
     """Run an entry once; what was run before is read from its file."""
     known = kept_course(entry, setting=setting, seed=seed)
-    if known is not None:
-        return known
-    stop_at = STOP_AT if entry.stops else None
-    found = run(
-        entry, setting=setting, seed=seed, preparation=preparation, stop_at=stop_at, tell=tell
-    )
-    keep(_path(entry, seed), found, of=_identity(entry, setting, seed))
-    return found
+    if known is None:
+        stop_at = STOP_AT if entry.stops else None
+        known = run(entry, simulate, setting=setting, seed=seed, stop_at=stop_at)
+        keep(_path(entry, seed), known, of=_identity(entry, setting, seed))
+    return known
 
 
 def kept_course(entry: Entry, *, setting: float, seed: int) -> Course | None:
@@ -100,12 +98,11 @@ def kept_course(entry: Entry, *, setting: float, seed: int) -> Course | None:
 
 def run(
     entry: Entry,
+    simulate: Simulate,
     *,
     setting: float,
     seed: int,
-    preparation: Preparation,
     stop_at: float | None = None,
-    tell: Tell | None = None,
     machines: ScaledMachines | None = None,
 ) -> Course:
     """Run an entry once, whatever is kept; to the end, or to an accuracy held out."""
@@ -138,8 +135,7 @@ snapshot_every = "1 h"
 report_every = "{every} s"
 """
     machines = machines or ScaledMachines(entry.replicas, entry.time_scale)
-    job = parse_job(text, path="figure.toml")
-    outcome = run_simulated(preparation.stage(job), machines, seed=seed, tell=tell).outcome
+    outcome = simulate(parse_job(text, path="figure.toml"), machines, seed).outcome
     begun = outcome.seconds - outcome.training_seconds
     points: list[Point] = []
     for point in outcome.history:
@@ -222,11 +218,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def composed(entry: Entry, *, setting: float, seed: int) -> Course | None:
-    learnt = kept_course(LEARNER, setting=setting, seed=seed)
-    known = pace(entry)
-    if learnt is None or known is None:
-        return None
-    return at_pace(learnt, entry, known.seconds)
+    learnt, known = kept_course(LEARNER, setting=setting, seed=seed), pace(entry)
+    return at_pace(learnt, entry, known.seconds) if learnt and known else None
 
 
 def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
@@ -246,21 +239,14 @@ def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
     )
 
 
-def find_pace(entry: Entry, *, preparation: Preparation, tell: Tell) -> Pace:
+def find_pace(entry: Entry, simulate: Simulate) -> Pace:
     """Run a few evaluations with all replicas, unless that is kept, of this code."""
     known = pace(entry)
     if known is None or known.is_stale:
         short = msgspec.structs.replace(entry, samples=EVALUATIONS * N_TRAIN)
         begun: list[Seconds] = []
         machines = ScaledMachines(entry.replicas, entry.time_scale, begun)
-        run(
-            short,
-            setting=PACE_HISTORY,
-            seed=PACE_SEED,
-            preparation=preparation,
-            tell=tell,
-            machines=machines,
-        )
+        run(short, simulate, setting=PACE_HISTORY, seed=PACE_SEED, machines=machines)
         seconds = round(entry.time_scale * interval(begun), 2)
         known = Pace(seconds=seconds, code=code_of(*PACE_FOLDERS))
         keep(_pace_path(entry), known, of=pace_fingerprint(entry))
@@ -328,14 +314,13 @@ def tries_of(entry: Entry, attempt: Callable[[Entry, float], Course] | None = No
             break
         course = attempt(entry, setting)
         last = [point.held_out for point in course.points[-3:]]
-        found.append(
-            Try(
-                setting=setting,
-                target_seconds=course.target_seconds,
-                held_out=round(sum(last) / max(1, len(last)), 4),
-                seconds=course.points[-1].seconds if course.points else 0.0,
-            )
+        one = Try(
+            setting=setting,
+            target_seconds=course.target_seconds,
+            held_out=round(sum(last) / max(1, len(last)), 4),
+            seconds=course.points[-1].seconds if course.points else 0.0,
         )
+        found.append(one)
         keep(path, found, of=of)
     return found
 

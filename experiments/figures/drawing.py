@@ -34,8 +34,7 @@ def draw_speed_up(found: Sequence[SpeedUp]) -> None:
         own = [each for each in found if each.net == name]
         machines = [each.machines for each in own]
         axes.plot(machines, [e.speed_up for e in own], "o-", color=colour, label=name)
-        evenly = [each.even for each in own]
-        axes.plot(machines, evenly, ":", color=colour)
+        axes.plot(machines, [e.even for e in own], ":", color=colour)
         one = own[0].seconds[1] * own[0].speed_up
         slow = [one / each.seconds[2] for each in own]
         fast = [one / each.seconds[0] for each in own]
@@ -66,13 +65,8 @@ def draw_methods(courses: Sequence[Course]) -> None:
         axes.set_xticks([0.01, 0.03, 0.1, 0.3, 1.0, 3.0])
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-    panels[0].legend(
-        frameon=False,
-        loc="lower right",
-        fontsize=8,
-        title="the paper's order, slowest first",
-        title_fontsize=8,
-    )
+    title = "the paper's order, slowest first"
+    panels[0].legend(frameon=False, loc="lower right", fontsize=8, title=title, title_fontsize=8)
     _save(figure, "figure4.png")
 
 
@@ -84,14 +78,16 @@ def draw_crossings(courses: Sequence[Course]) -> None:
             if not rows:
                 continue
             x = [machines * factor for machines, _, _ in rows]
-            middle = [float(np.median(times)) / 3600 for _, times, _ in rows]
-            low = [min(times) / 3600 for _, times, _ in rows]
-            high = [max(times) / 3600 for _, times, _ in rows]
+            middle, low, high = (
+                [float(of(times)) / 3600 for _, times, _ in rows] for of in (np.median, min, max)
+            )
             axes.plot(x, middle, "o-", color=colour, label=name)
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-            for at, hours, (_, times, n_seeds) in zip(x, middle, rows, strict=True):
-                if len(times) < n_seeds:
-                    _mark_missed(axes, at, hours, n_seeds - len(times))
+            for at, (_, times, n_seeds) in zip(zip(x, middle, strict=True), rows, strict=True):
+                if missed := n_seeds - len(times):
+                    axes.annotate(
+                        f"-{missed}", at, xytext=(4, 4), textcoords="offset points", fontsize=8
+                    )
         axes.set(xlabel=what, ylabel=f"hours to {TARGET:.0%} held out", xscale="log")
         axes.set_yscale("log")
         axes.set_yticks([0.03, 0.1, 0.3, 1.0])
@@ -102,20 +98,10 @@ def draw_crossings(courses: Sequence[Course]) -> None:
         (PAPERS_CROSSING_CORES, "the paper: here\nSandblaster may be"),
     ):
         panels[1].axvline(cores, color="black", linewidth=0.5, linestyle=":")
-        panels[1].annotate(
-            text,
-            (cores, 0.98),
-            xycoords=("data", "axes fraction"),
-            ha="right",
-            va="top",
-            fontsize=7,
-        )
+        top = panels[1].get_xaxis_transform()  # 1 at the top, whatever the times are
+        panels[1].text(cores, 0.98, text, transform=top, ha="right", va="top", fontsize=7)
     panels[0].legend(frameon=False, title="medians of seeds that get there; -n: do not")
     _save(figure, "figure5.png")
-
-
-def _mark_missed(axes: Axes, x: float, y: float, n_missed: int) -> None:
-    axes.annotate(f"-{n_missed}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
 
 
 def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float], int]]:
@@ -139,16 +125,10 @@ def _band(axes: Axes, courses: Sequence[Course], part: str, label: str, colour: 
     end = min(points[-1].seconds for points in learnt)
     begin = max(points[0].seconds for points in learnt)
     grid = np.geomspace(begin, max(end, 2 * begin), 60)
-    curves = np.array(
-        [
-            np.interp(
-                np.log(grid),
-                [np.log(point.seconds) for point in points],
-                [getattr(point, part) for point in points],
-            )
-            for points in learnt
-        ]
-    )  # (seeds, times)
+    curves = np.empty((len(learnt), len(grid)))  # (seeds, times)
+    for row, points in zip(curves, learnt, strict=True):
+        at = np.log([point.seconds for point in points])
+        row[:] = np.interp(np.log(grid), at, [getattr(point, part) for point in points])
     hours = grid / 3600
     axes.plot(hours, np.median(curves, axis=0), color=colour, label=label)
     axes.fill_between(hours, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.2)

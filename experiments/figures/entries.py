@@ -11,7 +11,7 @@ heartbeats and time-outs do not scale; reported seconds are those of the large c
     evaluator     on machines of its own: it never delays anybody
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -34,9 +34,7 @@ PAPERS_BATCH: Final = 512
 N_PARAMETERS: Final = 41_874
 PAPERS_PARAMETERS: Final = 41_777_152
 N_SHARDS: Final = 1  # it stands for many machines; more would cost each push as many messages more
-
 CORES: Final = 16  # of a machine of this cluster, by its file
-
 LATENCY: Final = 1e-4
 SHARD_MACHINES_MAX: Final = 250
 _EVALUATOR_MACHINES: Final = 64
@@ -79,7 +77,12 @@ class ScaledMachines:
         builders = prepared.builders()
         if (begun := self.evaluations) is not None:
             build = builders[COORDINATOR]
-            builders[COORDINATOR] = lambda memory: _Timed(build(memory), begun)
+
+            def note(role: Role, _event: Event, now: Seconds) -> None:
+                if role.status()[1].get("evaluations", 0) > len(begun):
+                    begun.append(now)
+
+            builders[COORDINATOR] = lambda memory: Noted(build(memory), note)
         return builders
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
@@ -102,19 +105,17 @@ class ScaledMachines:
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
-    """A coordinator that notes when it begins an evaluation."""
+class Noted:
+    """A role, and what is noted of it after each event."""
 
     accepts = ALL_MESSAGES
 
     role: Role
-    begun: list[Seconds]
+    note: Callable[[Role, Event, Seconds], None]
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         actions = self.role.handle(event, now)
-        _, counters = self.role.status()
-        if counters.get("evaluations", 0) > len(self.begun):
-            self.begun.append(now)
+        self.note(self.role, event, now)
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
@@ -122,7 +123,6 @@ class _Timed:
 
 
 Kind = Literal["sgd", "adagrad", "l-bfgs"]
-
 PORTION: Final = 32
 
 # Replicas by which Sandblaster learns, however many it is priced for: `batched`

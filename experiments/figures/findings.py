@@ -28,7 +28,6 @@ PAPERS_ORDER: Final = (
 )
 
 PAPERS_CORES: Final = 2_000  # up to which Downpour with Adagrad is the fastest
-
 PAPERS_CROSSING_CORES: Final = 30_000  # with which Sandblaster may win
 
 

@@ -17,9 +17,7 @@ import msgspec
 FOLDER: Final = Path(__file__).parent
 RESULTS: Final = FOLDER / "results"
 ROOT: Final = FOLDER.parents[1]  # of the repository
-
 _WITH_BODY: Final = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
 _Value = TypeVar("_Value")
 
 

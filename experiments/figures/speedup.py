@@ -10,9 +10,7 @@ from typing import Final
 import msgspec
 
 from distbelief.config.cluster_file import load_cluster
-from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import plan
-from distbelief.partition.search import PlanningRequest
 from experiments.benchmarks.plans.nets import IMAGES, SPEECH, Net
 from experiments.figures.results import RESULTS
 from experiments.images.model import paper_net
@@ -43,12 +41,7 @@ def speed_ups(name: str) -> list[SpeedUp]:
     path = RESULTS / f"speedup-{name.replace(' ', '-')}.json"
     if path.is_file():
         return msgspec.json.decode(path.read_bytes(), type=list[SpeedUp])
-    net, cluster = NETS[name], load_cluster("commodity-2012")
-    graph = net.graph()
-    costs = AnalyticCosts(cluster, batch=net.batch, single=single_sample(graph))
-    order = PlanningRequest(
-        graph=graph, cluster=cluster, batch=net.batch, costs=costs, pins={}, search=True
-    )
+    order = NETS[name].order(load_cluster("commodity-2012"))
     found = [
         SpeedUp(
             net=name,

@@ -4,13 +4,14 @@ Bytes of other machines:
 
     wire    frames of a message     chunk   files in chunks         spec    a job spec
     job     the job in it           plan    the plan in it          place   an endpoint
-    zap     requests of RFC 27
+    zap     requests of RFC 27      call   for a checkpoint         reply    to one
 
 Files and texts that this user, or this program, wrote on this machine:
 
     address   of a job            server   of a standing server    allowed  the allow-list
     secret    a key file          facts    of a shard's snapshot   metrics  lines of a run
     status    of a running job    cut      which snapshots are in use
+    tensors   a safetensors file
 """
 
 import hashlib
@@ -36,6 +37,9 @@ from distbelief.cluster.bootstrap import (
     write_job_spec,
 )
 from distbelief.config.load import job_from_json, parse_job
+from distbelief.core.folders import Folder
+from distbelief.core.tensor_files import TensorFile, encoded
+from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
@@ -56,6 +60,7 @@ from distbelief.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import KeyConfig
+from distbelief.transport.file_server import FileCall, FileReply
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
 from experiments.fuzz.inputs import Sampler, numbers
 
@@ -80,12 +85,9 @@ class Decoder:
 
 # A decoder may need a file, or the like, for as long as it is tried
 Open = Callable[[], AbstractContextManager[Decoder]]
-
-
 _FOLDER: Final = Path(__file__).parents[1]
 JOB: Final = (_FOLDER / "digits" / "digits.toml").read_text()
 SANDBLASTER: Final = (_FOLDER / "speech" / "sandblaster.toml").read_text()
-
 N_SAMPLES: Final = 12  # of each kind of message
 _HEAD: Final = struct.Struct("<HB")  # bytes of the header, arrays; both follow
 _STEP: Final = struct.Struct("<IIB")  # offset, length of all, bytes that follow
@@ -146,6 +148,56 @@ def _chunk() -> Decoder:
     )
 
 
+def _call() -> Decoder:
+    kinds = get_args(FileCall.__annotations__["do"])
+    calls = [FileCall(do=do, name="shard-0/1.safetensors", n_bytes=7) for do in kinds]
+    return Decoder(
+        seeds=tuple(map(msgspec.json.encode, calls)),
+        decode=partial(msgspec.json.decode, type=FileCall),
+        refusals=(msgspec.MsgspecError, UnicodeDecodeError),
+    )
+
+
+def _reply() -> Decoder:
+    replies = (FileReply(number=1, names=("1.safetensors",)), FileReply(error="no", n_bytes=3))
+    return Decoder(
+        seeds=tuple(map(msgspec.json.encode, replies)),
+        decode=partial(msgspec.json.decode, type=FileReply),
+        refusals=(msgspec.MsgspecError, UnicodeDecodeError),
+    )
+
+
+class _Bytes:
+    """A folder of one file."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def size(self, _name: str) -> int:
+        return len(self._content)
+
+    def read(self, _name: str, offset: int, buffer: memoryview) -> None:
+        part = self._content[offset : offset + len(buffer)]
+        if len(part) < len(buffer):
+            raise EOFError("the end")
+        buffer[:] = part
+
+
+def _tensors() -> Decoder:
+    def read(data: bytes) -> None:
+        file = TensorFile(cast("Folder", _Bytes(data)), "x")
+        for name in file.entries:
+            file.array(name)
+            file.array(name, 1, 2)
+
+    arrays: dict[str, Vector] = {
+        "values": np.ones(3, np.float32),
+        "state.sum": np.ones((2, 2), np.float64),
+    }
+    contents = [b"".join(encoded(a, {"clock": "3"})) for a in (arrays, {})]
+    return Decoder(seeds=tuple(contents), decode=read)
+
+
 def _job_spec(text: str = JOB) -> RoleSpec:
     job = parse_job(text, path=Path("/home/ada/nets/x.toml"), overrides=())
     tensors = [TensorSpec(name="w", shape=(3, 2), kind="parameter")]
@@ -169,11 +221,6 @@ def _spec() -> Decoder:
         localized(brief.spec.job, Path("/home/eva"))
 
     return Decoder(seeds=(content,), decode=read)
-
-
-def _job() -> Decoder:
-    contents = [bytes(_job_spec(text).job) for text in (JOB, SANDBLASTER)]
-    return Decoder(seeds=tuple(contents), decode=job_from_json)
 
 
 def _plan() -> Decoder:
@@ -203,16 +250,6 @@ def _plan() -> Decoder:
         decode(b'{"sha256": "%s", "plan": %s}' % (digest, data))
 
     return Decoder(seeds=(body,), decode=read)
-
-
-def _place() -> Decoder:
-    words = ("tcp://10.0.0.1:7700", f"tcp://0.0.0.0:1?key={'a' * 64}")
-
-    def read(data: bytes) -> None:
-        place = Endpoint.parse(data.decode("utf-8", "surrogateescape"))
-        assert Endpoint.parse(str(place)) == place
-
-    return Decoder(seeds=tuple(map(str.encode, words)), decode=read)
 
 
 @contextmanager
@@ -248,23 +285,14 @@ def _text(read: Callable[[str], object], *words: str) -> Decoder:
     return Decoder(seeds=tuple(map(str.encode, words)), decode=decode)
 
 
-def _address() -> Decoder:
-    def read(text: str) -> None:
-        address = JobAddress.parse(text)
-        assert JobAddress.parse(str(address)).port == address.port
-
-    secret = f"tcp://10.0.0.1:7700?secret={_KEY}"
-    with_key = f"tcp://lab-3.example:7700?key={_KEY}"
-    return _text(read, with_key, secret)
+def _place(text: str) -> None:
+    place = Endpoint.parse(text)
+    assert Endpoint.parse(str(place)) == place
 
 
-def _server() -> Decoder:
-    return _text(
-        ServerAddress.parse,
-        f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
-        f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
-        "ipc:///dev/shm/x/.supervisor.1?run=abc&shards=2&memory=%2Fdev%2Fshm%2Fx",
-    )
+def _address(text: str) -> None:
+    address = JobAddress.parse(text)
+    assert JobAddress.parse(str(address)).port == address.port
 
 
 def _facts() -> Decoder:
@@ -301,65 +329,51 @@ def _facts() -> Decoder:
     return Decoder(seeds=seeds, decode=read)
 
 
-def _json(*values: object) -> tuple[bytes, ...]:
-    return tuple(map(msgspec.json.encode, values))
-
-
-def _allowed() -> Decoder:
-    entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
-    return Decoder(seeds=(entry, entry * 3), decode=partial(entries_in, path=_PATH))
-
-
-def _secret() -> Decoder:
-    seed = f"{_KEY}\n".encode()
-    return Decoder(seeds=(seed,), decode=partial(pair_in, path=_PATH))
-
-
-def _metrics() -> Decoder:
-    lines = tuple(line + b"\n" for line in _json(*_samples_of(Measurement)))
-    return Decoder(seeds=lines, decode=measurements_in)
-
-
-def _status() -> Decoder:
-    return Decoder(seeds=_json(*_samples_of(Status)), decode=partial(status_in, file=_PATH))
-
-
-def _cut() -> Decoder:
-    decode = partial(checkpoint_set_in, file=_PATH)
-    return Decoder(seeds=_json(*_samples_of(CheckpointSet)), decode=decode)
-
-
-def _samples_of(kind: type) -> list[object]:
-    """Return some that JSON can hold: it knows neither infinity nor NaN."""
+def _json(kind: type, decode: Decode, end: bytes = b"") -> Decoder:
+    """Begin with some that JSON can hold: it knows neither infinity nor NaN."""
     sampler = Sampler(numbers(0))
-    found: list[object] = []
+    found: list[bytes] = []
     while len(found) < N_SAMPLES:
-        value = sampler.of(kind)
+        text = msgspec.json.encode(sampler.of(kind))
         with suppress(msgspec.ValidationError):
-            msgspec.json.decode(msgspec.json.encode(value), type=kind)
-            found.append(value)
-    return found
+            msgspec.json.decode(text, type=kind)
+            found.append(text + end)
+    return Decoder(seeds=tuple(found), decode=decode)
 
 
+_ENTRY: Final = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
+_MAKERS: Final[Mapping[str, Callable[[], Decoder]]] = {
+    "wire": _wire,
+    "chunk": _chunk,
+    "spec": _spec,
+    "job": lambda: Decoder(
+        seeds=tuple(bytes(_job_spec(text).job) for text in (JOB, SANDBLASTER)), decode=job_from_json
+    ),
+    "plan": _plan,
+    "place": lambda: _text(_place, "tcp://10.0.0.1:7700", f"tcp://0.0.0.0:1?key={'a' * 64}"),
+    "address": lambda: _text(
+        _address, f"tcp://lab-3.example:7700?key={_KEY}", f"tcp://10.0.0.1:7700?secret={_KEY}"
+    ),
+    "server": lambda: _text(
+        ServerAddress.parse,
+        f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
+        f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
+        "ipc:///dev/shm/x/.supervisor.1?run=abc&shards=2&memory=%2Fdev%2Fshm%2Fx",
+    ),
+    "facts": _facts,
+    "allowed": lambda: Decoder(seeds=(_ENTRY, _ENTRY * 3), decode=partial(entries_in, path=_PATH)),
+    "secret": lambda: Decoder(seeds=(f"{_KEY}\n".encode(),), decode=partial(pair_in, path=_PATH)),
+    "metrics": lambda: _json(Measurement, measurements_in, end=b"\n"),
+    "status": lambda: _json(Status, partial(status_in, file=_PATH)),
+    "cut": lambda: _json(CheckpointSet, partial(checkpoint_set_in, file=_PATH)),
+    "call": _call,
+    "reply": _reply,
+    "tensors": _tensors,
+}
 DECODERS: Final[Mapping[str, Open]] = {
     **{
         name: lambda make=make: nullcontext(make())  # type: ignore[misc]
-        for name, make in {
-            "wire": _wire,
-            "chunk": _chunk,
-            "spec": _spec,
-            "job": _job,
-            "plan": _plan,
-            "place": _place,
-            "address": _address,
-            "server": _server,
-            "facts": _facts,
-            "allowed": _allowed,
-            "secret": _secret,
-            "metrics": _metrics,
-            "status": _status,
-            "cut": _cut,
-        }.items()
+        for name, make in _MAKERS.items()
     },
     "zap": _zap,
 }

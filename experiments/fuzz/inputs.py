@@ -21,7 +21,6 @@ N_BYTES_MAX: Final = 4096
 # Times as long as the longest seed, that may be gone on from: without a bound all end as long as
 # can be, and a decoder reads the same words over and over in most of it
 GROWTH: Final = 4
-
 _AT_ONCE: Final = 1 << 16
 
 TOKENS: Final = (
@@ -105,7 +104,6 @@ class Mutator:
 
 
 Choice = TypeVar("Choice")
-
 N_ITEMS: Final = 3
 _WORDS: Final = (
     *("", "replica-1", "replica-1.2", "shard-0", "host-5f", "supervisor", "brief"),

@@ -18,7 +18,6 @@ from experiments.images.fonts import Part
 
 
 COPIES: Final = {"train": 200, "test": 10}  # images of each category, where `copies` is not given
-
 _MIDDLE: Final = 128.0
 _SCALE: Final = 1 / 64.0
 

@@ -17,7 +17,6 @@ from experiments.images.fonts import FontError
 
 
 Pixels = NDArray[np.uint8]  # (size, size)
-
 TEXTURE_GRIDS: Final = (3, 5, 9)
 _FILL: Final = 0.86  # of the glyph's square is filled by its longer side
 

@@ -46,14 +46,12 @@ from distbelief.graph.ops.windows import L2Pool2d, Window
 
 Maps = tuple[int, int, int]
 Size = Literal["80M", "330M", "1.7B"]
-
 N_CATEGORIES: Final = 21_000
 IMAGE_SIZE: Final = 100
 N_COLOURS: Final = 3
 FILTER: Final = 10
 CONTRAST: Final = 5
 POOLS: Final = ((5, 1), (5, 1), (6, 3))  # of each stage: size, step
-
 MAPS: Final[dict[Size, Maps]] = {"80M": (5, 5, 5), "330M": (13, 14, 13), "1.7B": (36, 36, 36)}
 
 

@@ -15,7 +15,6 @@ from experiments.speech.espeak import SAMPLE_RATE
 
 
 Floats = NDArray[np.float32]
-
 NOISE_SAMPLES = 1 << 18  # 11.9 s, played in a loop
 LONGEST_REVERBERATION = 0.5  # seconds of tail that are kept
 FIRST_REFLECTION = 0.004  # seconds

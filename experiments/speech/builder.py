@@ -47,17 +47,12 @@ class Tape:
     """Rows of one shape and type; use it in a `with` statement."""
 
     def __init__(self, path: Path, *, row_shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        self._path = path
+        self.n_rows = 0
         self._row_shape = row_shape
         self._dtype: np.dtype[np.generic] = np.dtype(dtype)
-        self._n_rows = 0
-
-    @property
-    def n_rows(self) -> int:
-        return self._n_rows
+        self._file = path.open("w+b")
 
     def __enter__(self) -> Self:
-        self._file = self._path.open("w+b")
         self._write_header()
         return self
 
@@ -73,22 +68,17 @@ class Tape:
         with source.open("rb") as file:
             file.seek(rows.offset)
             shutil.copyfileobj(file, self._file, 1 << 22)
-        self._n_rows += len(rows)
+        self.n_rows += len(rows)
 
     def append(self, rows: NDArray[np.generic]) -> None:
         assert rows.shape[1:] == self._row_shape
         self._file.write(np.ascontiguousarray(rows, self._dtype).tobytes())
-        self._n_rows += len(rows)
+        self.n_rows += len(rows)
 
     def _write_header(self) -> None:
-        npy.write_array_header_1_0(
-            self._file,
-            {
-                "descr": npy.dtype_to_descr(self._dtype),
-                "fortran_order": False,
-                "shape": (self._n_rows, *self._row_shape),
-            },
-        )
+        shape, descr = (self.n_rows, *self._row_shape), npy.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": shape}
+        npy.write_array_header_1_0(self._file, header)
 
 
 STOP_SECONDS = 10.0
@@ -124,6 +114,7 @@ class Builder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = ExitStack()
+        self._tapes: dict[str, Tape] = {}
         self._numbers: dict[str, int] = {SILENCE: 0}
         self._voices: list[str] = []  # one a session
         self._n_frames = 0
@@ -132,16 +123,10 @@ class Builder:
     def __enter__(self) -> Self:
         rows = {"features": (N_MELS,), "contexts": (4,)}
         types = {"features": np.float16, "contexts": np.int16}
-        self._tapes = {
-            name: self._files.enter_context(
-                Tape(
-                    self._folder / f"{name}.npy",
-                    row_shape=rows.get(name, ()),
-                    dtype=types.get(name, np.int64),
-                )
-            )
-            for name in ARRAYS
-        }
+        for name in ARRAYS:
+            path, dtype = self._folder / f"{name}.npy", types.get(name, np.int64)
+            tape = Tape(path, row_shape=rows.get(name, ()), dtype=dtype)
+            self._tapes[name] = self._files.enter_context(tape)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -13,7 +13,6 @@ from experiments.speech.espeak import SAMPLE_RATE
 
 
 Floats = NDArray[np.float32]
-
 N_MELS = 40
 WINDOW = 551  # samples, 25 ms
 HOP = SAMPLE_RATE / 100  # samples, 10 ms

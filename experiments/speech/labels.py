@@ -29,7 +29,6 @@ N_PHONES = 70
 REST = N_PHONES - 1  # the number that rare and unseen phones share
 N_MONO = N_PHONES * N_POSITIONS
 SHAPE = (N_PHONES, N_PHONES, N_PHONES, N_POSITIONS)
-
 Contexts = NDArray[np.int16]  # (frames, 4): left, phone, right, position
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 
 Activation = Literal["sigmoid", "relu"]
-
 N_INPUTS = 440  # 11 frames of 40 log-mel energies
 # Uniform in +-gain sqrt(6 / (fan_in + fan_out)): Glorot and Bengio (2010), equation 16.
 # A logistic unit has a quarter of tanh's slope at 0, hence 4: Bengio (2012), "Practical

@@ -40,7 +40,6 @@ SLOW: Final = Cluster(
     name="slow machines", machines=(Machine(flops=1e6, memory_rate=1e6, bandwidth=1e12),) * 2
 )
 _N_STEPS: Final = 1
-
 Found = dict[str, Any]
 _DTYPES: Final = (torch.float32, torch.int64)
 

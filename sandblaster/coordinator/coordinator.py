@@ -420,7 +420,11 @@ class Coordinator:
         metrics.offset, metrics.iterated = 0, None
         if (entry := resume_point.entry) is not None:
             metrics.samples = entry.samples
+            # A lost shard takes the parameters back, not what was counted since.
             metrics.n_evaluations = max(metrics.n_evaluations, entry.evaluations)
+            metrics.n_wasted = max(metrics.n_wasted, entry.wasted)
+            metrics.n_backups = max(metrics.n_backups, entry.backups)
+            metrics.shares.resume(entry.seconds)
             if resume_point.whole:
                 state, epoch.unsaved, metrics.offset = entry.state, resume_point.cut, entry.offset
             else:
@@ -582,6 +586,9 @@ class Coordinator:
             offset=self.metrics.offset,
             samples=self.metrics.samples,
             evaluations=self.metrics.n_evaluations,
+            wasted=self.metrics.n_wasted,
+            backups=self.metrics.n_backups,
+            seconds=self.metrics.shares.seconds,
             goal=self._config.goal,
             state=state,
         )

@@ -36,6 +36,9 @@ class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     offset: Count  # iterations before the method last restarted
     samples: Count  # examples of all evaluations
     evaluations: Count = 0  # begun
+    wasted: Count = 0  # examples computed more than once
+    backups: Count = 0  # backup tasks assigned
+    seconds: dict[str, float] = {}  # of the workers, by what they were spent on
     goal: str = ""  # method and function
     state: str  # as the optimizer left it
 

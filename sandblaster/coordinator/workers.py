@@ -315,6 +315,15 @@ class TimeShares:
         self._began_at: Seconds = 0.0
         self._ended_at: Seconds | None = None  # end of the last evaluation, in this run
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        return dict(self._seconds)
+
+    def resume(self, seconds: Mapping[str, float]) -> None:
+        """Go on from those of an earlier incarnation, unless more have been counted already."""
+        for share, before in self._seconds.items():
+            self._seconds[share] = max(before, seconds.get(share, 0.0))
+
     def run_begins(self) -> None:
         self._ended_at = None
 

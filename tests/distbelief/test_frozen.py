@@ -56,11 +56,9 @@ class Clients:
     def push(self, name: Address, seed: int) -> None:
         stream = torch.Generator().manual_seed(seed)
         pushed = [torch.randn(spec.n_elements, generator=stream) for spec in SPECS]
-        client, bench = self.bench.client(name), self.bench
-        outcome = client.stage(pushed, pushed)()
-        bench.perform(name, client.staged(outcome, n_gradients=1, samples=1, now=bench.now))
-        bench.settle()
-        assert client.unacknowledged == 0
+        self.bench.push_tensors(pushed, pushed, name)
+        self.bench.settle()
+        assert self.bench.client(name).unacknowledged == 0
 
     def fetch(self, tensors: Tensors, name: Address = CLIENT) -> Tensors:
         self.bench.begin_fetch(name)

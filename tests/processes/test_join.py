@@ -1,6 +1,6 @@
 """`distbelief join`: machines come, die, leave, and are refused; the job goes on.
 
-The other "machine" is another directory, with keys and shared memory of its own.
+The other "machine" is another directory with keys of its own, and nothing shares memory.
 """
 
 import os
@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from distbelief.transport.keys import Allowed, KeyFiles
-from tests.processes.commands import COMMAND, LONG, MODULE, Command, poll, sets, train, write_job
+from tests.processes.commands import (
+    COMMAND,
+    LONG,
+    MODULE,
+    Command,
+    alive,
+    poll,
+    sets,
+    train,
+    write_job,
+)
 
 
 pytestmark = [
@@ -118,7 +128,8 @@ def allow(at: Path, whom: Path, role: str) -> None:
 
 def listening(land: Land, *options: str, replicas: int) -> AbstractContextManager[Command]:
     listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
-    return train(land.here, *listen, *sets(f"cluster.replicas={replicas}"), *options)
+    job = sets(f"cluster.replicas={replicas}", "cluster.shared_memory=false")
+    return train(land.here, *listen, *job, *options)
 
 
 def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
@@ -199,3 +210,67 @@ def test_a_machine_joins_by_the_secret_of_a_run(land: Land) -> None:
         files = [path for path in place.rglob("*") if path.is_file()]
         assert not [path for path in files if secret.encode() in path.read_bytes()]
     assert [host["state"] for host in command.summary()["hosts"]] == ["ready"]
+
+
+def shards(command: Command) -> dict[str, tuple[str, int]]:
+    """Return the state of each copy of a shard, and the process group of its host."""
+    found: dict[str, tuple[str, int]] = {}
+    for name, row in command.roles().items():
+        if name.startswith("shard") and isinstance(row["pid"], int) and alive([row["pid"]]):
+            found[name] = str(row["state"]), os.getpgid(row["pid"])
+    return found
+
+
+def is_whole(command: Command) -> bool:
+    """Whether each shard has a primary and a backup, on two hosts."""
+    found = shards(command)
+    pairs = [(found.get(f"shard-{k}"), found.get(f"shard-{k}b")) for k in range(2)]
+    return command.view().get("phase") == "training" and all(
+        one is not None
+        and other is not None
+        and {one[0], other[0]} == {"primary", "backup"}
+        and one[1] != other[1]
+        for one, other in pairs
+    )
+
+
+def test_hosts_that_run_shards_die_and_leave(land: Land) -> None:
+    """One is killed with a primary, the next one leaves: no acknowledged push is lost."""
+    options = sets('cluster.placement="spread"', "cluster.shards=2", "cluster.shard_copies=2")
+    options += [*LONG, "--cores", "1", "--hosts", "2"]
+    with (
+        listening(land, *options, replicas=2) as command,
+        land.joined(command) as one,
+        land.joined(command) as other,
+    ):
+        poll(lambda: is_whole(command))
+        groups = {group for _, group in shards(command).values()}
+        assert {one.process.pid, other.process.pid} < groups  # and the supervisor's own
+        command.trains()
+        leads = {group for state, group in shards(command).values() if state == "primary"}
+        killed, left = (one, other) if one.process.pid in leads else (other, one)
+        assert killed.process.pid in leads
+        killed.kill()
+        poll(lambda: "takes over, nothing acknowledged is lost" in command.told())
+        poll(lambda: is_whole(command))
+        command.trains()
+        left.process.send_signal(signal.SIGTERM)
+        assert left.wait() == 143, left.said
+        command.trains()
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    assert command.summary()["pushes_lost"] == 0
+    assert "will be lost" not in command.told()
+
+
+def test_a_host_with_other_data_of_the_same_number_is_refused(land: Land) -> None:
+    """It trained on them: only the number of samples was compared."""
+    (land.there / "tiny.py").write_text(
+        MODULE.replace("manual_seed(seed)", "manual_seed(seed + 1)")
+    )
+    with listening(land, *LONG, "--cores", "1", replicas=2) as command:
+        with land.joined(command) as machine:
+            assert machine.wait() == 1, machine.said
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    assert "has 2,000 other samples here than where the job began" in machine.said

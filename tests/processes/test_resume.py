@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.object_store import object_store
 from tests.processes.commands import LONG, Command, sets, train
 
 
@@ -30,6 +31,28 @@ def snapshots(command: Command) -> set[str]:
     directory = command.run / "snapshots"
     found = directory.rglob("*.safetensors")
     return {str(path.relative_to(directory)) for path in found}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)  # each role imports the driver
+def test_a_run_in_an_object_store_goes_on_from_there_with_other_shards(folder: Path) -> None:
+    with object_store() as bucket:
+        options = sets(f"cluster.checkpoints={bucket}/runs", "output.snapshot_every=5 s")
+        with train(folder, *options, *LONG, fresh=True) as first:
+            first.trains(1000)
+            first.interrupt()
+        assert snapshots(first) == set()
+        n_first = first.summary()["samples"]
+        options = (*RESUME, *sets("cluster.shards=3", f"stop.samples={n_first + 1000}"))
+        with train(folder, *options, job=(), fresh=True) as second:
+            second.ends(seconds=200.0)
+    assert "checkpoints are resharded into s3://bucket/runs/tiny-" in " ".join(
+        second.output.split()
+    )
+    assert second.summary()["samples"] >= n_first + 1000
+    assert load_file(second.run / "model.safetensors").keys() == {
+        f"{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")
+    }
 
 
 @pytest.mark.soak

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -90,13 +90,17 @@ def train(address: str, keys: Path | None, n_steps: int = 3) -> torch.Tensor:
     """Be one loop; return the server's values at its end."""
     model = net()
     optimizer = distbelief.DownpourSGD(model.parameters(), server=address, keys=keys)
+    steps(optimizer, model, n_steps)
+    optimizer.finish()
+    optimizer.close()
+    return flat(model)
+
+
+def steps(optimizer: distbelief.DownpourSGD, model: nn.Module, n_steps: int) -> None:
     for _ in range(n_steps):
         optimizer.zero_grad()
         model(torch.ones(2, 7)).square().mean().backward()
         optimizer.step()
-    optimizer.finish()
-    optimizer.close()
-    return flat(model)
 
 
 def told(address: str, keys: Path) -> str:
@@ -162,6 +166,26 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
     for log in (place / "runs" / "server").glob("*.log"):
         assert "Traceback" not in log.read_text()
     assert (place / "runs" / "server").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_loop_whose_key_is_revoked_is_told_so(place: Path) -> None:
+    """It was told to look whether the server runs, after a minute."""
+    worker, server = KeyFiles(place / "worker"), KeyFiles(place / "server")
+    key = worker.pair().public
+    server.allow(Allowed(key=key, roles=("worker",), name="w"))
+    with serving(place, "--bind", f"tcp://127.0.0.1:{free_port()}", "--keys", "server") as running:
+        address, model = running.address().partition("&memory=")[0], net()
+        optimizer = distbelief.DownpourSGD(
+            model.parameters(), server=address, keys=worker.directory
+        )
+        server.revoke("w")
+        with pytest.raises(distbelief.JobError) as caught:
+            steps(optimizer, model, 100_000)
+        with suppress(distbelief.DistBeliefError):
+            optimizer.close()
+        assert running.end() == 0
+    assert "no longer allows this host's key" in str(caught.value)
+    assert f"distbelief keys allow {key} NAME" in str(caught.value)
 
 
 @pytest.mark.soak

@@ -233,6 +233,23 @@ def test_a_replica_that_restarts_at_once_has_lost_its_chunks() -> None:
         assert run.coordinator.status()[1]["wasted"] > 0
 
 
+def test_a_coordinator_that_restarts_goes_on_counting() -> None:
+    """Samples did; what was wasted, and whose time went where, was that of its last incarnation."""
+    role = SMALL.replicas[0]
+    kills = [Kill(at=0.01 + 0.013 * k, role=role, restart_after=1e-3) for k in range(6)]
+    kills.append(Kill(at=0.13, role=COORDINATOR, restart_after=0.01))
+    run = Run(replace(SMALL, faults=tuple(kills)))
+    run.cluster.run_until(lambda: run.cluster.now > 0.12)
+    first = run.coordinator
+    run.play()
+    assert run.coordinator is not first
+    before, after = first.status()[1], run.coordinator.status()[1]
+    assert after["wasted"] >= before["wasted"] > 0
+    assert after["samples"] > before["samples"] > 0
+    spent = [sum(of.metrics.shares.seconds.values()) for of in (first, run.coordinator)]
+    assert spent[1] > spent[0] > 0
+
+
 def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
     """A push of the evaluation before that comes late must not be taken for one of this."""
     run, used, n_begun = Run(SMALL), {0}, 0

@@ -1,6 +1,6 @@
 """A whole job on a simulated cluster: supervisor, members and a user."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,9 +19,11 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Evaluate, Message, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
@@ -122,6 +124,9 @@ class JobCluster:
         host: str = "host-0",
         patience: float = PATIENCE_SECONDS,
         settings: DownpourSettings | None = None,
+        cluster: ClusterConfig | None = None,
+        hosts: Mapping[Address, Builder] | None = None,  # that may join
+        machines: Mapping[Address, Machine] | None = None,  # of roles with a machine of their own
     ) -> None:
         model = FlatModel(build_model(task.model))
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
@@ -175,9 +180,11 @@ class JobCluster:
         }
         slow = Machine(host=host, flops_per_second=self._flops(model))
         self.simulation = SimulatedCluster(
-            {SUPERVISOR: lambda _memory: Supervisor(config)} | builders,
+            {SUPERVISOR: lambda _memory: Supervisor(config, cluster)} | builders | (hosts or {}),
             seed=seed,
-            options=ClusterOptions(start=(SUPERVISOR,), machine=slow, faults=tuple(faults)),
+            options=ClusterOptions(
+                start=(SUPERVISOR,), machine=slow, machines=machines or {}, faults=tuple(faults)
+            ),
         )
 
     @staticmethod

@@ -26,6 +26,11 @@ three = pytest.mark.parametrize(
 )
 
 
+def two_seeds_everywhere(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = everywhere(seeds(settings(max_examples=2)(test)))
+    return marked
+
+
 def run_of(
     seed: int, hosts: Hosts, *, n_wanted: int, n_shards: int = 1, step_seconds: Seconds = 5e-3
 ) -> tuple[Run, np.random.Generator]:
@@ -131,9 +136,7 @@ def test_a_backup_on_the_primarys_host_needs_no_memory_but_its_values() -> None:
 # ------------------------------------------------------------------------- one fault
 
 
-@everywhere
-@seeds
-@settings(max_examples=2)
+@two_seeds_everywhere
 def test_whenever_the_primary_dies_nothing_acknowledged_is_lost(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, n_wanted=60)
@@ -142,9 +145,7 @@ def test_whenever_the_primary_dies_nothing_acknowledged_is_lost(hosts: Hosts, se
     assert not run.scene.forgetful
 
 
-@everywhere
-@seeds
-@settings(max_examples=2)
+@two_seeds_everywhere
 def test_whenever_the_backup_dies_the_primary_goes_on(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, n_wanted=60)
@@ -155,9 +156,7 @@ def test_whenever_the_backup_dies_the_primary_goes_on(hosts: Hosts, seed: int) -
     assert not run.scene.forgetful
 
 
-@everywhere
-@seeds
-@settings(max_examples=2)
+@two_seeds_everywhere
 def test_a_paused_primary_is_demoted_and_acknowledges_nothing_more(hosts: Hosts, seed: int) -> None:
     """It is ended by force, but too late: for half a second there are two of them."""
     with small(window_pieces=2):
@@ -173,9 +172,7 @@ def test_a_paused_primary_is_demoted_and_acknowledges_nothing_more(hosts: Hosts,
     assert run.leader() != leader
 
 
-@everywhere
-@seeds
-@settings(max_examples=2)
+@two_seeds_everywhere
 def test_a_paused_backup_delays_the_primary_by_half_a_second(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, _ = run_of(seed, hosts, n_wanted=60)
@@ -191,9 +188,7 @@ def test_a_paused_backup_delays_the_primary_by_half_a_second(hosts: Hosts, seed:
 # --------------------------------------------------------------------- many faults
 
 
-@everywhere
-@seeds
-@settings(max_examples=2)
+@two_seeds_everywhere
 def test_single_faults_one_after_the_other_lose_nothing(hosts: Hosts, seed: int) -> None:
     """Each strikes a pair that is whole; the workers are at it all the while."""
     with small(window_pieces=2):
@@ -213,9 +208,7 @@ def test_single_faults_one_after_the_other_lose_nothing(hosts: Hosts, seed: int)
     assert not run.scene.forgetful
 
 
-@everywhere
-@seeds
-@settings(max_examples=2)
+@two_seeds_everywhere
 def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> None:
     stream = np.random.default_rng(seed)
     coin = bool(stream.random() < 0.5)
@@ -234,9 +227,7 @@ def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> N
     assert not run.scene.forgetful
 
 
-@everywhere
-@seeds
-@settings(max_examples=2)
+@two_seeds_everywhere
 def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
     hosts: Hosts, seed: int
 ) -> None:

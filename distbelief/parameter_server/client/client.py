@@ -444,7 +444,7 @@ class ParameterClient:
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
         # Ticks, where the shards count them.
         self._tick: int | None = None  # ended, of those in; None: not in, or not placed yet
-        self._samples_before: int | None = None  # those of the last push
+        self._samples_before: int | None = None  # those of the last push, or of the first session
         self._gap_max = 0  # ticks ahead of the slowest
         # The worker that is waited for, and since when.
         self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
@@ -708,6 +708,9 @@ class ParameterClient:
         counting = self._counting
         if not counting or not self.ready:
             return []
+        if self._samples_before is None:
+            # A later session may also count a push that a former incarnation had under way.
+            self._samples_before = self.samples
         if staleness is not None:
             self._count_wait(now, staleness)
         if self.unacknowledged:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final, Protocol, cast
 
 import numpy as np
@@ -27,12 +28,12 @@ from distbelief.roles.role import (
     Computed,
     Event,
     Received,
+    Role,
     Seconds,
     Send,
     TimerFired,
 )
-from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import Authenticator, Socket, Verdict
+from distbelief.transport.authenticator import Authenticator, Verdict
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 from distbelief.worker.steps import Reassembly, StreamKey, blocks_of
@@ -43,39 +44,22 @@ STEP: Final = TimerFired(name="step")  # begins one
 STEP_SECONDS_MAX: Final = 120.0
 
 
-class Stepper(Protocol):
+class Stepper(Role, Protocol):
     """A role that counts its steps."""
-
-    @property
-    def accepts(self) -> frozenset[type]: ...
 
     @property
     def n_done(self) -> int: ...
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]: ...
 
-    def status(self) -> tuple[str, Mapping[str, float]]: ...
-
-
-class OpenGuard:
-    """Lets in everybody, in the clear: on a network where nobody else is."""
-
-    encrypts: Final = False
-
-    def listen(self, inbox: Socket, endpoint: str) -> str:
-        del inbox, endpoint
-        return ""
-
-    def address(self, endpoint: str) -> str:
-        return endpoint
-
-    def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None: ...
-
-    def judge(self, request: Sequence[bytes]) -> Verdict:
-        del request
-        return Verdict()
-
-    def close(self) -> None: ...
+# Lets in everybody, in the clear: on a network where nobody else is.
+OPEN_GUARD: Final = SimpleNamespace(
+    encrypts=False,
+    listen=lambda _inbox, _endpoint: "",
+    address=lambda endpoint: endpoint,
+    dial=lambda _outgoing, _peer, _endpoint: None,
+    judge=lambda _request: Verdict(),
+    close=lambda: None,
+)
 
 
 @contextmanager
@@ -88,7 +72,7 @@ def attached(
         incarnation=1,
         run="benchmark",
         bind=f"tcp://{address}:*",
-        guard=cast("Authenticator", OpenGuard()),
+        guard=cast("Authenticator", OPEN_GUARD),
         log=_log,
     )
     with transport, RoleRunner(role, transport=transport, log=_log) as node:

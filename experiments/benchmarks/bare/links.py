@@ -14,10 +14,10 @@ Asked for n, it pushes and fetches n times, and answers the seconds of each push
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 import torch
@@ -40,57 +40,42 @@ PAIR: Final = KeyPair.of(bytes(range(KEY_BYTES)))  # no secret: all processes of
 class ZmqLink:
     """Two connections, one for each way."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: str) -> None:
-        self._inbox, self._outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        for one in (self._inbox, self._outbox):
+    def __init__(self, kind: str) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for one in (self.inbox, self.outbox):
             one.linger = 0
             one.set_hwm(MESSAGES_MAX)
             one.rcvtimeo = 1000 * IDLE_SECONDS_MAX  # whoever is forgotten ends
         if kind == "zmq_curve":
-            PAIR.serve(self._inbox)
-            PAIR.dial(self._outbox, PAIR.public)
-        self._inbox.bind("ipc://*" if kind == "zmq_files" else f"tcp://{HOST}:*")
-        self.endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+            PAIR.serve(self.inbox)
+            PAIR.dial(self.outbox, PAIR.public)
+        self.inbox.bind("ipc://*" if kind == "zmq_files" else f"tcp://{HOST}:*")
+        self.endpoint = self.inbox.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    @classmethod
-    def to(cls, endpoint: str, kind: str) -> Self:
-        link = cls(zmq.Context(), kind)
-        link.connect(endpoint)
-        link.send_word(link.endpoint.encode())
-        return link
-
-    def connect(self, endpoint: str) -> None:
-        self._outbox.connect(endpoint)
-
-    def send_word(self, word: bytes) -> None:
-        self._outbox.send(word)
-
-    def receive_word(self) -> bytes:
-        return self._inbox.recv()
-
-    def send(self, values: memoryview) -> None:
+    def send(self, vector: torch.Tensor) -> None:
+        values = vector.numpy().view(np.uint8).data
         for start in range(0, len(values), BLOCK_BYTES):
-            self._outbox.send(values[start : start + BLOCK_BYTES], copy=False)
+            self.outbox.send(values[start : start + BLOCK_BYTES], copy=False)
 
-    def receive(self, values: memoryview) -> None:
+    def receive(self, vector: torch.Tensor) -> None:
+        values = vector.numpy().view(np.uint8).data
         for start in range(0, len(values), BLOCK_BYTES):
-            block = self._inbox.recv(copy=False).buffer
+            block = self.inbox.recv(copy=False).buffer
             values[start : start + len(block)] = block
 
 
-def bytes_of(vector: torch.Tensor) -> memoryview:
-    return vector.numpy().view(np.uint8).data
-
-
-def serve(link: ZmqLink, n_elements: int) -> None:
+def serve(link: ZmqLink, client: str, n_elements: int) -> None:
+    link.outbox.connect(client)
+    link.outbox.send(link.endpoint.encode())
     mine, slot = Slice(n_elements), torch.zeros(n_elements)
-    while (word := link.receive_word()) not in {END, b""}:
+    while (word := link.inbox.recv()) not in {END, b""}:
         if word == PUSH:
-            link.receive(bytes_of(slot))
+            link.receive(slot)
             mine.update(slot)
-            link.send_word(DONE)
+            link.outbox.send(DONE)
         else:
-            link.send(bytes_of(mine.values))
+            link.send(mine.values)
 
 
 class Client:
@@ -104,55 +89,41 @@ class Client:
         self._values = [torch.zeros(n_elements) for _ in links]
 
     def push(self) -> None:
-        self._side_by_side(self._push)
+        list(self._threads.map(self._push, range(len(self._links))))
 
     def fetch(self) -> None:
-        self._side_by_side(self._fetch)
+        list(self._threads.map(self._fetch, range(len(self._links))))
 
     def end(self) -> None:
         for link in self._links:
-            link.send_word(END)
+            link.outbox.send(END)
         self._threads.shutdown()
-
-    def _side_by_side(self, work: Callable[[int], None]) -> None:
-        list(self._threads.map(work, range(len(self._links))))
 
     def _push(self, k: int) -> None:
         self._slots[k].copy_(self._gradients[k])
-        self._links[k].send_word(PUSH)
-        self._links[k].send(bytes_of(self._slots[k]))
-        self._links[k].receive_word()
+        self._links[k].outbox.send(PUSH)
+        self._links[k].send(self._slots[k])
+        self._links[k].inbox.recv()
 
     def _fetch(self, k: int) -> None:
-        self._links[k].send_word(FETCH)
-        self._links[k].receive(bytes_of(self._values[k]))
-
-
-def links_of(kind: str, n_servers: int, start: Callable[[str], None]) -> Iterator[ZmqLink]:
-    """Start servers by the endpoint that they are to connect to; yield the links."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    for _ in range(n_servers):
-        link = ZmqLink(context, kind)
-        start(link.endpoint)
-        link.connect(link.receive_word().decode())
-        yield link
+        self._links[k].outbox.send(FETCH)
+        self._links[k].receive(self._values[k])
 
 
 def main(kind: str, n_servers: int, n_elements: int, endpoint: str = "") -> None:
     torch.set_num_threads(1)
     if endpoint:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)
-        serve(ZmqLink.to(endpoint, kind), n_elements)
+        serve(ZmqLink(kind), endpoint, n_elements)
         return
     keep_memory()
-    command = [sys.executable, "-m", "experiments.benchmarks.bare.links"]
+    command = [sys.executable, "-m", "experiments.benchmarks.bare.links", *sys.argv[1:4]]
     with ExitStack() as servers:
-
-        def start(endpoint: str) -> None:
-            arguments = [kind, str(n_servers), str(n_elements), endpoint]
-            servers.enter_context(subprocess.Popen([*command, *arguments]))
-
-        client = Client(list(links_of(kind, n_servers, start)), n_elements)
+        links = [ZmqLink(kind) for _ in range(n_servers)]
+        for link in links:
+            servers.enter_context(subprocess.Popen([*command, link.endpoint]))
+            link.outbox.connect(link.inbox.recv().decode())
+        client = Client(links, n_elements)
         workers.serve(lambda n: workers.timed_pairs(client.push, client.fetch, n))
         client.end()
 

@@ -1,6 +1,6 @@
 """One machine of a replica as in a job, but without a parameter server; it knows several plans.
 
-    python -m experiments.benchmarks.bare.machine SETTING.json MACHINE ADDRESS
+    python -m experiments.benchmarks.bare.machine SETTING MACHINE ADDRESS
 
     ["rows", 3]  ->  [0.7, 0.7, 0.7]                seconds of three steps by plan "rows"
     null         ->  {"9f0c...": [0.02, 0.04], ..}  seconds of the net's layers now: both passes
@@ -88,7 +88,7 @@ class BareMachine:
         tensors: Mapping[str, torch.Tensor],
         generation: int = 1,
     ) -> None:
-        flow = dataflow(compiled, machine, loss=workload.loss_layer)
+        flow = dataflow(compiled, machine, loss="loss")
         self.n_done = 0  # steps that are done
         self.loss: float | None = None  # sum over the last step's samples, if computed here
         self.gradients: dict[int, torch.Tensor] = {}  # of the last step, per tensor and region
@@ -107,7 +107,7 @@ class BareMachine:
         )
         self._generation = generation
         self._parameters = [tensors[name][region.slices].clone() for name, region in flow.items]
-        samples = workload.inputs()
+        samples = dict(zip(("input", "targets"), workload.samples(), strict=True))
         self._inputs = {
             name: [samples[name][(slice(None), *region.slices)].contiguous() for region in regions]
             for name, regions in flow.reads.items()
@@ -233,10 +233,10 @@ def machine_of(setting: Setting, machine: int) -> Machine:
     return Machine(found, names)
 
 
-def main(path: str, machine: int, address: str) -> None:
+def main(given: str, machine: int, address: str) -> None:
     keep_memory()
     torch.set_num_threads(1)
-    setting = msgspec.json.decode(Path(path).read_bytes(), type=Setting)
+    setting = msgspec.json.decode(given, type=Setting)
     workload = setting.workload
     role = machine_of(setting, machine)
     names, folder = role.names, Path(setting.folder)

@@ -1,6 +1,6 @@
 """A training loop that sleeps instead of computing, and says when each step ended.
 
-    python -m experiments.benchmarks.bare.paced_loop SETTING.json RANK
+    python -m experiments.benchmarks.bare.paced_loop SETTING RANK
 
 Several hosts share two processors here: only what is sent, and the optimizer of the loop, is real.
 Of each step it says the time, and what the interface of its host has received and sent so far.
@@ -204,8 +204,8 @@ def serve_parameters(setting: Setting) -> None:
         serve(lambda _: server.address)
 
 
-def main(path: str, rank: int) -> None:
-    setting = msgspec.json.decode(Path(path).read_bytes(), type=Setting)
+def main(given: str, rank: int) -> None:
+    setting = msgspec.json.decode(given, type=Setting)
     keep_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """A plain training loop in a process of its own: alone, or one rank of torch's DDP.
 
-    python -m experiments.benchmarks.bare.plain_loop SETTING.json RANK
+    python -m experiments.benchmarks.bare.plain_loop SETTING RANK
 
 What Downpour is compared with: one thread, forward, backward, and torch's fused Adagrad
 in place. `alone` says no word to anybody; `ddp` averages every gradient over gloo.
@@ -67,4 +67,4 @@ def train(setting: Setting, *, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    train(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Setting), rank=int(sys.argv[2]))
+    train(msgspec.json.decode(sys.argv[1], type=Setting), rank=int(sys.argv[2]))

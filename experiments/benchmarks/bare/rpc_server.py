@@ -72,10 +72,7 @@ def join(name: str, meeting: Path, *, rank: int, n_servers: int) -> None:
 
 def push(gradients: list[Tensor]) -> None:
     """Push one slice to each server; return when all have applied theirs."""
-    calls = [
-        rpc.rpc_async(f"server-{k}", apply, args=(gradient,))
-        for k, gradient in enumerate(gradients)
-    ]
+    calls = [rpc.rpc_async(f"server-{k}", apply, args=(each,)) for k, each in enumerate(gradients)]
     for call in calls:
         call.wait()
 

@@ -1,12 +1,11 @@
 """The plain thing: one process computes the whole net, forward and backward.
 
-    python -m experiments.benchmarks.bare.whole_net WORKLOAD.json N_THREADS [sum]
+    python -m experiments.benchmarks.bare.whole_net WORKLOAD N_THREADS [sum]
 
 With `sum` each gradient is added to those before it, as a replica of Sandblaster does.
 """
 
 import sys
-from pathlib import Path
 
 import msgspec
 import torch
@@ -16,10 +15,10 @@ from experiments.benchmarks.measuring.workers import serve_steps
 from experiments.benchmarks.measuring.workload import Workload
 
 
-def main(path: str, n_threads: int, *, sums: bool) -> None:
+def main(given: str, n_threads: int, *, sums: bool) -> None:
     keep_memory()
     torch.set_num_threads(n_threads)
-    workload = msgspec.json.decode(Path(path).read_bytes(), type=Workload)
+    workload = msgspec.json.decode(given, type=Workload)
     net = workload.module()
     inputs, labels = workload.samples()
 

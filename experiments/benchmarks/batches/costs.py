@@ -26,15 +26,12 @@ from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
 from typing import Final
 
-import msgspec
-
 from distbelief.config import toml
 from distbelief.config.load import parse_job
 from distbelief.run.metrics_file import Measurement, read_metrics
 from distbelief.supervisor.view import JobView
 from distbelief.trainer import Run, Watch, train
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workers import Workers, module, send
 from experiments.benchmarks.measuring.workload import Workload
 
@@ -76,19 +73,33 @@ class Ours:
 
 
 def job(
-    tables: dict[str, dict[str, object]],
+    problem: str,
+    algorithm: toml.Table,
     *,
+    model: toml.Table | None = None,
+    data: toml.Table | None = None,
+    replicas: int = N_REPLICAS,
+    stop: toml.Table | None = None,
     watch: Watch | None = None,
     snapshot_every: str = "30 s",
 ) -> Ours:
+    """Minimise a problem of `batches.problems`: with these tables, and these arguments of data."""
+    factory = f"{PROBLEMS}:{problem}"
     with TemporaryDirectory() as folder:
-        output = {
-            "directory": f"{folder}/run",
-            "report_every": "100 ms",
-            "snapshot_every": snapshot_every,
+        tables = {
+            "model": {"factory": f"{factory}_net", **(model or {})},
+            "data": {"train": {"factory": f"{factory}_data", "arguments": data or {}}},
+            "algorithm": {"name": "sandblaster", "tolerance": 0.0, **algorithm},
+            "cluster": {"replicas": replicas, "shards": 2},
+            "stop": stop or {},
+            "output": {
+                "directory": f"{folder}/run",
+                "report_every": "100 ms",
+                "snapshot_every": snapshot_every,
+            },
         }
-        text = toml.write({**tables, "output": output})
-        run = train(parse_job(text, path="sandblaster.toml"), show=False, watch=watch)
+        job = parse_job(toml.write(tables), path="sandblaster.toml")
+        run = train(job, show=False, watch=watch)
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
         if run.summary.error is not None:
             raise RuntimeError(run.summary.error)
@@ -172,26 +183,17 @@ def _portion(*, small: bool) -> int:
 def _paced_job(
     n: int, *, slowness: float, backups: bool, small: bool, watch: Watch | None = None
 ) -> Ours:
-    tables: dict[str, dict[str, object]] = {
-        "model": {
-            "factory": f"{PROBLEMS}:paced_net",
-            "arguments": {"seconds": PACE_SECONDS, "slowness": slowness},
-        },
-        "data": {"train": {"factory": f"{PROBLEMS}:paced_data", "arguments": {"n": n}}},
-        "algorithm": {
-            "name": "sandblaster",
-            "method": "gradient-descent",
-            "loss": "mse",
-            "portion": _portion(small=small),
-            "portions_per_set": PORTIONS_PER_SET,
-            "tolerance": 0.0,
-            "value_tolerance": 0.0,
-            "max_evaluations": 8,
-            "backups": backups,
-        },
-        "cluster": {"replicas": N_PACED, "shards": 2},
+    algorithm = {
+        "method": "gradient-descent",
+        "loss": "mse",
+        "portion": _portion(small=small),
+        "portions_per_set": PORTIONS_PER_SET,
+        "value_tolerance": 0.0,
+        "max_evaluations": 8,
+        "backups": backups,
     }
-    return job(tables, watch=watch)
+    model = {"arguments": {"seconds": PACE_SECONDS, "slowness": slowness}}
+    return job("paced", algorithm, model=model, data={"n": n}, replicas=N_PACED, watch=watch)
 
 
 PORTION: Final = 250
@@ -203,32 +205,21 @@ HISTORY: Final = 2
 N_GROWING: Final = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """One evaluation of the job, or more: an iteration may take several."""
-
-    seconds: float  # of an example, while the job had the machine
-    plain_seconds: float  # the same of the plain processes
-    cpu_seconds: float  # that all processes of the job took for it
-    plain_cpu_seconds: float  # processor time of the plain processes
-
-    @property
-    def overhead(self) -> float:
-        return self.seconds / self.plain_seconds - 1.0
-
-    @property
-    def cpu_overhead(self) -> float:
-        """By the processors' time: what keeps a core busy, without the waiting."""
-        return self.cpu_seconds / self.plain_cpu_seconds - 1.0
-
-
 @dataclass(slots=True)
-class _Side:
-    """What one side has done since the stretch began."""
+class Side:
+    """What one side does in a stretch: an evaluation, or more, if an iteration takes several."""
 
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of all its processes
     n_examples: int = 0
+
+    def over(self, other: "Side") -> float:
+        """Return by which share an example takes longer than with the other."""
+        return self.seconds / self.n_examples * other.n_examples / other.seconds - 1.0
+
+    def cpu_over(self, other: "Side") -> float:
+        """By the processors' time: what keeps a core busy, without the waiting."""
+        return self.cpu_seconds / self.n_examples * other.n_examples / other.cpu_seconds - 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -241,13 +232,13 @@ class Turns:
     plain: Workers  # processes that compute portions, one for each replica
     n_growing: int  # evaluations that are no part of it
     n_stretches: int  # after which the job is ended
-    stretches: list[Stretch] = field(default_factory=list)  # measured so far
+    stretches: list[tuple[Side, Side]] = field(default_factory=list)  # ours and theirs, so far
     _samples: int = 0
     _n_seen: int = 0  # ends of evaluations
     _since: float = 0.0  # when the job's turn began
     _cpu_since: float = 0.0
-    _ours: _Side = field(default_factory=_Side)
-    _theirs: _Side = field(default_factory=_Side)
+    _ours: Side = field(default_factory=Side)
+    _theirs: Side = field(default_factory=Side)
 
     def __call__(self, view: JobView) -> bool:
         pids = [role.pid for role in view.roles if role.pid is not None]
@@ -264,7 +255,8 @@ class Turns:
         return self._n_seen >= self.n_growing
 
     def _end_stretch(self, view: JobView, pids: Sequence[int]) -> None:
-        n_examples, counted = view.samples - self._samples, self._counts
+        counted = self._counts
+        self._ours.n_examples = view.samples - self._samples
         self._samples = view.samples
         self._n_seen += 1
         if self._n_seen == 1:
@@ -273,15 +265,8 @@ class Turns:
             self._count(pids)
             if not self._theirs.n_examples:
                 self._let_others(pids)
-            ours, theirs = self._ours, self._theirs
-            stretch = Stretch(
-                seconds=ours.seconds / n_examples,
-                plain_seconds=theirs.seconds / theirs.n_examples,
-                cpu_seconds=ours.cpu_seconds / n_examples,
-                plain_cpu_seconds=theirs.cpu_seconds / theirs.n_examples,
-            )
-            self.stretches.append(stretch)
-        self._ours, self._theirs = _Side(), _Side()
+            self.stretches.append((self._ours, self._theirs))
+        self._ours, self._theirs = Side(), Side()
         self._begin(pids)
 
     def _begin(self, pids: Sequence[int]) -> None:
@@ -318,51 +303,35 @@ def overhead(*, small: bool) -> dict[str, float]:
     n_frames = 2_000 if small else 20_000
     workload = Workload(net="speech", batch_size=PORTION, small=small)
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "workload.json"
-        file.write_bytes(msgspec.json.encode(workload))
-        program = module("bare.whole_net", file, 1, "sum")
-        with Workers("plain", [program] * N_REPLICAS, Path(folder)) as plain:
-            turns = Turns(plain=plain, n_growing=N_GROWING, n_stretches=N_EVALUATIONS)
-            tables = _tables(n_frames, small=small)
-            ours = job(tables, watch=turns, snapshot_every="1 h")
+        program = module("bare.whole_net", workload, 1, "sum")
+        with Workers("plain", [program] * N_REPLICAS, Path(folder)) as workers:
+            turns = Turns(plain=workers, n_growing=N_GROWING, n_stretches=N_EVALUATIONS)
+            ours = job(
+                "speech",
+                {
+                    "loss": "cross_entropy",
+                    "portion": PORTION,
+                    "history": HISTORY,
+                    "value_tolerance": 0.0,
+                },
+                model={"arguments": {"small": small}, "initial": "seed"},
+                data={"n": n_frames, "small": small},
+                watch=turns,
+                snapshot_every="1 h",
+            )
     rows = {
         f"evaluation {k}": {
-            "pure, s": f"{stretch.plain_seconds * n_frames:.2f}",
-            "sandblaster, s": f"{stretch.seconds * n_frames:.2f}",
-            "overhead": f"{stretch.overhead:.1%}",
-            "of the processors' time": f"{stretch.cpu_overhead:.1%}",
+            "pure, s": f"{plain.seconds / plain.n_examples * n_frames:.2f}",
+            "sandblaster, s": f"{own.seconds / own.n_examples * n_frames:.2f}",
+            "overhead": f"{own.over(plain):.1%}",
+            "of the processors' time": f"{own.cpu_over(plain):.1%}",
         }
-        for k, stretch in enumerate(turns.stretches, start=N_GROWING + 1)
+        for k, (own, plain) in enumerate(turns.stretches, start=N_GROWING + 1)
     }
     title = f"speech net, {n_frames:,} frames, {N_REPLICAS} processes"
     measurement.show(title, rows)
-    spread = Spread.of([100 * stretch.overhead for stretch in turns.stretches])
+    spread = measurement.Spread.of([100 * own.over(plain) for own, plain in turns.stretches])
     print(f"overhead: {spread.show()} %")
     shares = {k: v for k, v in ours.figures.items() if k.endswith("share")}
     print(", ".join(f"{name} {value:.1%}" for name, value in shares.items()))
     return {"overhead": spread.median / 100}
-
-
-def _tables(n_frames: int, *, small: bool) -> dict[str, dict[str, object]]:
-    return {
-        "model": {
-            "factory": "experiments.benchmarks.batches.problems:speech_net",
-            "arguments": {"small": small},
-            "initial": "seed",
-        },
-        "data": {
-            "train": {
-                "factory": "experiments.benchmarks.batches.problems:speech_frames",
-                "arguments": {"n": n_frames, "small": small},
-            }
-        },
-        "algorithm": {
-            "name": "sandblaster",
-            "loss": "cross_entropy",
-            "portion": PORTION,
-            "history": HISTORY,
-            "tolerance": 0.0,
-            "value_tolerance": 0.0,
-        },
-        "cluster": {"replicas": N_REPLICAS, "shards": 2},
-    }

@@ -4,11 +4,11 @@ Each peer minimises the same objective in one process with as many threads as th
 and reports when it first was at the target, and after how many evaluations.
 """
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from scipy.optimize import minimize as scipy_minimize
 from torch import nn
@@ -28,38 +28,21 @@ from experiments.benchmarks.batches.problems import (
 from experiments.benchmarks.measuring import measurement
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Outcome:
-    loss: float  # the best
-    seconds: float | None  # until it was at the target; None: it never was
-    n_evaluations: int | None  # None if it never got there
+    """When a loss was first at a target."""
 
+    target: float
+    loss: float = math.inf  # the best
+    seconds: float | None = None  # until it was at the target; None: it never was
+    n_evaluations: int | None = None  # likewise
+    begun: float = field(default_factory=time.perf_counter)
 
-class Watched:
-    """An objective that notes when it first is at a target."""
-
-    def __init__(self, objective: Objective, target: float) -> None:
-        self._objective = objective
-        self._target = target
-        self._begun = time.perf_counter()
-        self.best = np.inf
-        self.seconds: float | None = None
-        self.n_evaluations: int | None = None
-
-    def __call__(self, point: Doubles) -> tuple[float, Doubles]:
-        loss, gradient = self._objective(point)
-        self.note(loss)
-        return loss, gradient
-
-    def note(self, loss: float) -> None:
-        self.best = min(self.best, loss)
-        if loss <= self._target and self.seconds is None:
-            self.seconds = time.perf_counter() - self._begun
-            self.n_evaluations = self._objective.n_evaluations
-
-    @property
-    def outcome(self) -> Outcome:
-        return Outcome(loss=self.best, seconds=self.seconds, n_evaluations=self.n_evaluations)
+    def note(self, loss: float, objective: Objective) -> None:
+        self.loss = min(self.loss, loss)
+        if loss <= self.target and self.seconds is None:
+            self.seconds = time.perf_counter() - self.begun
+            self.n_evaluations = objective.n_evaluations
 
 
 def least_loss(objective: Objective, *, small: bool) -> float:
@@ -73,16 +56,22 @@ def least_loss(objective: Objective, *, small: bool) -> float:
 
 
 def by_scipy(objective: Objective, target: float) -> Outcome:
-    watched = Watched(objective, target)
+    outcome = Outcome(target=target)
+
+    def watched(point: Doubles) -> tuple[float, Doubles]:
+        loss, gradient = objective(point)
+        outcome.note(loss, objective)
+        return loss, gradient
+
     options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-15, "gtol": 1e-9}
     scipy_minimize(  # type: ignore[call-overload]  # as above
         watched, objective.initial, jac=True, method="L-BFGS-B", options=options
     )
-    return watched.outcome
+    return outcome
 
 
 def by_torch(objective: Objective, target: float) -> Outcome:
-    watched = Watched(objective, target)
+    outcome = Outcome(target=target)
     optimizer = torch.optim.LBFGS(
         objective.net.parameters(),
         max_iter=2000,
@@ -95,11 +84,11 @@ def by_torch(objective: Objective, target: float) -> Outcome:
 
     def closure() -> float:
         loss = objective.backward()
-        watched.note(loss)
+        outcome.note(loss, objective)
         return loss
 
     optimizer.step(closure)
-    return watched.outcome
+    return outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,36 +110,18 @@ class Problem:
 
 
 def by_sandblaster(problem: Problem, *, target: float) -> tuple[Outcome, float]:
-    ours = job(
-        {
-            "model": {"factory": f"{PROBLEMS}:{problem.name}_net"},
-            "data": {
-                "train": {
-                    "factory": f"{PROBLEMS}:{problem.name}_data",
-                    "arguments": problem.arguments,
-                }
-            },
-            "algorithm": {
-                "name": "sandblaster",
-                "loss": problem.loss_name,
-                "l2": problem.l2,
-                "tolerance": 0.0,
-                "max_evaluations": 1000,
-                "portion": problem.portion,
-            },
-            "cluster": {"replicas": N_REPLICAS, "shards": 2},
-            "stop": {"loss": target},
-        }
-    )
-    found = ours.run.summary.loss or float("nan")
-    n = len(problem.data[0])
-    reached = found <= target
-    outcome = Outcome(
-        loss=found,
-        seconds=ours.training_seconds if reached else None,
+    algorithm = {
+        "loss": problem.loss_name,
+        "l2": problem.l2,
+        "max_evaluations": 1000,
+        "portion": problem.portion,
+    }
+    ours = job(problem.name, algorithm, data=problem.arguments, stop={"loss": target})
+    outcome = Outcome(target=target, loss=ours.run.summary.loss or float("nan"))
+    if outcome.loss <= target:
+        outcome.seconds = ours.training_seconds
         # The coordinator's own count has one more, which it had begun.
-        n_evaluations=ours.run.summary.samples // n if reached else None,
-    )
+        outcome.n_evaluations = ours.run.summary.samples // len(problem.data[0])
     return outcome, ours.run.summary.seconds - ours.training_seconds
 
 
@@ -185,7 +156,7 @@ def problems(*, small: bool) -> list[Problem]:
 
 def optimum(*, small: bool) -> dict[str, float]:
     torch.set_num_threads(1 if small else N_REPLICAS)
-    evaluations = {"ours": 0, "scipy": 0}
+    n_ours = n_scipy = 0
     for problem in problems(small=small):
         least = least_loss(problem.objective(), small=small)
         target = least * (1.0 + problem.share)
@@ -196,20 +167,16 @@ def optimum(*, small: bool) -> dict[str, float]:
             "torch": by_torch(problem.objective(), target),
         }
         title = f"{problem.name}: to {problem.share:g} of the optimum"
-        _show_outcomes(title, outcomes, start=start)
-        if ours.n_evaluations and outcomes["scipy"].n_evaluations:
-            evaluations["ours"] += ours.n_evaluations
-            evaluations["scipy"] += outcomes["scipy"].n_evaluations
-    return {"evaluations_over_scipy": evaluations["ours"] / evaluations["scipy"]}
-
-
-def _show_outcomes(title: str, outcomes: dict[str, Outcome], *, start: float) -> None:
-    rows = {
-        name: {
-            "seconds": "" if o.seconds is None else f"{o.seconds:.2f}",
-            "evaluations": "" if o.n_evaluations is None else f"{o.n_evaluations}",
-            "loss": f"{o.loss:.9g}",
+        rows = {
+            name: {
+                "seconds": "" if o.seconds is None else f"{o.seconds:.2f}",
+                "evaluations": "" if o.n_evaluations is None else f"{o.n_evaluations}",
+                "loss": f"{o.loss:.9g}",
+            }
+            for name, o in outcomes.items()
         }
-        for name, o in outcomes.items()
-    }
-    measurement.show(f"{title} (our start, besides: {start:.1f} s)", rows)
+        measurement.show(f"{title} (our start, besides: {start:.1f} s)", rows)
+        if ours.n_evaluations and outcomes["scipy"].n_evaluations:
+            n_ours += ours.n_evaluations
+            n_scipy += outcomes["scipy"].n_evaluations
+    return {"evaluations_over_scipy": n_ours / n_scipy}

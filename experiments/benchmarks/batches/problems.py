@@ -25,7 +25,6 @@ from sandblaster.problem_files import TensorPairs
 
 
 Doubles = np.ndarray[tuple[int], np.dtype[np.float64]]
-
 SLOW_REPLICA = "replica-3"
 
 
@@ -63,7 +62,7 @@ def speech_net(*, small: bool = False) -> nn.Module:
     return Workload(net="speech", batch_size=1, small=small).module()
 
 
-def speech_frames(n: int, *, small: bool = False) -> TensorPairs:
+def speech_data(n: int, *, small: bool = False) -> TensorPairs:
     inputs, targets = Workload(net="speech", batch_size=n, small=small).samples()
     return TensorPairs(inputs, targets.to(torch.int64))
 

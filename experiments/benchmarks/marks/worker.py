@@ -26,25 +26,24 @@ from typing_extensions import override
 from distbelief.optimizer import DownpourSGD
 
 
+N_WORKERS, N_SHARDS = 4, 2
 N_RESIDUES = 512
 N_LIVES_MAX = 4096  # of one worker
 N_INPUTS, N_HIDDEN, N_CLASSES = 784, 32, 10
 BATCH_SIZE, N_BATCHES = 64, 50
 LEARNING_RATE = 0.05  # of the net; the marks need the rule's to be 1
-
 _ISSUED, _ACKNOWLEDGED = range(2)
 _SHAPE = (N_LIVES_MAX, 2)
-
 Counts = NDArray[np.int64]
 
 
 class MarkedNet(nn.Module):
-    def __init__(self, *, n_shards: int, n_workers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(N_INPUTS, N_HIDDEN), nn.ReLU(), nn.Linear(N_HIDDEN, N_CLASSES)
         )
-        self.marks = nn.Parameter(torch.zeros(n_shards, n_workers, N_RESIDUES))
+        self.marks = nn.Parameter(torch.zeros(N_SHARDS, N_WORKERS, N_RESIDUES))
 
     @override
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -116,22 +115,13 @@ def judge(marks: torch.Tensor, ledgers: list[Ledger]) -> Verdict:
     return Verdict(n_lost=n_lost, n_twice=n_twice, n_applied=int(applied.sum(axis=(1, 2)).max()))
 
 
-def work(
-    address: str,
-    ledger_path: str,
-    stop_path: str,
-    *,
-    worker: int,
-    life: int,
-    n_workers: int,
-    n_shards: int,
-) -> None:
+def work(address: str, ledger_path: str, stop_path: str, *, worker: int, life: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(worker)
     ledger, stop = Ledger(Path(ledger_path)), Path(stop_path)
     inputs = torch.randn(N_BATCHES, BATCH_SIZE, N_INPUTS)
     targets = torch.randint(N_CLASSES, (N_BATCHES, BATCH_SIZE))
-    net = MarkedNet(n_shards=n_shards, n_workers=n_workers)
+    net = MarkedNet()
     optimizer = DownpourSGD(net.parameters(), server=address)
 
     def note() -> None:

@@ -23,7 +23,6 @@ from rich.table import Table
 
 Name = TypeVar("Name")
 Found = TypeVar("Found")
-
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple, Self
 
-from typing_extensions import override
+import msgspec
 
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread
@@ -32,9 +32,7 @@ from experiments.benchmarks.network.hosts import HERE, Host
 
 READY: Final = "ready"
 Pairs = tuple[list[float], list[float]]  # seconds of pushes, and of fetches in between
-
 N_WARM_STEPS: Final = 3
-
 END_SECONDS_MAX: Final = 20.0
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -83,9 +81,16 @@ class Program:
 
 
 def module(name: str, *arguments: object, **options: Any) -> Program:  # noqa: ANN401
-    """Return a module of this package as a program; options are those of `Program`."""
-    words = [sys.executable, "-m", f"experiments.benchmarks.{name}", *map(str, arguments)]
-    return Program(command=words, **options)
+    """Return a module of this package as a program; options are those of `Program`.
+
+    Structs are given to it as JSON.
+    """
+    words = [
+        msgspec.json.encode(each).decode() if isinstance(each, msgspec.Struct) else str(each)
+        for each in arguments
+    ]
+    command = [sys.executable, "-m", f"experiments.benchmarks.{name}", *words]
+    return Program(command=command, **options)
 
 
 class Turn(NamedTuple):
@@ -99,19 +104,35 @@ class Turn(NamedTuple):
         return median(self.steps)
 
 
-class Processes:
-    """Processes started together and ended together; a context manager."""
+class Workers:
+    """Processes started together and ended together; a context manager.
 
-    def __init__(self, name: str, programs: Sequence[Program], folder: Path) -> None:
+    Those that `serve` requests are `stopped` between them if they poll without a pause.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        programs: Sequence[Program],
+        folder: Path,
+        *,
+        serve: bool = True,
+        stopped: bool = False,
+    ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
+        self.turns: list[Turn] = []
+        self.n_bytes_max = 0  # at the end of some turn
         self._programs = programs
         self._processes: list[subprocess.Popen[str]] = []
+        self._serve = serve
+        self._stopped = stopped
 
     def __enter__(self) -> Self:
         try:
             self._processes = [self._start(program) for program in self._programs]
-            self._warm_up()
+            if self._serve:
+                self._await_ready()
         except BaseException:
             self.end()
             raise
@@ -176,30 +197,13 @@ class Processes:
             return subprocess.Popen(
                 [*program.host.prefix, *program.command],
                 stdin=subprocess.PIPE,
-                stdout=self._stdout(log.fileno()),
+                stdout=subprocess.PIPE if self._serve else log,
                 stderr=log,
                 text=True,
                 cwd=program.folder,
                 start_new_session=True,  # Ctrl+C is for the benchmark, which ends them
                 env={**os.environ, **threads, "PYTHONWARNINGS": "ignore", **program.environment},
             )
-
-    def _stdout(self, log: int) -> int:
-        return log
-
-    def _warm_up(self) -> None: ...
-
-
-class Workers(Processes):
-    """Processes that `serve` requests; `stopped` between them, as some poll without a pause."""
-
-    def __init__(
-        self, name: str, programs: Sequence[Program], folder: Path, *, stopped: bool = False
-    ) -> None:
-        super().__init__(name, programs, folder)
-        self.turns: list[Turn] = []
-        self.n_bytes_max = 0  # at the end of some turn
-        self._stopped = stopped
 
     def ask(self, request: object, *, of: Sequence[int] | None = None) -> list[Any]:
         """Send one request to all, or to those `of` which the places are given; return answers."""
@@ -257,16 +261,9 @@ class Workers(Processes):
             "others": f"{max(turn.others for turn in self.turns):.2f}",
         }
 
-    @override
-    def _stdout(self, log: int) -> int:
-        del log
-        return subprocess.PIPE
-
-    @override
-    def _warm_up(self) -> None:
-        for process in self._processes:
-            if self._line(process) != READY:
-                raise self.failure(f"does not say {READY!r}")
+    def _await_ready(self) -> None:
+        if any(self._line(process) != READY for process in self._processes):
+            raise self.failure(f"does not say {READY!r}")
         if self._stopped:
             self.signal(signal.SIGSTOP)
 

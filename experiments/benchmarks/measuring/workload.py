@@ -23,7 +23,6 @@ from experiments.speech.model import acoustic_net
 
 
 NetName = Literal["speech", "image"]
-
 _LOSS: Final[dict[NetName, str]] = {"speech": "cross_entropy", "image": "one_vs_all"}
 
 
@@ -35,10 +34,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def loss(self) -> str:
         return _LOSS[self.net]
-
-    @property
-    def loss_layer(self) -> str:
-        return "loss"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -75,9 +70,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.module().state_dict()
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return dict(zip(("input", "targets"), self.samples(), strict=True))
 
     def mean_loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.net == "speech":

@@ -71,11 +71,12 @@ class Lan:
 
     def limit(self, host: Host, *, bits_per_second: float) -> None:
         """Set what the host's card carries each way."""
+        bucket = f"rate {bits_per_second:.0f}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
         for namespace, device in ((host.name, INTERFACE), (self._name, self._port(host))):
-            _limit(namespace, device, bits_per_second)
+            _do(f"tc -n {namespace} qdisc replace dev {device} root tbf {bucket}")
 
     def _set(self, host: Host, state: str) -> None:
-        _do(["ip", "-n", self._name, "link", "set", self._port(host), state])
+        _do(f"ip -n {self._name} link set {self._port(host)} {state}")
 
     def _port(self, host: Host) -> str:
         return f"port{self.hosts.index(host)}"
@@ -88,44 +89,27 @@ def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
     switch = f"{base}-switch"
     names = [f"{base}-{index}" for index in range(n_hosts)]
     try:
-        _do(["ip", "netns", "add", switch])
-        _do(["ip", "-n", switch, "link", "add", "switch", "type", "bridge"])
-        _do(["ip", "-n", switch, "link", "set", "switch", "up"])
-        hosts = []
-        for index, name in enumerate(names):
-            address = f"10.78.0.{index + 1}"
-            _plug(name, switch, f"port{index}", address, bits_per_second)
-            hosts.append(Host(name, address))
-        yield Lan(switch, hosts)
+        _do(f"ip netns add {switch}")
+        _do(f"ip -n {switch} link add switch type bridge")
+        _do(f"ip -n {switch} link set switch up")
+        lan = Lan(switch, [Host(name, f"10.78.0.{k}") for k, name in enumerate(names, start=1)])
+        for index, host in enumerate(lan.hosts):
+            name, port = host.name, f"port{index}"
+            _do(f"ip netns add {name}")
+            _do(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
+            _do(f"ip -n {name} addr add {host.address}/24 dev {INTERFACE}")
+            _do(f"ip -n {name} link set lo up")
+            _do(f"ip -n {name} link set {INTERFACE} up")
+            _do(f"ip -n {switch} link set {port} master switch up")
+            lan.limit(host, bits_per_second=bits_per_second)
+        yield lan
     finally:
         for name in [*names, switch]:
             with suppress(OSError):
-                _do(["ip", "netns", "del", name])
+                _do(f"ip netns del {name}")
 
 
-def _plug(name: str, switch: str, port: str, address: str, bits_per_second: float) -> None:
-    _do(["ip", "netns", "add", name])
-    _do(
-        [
-            *("ip", "link", "add", INTERFACE, "netns", name),
-            *("type", "veth", "peer", "name", port, "netns", switch),
-        ]
-    )
-    _do(["ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE])
-    _do(["ip", "-n", name, "link", "set", "lo", "up"])
-    _do(["ip", "-n", name, "link", "set", INTERFACE, "up"])
-    _do(["ip", "-n", switch, "link", "set", port, "master", "switch", "up"])
-    for namespace, device in ((name, INTERFACE), (switch, port)):
-        _limit(namespace, device, bits_per_second)
-
-
-def _limit(namespace: str, device: str, bits_per_second: float) -> None:
-    bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{_BURST_BYTES}"]
-    root = ["dev", device, "root", "tbf", *bucket, "limit", f"{_QUEUE_BYTES}"]
-    _do(["tc", "-n", namespace, "qdisc", "replace", *root])
-
-
-def _do(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _do(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise OSError(f"{command}: {done.stderr.strip()}")

@@ -59,13 +59,8 @@ class Course:
     def write(self) -> Path:
         folder = Path(self.run_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, n_bytes in (
-            ("board", 8 * (self.n_workers + 1) * N_COLUMNS),
-            ("times", 8 * self.n_records_max),
-            ("recorded", 4 * self.n_records_max * self.n_parameters),
-        ):
-            with (folder / name).open("wb") as file:
-                file.truncate(n_bytes)
+        for mapped in (self.board, self.times, self.recorded):
+            mapped()  # makes the file
         path = folder / "course.json"
         path.write_text(json.dumps(asdict(self)))
         return path
@@ -80,30 +75,29 @@ class Course:
         return sum((inputs + 1) * outputs for inputs, outputs in pairs)
 
     def board(self) -> torch.Tensor:
-        return self._map("board", (self.n_workers + 1, N_COLUMNS), torch.float64)
+        return _map(self.run_folder, "board", (self.n_workers + 1, N_COLUMNS), torch.float64)
 
     def times(self) -> torch.Tensor:
         """Return when parameters were recorded, (n_records_max,)."""
-        return self._map("times", (self.n_records_max,), torch.float64)
+        return _map(self.run_folder, "times", (self.n_records_max,), torch.float64)
 
     def recorded(self) -> torch.Tensor:
         """Return the parameters recorded, (n_records_max, n_parameters)."""
-        shape = self.n_records_max, self.n_parameters
-        return self._map("recorded", shape, torch.float32)
+        return _map(self.run_folder, "recorded", (self.n_records_max, self.n_parameters))
 
     def net(self) -> nn.Sequential:
         layers: list[nn.Module] = []
         for inputs, outputs in zip(self.sizes, self.sizes[1:], strict=False):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         net = nn.Sequential(*layers[:-1])
-        load(net, self._read("initial", (self.n_parameters,), torch.float32))
+        load(net, _map(self.data_folder, "initial", (self.n_parameters,), shared=False))
         return net
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (n, n_inputs) inputs and (n,) classes; the last are held out."""
         n = self.n_train + self.n_held_out
-        inputs = self._read("inputs", (n, self.sizes[0]), torch.float32)
-        return inputs, self._read("targets", (n,), torch.int64)
+        inputs = _map(self.data_folder, "inputs", (n, self.sizes[0]), shared=False)
+        return inputs, _map(self.data_folder, "targets", (n,), torch.int64, shared=False)
 
     def held_out_loss(self, net: nn.Module) -> float:
         inputs, targets = self.data()
@@ -138,47 +132,37 @@ class Course:
                 uniform = torch.rand(*shape, generator=random)
                 initial.append(((2 * uniform - 1) * bound).reshape(-1))
         Path(self.data_folder).mkdir(parents=True, exist_ok=True)
-        self._write("inputs", inputs)
-        self._write("targets", targets)
-        self._write("initial", torch.cat(initial))
+        made = {"inputs": inputs, "targets": targets, "initial": torch.cat(initial)}
+        for name, values in made.items():
+            # A file that is shared grows to what is mapped of it.
+            _map(self.data_folder, name, tuple(values.shape), values.dtype).copy_(values)
 
-    def _map(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        path, size = str(Path(self.run_folder, name)), math.prod(shape)
-        return torch.from_file(path, shared=True, size=size, dtype=dtype).view(shape)
 
-    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        path, size = str(Path(self.data_folder, name)), math.prod(shape)
-        return torch.from_file(path, shared=False, size=size, dtype=dtype).view(shape)
-
-    def _write(self, name: str, values: torch.Tensor) -> None:
-        path = Path(self.data_folder, name)
-        with path.open("wb") as file:
-            file.truncate(values.nbytes)
-        mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
-        mapped.copy_(values.reshape(-1))
+def _map(
+    folder: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    *,
+    shared: bool = True,
+) -> torch.Tensor:
+    path, size = str(Path(folder, name)), math.prod(shape)
+    return torch.from_file(path, shared=shared, size=size, dtype=dtype).view(shape)
 
 
 def load(net: nn.Module, flat: torch.Tensor) -> None:
     """Set the parameters of `net` to (n_parameters,) values."""
+    sizes = [parameter.numel() for parameter in net.parameters()]
     with torch.no_grad():
-        start = 0
-        for parameter in net.parameters():
-            stop = start + parameter.numel()
-            parameter.copy_(flat[start:stop].view_as(parameter))
-            start = stop
+        for parameter, values in zip(net.parameters(), flat.split(sizes), strict=True):
+            parameter.copy_(values.view_as(parameter))
 
 
 class Entrant:
     """One worker on the course: its net, its batches, its notes."""
 
     def __init__(self, course: Course, worker: int, *, in_step: bool = False) -> None:
-        """Prepare; `batches` begins.
-
-        Args:
-            course: The same for all.
-            worker: From 0; each has its own part of the data.
-            in_step: All workers make equally many gradients; the system lets none go ahead.
-        """
+        """Prepare; `batches` begins. `in_step`: the system lets no worker go ahead."""
         torch.set_num_threads(1)
         self.course = course
         self.net = course.net()  # with the initial weights
@@ -220,7 +204,11 @@ class Entrant:
                 break
         mine[DONE] = time.monotonic()
 
-    def leave(self) -> None:
+    def train(self, step: Callable[[], object], net: nn.Module | None = None) -> None:
+        """Take a step after the gradient of each batch, then wait until all may leave."""
+        for inputs, targets in self.batches():
+            self.gradient(inputs, targets, net)
+            step()
         self._wait(lambda: bool(self._board[-1, RELEASED]))
 
     def _indices(self) -> Iterator[torch.Tensor]:

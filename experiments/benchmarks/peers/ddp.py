@@ -26,10 +26,7 @@ def work(path: str, rank: int) -> None:
     net = DistributedDataParallel(entrant.net)
     rate = course.learning_rate * course.n_workers
     optimizer = torch.optim.SGD(entrant.net.parameters(), lr=rate)
-    for inputs, targets in entrant.batches():
-        entrant.gradient(inputs, targets, net)
-        optimizer.step()
-    entrant.leave()
+    entrant.train(optimizer.step, net)
     distributed.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """The speech net by torch's own tensor parallelism, over gloo.
 
-    python -m experiments.benchmarks.peers.dtensor WORKLOAD.json RANK N_RANKS MEETING
+    python -m experiments.benchmarks.peers.dtensor WORKLOAD RANK N_RANKS MEETING
 
 As its documentation has it for a stack of Linear layers (Shoeybi et al. 2019,
 "Megatron-LM", section 3): cut by outputs, then by inputs, in turn, so that one
@@ -30,10 +30,10 @@ from experiments.benchmarks.measuring.workers import serve_steps
 from experiments.benchmarks.measuring.workload import Workload
 
 
-def main(path: str, rank: int, n_ranks: int, meeting: str) -> None:
+def main(given: str, rank: int, n_ranks: int, meeting: str) -> None:
     keep_memory()
     torch.set_num_threads(1)
-    workload = msgspec.json.decode(Path(path).read_bytes(), type=Workload)
+    workload = msgspec.json.decode(given, type=Workload)
     distributed.init_process_group(
         "gloo", init_method=Path(meeting).absolute().as_uri(), rank=rank, world_size=n_ranks
     )

@@ -14,10 +14,7 @@ def work(path: str, worker: int, address: str) -> None:
         n_push=course.every,
         learning_rate=course.learning_rate,
     )
-    for inputs, targets in entrant.batches():
-        entrant.gradient(inputs, targets)
-        optimizer.step(samples=course.batch_size)
-    entrant.leave()
+    entrant.train(lambda: optimizer.step(samples=course.batch_size))
     optimizer.close()
 
 

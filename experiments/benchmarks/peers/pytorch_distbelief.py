@@ -54,10 +54,7 @@ def work(path: str, rank: int) -> None:
     optimizer = peer.DownpourSGD(
         net.parameters(), lr=course.learning_rate, n_push=N_STEPS, n_pull=N_STEPS, model=net
     )
-    for inputs, targets in entrant.batches():
-        entrant.gradient(inputs, targets)
-        optimizer.step()
-    entrant.leave()
+    entrant.train(optimizer.step)
 
 
 def main(path: str) -> None:

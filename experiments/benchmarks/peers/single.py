@@ -11,7 +11,4 @@ def main(path: str) -> None:
     parameters = list(entrant.net.parameters())
     kind = torch.optim.Adagrad if course.rule == "adagrad" else torch.optim.SGD
     optimizer = kind(parameters, lr=course.learning_rate)
-    for inputs, targets in entrant.batches():
-        entrant.gradient(inputs, targets)
-        optimizer.step()
-    entrant.leave()
+    entrant.train(optimizer.step)

@@ -33,13 +33,14 @@ def train(course: Course, worker: int, server: "rpc.RRef[Server]") -> None:
     entrant = Entrant(course, worker)
     parameters = list(entrant.net.parameters())
     call = server.rpc_sync()
-    for inputs, targets in entrant.batches():
-        entrant.gradient(inputs, targets)
+
+    def step() -> None:
         fresh = call.update([parameter.grad for parameter in parameters])
         with torch.no_grad():
             for parameter, values in zip(parameters, fresh, strict=True):
                 parameter.copy_(values)
-    entrant.leave()
+
+    entrant.train(step)
 
 
 def work(path: str, rank: int) -> None:

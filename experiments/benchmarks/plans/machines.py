@@ -41,7 +41,6 @@ from experiments.benchmarks.network.hosts import HERE, Host
 
 N_MACHINES: Final = 2
 PLACES: Final = {"rows": 1, "columns": 2}  # dimensions of images, channels being the first
-
 Choose = Callable[[Layer, int], Placement]  # choose(layer, its place in the net) -> where it is
 
 
@@ -228,10 +227,8 @@ def machines(
         n_machines=n_machines,
         folder=str(place),
     )
-    file = place / "setting.json"
-    file.write_bytes(msgspec.json.encode(setting))
     programs = [
-        module("bare.machine", file, index, host.address, host=host)
+        module("bare.machine", setting, index, host.address, host=host)
         for index, host in enumerate(ends[:n_machines])
     ]
     return Workers(name, programs, folder)

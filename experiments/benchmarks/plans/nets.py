@@ -17,6 +17,9 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from distbelief.graph.losses import append_loss
+from distbelief.partition.cost_model import AnalyticCosts, single_sample
+from distbelief.partition.search import PlanningRequest
+from distbelief.program.cluster import Cluster
 from experiments.images.model import paper_net
 from experiments.speech import model as speech
 from experiments.zoo.models import MODELS
@@ -34,6 +37,14 @@ class Net:
         with torch.device("meta"):
             module = self.make()
         return append_loss(capture(module, [self.input]), self.loss, dim=self.classes)
+
+    def order(self, cluster: Cluster) -> PlanningRequest:
+        """Capture it, to be planned by arithmetic and search."""
+        graph = self.graph()
+        costs = AnalyticCosts(cluster, batch=self.batch, single=single_sample(graph))
+        return PlanningRequest(
+            graph=graph, cluster=cluster, batch=self.batch, costs=costs, pins={}, search=True
+        )
 
 
 def convolution(before: int, after: int) -> list[nn.Module]:
@@ -113,7 +124,6 @@ _OF_TORCHVISION: Final = (
     *("alexnet", "vgg11", "mobilenet_v2", "resnet18", "resnet50", "googlenet", "densenet121"),
 )
 _IMAGE: Final = InputSpec(shape=(3, 224, 224))
-
 SPEECH: Final = Net(make=speech.paper_net, input=InputSpec(shape=(speech.N_INPUTS,)), batch=100)
 # The pair of Dean et al. 2012, section 5.
 IMAGES: Final = Net(

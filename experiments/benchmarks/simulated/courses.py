@@ -15,36 +15,31 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Final, cast
 
 import msgspec
 import torch
+from torch import nn
 from torch.nn import functional
 
 from distbelief.config.load import parse_job
 from distbelief.config.presets import PRESETS, Table
 from distbelief.core import vectors
-from distbelief.core.memory import Memory
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import FinishedRun, run_simulated
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.roles.role import (
-    ALL_MESSAGES,
-    SUPERVISOR,
-    Action,
-    Address,
-    Computed,
-    Event,
-    Role,
-    Seconds,
-)
+from distbelief.roles.role import SUPERVISOR, Address, Computed, Event, Role, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, CostScale
 from distbelief.simulation.placement import options_for
 from distbelief.worker.objective import STEP
-from experiments.benchmarks.simulated import small_tasks
+from experiments.figures import task as speech_task
+from experiments.figures.entries import Noted
 from experiments.figures.task import Held
+from experiments.speech.model import acoustic_net
+from experiments.zoo.text import N_LETTERS, passages
 
 
 N_PARAMETERS: Final = 41_777_152
@@ -59,7 +54,7 @@ ALONE: Final = "one process"
 # Of one process: a step, and AdamW, as a replica with local steps pays for it
 ALONE_SECONDS: Final = STEP_SECONDS + 8 * 4 * N_PARAMETERS / MEMORY_RATE
 _DATA: Final = {"text": "text", "speech": "frames"}
-_TASKS: Final = "experiments.benchmarks.simulated.small_tasks"
+_TASKS: Final = "experiments.benchmarks.simulated.courses"
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,27 +83,9 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         return next((seconds for seconds, _, found in self.points if found <= loss), None)
 
 
-@dataclass(slots=True)
-class Watched:
-    """A replica, and when its steps began and ended, in all incarnations."""
-
-    accepts = ALL_MESSAGES
-
-    role: Role
-    steps: list[tuple[Seconds, Seconds]]
-
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        if isinstance(event, Computed) and event.name == STEP:
-            self.steps.append((now - event.seconds, now))
-        return self.role.handle(event, now)
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self.role.status()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """The hosts of a job, and the steps of its replicas."""
+    """The hosts of a job, and when steps of its replicas began and ended, in all incarnations."""
 
     bits_per_second: float
     steps: dict[Address, list[tuple[Seconds, Seconds]]] = field(default_factory=dict)
@@ -119,10 +96,13 @@ class Hosts:
 
     def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
         def watched(name: Address, build: Builder) -> Builder:
-            def build_it(memory: Memory) -> Role:
-                return Watched(build(memory), self.steps.setdefault(name, []))
+            steps = self.steps.setdefault(name, [])
 
-            return build_it
+            def note(_role: Role, event: Event, now: Seconds) -> None:
+                if isinstance(event, Computed) and event.name == STEP:
+                    steps.append((now - event.seconds, now))
+
+            return lambda memory: Noted(build(memory), note)
 
         kinds = prepared.kinds
         return {
@@ -214,6 +194,47 @@ snapshot_every = "10 h"
 """
 
 
+# Two small tasks with real data: the next letter of a text, and phone states of speech
+
+CONTEXT: Final = 16  # letters
+N_HELD_OUT: Final = 4096
+_PASSAGE: Final = 256  # letters; every tenth is held out
+
+
+def text_net() -> nn.Module:
+    """Return a net that predicts the next letter from 16; 85,376 parameters."""
+    return nn.Sequential(
+        nn.Embedding(N_LETTERS, 24),
+        nn.Flatten(),
+        nn.Linear(24 * CONTEXT, 128),
+        nn.ReLU(),
+        nn.Linear(128, 128),
+        nn.ReLU(),
+        nn.Linear(128, N_LETTERS),
+    )
+
+
+def speech_net() -> nn.Module:
+    """Return 440 - 128 - 210 with ReLU; 83,538 parameters."""
+    return acoustic_net(hidden=[128], states=speech_task.N_STATES, activation="relu")
+
+
+@cache
+def text(part: str) -> Held:
+    """Return 16 letters and the next, of Python's documentation."""
+    letters, following = passages(part=part, length=_PASSAGE).tensors
+    inputs = letters.unfold(1, CONTEXT, 1).reshape(-1, CONTEXT)
+    targets = following[:, CONTEXT - 1 :].reshape(-1)
+    if part == "test":
+        chosen = torch.linspace(0, len(targets) - 1, N_HELD_OUT).long()
+        inputs, targets = inputs[chosen], targets[chosen]
+    return Held(inputs, targets)
+
+
+def frames(part: str) -> Held:
+    return speech_task.train() if part == "train" else speech_task.held_out()
+
+
 @contextmanager
 def _blocks_of(n_bytes: int) -> Iterator[None]:
     # Of the usual size, a block would be all that a small net sends, and stand for far more.
@@ -252,16 +273,16 @@ def run(
 def alone(task: str, *, rate: float, seed: int, gradients: int) -> Course:
     """Train in one process by torch's AdamW."""
     torch.manual_seed(seed)
-    net = {"text": small_tasks.text_net, "speech": small_tasks.speech_net}[task]()
-    load = {"text": small_tasks.text, "speech": small_tasks.frames}[task]
-    data, test = load("train"), load("test")  # type: ignore[operator]
+    net = text_net() if task == "text" else speech_net()
+    data, test = (text(part) if task == "text" else frames(part) for part in ("train", "test"))
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
     order = torch.cat(
         [torch.randperm(len(data)) for _ in range(1 + gradients * BATCH // len(data))]
     )
     points: list[tuple[float, int, float]] = []
     for step in range(1, gradients + 1):
-        inputs, targets = data.__getitems__(order[(step - 1) * BATCH : step * BATCH])
+        rows = order[(step - 1) * BATCH : step * BATCH].tolist()
+        inputs, targets = data.__getitems__(rows)
         optimizer.zero_grad()
         functional.cross_entropy(net(inputs), targets).backward()
         optimizer.step()
@@ -276,5 +297,5 @@ def alone(task: str, *, rate: float, seed: int, gradients: int) -> Course:
 
 
 @torch.no_grad()
-def _held_out(net: torch.nn.Module, test: Held) -> float:
+def _held_out(net: nn.Module, test: Held) -> float:
     return float(functional.cross_entropy(net(test.inputs), test.targets))

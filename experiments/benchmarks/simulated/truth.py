@@ -43,6 +43,7 @@ from experiments.benchmarks.measuring import measurement
 
 EDGE: Final = 0.1
 N_POINTS_MIN: Final = 4
+REPORT_SECONDS: Final = 0.25
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +96,6 @@ def steady_rate(history: Sequence[Point]) -> float | None:
     return (inner[-1].samples - inner[0].samples) / seconds
 
 
-REPORT_SECONDS: Final = 0.25
-
-
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """Both runs of a job, and what the simulated one rests on."""
 
@@ -119,12 +117,8 @@ def both_ways(
 ) -> Agreement:
     """Run a job for real, and in virtual time, its work measured before and after.
 
-    Args:
-        job: The job. It is best ended by [algorithm] max_steps, or by iterations, so
-            that both runs do the same work.
-        seed: Of the simulation.
-        blows: What breaks, in both.
-        horizon: Seconds of training that blows are laid over.
+    The job is best ended by [algorithm] max_steps, or by iterations, so that both runs do the same
+    work. Blows break something in both; `horizon` seconds of training are what they are laid over.
     """
     # A machine is as fast as it is just now: what was kept may be of another day, and
     # within a minute, of virtual machines, the same step takes a fifth more or less.
@@ -152,11 +146,7 @@ def mean_of(found: Sequence[Rates]) -> Rates:
 def simulated_side(
     job: Job, *, seed: int, blows: Sequence[FaultEvent] = (), horizon: Seconds = 1.0
 ) -> tuple[Side, tuple[tuple[str, str], ...]]:
-    """Run a job in virtual time, on this host as it was measured.
-
-    Returns:
-        What came of it, and every constant it rests on.
-    """
+    """Run a job in virtual time, on this host as it was measured; return every constant too."""
     job = _reporting(job)
     hosts = HostCosts(None, machines=None, measures=True)
     with Preparation() as staging:
@@ -212,13 +202,9 @@ def real_side(job: Job, *, blows: Sequence[FaultEvent] = (), horizon: Seconds = 
     attacker = FaultInjector(lambda _: blows, horizon=horizon)
     with scratch() as folder, attacker:
         output = msgspec.structs.replace(_reporting(job).output, directory=str(folder / "run"))
+        job = msgspec.structs.replace(job, output=output)
         with LocalLauncher() as launcher:
-            run = train(
-                msgspec.structs.replace(job, output=output),
-                show=False,
-                launcher=launcher,
-                watch=look,
-            )
+            run = train(job, show=False, launcher=launcher, watch=look)
     return side_of(views[-1], job, error=run.summary.error)
 
 
@@ -264,9 +250,7 @@ portion = 256""",
 
 
 HORIZON: Final = 10.0  # seconds of training that blows are laid over
-
 STALENESS_MIN: Final = 0.1  # pushes; a replica that is alone meets none but at its start
-
 PAUSED: Final = FaultEvent(kind="pause", role="replica-1", at=0.2, lasts=0.2)
 SLOWED: Final = FaultEvent(kind="slow", role="replica-1", at=0.1, lasts=10.0, factor=3.0)
 
@@ -304,36 +288,27 @@ TINY: Final = ("model.arguments.hidden=32",)
 
 
 def truth(names: Sequence[str] = tuple(CASES), *, small: bool = False) -> dict[str, float]:
-    found: dict[str, Agreement] = {}
-    others: dict[str, float] = {}
-    cases = [CASES[name] for name in names]
-    if small:
-        cases = [replace(c, overrides=(*c.overrides, *TINY)) for c in cases]
-    for case in cases:
+    found: list[Agreement] = []
+    rows: dict[str, dict[str, str]] = {}
+    others = [0.0]
+    for case in [CASES[name] for name in names]:
+        job = replace(case, overrides=(*case.overrides, *(TINY if small else ()))).job
         with measurement.usage() as used:
-            both = both_ways(case.job, blows=case.blows, horizon=HORIZON)
-        found[case.name], others[case.name] = both, used.others
-        print(case.name, _row(both), f"others {used.others:.2f} cores", flush=True)
-    for last in list(found.values())[-1:]:
-        for name, value in last.constants:
-            print(f"  {name}: {value}")
-    rows = {name: {**_row(both), "others": f"{others[name]:.2f}"} for name, both in found.items()}
+            found.append(both_ways(job, blows=case.blows, horizon=HORIZON))
+        others.append(used.others)
+        rows[case.name] = {**_row(found[-1]), "others": f"{used.others:.2f}"}
+        print(case.name, rows[case.name], flush=True)
+    for name, value in found[-1].constants if found else ():
+        print(f"  {name}: {value}")
     measurement.show("simulated / real on this host", rows)
+    # Of other jobs a share of the staleness says nothing.
+    stale = [both for both in found if (both.real.staleness_mean or 0.0) >= STALENESS_MIN]
     return {
         "step_time_error": _worst(found, "step_seconds"),
         "samples_per_second_error": _worst(found, "samples_per_second"),
-        "staleness_error": _worst(_stale(found), "staleness_mean"),
-        "bytes_differ": float(sum(not _equal_bytes(both) for both in found.values())),
-        "others": max(others.values(), default=0.0),
-    }
-
-
-def _stale(found: Mapping[str, Agreement]) -> dict[str, Agreement]:
-    """Return the jobs of which a share of the staleness says anything."""
-    return {
-        name: both
-        for name, both in found.items()
-        if (both.real.staleness_mean or 0.0) >= STALENESS_MIN
+        "staleness_error": _worst(stale, "staleness_mean"),
+        "bytes_differ": float(sum(not _equal_bytes(both) for both in found)),
+        "others": max(others),
     }
 
 
@@ -348,8 +323,8 @@ def _row(both: Agreement) -> dict[str, str]:
     return cells
 
 
-def _worst(found: Mapping[str, Agreement], figure: str) -> float:
-    errors = [both.error_of(figure) for both in found.values()]  # None: has none
+def _worst(found: Sequence[Agreement], figure: str) -> float:
+    errors = [both.error_of(figure) for both in found]  # None: has none
     return max((error for error in errors if error is not None), default=0.0)
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.core.memory import PrivateMemory
+from distbelief.core.tensor_files import TensorFile
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, Adagrad
@@ -92,7 +93,7 @@ def test_the_copies_of_a_shard_come_together() -> None:
 
 
 def context(
-    *, shard_copies: int = 1, test: bool = True, initial_file: str | None = None
+    *, shard_copies: int = 1, test: bool = True, initial_file: TensorFile | None = None
 ) -> BuildContext:
     data = DataSpec(factory=f"{HERE}:frames")
     task = TaskSpec(
@@ -150,13 +151,13 @@ def test_what_does_not_fit_the_job_is_rejected() -> None:
 
 def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
     model = FlatModel(build_model(context().task.model))
-    path = str(tmp_path / "initial.safetensors")
+    path = tmp_path / "initial.safetensors"
     save_file(dict(model.named_tensors()), path)
     found = [torch.zeros_like(value) for value in model.values]
     layout = context().layout
     assert layout is not None
     for k in range(2):
-        shard = build(f"shard-{k}", context(initial_file=path))
+        shard = build(f"shard-{k}", context(initial_file=TensorFile.at(path)))
         for action in shard.handle(Started(incarnation=1), 0.0):
             if isinstance(action, Compute):
                 action.work()

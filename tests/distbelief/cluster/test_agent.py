@@ -79,13 +79,28 @@ def test_what_roles_read_is_of_this_host(code: Path) -> None:
     spec = read_spec(str(storage.spec))
     assert spec.supervisor == "tcp://127.0.0.1:7"
     assert spec.allowed == ("letters",)
-    assert spec.snapshots == str(code / "joined" / "1" / "snapshots")
+    assert spec.snapshots == ""  # the file server has them
     assert spec.plan is not None
     assert Path(spec.plan).read_text() == "{}"
     assert Path(spec.memory) == storage.spec.parent
     assert storage.spec.parent.stat().st_mode & 0o777 == 0o700
     storage.clear()
     assert not storage.spec.exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("/nowhere/runs", "has no directory /nowhere/runs: mount"), ("nobody://x", "not known")],
+)
+def test_a_host_that_cannot_reach_the_checkpoints_is_refused(
+    code: Path, place: str, why: str
+) -> None:
+    storage = site_of(code, "letters")
+    overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
+    storage.store_job_spec(write_job_spec(spec_of(*overrides), plan=None, snapshots=place))
+    assert preflight.prepare_main("prepare", 1, str(storage.spec)) == 0
+    assert why in str(storage.verdict())
+    storage.clear()
 
 
 def test_a_host_says_what_is_wrong_with_a_run(code: Path) -> None:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from distbelief.cluster import bootstrap
 from distbelief.cluster.bootstrap import (
     ASK_SECONDS,
     DOCUMENT_BYTES_MAX,
@@ -16,13 +17,16 @@ from distbelief.cluster.bootstrap import (
     read_job_spec,
     write_job_spec,
 )
+from distbelief.cluster.listen import JoinServer
 from distbelief.config.load import job_from_json
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import Blob, FileChunk, FileRequest, hosts
 from distbelief.protocol.hosts import CHUNK_BYTES_MAX
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair
+from distbelief.transport.shared_memory import FileMemory
 from tests.distbelief.jobs import speech
 
 
@@ -110,6 +114,30 @@ def test_the_rate_is_that_of_the_fastest_chunk(bandwidth: float) -> None:
     assert probe.rate == pytest.approx(min(bandwidth, CHUNK_BYTES_MAX / 1e-6), rel=0.01)
 
 
+def test_only_hosts_on_the_supervisors_machine_use_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that Ray started on the same machine sent every step through TCP: 0.70 as fast."""
+    memory = FileMemory.make(root=tmp_path)
+    received = read_job_spec(write_job_spec(spec_of(memory=str(memory.directory)), plan=None))
+
+    def found() -> Path | None:
+        return received.memory_here
+
+    assert found() == memory.directory
+    memory.directory.chmod(0o755)  # not this user's alone
+    assert found() is None
+    memory.directory.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(bootstrap, "this_machine", lambda: f"{received.machine}0")
+        assert found() is None
+        assert msgspec.structs.replace(received, machine="").memory_here is None
+    memory.remove_all()
+    assert found() is None
+    unshared = read_job_spec(write_job_spec(spec_of(memory=""), plan=None))
+    assert unshared.memory_here is None
+
+
 def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> RoleSpec:
     job = speech(*overrides, path="/home/ada/nets/speech.toml")
     layout = Layout.of([TensorSpec(name="w", shape=(3, 2), kind="parameter")], n_shards=1)
@@ -133,8 +161,32 @@ def test_a_job_spec_has_the_plan_and_no_path_of_the_supervisors(tmp_path: Path) 
     assert received.plan == "{}"
     assert received.shares
     assert not any((received.spec.memory, received.spec.snapshots, received.spec.supervisor))
-    assert received.spec.initial_file is received.spec.plan is None
+    assert received.spec.plan is None
+    assert received.spec.initial_file == ""  # the file server has it
+    assert received.spec.files == ""
     assert not read_job_spec(write_job_spec(spec_of(memory=""), plan=None)).shares
+
+
+@pytest.mark.parametrize(
+    ("overrides", "snapshots"),
+    [((), ""), (("cluster.checkpoints=/mnt/runs",), "/home/ada/runs/x/snapshots")],
+)
+def test_hosts_save_at_the_file_server_unless_the_job_names_a_place(
+    overrides: tuple[str, ...], snapshots: str
+) -> None:
+    job, files = speech(*overrides), "tcp://0.0.0.0:7"
+    cluster = JoinServer(reach=ListenConfig()).cluster(
+        job, spec_of(*overrides), plan=None, files=files
+    )
+    spec = read_job_spec(cluster.job_spec).spec
+    assert (spec.files, spec.snapshots) == (files, snapshots)
+
+
+def test_a_job_spec_says_where_hosts_find_checkpoints_and_initial_values() -> None:
+    files, shared = "tcp://0.0.0.0:7", "s3://b/x"
+    content = write_job_spec(spec_of(), plan=None, files=files, snapshots=shared)
+    spec = read_job_spec(content).spec
+    assert (spec.files, spec.snapshots, spec.initial_file) == (files, shared, "")
 
 
 def test_a_job_looks_for_its_files_where_the_host_has_them(tmp_path: Path) -> None:

@@ -5,9 +5,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 from typing_extensions import override
 
-from distbelief.data import Batch, Dataset, Fields, read_batch, rebuilt, shown_path, tensors_of
+from distbelief.data import (
+    Batch,
+    Dataset,
+    Fields,
+    are_alike,
+    marks_of,
+    read_batch,
+    rebuilt,
+    shown_path,
+    tensors_of,
+)
 from distbelief.errors import JobError
 
 
@@ -233,3 +244,40 @@ def test_values_are_taken_apart_and_put_together() -> None:
     assert rebuilt({("a", 2): two}) == Fields(a=(None, None, two))
     with pytest.raises(AttributeError, match="there is no 'cache', only logits, more"):
         again.cache  # noqa: B018
+
+
+def test_data_of_other_content_are_told_apart() -> None:
+    """Data were known by their number: a host with others of as many samples took part."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(50, 2, 3, generator=generator)
+    labels = torch.arange(50) % 6
+    marks = marks_of(TensorDataset(inputs, labels))
+    assert marks is not None
+    assert are_alike(marks, marks_of(TensorDataset(inputs.clone(), labels)))
+    # The same features of another processor, or with NaN, are the same data.
+    assert are_alike(marks, marks_of(TensorDataset(inputs * (1 + 1e-6) + 1e-9, labels)))
+    broken = inputs.clone()
+    broken[0, 0] = torch.nan
+    assert are_alike(*[marks_of(TensorDataset(broken, labels))] * 2)
+    for others in (
+        TensorDataset(inputs.flip(0), labels),
+        TensorDataset(inputs.flip(2), labels),
+        TensorDataset(inputs, labels.flip(0)),
+        TensorDataset(inputs.double() * 1.01, labels),
+        TensorDataset(broken, labels),
+        TensorDataset(torch.randn(50, 2, 3, generator=generator), labels),
+    ):
+        assert not are_alike(marks, marks_of(others))
+    assert are_alike(marks_of(Samples([(torch.zeros(3), 2)])), (0.0, 0.0, 2.0, 2.0))
+
+
+def test_samples_drawn_at_random_fit_all() -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    class Drawn(Samples):
+        @override
+        def __getitem__(self, index: int) -> object:
+            return torch.rand(3, generator=generator), index
+
+    assert marks_of(Drawn(range(9))) is None
+    assert are_alike(None, (1.0, 2.0))

@@ -28,6 +28,7 @@ rule = { name = "adagrad", learning_rate = 0.05 }
 [cluster]
 replicas = 2
 shards = 2
+placement = "spread"
 
 [stop]
 samples = 120

@@ -125,7 +125,7 @@ def test_a_suggestion_keeps_within_its_machines(tmp_path: Path) -> None:
 
 
 def test_a_suggestion_for_one_machine_says_what_the_least_is(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="uses so few; use at least 3"):
+    with pytest.raises(JobError, match="uses so few; use at least 2"):
         forecast(written(tmp_path), suggests=True, machines=1)
 
 
@@ -147,7 +147,7 @@ def test_a_sweep_that_does_not_fit_says_so_before_it_runs(
 ) -> None:
     """The last of a row took too many machines, and what had been run was lost."""
     monkeypatch.delattr("distbelief.forecast.run.run_simulated")
-    with pytest.raises(JobError, match=r"with replicas 40: .* the job needs 43"):
+    with pytest.raises(JobError, match=r"with replicas 40: .* the job needs 41"):
         forecast(written(tmp_path), sweep=("replicas=1,40",))
 
 
@@ -181,11 +181,11 @@ def test_a_request_that_cannot_be_met_is_reported_in_one_sentence(
 
 
 def test_machines_that_the_user_leaves_out_are_not_the_clusters() -> None:
-    """Of six it said "cluster 'rack' has 4 machines": as many as --machines named."""
-    with pytest.raises(JobError, match="--machines 4: the job needs 5: one") as told:
-        forecast(small(), machines=4)
+    """Of six it said "cluster 'rack' has 2 machines": as many as --machines named."""
+    with pytest.raises(JobError, match="--machines 2: the job needs 3: one") as told:
+        forecast(small(), machines=2)
     assert "or raise --machines" in str(told.value)
-    assert "has 4 machines" not in str(told.value)
+    assert "has 2 machines" not in str(told.value)
 
 
 def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_reported_as_such(
@@ -213,7 +213,7 @@ TRACE = '[trace]\nfile = "spot.csv"\n'
     ("cluster", "said"),
     [
         (RACK.replace("1 GiB", "1 kB"), "machine-4 of cluster 'bad' cannot hold supervisor"),
-        (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job needs 5: one for"),
+        (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job needs 3: one for"),
         (RACK + SWITCH, "a switch is for machines 0 to 9: use 0 to 5"),
         (RACK.replace('"10 MB/s"', '"-10 MB/s"'), '"-10 MB/s" is no quantity'),
         (RACK.replace('latency = "60 us"', "latency = -1.0"), "latency = -1.0"),

@@ -14,7 +14,7 @@ import pytest
 
 from distbelief.launch import forkserver
 from distbelief.launch.local import LocalLauncher
-from distbelief.roles.role import Address, PeerLost
+from distbelief.roles.role import Address, Event, PeerJoined, PeerLost
 from tests.processes.commands import alive, poll
 from tests.processes.nursery import Subprocesses
 
@@ -38,20 +38,25 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalL
         yield launcher
 
 
-def next_losses(launcher: LocalLauncher) -> list[PeerLost]:
+def next_losses(launcher: LocalLauncher, others: list[Event] | None = None) -> list[PeerLost]:
     losses: list[PeerLost] = []
     while not losses:
         ready, _, _ = select.select([launcher.fileno()], [], [], 60.0)
         assert ready, "nothing happened"
-        losses = [e for e in launcher.events() if isinstance(e, PeerLost)]
+        events = launcher.events()
+        losses = [e for e in events if isinstance(e, PeerLost)]
+        if others is not None:
+            others += [e for e in events if e not in losses]
     return losses
 
 
 def test_a_failure_is_reported_once_with_its_log(launcher: LocalLauncher, tmp_path: Path) -> None:
     launcher.launch(ONE, 3)
-    (lost,) = next_losses(launcher)
+    begun: list[Event] = []
+    (lost,) = next_losses(launcher, begun)
     assert (lost.peer, lost.incarnation) == (ONE, 3)
     assert lost.reason == f"ended with status 1 (see {tmp_path / 'shard-0.log'})"
+    assert begun == [PeerJoined(peer=ONE, incarnation=3)]
     assert "none.json" in (tmp_path / "shard-0.log").read_text()
     assert launcher.n_ended == 1
     assert launcher.events() == []

@@ -112,7 +112,9 @@ def test_roles_are_built_from_all_that_the_check_found(tmp_path: Path) -> None:
     layout = Layout.of(found.tensors, n_shards=2)
     spec = found.role_spec(job, layout)
     context = context_of(spec, job, PrivateMemory())
-    for name in ("initials", "initial_file", "plan", "sample"):
+    assert context.initial_file is not None
+    assert context.initial_file.place == "./initial.safetensors"
+    for name in ("initials", "plan", "sample"):
         assert getattr(context, name) == getattr(spec, name) == getattr(found, name), name
     assert context.n_train == spec.n_train == 7
     assert spec.layout == layout.spec

@@ -42,8 +42,11 @@ def a_job(tmp_path: Path, *overrides: str) -> Job:
 class Supervised:
     """A role's process, and the messages that came from it."""
 
-    def __init__(self, name: str, job: Job, folder: Path) -> None:
+    def __init__(
+        self, name: str, job: Job, folder: Path, *, allowed: tuple[str, ...] | None = None
+    ) -> None:
         self.name = name
+        self._allowed = allowed
         self.transport = link("supervisor", folder, run="t")
         self.heard: list[wire.Message] = []
         self.status: int | None = None
@@ -64,6 +67,7 @@ class Supervised:
                 initials=initials_of(model.module),
                 initial_file=None,
                 reach=ListenConfig(directory=str(self._folder)),
+                allowed=self._allowed,
             )
             path = self._folder / "spec.json"
             path.write_bytes(msgspec.json.encode(spec))
@@ -121,6 +125,25 @@ def test_a_shard_lives_from_join_to_end(tmp_path: Path, capsys: pytest.CaptureFi
     assert shard.status == 0
     assert any(isinstance(message, wire.Heartbeat) for message in shard.heard)
     assert "shard-0#2 info: ends: as planned" in capsys.readouterr().out
+
+
+def test_a_role_that_imports_for_long_says_that_it_lives(tmp_path: Path) -> None:
+    """On hosts that join it looked at what it may call first, and said nothing meanwhile."""
+    go_on = tmp_path / "go-on"
+    (tmp_path / "heavy.py").write_text(
+        f"from pathlib import Path\nwhile not Path({str(go_on)!r}).exists():\n    pass\n"
+        f"from {EXAMPLES} import net\nnet.__module__ = 'heavy'\n"
+    )
+    job = a_job(tmp_path, "model.factory=heavy:net")
+    replica = Supervised("replica-0", job, tmp_path, allowed=("heavy",))
+    with replica.running():
+        try:
+            replica.wait_for(wire.Heartbeat)
+        finally:
+            go_on.touch()
+        failed = replica.wait_for(wire.Failed)
+    assert isinstance(failed, wire.Failed)
+    assert f"--allow-import {EXAMPLES}" in failed.error
 
 
 @pytest.mark.parametrize(

@@ -340,8 +340,21 @@ class Bench:
         self, value: float = -1.0, name: Address = CLIENT, *, buffers: float = 0.0, samples: int = 0
     ) -> PushResult:
         """Stage and send a gradient of `value` everywhere; do not wait."""
+        values = full_of(self.layout, buffers)
+        return self.push_tensors(full_of(self.layout, value), values, name, samples=samples)
+
+    def push_tensors(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor],
+        name: Address = CLIENT,
+        *,
+        samples: int = 1,
+        skip_missing: bool = False,
+    ) -> PushResult:
+        """Stage and send gradients, and the values of buffers; do not wait."""
         client = self.client(name)
-        outcome = client.stage(full_of(self.layout, value), full_of(self.layout, buffers))()
+        outcome = client.stage(gradients, values, skip_missing=skip_missing)()
         actions = client.staged(outcome, n_gradients=1, samples=samples, now=self.now)
         self.perform(name, actions)
         return outcome

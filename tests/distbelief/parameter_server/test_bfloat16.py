@@ -1,6 +1,5 @@
 """Pushes and fetches whose parameters travel as bfloat16: bits, bytes, faults, two copies."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -208,20 +207,23 @@ def bench_of(
     return bench
 
 
+def rounding(n_shards: int = 1, *, rule: UpdateRule = ONE, host: str = "") -> Bench:
+    """Return such shards and a client that rounds."""
+    bench = bench_of(n_shards, rule=rule, host=host)
+    bench.add_client(config=ROUNDING)
+    bench.settle()
+    return bench
+
+
 def first(layout: Layout, k: int) -> Vector:
     vector = np.zeros(layout.shard_size(k), np.float32)
     gather(layout, k, noise(0, layout), vector)
     return vector
 
 
-def push(bench: Bench, tensors: Sequence[torch.Tensor | None], name: Address = CLIENT) -> bool:
+def push(bench: Bench, tensors: Tensors, name: Address = CLIENT) -> bool:
     """Push gradients, and the values of buffers."""
-    client = bench.client(name)
-    values = [torch.zeros(0) if one is None else one for one in tensors]
-    outcome = client.stage(tensors, values)()
-    actions = client.staged(outcome, n_gradients=1, samples=1, now=bench.now)
-    bench.perform(name, actions)
-    return outcome.finite
+    return bench.push_tensors(tensors, tensors, name).finite
 
 
 def fetch(bench: Bench, name: Address = CLIENT, *, exact: bool = False) -> Tensors:
@@ -263,9 +265,7 @@ def apply(values: Tensors, gradient: Tensors, layout: Layout) -> None:
 
 @pytest.mark.parametrize("n_shards", [1, 2, 3])
 def test_pushes_and_fetches_are_rounded_once_and_shards_are_not(n_shards: int) -> None:
-    bench = bench_of(n_shards)
-    bench.add_client(config=ROUNDING)
-    bench.settle()
+    bench = rounding(n_shards)
     layout = bench.layout
     values = noise(0, layout)
     for seed in range(1, 4):
@@ -283,9 +283,7 @@ def test_pushes_and_fetches_are_rounded_once_and_shards_are_not(n_shards: int) -
 def test_any_number_of_shards_gives_the_same_bits(rule: UpdateRule) -> None:
     found = []
     for n_shards in (1, 2, 3, 7):
-        bench = bench_of(n_shards, rule=rule)
-        bench.add_client(config=ROUNDING)
-        bench.settle()
+        bench = rounding(n_shards, rule=rule)
         for seed in range(3):
             push(bench, noise(seed, bench.layout))
             bench.settle()
@@ -339,9 +337,8 @@ def test_clients_that_hold_parts_give_the_bits_of_one_that_holds_everything(n_sh
 
 
 def test_bytes_are_two_for_each_parameter_and_four_for_each_buffer() -> None:
-    bench = bench_of()
-    client = bench.add_client(config=ROUNDING)
-    bench.settle()
+    bench = rounding()
+    client = bench.client()
     push(bench, noise(1, bench.layout))
     fetch(bench)
     n_parameters = bench.layout.n_gradient(0)
@@ -353,9 +350,7 @@ def test_bytes_are_two_for_each_parameter_and_four_for_each_buffer() -> None:
 
 
 def test_in_shared_memory_nothing_is_rounded() -> None:
-    bench = bench_of(2, host="here")
-    bench.add_client(config=ROUNDING)
-    bench.settle()
+    bench = rounding(2, host="here")
     values = noise(0, bench.layout)
     assert_same(fetch(bench), values)
     gradient = noise(1, bench.layout)
@@ -370,13 +365,10 @@ def test_in_shared_memory_nothing_is_rounded() -> None:
 
 
 def test_tensors_without_a_gradient_stay() -> None:
-    bench = bench_of(2, rule=SGD(learning_rate=1.0, weight_decay=0.1))
-    client = bench.add_client(config=ROUNDING)
-    bench.settle()
+    bench = rounding(2, rule=SGD(learning_rate=1.0, weight_decay=0.1))
     before, gradient = served(bench), noise(1, bench.layout)
     given_ = [None, *gradient[1:]]
-    outcome = client.stage(given_, gradient, skip_missing=True)()
-    bench.perform(CLIENT, client.staged(outcome, n_gradients=1, samples=1, now=0.0))
+    bench.push_tensors(given_, gradient, skip_missing=True)
     bench.settle()
     after = served(bench)
     assert torch.equal(after[0], before[0])
@@ -386,9 +378,8 @@ def test_tensors_without_a_gradient_stay() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_what_is_not_finite_is_not_pushed(bad: float, index: int) -> None:
-    bench = bench_of(2)
-    client = bench.add_client(config=ROUNDING)
-    bench.settle()
+    bench = rounding(2)
+    client = bench.client()
     gradient = noise(1, bench.layout)
     gradient[index][4] = bad
     before = served(bench)
@@ -698,9 +689,7 @@ def test_shards_of_float64_know_no_words() -> None:
 
 
 def test_a_client_refuses_blocks_of_another_payload_than_it_asked_for() -> None:
-    bench = bench_of()
-    bench.add_client(config=ROUNDING)
-    bench.settle()
+    bench = rounding()
     actions = bench.client().begin_fetch(0.0)
     (asked,) = sent(actions, pf.Fetch)
     assert asked.payload == "bfloat16"
@@ -741,9 +730,8 @@ def test_a_round_of_words_is_the_round_of_the_rounded_numbers(holds: str) -> Non
         bench.settle()
         for seed in range(1, 4):
             for index, name in enumerate((CLIENT, OTHER)):
-                client = bench.client(name)
                 stream = torch.Generator().manual_seed(10 * seed + index)
-                specs = client._specs
+                specs = bench.client(name)._specs
                 pushed = [torch.randn(spec.n_elements, generator=stream) for spec in specs]
                 if config is not ROUNDING:
                     pushed = [
@@ -754,9 +742,7 @@ def test_a_round_of_words_is_the_round_of_the_rounded_numbers(holds: str) -> Non
                 if holds == "some tensors":
                     given_[0] = None
                 skips = holds == "some tensors"
-                outcome = client.stage(given_, pushed, skip_missing=skips)()
-                actions = client.staged(outcome, n_gradients=1, samples=seed, now=bench.now)
-                bench.perform(name, actions)
+                bench.push_tensors(given_, pushed, name, samples=seed, skip_missing=skips)
             bench.settle()
             assert bench.client(CLIENT).unacknowledged == 0
         found.append(served(bench))

@@ -135,12 +135,10 @@ class Machines:
         ]
 
     def push(self, name: Address, tensors: Tensors) -> None:
-        client, bench = self.bench.client(name), self.bench
         part = self.cut(name, tensors)
-        outcome = client.stage(part, part)()
-        bench.perform(name, client.staged(outcome, n_gradients=1, samples=1, now=bench.now))
-        bench.settle()
-        assert client.unacknowledged == 0
+        self.bench.push_tensors(part, part, name)
+        self.bench.settle()
+        assert self.bench.client(name).unacknowledged == 0
 
     def fetch(self, name: Address) -> Tensors:
         client = self.bench.client(name)
@@ -359,9 +357,7 @@ def test_pushes_in_flight_outlive_a_shard_and_are_applied_once() -> None:
     bench.settle()
     client, part = bench.client(LEFT), machines.cut(LEFT, ones)
     for _ in range(2):
-        outcome = client.stage(part, part)()
-        actions = client.staged(outcome, n_gradients=1, samples=1, now=bench.now)
-        bench.perform(LEFT, actions)
+        bench.push_tensors(part, part, LEFT)
     bench.add_shard(rule=machines.rule, restored=bench.snapshots[0])
     bench.advance(30.0)
     assert client.unacknowledged == 0

@@ -68,6 +68,19 @@ def test_a_checkpoint_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_pa
     assert told == []
 
 
+def test_a_shard_that_was_replaced_meanwhile_overwrites_nothing(tmp_path: Path) -> None:
+    """Cut off from its supervisor and not from the store, it saves once more before it ends."""
+    store, _ = store_at(tmp_path)
+    newer = replace(snapshot("00003"), facts={"incarnation": "2"})
+    store.save("shard-0", newer)
+    late = replace(snapshot("00009"), label=NEWEST, facts={"incarnation": "1"})
+    with pytest.raises(StorageError, match="a later incarnation of shard-0 has saved 00003"):
+        store.save("shard-0", late)
+    assert_same(store.newest("shard-0"), newer)
+    store.save("shard-0", replace(late, facts={"incarnation": "2"}))
+    assert_same(store.newest("shard-0"), replace(late, label="00003", facts={"incarnation": "2"}))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16, np.int64])
 def test_every_element_type_sent_can_be_kept(tmp_path: Path, dtype: type[np.generic]) -> None:
     store, _ = store_at(tmp_path)
@@ -102,7 +115,7 @@ def test_a_single_changed_bit_is_noticed(
     store, told = store_at(tmp_path_factory.mktemp("store"))
     store.save("shard-0", snapshot("00001", n=64))
     store.save("shard-0", snapshot("00002", n=64))
-    path = store.path("shard-0", "00002")
+    path = Path(store.path("shard-0", "00002"))
     content = bytearray(path.read_bytes())
     content[where % len(content)] ^= 1 << bit
     path.write_bytes(content)
@@ -119,7 +132,7 @@ def test_a_checkpoint_cut_anywhere_is_passed_over_reported_and_kept(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
     store, told = store_at(tmp_path_factory.mktemp("store"), "00001", "00002")
-    path = store.path("shard-0", "00002")
+    path = Path(store.path("shard-0", "00002"))
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert len(told) == 1
@@ -129,7 +142,7 @@ def test_a_checkpoint_cut_anywhere_is_passed_over_reported_and_kept(
 
 def test_a_damaged_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
     store, _ = store_at(tmp_path, "00001", "00002")
-    store.path("shard-0", "00002").write_bytes(b"cut")
+    Path(store.path("shard-0", "00002")).write_bytes(b"cut")
     for number in range(3, 3 + N_KEPT):
         store.save("shard-0", snapshot(f"{number:05d}"))
     assert store.labels("shard-0") == ["00002", "00003", "00004", "00005"]
@@ -138,10 +151,10 @@ def test_a_damaged_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> 
 def test_what_the_store_has_not_written_there_is_not_trusted(tmp_path: Path) -> None:
     """A checkpoint moved to another label, and a safetensors file of somebody else."""
     store, told = store_at(tmp_path, "00001")
-    save_file({"values": np.zeros(4, np.float32)}, store.path("shard-0", "00002"))
+    save_file({"values": np.zeros(4, np.float32)}, Path(store.path("shard-0", "00002")))
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert "it has no checksum" in told[0]
-    store.path("shard-0", "00001").rename(store.path("shard-0", "00002"))
+    Path(store.path("shard-0", "00001")).rename(Path(store.path("shard-0", "00002")))
     with pytest.raises(StorageError, match="its checksum does not match"):
         store.newest("shard-0")
     assert len(told) == 1
@@ -157,7 +170,7 @@ def flipped(content: bytes) -> bytes:
 def test_if_all_are_damaged_all_are_named(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
     """The newest was None, as if nothing was ever saved, and the run began anew."""
     store, told = store_at(tmp_path, "00001", "00002")
-    paths = [store.path("shard-0", label) for label in ("00001", "00002")]
+    paths = [Path(store.path("shard-0", label)) for label in ("00001", "00002")]
     for path in paths:
         path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(StorageError) as caught:
@@ -169,7 +182,7 @@ def test_if_all_are_damaged_all_are_named(tmp_path: Path, harm: Callable[[bytes]
 
 def test_it_is_told_which_older_one_is_used(tmp_path: Path) -> None:
     store, told = store_at(tmp_path, "00007", "00009")
-    damaged = store.path("shard-0", "00009")
+    damaged = Path(store.path("shard-0", "00009"))
     damaged.write_bytes(flipped(damaged.read_bytes()))
     store.newest("shard-0")
     (line,) = told
@@ -182,7 +195,7 @@ def test_it_is_told_which_older_one_is_used(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path: Path) -> None:
     """It was: after a backup put back by another user, the run went back in time."""
     store, told = store_at(tmp_path, "00001")
-    unreadable = store.path("shard-0", "00002")
+    unreadable = Path(store.path("shard-0", "00002"))
     unreadable.mkdir()  # may be read by nobody, not even by root
     with pytest.raises(StorageError, match=f"cannot read {unreadable}: Is a directory"):
         store.newest("shard-0")
@@ -197,7 +210,7 @@ def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path:
 def test_a_file_that_no_checkpoint_can_be_is_left_alone(tmp_path: Path, name: str) -> None:
     """A copy by hand, and what a dying writer left."""
     store, told = store_at(tmp_path, "00001")
-    path = store.path("shard-0", "00001")
+    path = Path(store.path("shard-0", "00001"))
     path.with_name(name).write_bytes(path.read_bytes())
     assert store.labels("shard-0") == ["00001"]
     assert_same(store.newest("shard-0"), snapshot("00001"))
@@ -208,7 +221,7 @@ def test_without_room_the_old_checkpoints_stay_and_the_path_is_named(tmp_path: P
     store, told = store_at(tmp_path, "00001")
     with largest_file(4096), pytest.raises(StorageError) as caught:
         store.save("shard-0", snapshot("00002"))
-    path = store.path("shard-0", "00002")
+    path = Path(store.path("shard-0", "00002"))
     assert str(caught.value).startswith(f"cannot write {path}: the file would be too l")
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert [file.name for file in path.parent.iterdir()] == ["00001.safetensors"]
@@ -226,4 +239,4 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_a_label_cannot_lead_out_of_the_directory(tmp_path: Path, label: str) -> None:
     store, _ = store_at(tmp_path)
     with pytest.raises(LocalProtocolError, match="cannot name a checkpoint file"):
-        store.path("shard-0", label)
+        Path(store.path("shard-0", label))

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from distbelief.core.tensor_files import TensorFile
 from distbelief.errors import StorageError
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import Snapshot
@@ -36,7 +37,7 @@ class Net(nn.Module):
 
 def saved(
     directory: Path, module: nn.Module, n_shards: int, *, shift: float = 0.0
-) -> tuple[Layout, list[Path]]:
+) -> tuple[Layout, list[TensorFile]]:
     """Return the layout of a module, and the snapshots of its shards."""
     model = FlatModel(module)
     layout = Layout.of(model.specs(), n_shards=n_shards)
@@ -46,7 +47,7 @@ def saved(
         gather(layout, k, model.values, vector)
         values = vector + np.float32(shift)
         store.save(f"shard-{k}", Snapshot(label="1", arrays={"values": values}, facts={}))
-    return layout, [store.path(f"shard-{k}", "1") for k in range(n_shards)]
+    return layout, [store.file(f"shard-{k}", "1") for k in range(n_shards)]
 
 
 def kinds(module: nn.Module) -> dict[str, Mapping[str, str]]:
@@ -94,7 +95,7 @@ def test_without_a_module_all_tensors_are_of_the_layouts_type(tmp_path: Path) ->
 def test_unreadable_checkpoints_are_refused(tmp_path: Path) -> None:
     layout, snapshots = saved(tmp_path, nn.Linear(2, 2), 2)
     path = tmp_path / "m.safetensors"
-    snapshots[0].write_bytes(b"cut")
+    Path(snapshots[0].place).write_bytes(b"cut")
     with pytest.raises(StorageError, match="a checkpoint cannot be read"):
         write_model_file(path, layout, snapshots)
 

@@ -29,6 +29,7 @@ from distbelief.run.resume import (
     making_checkpoint_set,
     newest_checkpoint_set,
     resume_run,
+    start_from_scratch,
     write_checkpoint_set,
 )
 from distbelief.run.summary import DataFacts
@@ -41,7 +42,7 @@ TENSORS = (
     TensorSpec(name="b", shape=(7,)),
     TensorSpec(name="m", shape=(300,), kind="buffer"),
 )
-TRAIN = DataFacts(n_samples=100, fingerprint="abc")
+TRAIN = DataFacts(n_samples=100, fingerprint="abc", marks=(1.5, 2.5))
 FRAMES = 'factory = "speech.data:frames"'
 RULE = Adagrad(learning_rate=0.02)
 
@@ -165,7 +166,7 @@ def test_the_first_session_finds_nothing_and_says_what_its_checkpoints_are(run: 
     resumed = run.take_up(job())
     assert resumed.previous.missing == ("shard-0", "shard-1")
     assert resumed.notes == ()
-    assert resumed.store.directory == run.directory.snapshots
+    assert resumed.store.place == str(run.directory.snapshots)
     assert newest_checkpoint_set(run.directory) == (
         run.directory.snapshots,
         CheckpointSet(n_shards=2, n_replicas=2, train=TRAIN),
@@ -229,7 +230,7 @@ def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
     write_checkpoint_set(directory, msgspec.structs.replace(cut, plan=None))
     resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert resumed.notes == ()
-    assert resumed.store.directory == directory
+    assert resumed.store.place == str(directory)
     assert resumed.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
 
 
@@ -270,7 +271,7 @@ def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> 
     assert values(resumed.store, 3) == values(first.store, 2)
     assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
     assert set(before) < set(run.files())  # nothing saved is lost
-    assert resumed.store.directory == run.directory.snapshots / "cut-00002"
+    assert resumed.store.place == str(run.directory.snapshots / "cut-00002")
     assert resumed.previous.restored == dict.fromkeys(("shard-0", "shard-1", "shard-2"), "00002")
     assert resumed.previous.label == 3
     assert resumed.previous.incarnation > first.previous.incarnation + 1
@@ -295,9 +296,100 @@ def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
     run.train(there, 30, 30, 30, 30, n_shards=3)
     back = run.take_up(job())
     assert sum(back.previous.before.samples.values()) == 120
-    assert back.store.directory.name == "cut-00004"
+    assert Path(back.store.place).name == "cut-00004"
     assert values(back.store, 2) == values(there.store, 3)
     assert back.previous.before.samples == run.take_up(job()).previous.before.samples
+
+
+# ---------------------------------------------------------------------- kept elsewhere
+
+
+@pytest.fixture(params=["memory", "folder"])
+def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the setting of a place for checkpoints."""
+    place = f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "shared")
+    return f"cluster.checkpoints={place}"
+
+
+def place_of(elsewhere: str) -> str:
+    return elsewhere.partition("=")[2]
+
+
+def test_a_run_remembers_where_its_checkpoints_are(run: Run, elsewhere: str) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    assert first.store.place.startswith(f"{place_of(elsewhere)}/run-")
+    assert run.files() == ["cut.json", "place"]
+    run.directory.place_file.rename(run.directory.path / "kept")
+    with pytest.raises(StorageError, match=r"place is damaged \(it is missing\): restore it"):
+        run.take_up(job(2, 2, elsewhere))
+    (run.directory.path / "kept").rename(run.directory.place_file)
+    again = run.take_up(job(2, 2, elsewhere))
+    assert again.store.place == first.store.place
+    assert again.previous.restored == {"shard-0": "00001", "shard-1": "00001"}
+    assert again.previous.before.samples == {"replica-0": 40, "replica-1": 52}
+    with pytest.raises(JobError, match=r"\[cluster\] checkpoints: they are where they were"):
+        check_same(job(), job(2, 2, elsewhere), directory="runs/x")
+
+
+def test_two_runs_of_a_job_share_no_checkpoint(tmp_path: Path, elsewhere: str) -> None:
+    runs = [Run(tmp_path / "run"), Run(tmp_path / "run")]
+    first, second = (each.take_up(job(2, 2, elsewhere)) for each in runs)
+    runs[0].train(first, 40, 52)
+    assert first.store.place != second.store.place
+    assert runs[1].take_up(job(2, 2, elsewhere)).previous.restored == {}
+
+
+def test_checkpoints_elsewhere_are_resharded_there_and_the_old_ones_kept(
+    run: Run, elsewhere: str
+) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    resumed = run.take_up(job(3, 2, elsewhere))
+    assert resumed.store.place == f"{first.store.place}/cut-00002"
+    assert values(resumed.store, 3) == values(first.store, 2)
+    assert run.take_up(job(3, 2, elsewhere)).previous.restored == resumed.previous.restored
+    (line,) = resumed.notes
+    assert f"checkpoints are resharded into {resumed.store.place}, and the old ones" in line
+    run.train(resumed, 30, 30, n_shards=3)
+    back = run.take_up(job(2, 2, elsewhere))
+    assert values(back.store, 2) == values(resumed.store, 3)
+
+
+def test_resharding_that_fails_elsewhere_leaves_the_run_as_it_was(
+    run: Run, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+
+    def fail(store: CheckpointStore, role: str, snapshot: Snapshot) -> None:
+        raise StorageError(f"no way to {store.place} for {role} {snapshot.label}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "save", fail)
+        with pytest.raises(StorageError, match="no way to"):
+            run.take_up(job(3, 2, elsewhere))
+    assert run.files() == ["cut.json", "place"]
+    assert run.take_up(job(2, 2, elsewhere)).store.place == first.store.place
+    assert values(run.take_up(job(3, 2, elsewhere)).store, 3) == values(first.store, 2)
+
+
+def test_a_run_from_scratch_begins_in_another_folder(run: Run, elsewhere: str) -> None:
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    start_from_scratch(job(2, 2, elsewhere), run.directory)
+    again = run.take_up(job(2, 2, elsewhere))
+    assert again.previous.restored == {}
+    assert again.store.place != first.store.place
+    assert again.store.place.startswith(f"{place_of(elsewhere)}/run-")
+    assert newest(first.store, 0).label == "00001"
+
+
+def test_what_says_where_they_are_must_be_readable(run: Run, elsewhere: str) -> None:
+    run.take_up(job(2, 2, elsewhere))
+    run.directory.place_file.write_bytes(b"\xff")
+    with pytest.raises(StorageError, match=r"cannot read .*place.*--from-scratch"):
+        run.take_up(job(2, 2, elsewhere))
 
 
 # -------------------------------------------------------------- ends in between, damage
@@ -309,7 +401,7 @@ def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
     half.mkdir(parents=True)  # as a machine leaves it that stops
     (half / "00002.safetensors").write_bytes(b"half")
     resumed = run.take_up(job())
-    assert resumed.store.directory == run.directory.snapshots
+    assert resumed.store.place == str(run.directory.snapshots)
     assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
     assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
     assert not [name for name in run.files() if ".tmp" in name]
@@ -343,7 +435,7 @@ def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -
 
 def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
     first = run.begun()
-    first.store.path("shard-1", "00001").unlink()
+    Path(first.store.path("shard-1", "00001")).unlink()
     before = run.files()
     with pytest.raises(JobError) as caught:
         run.take_up(job(shards=3))
@@ -362,7 +454,7 @@ def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
     run.begun()
     second = run.take_up(job())
     run.train(second, 60, 72)
-    damage(second.store.path("shard-0", "00002"))
+    damage(Path(second.store.path("shard-0", "00002")))
     resumed = run.take_up(job(shards=1))
     assert resumed.previous.before.samples == {"replica-0": 44, "replica-1": 52}
     assert resumed.previous.label == 4
@@ -438,6 +530,11 @@ def test_a_cut_that_cannot_be_is_named_with_the_fix(
             "stop.epochs=2",
             DataFacts(n_samples=100, fingerprint="abd"),
             "it was fingerprint abc, now fingerprint abd",
+        ),
+        (
+            "stop.epochs=2",
+            DataFacts(n_samples=100, marks=(1.5, 2.51)),
+            "it was 100 samples, now 100 others",
         ),
     ],
 )

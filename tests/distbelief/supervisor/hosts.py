@@ -19,7 +19,7 @@ from distbelief.roles import role as rl
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.scheduler import PlacementPolicy
+from distbelief.supervisor.placement import PlacementPolicy
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 
@@ -247,6 +247,7 @@ def offer_of(
     cores: int = 1,
     memory_bytes: int = 1 << 30,
     flops: float = 0.0,
+    domain: str = "",
 ) -> Offer:
     return Offer(
         incarnation=incarnation,
@@ -256,6 +257,7 @@ def offer_of(
         memory_bytes=memory_bytes,
         devices=(),
         flops=flops,
+        domain=domain,
     )
 
 

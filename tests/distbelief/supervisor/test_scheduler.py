@@ -1,6 +1,7 @@
 """A supervisor whose roles may be elsewhere, and the hosts, in one thread."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings, strategies as st
@@ -316,6 +317,54 @@ def test_a_host_without_the_data_does_not_end_the_job() -> None:
     town.come("b", cores=2)
     assert town.runs()["host-b"] == ["replica-1", "replica-2"]
     assert town.supervisor.shutdown.error is None
+
+
+def test_a_host_without_the_held_out_data_does_not_end_the_job() -> None:
+    """Its replicas trained, so the job was at fault for what only the evaluator lacked."""
+    town = Town(roster(3), replace(config_of(n_hosts=1, slots_here=1), placement="spread"))
+    machine = town.come("a", cores=8)
+    assert {"evaluator", "replica-1"} < set(machine.processes)
+    evaluator = town.supervisor.members.evaluator
+    assert evaluator is not None
+    evaluator.counters = {}
+    town.fail("evaluator", "no such file: test.npy")
+    assert machine.error == "evaluator there: no such file: test.npy"
+    assert town.supervisor.shutdown.error is None
+    assert "evaluator" in town.runs()["here"]
+
+
+def test_shards_on_hosts_that_join_take_no_slots() -> None:
+    town = Town(roster(3), replace(config_of(n_hosts=1), placement="spread"))
+    machine = town.come("a", cores=2)
+    assert sorted(machine.processes) == ["replica-1", "replica-2", "shard-0"]
+    assert town.places[rl.Address("shard-0")] == "host-a"
+    at = {role.name: role.at for role in town.supervisor.view(town.now).roles}
+    assert at["shard-0"] == "a"
+
+
+def test_a_shard_that_dies_again_and_again_tries_another_host() -> None:
+    town = Town(roster(2), replace(config_of(n_hosts=2), placement="spread"))
+    one, other = town.come("a", cores=1), town.come("b", cores=1)
+    if "shard-0" not in one.processes:
+        one, other = other, one
+    for n_deaths in range(2):
+        town.die(one, "shard-0")
+        town.pass_time(0.5)
+        assert ("shard-0" in one.processes) == (n_deaths == 0)
+    assert "shard-0" in other.processes or "shard-0" in town.here.processes
+
+
+def test_the_name_of_a_second_copy_is_a_name_of_a_role() -> None:
+    """Hosts refused it: nobody had put a backup on one."""
+    town = Town([("shard-0", "shard"), ("shard-0b", "shard"), *roster(1)[1:]], None)
+    town.come("a")
+    machine = town.machines[rl.Address("host-a")]
+    role = wire.RoleAssignment(name="shard-0b", incarnation=7)
+    assigned = wire.Assignments(incarnation=1, run="r", assignments=(role,))
+    event = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=assigned)
+    assert rl.Launch(name=rl.Address("shard-0b"), incarnation=7) in machine.role.handle(
+        event, town.now
+    )
 
 
 def test_a_host_that_stays_learns_why_it_is_rejected() -> None:

@@ -277,6 +277,27 @@ def test_a_role_that_never_sends_anything_is_started_again(desk: Desk) -> None:
     assert any("has sent nothing for 60 s" in text for text in desk.told)
 
 
+def test_a_role_whose_process_cannot_begin_yet_is_importing() -> None:
+    """On a loaded machine the fork server imported for more than 60 s.
+
+    Its roles were taken for dead, and started again twice.
+    """
+    desk = a_job(import_seconds_max=600.0)
+    names = EVERYBODY[:-1]
+    desk.join(*names)
+    assert not [a for a in desk.pass_time(300.0, beats=names) if isinstance(a, rl.Launch)]
+    states = {role.name: role.state for role in desk.view.roles}
+    assert states["evaluator"] == "importing"
+    desk.handle(rl.PeerJoined(peer=rl.Address("evaluator"), incarnation=1))
+    assert not [a for a in desk.pass_time(59.0, beats=names) if isinstance(a, rl.Launch)]
+    actions = desk.pass_time(2.0, beats=names)
+    assert rl.Launch(name=rl.Address("evaluator"), incarnation=2) in actions
+    desk.handle(rl.PeerJoined(peer=rl.Address("evaluator"), incarnation=1))  # late
+    assert not [a for a in desk.pass_time(600.0, beats=names) if isinstance(a, rl.Launch)]
+    actions = desk.pass_time(61.0, beats=names)
+    assert rl.Launch(name=rl.Address("evaluator"), incarnation=3) in actions
+
+
 # ----------------------------------------------------------------- now and then
 
 

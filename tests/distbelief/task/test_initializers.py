@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from distbelief.core.tensor_files import TensorFile
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.initial_values import Initial, draw, shard_values_from
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -126,9 +127,9 @@ TENSORS = {
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path: Path) -> Path:
     save_file(TENSORS, tmp_path / "weights.safetensors")
-    return str(tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
 
 
 def layout_of(tensors: dict[str, torch.Tensor], *, n_shards: int = 2) -> Layout:
@@ -137,38 +138,38 @@ def layout_of(tensors: dict[str, torch.Tensor], *, n_shards: int = 2) -> Layout:
 
 
 @pytest.mark.parametrize("bounds", [(0, 300), (7, 8), (14, 31), (0, 15), (299, 300)])
-def test_a_range_of_a_matrix_is_row_major(path: str, bounds: tuple[int, int]) -> None:
-    read = reader(path, layout_of(TENSORS))
+def test_a_range_of_a_matrix_is_row_major(path: Path, bounds: tuple[int, int]) -> None:
+    read = reader(TensorFile.at(path), layout_of(TENSORS))
     assert read("matrix", *bounds).tolist() == list(map(float, range(*bounds)))
 
 
-def test_every_type_and_shape_becomes_that_of_the_layout(path: str) -> None:
-    read = reader(path, layout_of(TENSORS))
+def test_every_type_and_shape_becomes_that_of_the_layout(path: Path) -> None:
+    read = reader(TensorFile.at(path), layout_of(TENSORS))
     for name, n in (("half", 8), ("count", 1), ("vector", 5)):
         values = read(name, 0, n)
         assert values.dtype == np.float32
         assert values.tolist() == TENSORS[name].float().reshape(-1).tolist()
 
 
-def test_shards_filled_from_a_file_hold_the_file(path: str) -> None:
+def test_shards_filled_from_a_file_hold_the_file(path: Path) -> None:
     layout = layout_of(TENSORS, n_shards=3)
     got = [torch.zeros(spec.n_elements) for spec in layout.tensors]
     for k in range(3):
-        vector = shard_values_from(layout, k, reader(path, layout))
+        vector = shard_values_from(layout, k, reader(TensorFile.at(path), layout))
         scatter(layout, k, vector, got)
     for spec, values in zip(layout.tensors, got, strict=True):
         assert torch.equal(values, TENSORS[spec.name].float().reshape(-1))
 
 
-def test_a_file_that_does_not_fit_is_named(path: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     with pytest.raises(StorageError, match=r"cannot read initial values from .*other"):
-        reader(str(other), layout_of(TENSORS))
+        reader(TensorFile.at(other), layout_of(TENSORS))
     other.write_bytes(b"no weights at all")
     with pytest.raises(StorageError, match="cannot read initial values"):
-        reader(str(other), layout_of(TENSORS))
+        reader(TensorFile.at(other), layout_of(TENSORS))
     with pytest.raises(StorageError, match=r"no tensor 'other' \(it has count, half"):
-        reader(path, layout_of({"other": torch.zeros(3)}))
-    read = reader(path, layout_of({"matrix": torch.zeros(3, 3)}))
+        reader(TensorFile.at(path), layout_of({"other": torch.zeros(3)}))
+    read = reader(TensorFile.at(path), layout_of({"matrix": torch.zeros(3, 3)}))
     with pytest.raises(StorageError, match=r"has shape \(20, 15\), the model's has \(3"):
         read("matrix", 0, 9)

@@ -17,7 +17,7 @@ from experiments.figures.entries import (
     ScaledMachines,
     shard_machines,
 )
-from experiments.figures.warm_start import warm_start
+from experiments.figures.task import warm_start
 
 
 def test_the_net_has_the_parameters_that_its_price_is_for() -> None:
@@ -82,7 +82,7 @@ def test_shards_have_half_as_many_machines_as_replicas(replicas: int, machines: 
 
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.figures.warm_start.STEPS", 3)
+    monkeypatch.setattr("experiments.figures.task.STEPS", 3)
 
 
 def data(seed: int) -> task.Held:

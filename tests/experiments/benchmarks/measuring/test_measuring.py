@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from experiments.benchmarks.measuring import measurement, workers
@@ -93,10 +92,8 @@ def test_a_worker_takes_as_many_steps_as_each_line_says(
 @pytest.mark.processes
 @pytest.mark.soak
 def test_workers_take_turns_and_a_step_takes_as_long_as_its_slowest(tmp_path: Path) -> None:
-    file = tmp_path / "workload.json"
     workload = Workload(net="speech", batch_size=4, small=True)
-    file.write_bytes(msgspec.json.encode(workload))
-    program = module("bare.whole_net", file, 1)
+    program = module("bare.whole_net", workload, 1)
     with Workers("pair", [program, program], tmp_path, stopped=True) as pair:
         turn = pair.turn(seconds=0.1)
         assert len(turn.steps) == len(turn.of_each[0]) >= 2

@@ -1,0 +1,124 @@
+"""`distbelief slurm`: its batch script, run on this host by programs that stand in for Slurm's."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from distbelief.transport.keys import KeyFiles
+from tests.processes.commands import (
+    COMMAND,
+    LONG,
+    Command,
+    alive,
+    ended,
+    poll,
+    said,
+    sets,
+    write_job,
+)
+
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.untraced,
+    pytest.mark.timeout(300),
+]
+
+NODES = """#!/bin/bash
+[[ $* == "show hostnames node-[1-2]" ]] && printf "127.0.0.1\\n127.0.0.2\\n"
+"""
+# Runs the command once, in place of the other node, and notes which process it is.
+SRUN = """#!/bin/bash
+echo $$ >> {place}/pids
+for word in "$@"; do [[ $word == -* ]] || break; shift; done
+exec "$@"
+"""
+
+
+def script_of(place: Path, *options: str) -> str:
+    KeyFiles(place / "keys").make()
+    write_job(place)
+    return said(place, "slurm", "tiny.toml", "--keys", "keys", *options)
+
+
+@contextmanager
+def submitted(place: Path, script: Path) -> Iterator[Command]:
+    """Run the batch script as Slurm does on the first of two nodes."""
+    environment = os.environ | {
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    process = subprocess.Popen(
+        ["bash", script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    command = Command(process, place, place / "runs" / "tiny")
+    with process:
+        try:
+            yield command
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Path) -> None:
+    for name, text in (("scontrol", NODES), ("srun", SRUN.format(place=tmp_path))):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+    script = tmp_path / "tiny.sbatch"
+    script.write_text(script_of(tmp_path, "--nodes", "2", *LONG, *sets("cluster.replicas=2")))
+    done = 0
+    for turn in (1, 2):
+        with submitted(tmp_path, script) as command:
+            told = command.told
+            poll(lambda: told().count("replica 1: on ") == turn, seconds=90.0)  # noqa: B023
+            poll(lambda: command.is_training() and command.samples() > done)  # noqa: B023
+            command.signal(signal.SIGTERM)  # to the script alone, as --signal=B:TERM does
+            assert command.wait() == 143, command.output
+        assert command.summary()["samples"] > done
+        done = command.summary()["samples"]
+        assert list((command.run / "snapshots").rglob("*")), "nothing was saved"
+    assert not alive([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "joined"] == [
+        "tiny"
+    ]
+
+
+@pytest.mark.parametrize("nodes", ["1", "3"])
+def test_the_script_is_sound(tmp_path: Path, nodes: str) -> None:
+    place = tmp_path / "my job's folder"
+    place.mkdir()
+    script = place / "tiny.sbatch"
+    script.write_text(script_of(place, "--nodes", nodes, "--set", "output.directory=runs/a b"))
+    assert ended(place, "bash", "-n", script).returncode == 0
+    assert ("srun" in script.read_text()) == (nodes != "1")
+    assert f"?key={KeyFiles(place / 'keys').pair().public}" in script.read_text() or nodes == "1"
+    if shutil.which("shellcheck"):
+        checked = ended(place, "shellcheck", script)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_what_a_script_cannot_be_made_of_is_named(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    for words, text in (
+        (["tiny.toml", "--keys", "keys"], "distbelief keys new"),
+        ([], "no job: name a job file"),
+        (["tiny.toml", "--time", "$(id)"], "--time $(id): write it as sbatch takes it"),
+    ):
+        done = ended(tmp_path, COMMAND, "slurm", *words)
+        assert done.returncode == 2, done.stdout
+        assert text in done.stderr
