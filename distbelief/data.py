@@ -14,7 +14,8 @@ an array into samples and joining them again.
 
 Replica r of R reads positions [n r / R, n (r + 1) / R) of one seeded shuffle of the data set, in a
 new order for each pass (subsets as in Dean et al. 2012, section 4.1). Seed, r and pass alone decide
-it, so a restarted replica continues from one number: the samples consumed.
+it, so a restarted replica continues from one number: the samples consumed. Where data are dealt,
+any replica reads any positions, in another shuffle for each epoch (`dealt_samples`).
 """
 
 import dataclasses
@@ -394,7 +395,14 @@ class DataShard:
         return shuffled(positions, n_samples=self.n_samples, seed=self.seed)
 
 
-def shuffled(positions: Indices, *, n_samples: int, seed: int) -> Indices:
+def dealt_samples(start: int, stop: int, *, n_samples: int, seed: int) -> Indices:
+    """Return the samples at these positions of an endless sequence of epochs; they are of one."""
+    epoch, offset = divmod(start, n_samples)
+    positions = np.arange(offset, offset + stop - start, dtype=np.int64)
+    return shuffled(positions, n_samples=n_samples, seed=(seed, epoch))
+
+
+def shuffled(positions: Indices, *, n_samples: int, seed: int | tuple[int, int]) -> Indices:
     """Return the samples at these positions of the shuffle, each in [0, n_samples).
 
     The shuffle is a keyed permutation that nobody stores. A Feistel network permutes [0, 4^k) for
@@ -402,7 +410,8 @@ def shuffled(positions: Indices, *, n_samples: int, seed: int) -> Indices:
     inside (Black & Rogaway 2002, "cycle walking").
     """
     n_bits = max(1, ((n_samples - 1).bit_length() + 1) // 2)
-    keys = np.random.default_rng((seed, n_samples)).integers(0, 1 << 64, _N_ROUNDS, dtype=np.uint64)
+    seeds = (*(seed if isinstance(seed, tuple) else (seed,)), n_samples)
+    keys = np.random.default_rng(seeds).integers(0, 1 << 64, _N_ROUNDS, dtype=np.uint64)
     found = np.asarray(positions, np.uint64)
     outside = np.ones(len(found), np.bool_)
     while outside.any():

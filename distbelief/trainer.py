@@ -35,6 +35,7 @@ from distbelief.config.load import load_job
 from distbelief.core import files
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
+from distbelief.core.spans import Epochs
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
@@ -91,9 +92,9 @@ Around = Callable[[Role], Role]
 def check_data(job: Job, answer: PreflightResult) -> None:
     """Reject more replicas than there are samples."""
     train = answer.task.train
-    if train is not None and 1 < job.cluster.replicas > train.n_samples:
+    if train is not None and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
-            f"[cluster] replicas = {job.cluster.replicas}, but [data.train] "
+            f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
             f"has {train.n_samples} samples: each replica needs at least one"
         )
 
@@ -105,6 +106,7 @@ def supervisor_config(
     previous = previous or PreviousRun()
     algorithm = algorithm_of(job)
     verdict: VerdictOf = getattr(algorithm, "verdict", done)
+    epochs: Callable[[int], Epochs | None] | None = getattr(job.algorithm, "epochs", None)
     assert answer.task.train is not None
     return SupervisorConfig(
         roster=tuple(roster_of(job, n_machines=answer.n_machines)),
@@ -117,7 +119,10 @@ def supervisor_config(
         metric_name=answer.metric_name,
         higher_is_better=answer.higher_is_better,
         batch_size=job.batch_size,
+        replicas_min=job.cluster.replicas_min,
         warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
+        dealt=epochs(answer.task.train.n_samples) if epochs else None,
+        epoch_share=getattr(job.algorithm, "epoch_share", 1.0),
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
@@ -545,6 +550,9 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         if not isinstance(job, Job):
             job = load_job(job)
         hosting = None if hosting is None else hosting.checked()
+        if hosting is None:
+            cluster = job.cluster.fitted(len(os.sched_getaffinity(0)))
+            job = msgspec.structs.replace(job, cluster=cluster)
         FileMemory.sweep()
         memory = FileMemory.make()
         stack.callback(memory.remove_all)

@@ -6,7 +6,7 @@ fetches from and pushes to the shards of a parameter server without waiting for 
 
 from typing import Final, final
 
-from distbelief.config.job import ClusterTable
+from distbelief.config.job import ClusterTable, Elastic
 from distbelief.errors import JobError
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext
@@ -32,9 +32,19 @@ class DownpourAlgorithm:
         """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""
         inner = config.inner
         try:
-            config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.replicas)
+            config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.n_replicas)
         except ValueError as error:
             raise JobError(f"[algorithm] {error}") from None
+        if isinstance(cluster.replicas, Elastic) and config.order != "dealt":
+            raise JobError(
+                f'[cluster] replicas has min and max, and [algorithm] order is "{config.order}", '
+                'where parts of those that are not there are not read: use order = "dealt"'
+            )
+        if config.order == "dealt" and cluster.is_split:
+            raise JobError(
+                '[algorithm] order is "dealt", and [cluster] partitions, plan or device splits '
+                'replicas into ranks that push on their own: use order = "parts", or split nothing'
+            )
         if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
             raise JobError(
                 f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
@@ -51,7 +61,11 @@ class DownpourAlgorithm:
             name,
             context=context,
             shard=lambda: roles.build_shard(
-                name, rule=config.rule, policy=config.exchange, context=context
+                name,
+                rule=config.rule,
+                policy=config.exchange,
+                context=context,
+                deals=config.order == "dealt",
             ),
             replica=lambda index: roles.build_replica(index, config=config, context=context),
             rank=lambda split: roles.build_rank(name, config=config, context=context, split=split),

@@ -106,7 +106,7 @@ class RayHosts:
     @classmethod
     def of(cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str) -> Self:
         """Return as many hosts, for what this job needs beyond the supervisor's own host."""
-        n_processes = max(1, job.cluster.replicas * n_machines - slots_here)
+        n_processes = max(1, job.cluster.n_replicas * n_machines - slots_here)
         cores = ceil(n_processes / n_hosts) * job.cluster.threads
         return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=modules_of(job))
 

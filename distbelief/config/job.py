@@ -35,9 +35,22 @@ PATIENCE_SECONDS_MIN: Final = 2.0  # several heartbeats, each of which the super
 # Where shards run: on the supervisor's host, one on each host, or on the hosts of replicas.
 ShardPlacement = Literal["here", "spread", "beside replicas"]
 
+FIT_MAX: Final = 64  # replicas of a job that takes as many as fit, on hosts that may join
+
+
+class Elastic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Value of [cluster] replicas: they come and go with hosts, where data are dealt."""
+
+    min: Processes = 1  # training begins once so many are there
+    max: Processes | Literal["as many as fit"] = "as many as fit"  # the others wait for a host
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max, int) and self.max < self.min:
+            raise JobFileError(f"min = {self.min} and max = {self.max}: wants no more than max")
+
 
 class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    replicas: Processes = 1  # each with its own part of the data
+    replicas: Processes | Elastic = 1  # each with its own part of the data, unless it is dealt
     shards: Processes = 1
     # Processes that keep each shard: with 2, a backup takes over at once when the primary is lost,
     # and no acknowledged push is lost.
@@ -93,6 +106,24 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise JobFileError(
                     f"pins has {name!r} twice, {places[name]!r} and {split!r}: keep one"
                 )
+
+    @property
+    def n_replicas(self) -> int:
+        """The number of replicas, or the most that there may be."""
+        most = self.replicas.max if isinstance(self.replicas, Elastic) else self.replicas
+        return most if isinstance(most, int) else FIT_MAX
+
+    @property
+    def replicas_min(self) -> int:
+        return self.replicas.min if isinstance(self.replicas, Elastic) else 1
+
+    def fitted(self, n_cores: int) -> ClusterTable:
+        """Return the table for a job that stays on a host of so many cores."""
+        if not isinstance(self.replicas, Elastic) or isinstance(self.replicas.max, int):
+            return self
+        most = max(self.replicas.min, n_cores // self.threads)
+        replicas = msgspec.structs.replace(self.replicas, max=most)
+        return msgspec.structs.replace(self, replicas=replicas)
 
     @property
     def is_split(self) -> bool:

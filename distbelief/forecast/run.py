@@ -160,7 +160,7 @@ def _outcome(
 ) -> Outcome:
     training, kinds = view.training_seconds, prepared.kinds
     together = "coordinator" in kinds.values()
-    n_trainers = 1 if together else prepared.job.cluster.replicas
+    n_trainers = 1 if together else prepared.job.cluster.n_replicas
     own: dict[str, object] = {
         "seed": seed,
         "ended": view.stop_reason,

@@ -234,7 +234,7 @@ def context_of(
     return BuildContext(
         task=job.task,
         layout=Layout(spec.layout),
-        n_replicas=job.cluster.replicas,
+        n_replicas=job.cluster.n_replicas,
         n_shards=job.cluster.shards,
         seed=job.evaluation.seed,
         memory=memory,

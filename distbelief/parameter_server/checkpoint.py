@@ -1,7 +1,7 @@
 """A shard's state as a snapshot and back, bit for bit, also for another number of shards.
 
     arrays   "values" (shard_size,), "state.NAME" (n_gradient,) per vector of the rule
-    facts    format, layout, index, incarnation, clock, rule, clients, steps (as JSON)
+    facts    format, layout, index, incarnation, clock, rule, clients, steps (as JSON), applied
 
 One snapshot holds everything that must be restored together: values, rule state, clock, and the
 watermark of each client, so that no restored push is applied twice (Lee et al. 2015, RIFL: the
@@ -11,11 +11,14 @@ completion record is written with the object that it describes).
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Final, final
 
 import msgspec
 import numpy as np
 
+from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.config import ShardConfig
@@ -37,6 +40,7 @@ class ShardState:
     state: State  # each (n_gradient,)
     clients: tuple[SessionRecord, ...]
     steps: StepCounts
+    applied: Spans = NOTHING  # positions of the pushes in the values, where data are dealt
 
 
 # --- reshard ---
@@ -62,13 +66,15 @@ def reshard(
     clocks: Sequence[int],
     steps: Sequence[StepCounts],
     read: Read,
+    applied: Sequence[Spans] = (),
 ) -> ShardState:
     """Return the state of new shard k, in incarnation 0 and without clients, or raise ValueError.
 
-    Every element keeps its value and its optimizer state. `clocks` and `steps` (push counts) are
-    those of the old shards, in order. Shards have different clocks (DB-5). A new shard starts at
-    the largest clock of its sources, so that no element's clock falls: a schedule would go back,
-    and Adam would repeat its bias correction.
+    Every element keeps its value and its optimizer state. `clocks`, `steps` (push counts) and
+    `applied` (dealt positions) are those of the old shards, in order. What not all sources of a new
+    shard have applied is dealt again, to all its elements. Shards have different clocks (DB-5). A
+    new shard starts at the largest clock of its sources, so that no element's clock falls: a
+    schedule would go back, and Adam would repeat its bias correction.
     """
     if old.tensors != new.tensors or old.dtype != new.dtype:
         raise ValueError(
@@ -102,6 +108,7 @@ def reshard(
         state=state,
         clients=(),
         steps=counts,
+        applied=reduce(and_, (applied[source] for source in sources)) if applied else NOTHING,
     )
 
 
@@ -188,10 +195,12 @@ def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
         del client["name"]
     arrays = {"values": state.values}
     arrays |= {f"state.{name}": vector for name, vector in state.state.items()}
+    applied = msgspec.json.encode(state.applied.to_wire()).decode()
     return rl.Snapshot(
         label=label,
         arrays=arrays,
-        facts={
+        facts=({"applied": applied} if state.applied else {})
+        | {
             "format": FORMAT,
             "layout": config.layout.fingerprint,
             "index": str(config.index),
@@ -209,6 +218,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     clock: Count
     clients: str
     steps: str | None = None  # None: written before clients could hold parts
+    applied: str = "[]"
 
 
 def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
@@ -251,6 +261,7 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
         if facts.steps is not None:
             words = msgspec.json.decode(facts.steps, type=list[Count])
             steps = StepCounts.read(np.array(words, np.int64), size=size)
+        applied = Spans.from_wire(msgspec.json.decode(facts.applied, type=list[Count]))
     except (msgspec.MsgspecError, RemoteProtocolError) as damage:
         raise error(f"its facts cannot be read ({damage}){_DELETE}") from None
     # Watermarks of the same or a later incarnation belong to other pushes of the clients.
@@ -271,4 +282,5 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
         },
         clients=clients,
         steps=steps,
+        applied=applied,
     )

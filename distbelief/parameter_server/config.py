@@ -39,6 +39,7 @@ class ShardConfig:
     n_vectors_max: int = 64  # named vectors of a coordinator
     name: str = ""  # of the role; by default "shard-INDEX"
     is_replicated: bool = False  # one of two copies: the supervisor promotes one
+    deals: bool = False  # data are dealt: the supervisor hears of the positions applied here
 
     def __post_init__(self) -> None:
         if not self.name:

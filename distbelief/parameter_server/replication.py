@@ -21,6 +21,7 @@ import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Silence, Window
+from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import OutgoingPush
@@ -248,7 +249,8 @@ class Backup:
         (sender, message), self._next = self._next, None
         self.release()
         self.primary = sender
-        self._values.start_sync(clock=message.clock, steps=self._steps(message))
+        applied = Spans.from_wire(message.applied)
+        self._values.start_sync(clock=message.clock, steps=self._steps(message), applied=applied)
         self.clients = {client.name: client for client in message.clients}
         return [self._state_ack()]
 
@@ -402,6 +404,7 @@ class Primary:
             holds=shard_slice.stripes,
             touches=None if touches is None else tuple(touches.tolist()),
             share=push.share,
+            dealt=push.push.dealt,
         )
         if not self._is_waiting:
             self._silence.start(now)
@@ -530,6 +533,7 @@ class Primary:
             clock=self._values.clock,
             clients=self._sessions.records(),
             steps=self._values.steps.to_wire(),
+            applied=self._values.applied.to_wire(),
         )
 
     def _confirm_finished(self, *, here: bool = False) -> list[Action]:

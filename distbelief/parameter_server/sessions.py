@@ -510,6 +510,8 @@ class Sessions:
             raise RemoteProtocolError(
                 f"{client.name} sent fetched_clock {message.fetched_clock} at {self._values.clock}"
             )
+        if message.dealt is not msgspec.UNSET and message.dealt[0] >= message.dealt[1]:
+            raise RemoteProtocolError(f"{client.name} sent a push of positions {message.dealt}")
         reason = self._values.why_not(message.touches, client.shard_slice)
         if reason is not None:
             return [self.refuse(client.name, reason, for_good=True)]

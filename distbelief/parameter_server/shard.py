@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Final, assert_never, cast, final
 
 from distbelief.core.memory import Memory
+from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
@@ -58,6 +59,12 @@ ShardMessage = (
 _ABSENT: Final = "absent:"
 _RETURNED: Final = "returned"  # clients had time to come back
 _GRACE: Final = "grace"  # a round ends without late pushes
+_TELL: Final = "tell"
+
+# Where data are dealt: between two looks whether the supervisor knows what is applied, and until
+# it is told again, as a message may be lost.
+TELL_SECONDS: Final = 0.2
+TELL_AGAIN_SECONDS: Final = 2.0
 
 
 class _Work(Enum):
@@ -121,6 +128,7 @@ class Shard:
         self._ready = False
         self._copied_last = False
         self._grace_until: rl.Seconds | None = None  # for which there is a timer
+        self._told: tuple[Spans, rl.Seconds] | None = None  # what the supervisor heard last
         self._is_sealed = False  # whether the last checkpoint was requested
         self._stopped_by: rl.Address | None = None
         self._abandoned: str | None = None  # why the supervisor counts as lost
@@ -272,6 +280,8 @@ class Shard:
             return self._primary.timer(now)
         if name == PINS_TIMER:
             return self._versions.timer(now)
+        if name == _TELL:
+            return self._tell(now)
         if name in {_RETURNED, _GRACE}:
             self._sessions.awaits_clients &= name != _RETURNED
             return []  # `_next` looks
@@ -287,7 +297,22 @@ class Shard:
         if self._sessions.counts_ticks and self._sessions.incarnation > 1:
             self._sessions.awaits_clients = True
             actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
+        if self._config.deals:
+            actions += self._tell(now)
         return [*actions, *self._answer_deferred()]
+
+    def _tell(self, now: rl.Seconds) -> list[rl.Action]:
+        """Tell the supervisor which dealt positions are applied, if that is news."""
+        if self._stopped_by is not None:
+            return []
+        timer, applied = rl.SetTimer(name=_TELL, at=now + TELL_SECONDS), self._values.applied
+        if self._told is not None:
+            told, at = self._told
+            if told == applied and now - at < TELL_AGAIN_SECONDS:
+                return [timer]
+        self._told = applied, now
+        message = ms.SamplesApplied(spans=applied.to_wire())
+        return [timer, rl.Send(receiver=rl.SUPERVISOR, message=message)]
 
     def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
         sender, sessions = event.sender, self._sessions
@@ -507,6 +532,7 @@ class Shard:
                     shard_slice=replicated.shard_slice,
                     touches=replicated.touches,
                     share=message.share,
+                    dealt=message.dealt,
                 )
             if self._promotion is None or not backup.is_drained:
                 return []
@@ -568,6 +594,7 @@ class Shard:
             shard_slice=client.shard_slice,
             touches=push.push.touches,
             share=push.share,
+            dealt=push.push.dealt,
         )
         return [*replications, *apply]
 
@@ -579,12 +606,18 @@ class Shard:
         shard_slice: ShardSlice,
         touches: Vector | None,
         share: rp.Share,
+        dealt: pf.Dealt,
     ) -> list[rl.Action]:
         self._work = _Work.APPLY
         self._copied_last = False
         touched = None if touches is None else self._values.slice_table.get(touches)
         work, cost = self._values.begin_push(
-            pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched, share=share
+            pushed,
+            n_clients=n_clients,
+            shard_slice=shard_slice,
+            touched=touched,
+            share=share,
+            dealt=dealt,
         )
         return [rl.Compute(name="apply", work=work, cost=cost)]
 
@@ -640,6 +673,7 @@ class Shard:
             state=self._values.state,
             clients=self._sessions.records(),
             steps=self._values.steps,
+            applied=self._values.applied,
         )
         return take(label, state, config=self._config)
 

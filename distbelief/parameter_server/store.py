@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, final
 
+import msgspec
 import numpy as np
 import torch
 
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
+from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import ALIGNMENT, Element, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore
@@ -42,7 +44,7 @@ from distbelief.parameter_server.slices import (
     padded,
     parts,
 )
-from distbelief.protocol import replication as rp
+from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Cost, Snapshot
 
 
@@ -259,6 +261,9 @@ class ShardStore:
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
         self.n_restored = 0  # whole pushes (`StepCounts.n_pushes`) that this incarnation began with
         self.steps = StepCounts()  # pushes that each element has received
+        # Where data are dealt: positions of the pushes in the values, and of those in progress.
+        self.applied = NOTHING
+        self._applying = NOTHING
 
     @property
     def region(self) -> str:
@@ -317,6 +322,7 @@ class ShardStore:
 
     def initialised(self, state: ShardState) -> None:
         self.state, self.clock, self.steps = state.state, state.clock, state.steps
+        self.applied = state.applied
         self._replicated = [self.vector, *(state.state[name] for name in sorted(state.state))]
         self.n_restored = state.steps.n_pushes
         self._published.end(clock=self.clock)
@@ -352,11 +358,12 @@ class ShardStore:
     def state_block(self, index: int) -> Vector:
         return np.concatenate(self._block_parts(index))
 
-    def start_sync(self, *, clock: int, steps: StepCounts) -> None:
+    def start_sync(self, *, clock: int, steps: StepCounts, applied: Spans) -> None:
         """Drop the values and start as a backup at this clock."""
         if self._n_held is None:
             self._published.begin()
         self._n_held, self.clock, self.steps = 0, clock, steps
+        self.applied, self._applying = applied, NOTHING
 
     def take_state_block(self, packed: Vector) -> None:
         """Write the next block into the arrays, or raise RemoteProtocolError if it does not fit."""
@@ -397,26 +404,48 @@ class ShardStore:
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
         touched: ShardSlice | None = None,  # what the push changes; None: all of the part
         share: rp.Share = rp.WHOLE,
+        dealt: pf.Dealt = msgspec.UNSET,
     ) -> tuple[Callable[[], None], Cost]:
-        """Return the work that applies a push, or adds it to a round, and its cost."""
+        """Return the work that applies a push, or adds it to a round, and its cost.
+
+        A push of dealt positions of which some are applied changes nothing: the clock alone rises.
+        """
         shard_slice = shard_slice or self.slice_table.whole
         touched = touched or shard_slice
+        is_known = False
+        if dealt is not msgspec.UNSET:
+            is_known = any(known.overlaps(dealt) for known in (self.applied, self._applying))
+            self._applying |= NOTHING if is_known else Spans([dealt])
         if share.weight is not None:
-            return self._begin_in_round(pushed, shard_slice, touched, share)
+            return self._begin_in_round(pushed, shard_slice, touched, share, adds=not is_known)
+        if is_known:
+            self._pushed_slice = None
+            return _nothing, Cost()
         return self._begin_apply(pushed, shard_slice, touched, n_clients, scale=share.scale)
 
     def _begin_in_round(
-        self, pushed: Vector, shard_slice: ShardSlice, touched: ShardSlice, share: rp.Share
+        self,
+        pushed: Vector,
+        shard_slice: ShardSlice,
+        touched: ShardSlice,
+        share: rp.Share,
+        *,
+        adds: bool,
     ) -> tuple[Callable[[], None], Cost]:
         assert share.weight is not None
+        if self._round is None and not adds:  # nothing so far
+            self._pushed_slice = None
+            return _nothing, Cost()
         if self._round is None:
             policy = self._config.policy
             self._round = RoundSum(
                 self._n_elements, n_gradient=self._n_gradient, dtype=self._dtype, policy=policy
             )
         whole, so_far = self.slice_table.whole, self._round
-        add = so_far.add_work(pushed, shard_slice=shard_slice, touched=touched, weight=share.weight)
-        cost = Cost(n_bytes=3.0 * pushed.nbytes)
+        add, cost = _nothing, Cost()
+        if adds:
+            weight, cost = share.weight, Cost(n_bytes=3.0 * pushed.nbytes)
+            add = so_far.add_work(pushed, shard_slice=shard_slice, touched=touched, weight=weight)
         if share.n_to_follow:
             self._pushed_slice = None
             return add, cost
@@ -505,15 +534,21 @@ class ShardStore:
         if applied is None:
             return
         self.steps.add(applied)
+        self.applied |= self._applying
+        self._applying = NOTHING
         if self._n_held is None:
             self._published.end(clock=self.clock)
 
     def drop_round(self) -> None:
         """Drop the round in progress: its pushes are acknowledged nowhere."""
-        self._round = None
+        self._round, self._applying = None, NOTHING
 
     def begin_replace(self) -> None:
         self._published.begin()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _average(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> None:

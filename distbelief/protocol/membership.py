@@ -53,6 +53,10 @@ class StartTraining(AnyMessage, frozen=True):
     """
 
     samples: Count | None = None  # over all incarnations: begin no step beyond; None: no bound
+    # Where data are dealt: ranges [start, stop) of positions, after the first `n_before` that this
+    # incarnation was dealt. Those that it has are ignored.
+    ranges: tuple[tuple[Count, Count], ...] | None = None
+    n_before: Count = 0
 
 
 class Stop(AnyMessage, frozen=True):
@@ -86,6 +90,18 @@ class Progress(AnyMessage, frozen=True):
     loss: float  # mean over the samples since the last report
     seconds_computing: float  # total of this incarnation
     seconds_waiting: float
+    # Positions [start, stop, start, stop, ...) whose gradients were skipped, as not finite, and
+    # are in no push; the newest of this incarnation.
+    skipped: tuple[Count, ...] = ()
+
+
+class SamplesApplied(AnyMessage, frozen=True):
+    """Shard -> supervisor: my values contain the pushes of these positions, where data are dealt.
+
+    Sent when it begins to serve, and while that changes. A restored shard may have fewer.
+    """
+
+    spans: tuple[Count, ...]  # [start, stop, start, stop, ...), rising
 
 
 class Evaluate(AnyMessage, frozen=True):

@@ -37,6 +37,10 @@ Ticks = Count | msgspec.UnsetType
 """A number that is sent only where shards count ticks; Unset takes no bytes."""
 
 
+Dealt = tuple[Count, Count] | msgspec.UnsetType
+"""Positions that are sent only where data are dealt; Unset takes no bytes."""
+
+
 class OpenSession(AnyMessage, frozen=True):
     """Client -> shard: open a session, or open it again.
 
@@ -153,6 +157,9 @@ class Push(AnyMessage, frozen=True):
     payload: Payload = msgspec.UNSET  # what lies in the push buffer
     tick: Ticks = msgspec.UNSET  # ticks that the client has ended, this one included
     n_samples: Ticks = msgspec.UNSET  # of this push
+    # Positions [start, stop) of its samples, where data are dealt (`core.spans`): a shard that has
+    # applied a push with one of them acknowledges this one, and leaves its values as they are.
+    dealt: Dealt = msgspec.UNSET
 
 
 class PushApplied(AnyMessage, frozen=True):

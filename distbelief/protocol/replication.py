@@ -21,7 +21,7 @@ import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name
-from distbelief.protocol.push_fetch import Ticks
+from distbelief.protocol.push_fetch import Dealt, Ticks
 
 
 Factor = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -87,6 +87,7 @@ class StartSync(AnyMessage, frozen=True):
     steps: Vector | None = (
         None  # per element, where clients push parts of the vector; None: none ever did
     )
+    applied: tuple[Count, ...] = ()  # positions in the values, as in `SamplesApplied`
 
 
 class StateBlock(AnyMessage, frozen=True):
@@ -125,6 +126,7 @@ class ReplicatePush(AnyMessage, frozen=True):
     # a message has one array at most.
     touches: tuple[Count, ...] | None = None
     share: Share = WHOLE
+    dealt: Dealt = msgspec.UNSET  # as in `Push`
 
 
 class PrimaryChanged(AnyMessage, frozen=True):

@@ -2,6 +2,7 @@
 
 Unchanged, a run resumes exactly where it stood. With other shards its checkpoints are resharded.
 With other replicas, each begins after the same share of its own part of the data (`data.sharding`).
+Where samples are dealt, what some shard has not applied is dealt next, to any replicas.
 A changed model, rule or algorithm is rejected, and so are other data once anything was trained.
 
     snapshots/cut.json, snapshots/shard-K/              checkpoint set of the run's start
@@ -21,6 +22,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Final, final
 
@@ -33,6 +36,7 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
+from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
 from distbelief.data import are_alike, start_positions
@@ -218,6 +222,7 @@ class PreviousRun:
     notes: tuple[str, ...] = ()  # lines for the user
 
 
+DEALT: Final = "dealt"  # stands for all replicas, where samples are dealt
 _SECOND: Final = 2  # label of the second round of checkpoints
 
 
@@ -242,6 +247,7 @@ def read_previous_run(
     lost: list[str] = []  # error of each shard that cannot resume
     clocks: dict[str, int] = {}
     known: list[dict[str, int]] = []  # samples of each client, of each checkpoint
+    applied: list[Spans] = []  # where samples are dealt: those that each checkpoint has
     for name in (f"shard-{k}" for k in range(n_shards)):
         try:
             numbers = [int(text) for text in store.labels(name) if text.isdigit()]
@@ -257,6 +263,7 @@ def read_previous_run(
         clocks[name] = _pushes(snapshot)
         clients = _clients(snapshot)
         known.append({client: c.samples for client, c in clients.items()})
+        applied.append(_applied(snapshot))
         own = int(snapshot.facts.get("incarnation", "0"))
         incarnation = max([incarnation, own + 1, *(c.incarnation + 1 for c in clients.values())])
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
@@ -275,6 +282,8 @@ def read_previous_run(
             name: 0 if missing else min(_position(of_one, name) for of_one in known)
             for name in sorted(replicas - {""})
         }
+        if any(applied):
+            samples = {DEALT: 0 if missing else len(reduce(and_, applied))}
     before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,
@@ -346,6 +355,14 @@ def _pushes(snapshot: Snapshot) -> int:
         return int(text) if text.isdecimal() else 0  # an old format, without partial clients
 
 
+def _applied(snapshot: Snapshot) -> Spans:
+    try:
+        ends = msgspec.json.decode(snapshot.facts.get("applied", "[]"), type=list[int])
+    except msgspec.MsgspecError:
+        return NOTHING  # the shard itself will report the error
+    return Spans.from_wire(ends)
+
+
 def _clients(snapshot: Snapshot) -> dict[str, _Client]:
     try:
         return msgspec.json.decode(snapshot.facts.get("clients", "{}"), type=dict[str, _Client])
@@ -372,6 +389,9 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
                 getattr(each.algorithm, "rule", None), "name", None
             ),
             "[algorithm] name: the checkpoints are another algorithm's": each.algorithm_name,
+            "[algorithm] order: it says where in the data the run has come to": getattr(
+                each.algorithm, "order", "parts"
+            ),
             "[cluster] checkpoints: they are where they were": each.cluster.checkpoints,
         }
         for each in (earlier, job)
@@ -389,7 +409,7 @@ def start_from_scratch(job: Job, run: RunDirectory) -> str:
     # Checkpoints last: while any are left, the run can still resume.
     place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
     cluster = job.cluster
-    cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
+    cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.n_replicas)
     _choose_place(job, run)
     write_checkpoint_set(run.snapshots, cut)
     return f"starting from scratch; earlier files are in {place}"
@@ -413,7 +433,7 @@ def resume_run(
     directory, was = newest_checkpoint_set(run)
     now = CheckpointSet(
         n_shards=job.cluster.shards,
-        n_replicas=job.cluster.replicas,
+        n_replicas=job.cluster.n_replicas,
         n_machines=None if plan is None else plan.cluster.n_machines,
         plan=None if plan is None else mark_of(plan),
         train=train,
@@ -478,7 +498,9 @@ def _reshard(
         raise JobError(f"--resume {run.path}: its checkpoints cannot be resharded for {now}: {why}")
     assert now.train is not None
     samples = previous.before.samples
-    if was.n_replicas == now.n_replicas:
+    if DEALT in samples:
+        starts = (0,) * now.n_replicas
+    elif was.n_replicas == now.n_replicas:
         starts = tuple(samples.get(name, 0) for name in was.replicas)
     else:
         starts = start_positions(
@@ -499,7 +521,8 @@ def _reshard(
         label = f"{previous.label:05d}"
         reshard_all(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
-        if read_back.missing or read_back.before.samples != places:
+        expected = samples if DEALT in samples else places
+        if read_back.missing or read_back.before.samples != expected:
             raise StorageError(
                 f"resharded checkpoints cannot be read back from {fresh.place}: check "
                 "the disk. The run is unchanged"
@@ -507,7 +530,7 @@ def _reshard(
     return Resumed(
         previous=read_back,
         store=kept_store,
-        notes=tuple(_notes(job, run, was, now, n_samples=sum(starts), directory=kept_store.place)),
+        notes=tuple(_notes(job, run, was, now, samples=samples, directory=kept_store.place)),
     )
 
 
@@ -530,6 +553,7 @@ def reshard_all(
     opened: list[TensorFile] = []
     clocks: list[int] = []
     steps: list[StepCounts] = []
+    applied: list[Spans] = []
     for k in range(old.n_shards):
         snapshot = source.newest(f"shard-{k}")
         if snapshot is None:
@@ -539,6 +563,7 @@ def reshard_all(
         # Values are read again, in parts: not all of them are in memory at once.
         clocks.append(state.clock)
         steps.append(state.steps)
+        applied.append(state.applied)
         opened.append(source.file(f"shard-{k}", snapshot.label))
 
     def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
@@ -548,7 +573,9 @@ def reshard_all(
             raise StorageError(f"checkpoints cannot be read again: {error}") from error
 
     for k in range(new.n_shards):
-        state = reshard(old, new, k, rule=rule, clocks=clocks, steps=steps, read=read)
+        state = reshard(
+            old, new, k, rule=rule, clocks=clocks, steps=steps, applied=applied, read=read
+        )
         state = replace(state, incarnation=last, clients=clients)
         config = ShardConfig(index=k, layout=new, rule=rule)
         target.save(f"shard-{k}", take(label, state, config=config))
@@ -561,7 +588,7 @@ def _notes(
     was: CheckpointSet,
     now: CheckpointSet,
     *,
-    n_samples: int,
+    samples: Mapping[str, int],
     directory: str,
 ) -> Iterator[str]:
     if was.n_shards != now.n_shards:
@@ -576,13 +603,16 @@ def _notes(
         )
     elif was.plan != now.plan and was.n_machines:
         yield "plan: another one than before; each replica keeps its position in its data"
-    if was.n_replicas != now.n_replicas:
+    if was.n_replicas != now.n_replicas and DEALT in samples:
+        yield f"replicas: {was.n_replicas} before, {now.n_replicas} now"
+    elif was.n_replicas != now.n_replicas:
+        n_samples = sum(samples.values())
         yield (
             f"replicas: {was.n_replicas} before, {now.n_replicas} now; each skips its share "
             f"of the {n_samples:,} samples so far in its new part of the data, so in this "
             "pass some are read twice and some not"
         )
-    elif n_samples:
+    elif any(samples.values()):
         yield from _seed_note(job, run)
 
 

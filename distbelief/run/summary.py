@@ -117,7 +117,7 @@ def summarise(
         "directory": directory,
         "algorithm": job.algorithm_name,
         "rule": getattr(getattr(algorithm, "rule", None), "name", None),
-        "n_replicas": job.cluster.replicas,
+        "n_replicas": job.cluster.n_replicas,
         "n_shards": job.cluster.shards,
         "shard_copies": job.cluster.shard_copies,
         "error": error,

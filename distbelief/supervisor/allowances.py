@@ -8,7 +8,8 @@ A Stop that is sent when the target is met comes too late. So each replica has a
 (`StartTraining.samples`) and begins no step beyond it. It holds half of its share of what is
 left, by its speed, and at least what it trains in a few seconds; its bound is raised long before
 it gets there. At the end all replicas reach their bounds at about the same time (guided
-self-scheduling: Polychronopoulos and Kuck 1987).
+self-scheduling: Polychronopoulos and Kuck 1987). Where samples are dealt, a replica may train what
+it was dealt, and the `Dealer` gives as much of it as here.
 """
 
 from typing import Final, final
@@ -16,6 +17,7 @@ from typing import Final, final
 from distbelief.protocol import Progress, StartTraining
 from distbelief.roles.role import Address
 from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 
@@ -37,9 +39,15 @@ class Allowances:
         driven = members.coordinator is not None
         self._total = None if config.stop is None or driven else config.stop.total_samples
         self._batch_size = config.batch_size
+        self._replicas_min = 0 if driven else config.replicas_min
         self._warm_start_left = config.warm_start_steps  # of replica 0, over all its incarnations
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
+        self.dealer: Dealer | None = None
+        if config.dealt is not None:
+            self.dealer = Dealer(
+                members, config.dealt, total=self._total, epoch_share=config.epoch_share
+            )
 
     @property
     def warm_start_is_over(self) -> bool:
@@ -59,23 +67,39 @@ class Allowances:
         replicas = self._members.of("replica")
         first = self._members.of("coordinator")
         begins: list[tuple[Address, StartTraining]] = []
+        here = [replica for replica in replicas if replica.introduced_at is not None]
+        if self._metrics.training_since is None and len(here) < self._n_wanted():
+            return []
         for record in (*first, *(replicas if self.warm_start_is_over else replicas[:1])):
             if record.introduced_at is None or record.begun or not record.is_alive:
                 continue
             record.begun = True
+            if self.dealer is not None:
+                self.dealer.began(record)
+                ranges = self._deal(record, repeats=True)
+                begins.append((record.name, ranges or StartTraining(ranges=())))
+                continue
             self._bounds.pop(record.name, None)  # a new incarnation holds nothing yet
             self._raise_bound(record)
             begins.append((record.name, StartTraining(samples=self._bounds.get(record.name))))
         return begins
 
+    def _n_wanted(self) -> int:
+        alive = [replica for replica in self._members.of("replica") if replica.is_alive]
+        return min(self._replicas_min, len(alive))
+
     def after_progress(self, record: RoleRecord) -> StartTraining | None:
         """Return the new bound of a replica that has reported progress, if it rose."""
+        if self.dealer is not None:
+            return self._deal(record, repeats=False) if record.begun else None
         if not (record.begun and self._raise_bound(record)):
             return None
         return StartTraining(samples=self._bounds.get(record.name))
 
     def repeat(self, record: RoleRecord) -> StartTraining | None:
         """Return the request to repeat at a role's heartbeat, if it has not arrived."""
+        if self.dealer is not None and record.kind == "replica":
+            return self._deal(record, repeats=True)
         if self._total is None or record.kind != "replica":
             return None if record.progressed else StartTraining()
         bound = self._bounds.get(record.name)
@@ -87,6 +111,10 @@ class Allowances:
         if record.progressed and heard == self._bounds.get(record.name):
             return None
         return StartTraining(samples=self._bounds.get(record.name))
+
+    def _deal(self, record: RoleRecord, *, repeats: bool) -> StartTraining | None:
+        assert self.dealer is not None
+        return self.dealer.deal(record, lambda: self._wanted_samples(record), repeats=repeats)
 
     def _samples(self, record: RoleRecord) -> int:
         reported = self._metrics.samples_of.get(record.name, 0)
@@ -110,6 +138,8 @@ class Allowances:
 
     def _wanted_samples(self, record: RoleRecord) -> int:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
+        if self.dealer is not None:  # what is dealt now need not last for those who come later
+            replicas = [r for r in replicas if r.presence is Presence.PRESENT]
         rates = [r.rate.per_second for r in replicas]
         known = [rate for rate in rates if rate is not None]
         usual = sum(known) / len(known) if known else 0.0
@@ -125,6 +155,8 @@ class Allowances:
 
     @property
     def _left(self) -> int:
+        if self.dealer is not None:
+            return self.dealer.n_left
         assert self._total is not None
         return self._total - self._metrics.samples
 

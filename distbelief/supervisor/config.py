@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from distbelief.config.job import VerdictOf, done
+from distbelief.core.spans import Epochs
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
@@ -22,6 +23,9 @@ class SupervisorConfig:
     higher_is_better: bool = True
     batch_size: int = 1  # samples of a step of one replica
     warm_start_steps: int = 0  # steps of replica 0 before the other replicas begin
+    replicas_min: int = 1  # that must be there before training begins
+    dealt: Epochs | None = None  # how samples are cut that the supervisor deals
+    epoch_share: float = 1.0  # of an epoch that must be done; the rest is left out
     evaluate_every: Seconds = 10.0  # seconds between evaluations
     snapshot_every: Seconds = 30.0  # seconds between checkpoints
     report_every: Seconds = 2.0  # seconds between points of the curve

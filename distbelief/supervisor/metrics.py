@@ -37,13 +37,14 @@ class JobMetrics:
         self.step = self.before.step
         self._history: list[Point] = list(self.before.history)
         self.samples_of = dict(before.samples)  # of each replica
+        self.dealt: int | None = None  # done so far, once that is known where samples are dealt
         self._loss_sum = 0.0
         self._n_in_sum = 0
         self._rate = Rate()
 
     @property
     def samples(self) -> int:
-        return sum(self.samples_of.values())
+        return sum(self.samples_of.values()) if self.dealt is None else self.dealt
 
     def seconds(self, now: Seconds) -> Seconds:
         end = now if self.ended_at is None else self.ended_at

@@ -58,6 +58,7 @@ RoleToSupervisor = (
     | wire.CheckpointSaved
     | wire.BackupUnresponsive
     | wire.BackupInSync
+    | wire.SamplesApplied
     | wire.Stop
 )
 
@@ -285,6 +286,8 @@ class Supervisor:
                 if error:
                     self.out.log(LogEvent("not_saved", record.name, reason=error))
                 self.scheduler.saved(record, message)
+            case wire.SamplesApplied() if record.kind == "shard":
+                self._applied(record, message)
             case wire.BackupUnresponsive() | wire.BackupInSync() if record.kind == "shard":
                 self.failover.reported(record, message)
             case _:
@@ -300,10 +303,31 @@ class Supervisor:
         self._clock.heard(self._now)
         self.metrics.progress(record, message, self._now)
         record.progressed = True
+        if self.allowances.dealer is not None and message.skipped:
+            self.allowances.dealer.skipped(message.skipped)
+            self._count_dealt()
         if self._runs:
             self._end_if_due()
         if self._runs:
             self.out.send(record.name, self.allowances.after_progress(record))
+
+    def _applied(self, record: RoleRecord, message: wire.SamplesApplied) -> None:
+        dealer = self.allowances.dealer
+        if dealer is None or not self.failover.is_primary(record):
+            return
+        has_waited = not dealer.knows_all
+        dealer.applied(record.shard, message.spans)
+        self._count_dealt()
+        if has_waited and self._runs:
+            for replica in self.members.of("replica"):
+                self.out.send(replica.name, self.allowances.after_progress(replica))
+
+    def _count_dealt(self) -> None:
+        dealer = self.allowances.dealer
+        if dealer is not None and dealer.knows_all:
+            self.metrics.dealt = dealer.n_done
+            if self._runs:
+                self._end_if_due()
 
     def _begin_rounds(self) -> None:
         self.evaluations.begin(self._now)
@@ -543,6 +567,8 @@ class Supervisor:
     def _take_over(self, record: RoleRecord, why: str, *, was_primary: bool) -> None:
         """Let the other copy of a shard take over from a dead one, if there is another."""
         self.failover.lost(record)
+        if was_primary and self.allowances.dealer is not None:
+            self.allowances.dealer.lost(record.shard)
         primary = self.failover.primary(record.shard)
         if was_primary and primary is not None and primary is not record:
             save = self.checkpoints.repeat(record.shard, self._now, at_once=True)

@@ -4,6 +4,7 @@ Each rank of a group has a `BatchPlan`, equal on all ranks, and a reader of what
 batch: a `SliceReader` of the input regions of its partition, or the executor of a whole model.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -12,7 +13,17 @@ from typing import Final, Protocol, final
 import numpy as np
 import torch
 
-from distbelief.data import Batch, BatchCursor, Dataset, DataShard, Indices, read_batch, shown_path
+from distbelief.core.spans import Epochs, Span
+from distbelief.data import (
+    Batch,
+    BatchCursor,
+    Dataset,
+    DataShard,
+    Indices,
+    dealt_samples,
+    read_batch,
+    shown_path,
+)
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region
@@ -25,9 +36,20 @@ N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """Where a batch of dealt samples belongs."""
+
+    push: Span  # positions of its push
+    ends_push: bool  # with this batch
+    ends_range: bool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchIndices:
     position: int  # number of samples before them
     indices: Indices  # (n_samples,) in the data set
+    dealt: Dealt | None = None
 
     @property
     def stop(self) -> int:
@@ -87,6 +109,68 @@ class TrainingPlan:
         is_long = left % size == 1 and left > size > 1  # the last batch takes one more
         n_left = left // size if is_long else -(-left // size)
         return min(-(-max(n_samples, 0) // size), n_left)
+
+
+@final
+class DealtPlan:
+    """The ranges that the supervisor has dealt, one after the other.
+
+    `position` counts the samples of this replica, as elsewhere: it is no place in the data.
+    """
+
+    def __init__(self, epochs: Epochs, *, seed: int) -> None:
+        self._epochs = epochs
+        self._seed = seed
+        self._ranges: deque[Span] = deque()  # still to read
+        self._n_read = 0  # samples of the first of them
+        self.n_ranges = 0  # dealt so far
+        self.n_dealt = 0  # steps of all of them
+        self._batches: dict[int, BatchIndices] = {}
+        self._next = 0
+        self._position = 0
+
+    def take(self, ranges: Sequence[Span], *, n_before: int) -> None:
+        """Take the ranges that are new; after a lost message, wait for its repetition."""
+        new = ranges[self.n_ranges - n_before :] if n_before <= self.n_ranges else ()
+        self._ranges += new
+        self.n_ranges += len(new)
+        self.n_dealt += sum(self._epochs.n_batches(*one) for one in new)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the last of the steps that were dealt is at least being read."""
+        return not self._ranges
+
+    def start(self, position: int) -> None:
+        self._position = position
+
+    def batch(self, step: int) -> BatchIndices:
+        while self._next <= step and self._ranges:
+            self._batches[self._next] = batch = self._cut()
+            self._batches.pop(self._next - N_KEPT, None)
+            self._position += len(batch.indices)
+            self._next += 1
+        nothing = BatchIndices(position=self._position, indices=np.empty(0, np.int64))
+        return self._batches.get(step, nothing)
+
+    def _cut(self) -> BatchIndices:
+        epochs, (begin, end) = self._epochs, self._ranges[0]
+        start = begin + self._n_read
+        push = max(epochs.start(start), begin), min(epochs.stop(start), end)
+        stop = start + epochs.batch(push[1] - start)
+        self._n_read += stop - start
+        if stop == end:
+            self._ranges.popleft()
+            self._n_read = 0
+        return BatchIndices(
+            position=self._position,
+            indices=dealt_samples(start, stop, n_samples=epochs.n_samples, seed=self._seed),
+            dealt=Dealt(push=push, ends_push=stop == push[1], ends_range=stop == end),
+        )
+
+    def n_steps(self, start: int, stop: int) -> int:
+        """Return about how many steps there are from one position to another."""
+        return -(-(stop - start) // self._epochs.batch_size)
 
 
 @final

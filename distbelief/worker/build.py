@@ -87,7 +87,7 @@ def roster(
 def roster_of(job: Job, *, n_machines: int | None = None) -> list[RosterEntry]:
     """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
     return roster(
-        n_replicas=job.cluster.replicas,
+        n_replicas=job.cluster.n_replicas,
         n_shards=job.cluster.shards,
         shard_copies=job.cluster.shard_copies,
         evaluates=job.data.test is not None,
@@ -126,7 +126,12 @@ def build_role(
 
 
 def build_shard(
-    name: str, *, rule: UpdateRule, context: BuildContext, policy: ExchangePolicy = DOWNPOUR
+    name: str,
+    *,
+    rule: UpdateRule,
+    context: BuildContext,
+    policy: ExchangePolicy = DOWNPOUR,
+    deals: bool = False,
 ) -> Role:
     layout, file = context.layout, context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
@@ -143,6 +148,7 @@ def build_shard(
         policy=policy,
         name=name,
         is_replicated=context.shard_copies > 1,
+        deals=deals,
     )
     return Shard(config, memory=context.memory, initialise=initialise)
 
@@ -202,8 +208,12 @@ def whole_replica(
     progress_seconds: Seconds = 0.5,
 ) -> Replica:
     """Return a replica of a whole model; `samples_max` is for all its incarnations together."""
-    model = executor.model
-    batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
+    model, epochs = executor.model, config.epochs(data_shard.n_samples)
+    batch_plan = (
+        batches.TrainingPlan(data_shard, batch_size=config.batch_size)
+        if epochs is None
+        else batches.DealtPlan(epochs, seed=config.seed)
+    )
     # The executor clips, by torch's own function.
     objective = TrainingObjective(
         config,
@@ -213,6 +223,7 @@ def whole_replica(
         is_whole=True,
         shapes=model.shapes,
         n_steps=batch_plan.n_steps,
+        dealt=batch_plan if isinstance(batch_plan, batches.DealtPlan) else None,
         progress_seconds=progress_seconds,
     )
     executor.n_bytes = objective.step_bytes
@@ -231,19 +242,23 @@ def whole_replica(
 
 def training_leader(
     config: DownpourSettings,
-    batch_plan: batches.TrainingPlan,
+    batch_plan: batches.TrainingPlan | batches.DealtPlan,
     *,
     await_begin: bool,
     n_ranks: int = 1,
     plan: str = "",
     samples_max: int | None = None,
 ) -> GroupLeader:
+    n_steps = batch_plan.n_steps
+    if isinstance(batch_plan, batches.DealtPlan):
+        dealt = batch_plan
+        n_steps = lambda *_: dealt.n_dealt  # noqa: E731 -- whatever the positions are
     leader = GroupLeader(
         n_ranks,
         plan=plan,
         steps_max=config.max_steps if samples_max is None else None,
         samples_max=samples_max,
-        n_steps=batch_plan.n_steps,
+        n_steps=n_steps,
     )
     # Without a supervisor nobody else would send `StartTraining`.
     if not await_begin:

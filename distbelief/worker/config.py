@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Literal, final
 
 import msgspec
 
+from distbelief.core.spans import Epochs
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.worker.local_steps import check_inner
@@ -68,8 +69,13 @@ class Pace:
             return n_unsent >= self.n_push
         return n_unsent > 0 and step % self.n_push == 0
 
-    def may_fetch(self, *, unacknowledged: int, during: int | None = None) -> bool:
-        """Return whether a fetch may begin, during the computation of a step or between two."""
+    def may_fetch(
+        self, *, unacknowledged: int, during: int | None = None, pushes: bool | None = None
+    ) -> bool:
+        """Return whether a fetch may begin, during the computation of a step or between two.
+
+        `pushes`: whether a push follows that step, where its number does not tell.
+        """
         # With a push in flight it is unknown whether the fetched parameters contain it, and so
         # whether its local steps must be repeated (DB-11).
         if unacknowledged and (self.blocking or self.keeps_local_steps):
@@ -77,7 +83,8 @@ class Pace:
         # A push of local steps waits for a fetch that has begun.
         if during is None or self.sends_delta:
             return True
-        return not (self.blocking or (self.keeps_local_steps and self.pushes_after(during)))
+        pushes = self.pushes_after(during) if pushes is None else pushes
+        return not (self.blocking or (self.keeps_local_steps and pushes))
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,6 +114,13 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # Gradients in a row with NaN or Inf, each skipped and logged, before a replica gives up.
     non_finite_limit: int = 10
     seed: int = 0  # of the order of samples and of the model's random numbers (dropout)
+    # Who reads which samples. "parts": each replica a part of its own, also after others are lost.
+    # "dealt": the supervisor deals ranges to those present, by speed, and what a lost one has not
+    # pushed to others: each sample of an epoch counts exactly once.
+    order: Literal["parts", "dealt"] = "parts"
+    # Of an epoch of dealt samples: once so much of it is done, what is left is not waited for, and
+    # dealt to nobody any more (Chilimbi et al. 2014: 0.75).
+    epoch_share: float = 1.0
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
@@ -123,6 +137,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 raise ValueError(f"{name} is {value}; use a number above 0, or leave it out")
         if self.inner is not None:
             check_inner(self.inner)
+        if not 0.0 < self.epoch_share <= 1.0:
+            raise ValueError(f"epoch_share is {self.epoch_share}; use a share above 0, at most 1")
         self.exchange.refuse(self.rule, inner=self.inner is not None, workers=1)
         self._check_pairs()
 
@@ -141,6 +157,16 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     f"{name} is {getattr(self, name)} and exchange.every {self.exchange.every}: "
                     "both say when to exchange: leave one of them out"
                 )
+        if self.order == "dealt" and self.exchange.every == "auto":
+            raise ValueError(
+                'order is "dealt" and exchange.every is "auto": all pushes must be of equally many '
+                "steps: use a number"
+            )
+        if self.order != "dealt" and self.epoch_share != 1.0:
+            raise ValueError(
+                f'epoch_share is {self.epoch_share} and order is "{self.order}": only of dealt '
+                'samples it is known which are left: use order = "dealt"'
+            )
         n_fetch = self.pace.n_fetch
         rule, has_rate = self.rule, self.local_learning_rate is not None or is_delta
         if (rule.adaptive or rule.groups) and n_fetch > 1 and not has_rate:
@@ -150,6 +176,12 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"{key} is {n_fetch} and rule {rule.name!r} {why}; a replica's own steps between "
                 f"fetches need a rate: give local_learning_rate, or use {key} = 1"
             )
+
+    def epochs(self, n_samples: int) -> Epochs | None:
+        """Return how dealt samples are cut; None if they are not dealt."""
+        if self.order != "dealt":
+            return None
+        return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=self.pace.n_push)
 
     @property
     def pace(self) -> Pace:

@@ -10,15 +10,18 @@ single one is harmless; many in a row mean that training has diverged.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, final
 
+import msgspec
 import torch
 from typing_extensions import override
 
 from distbelief.core.formatting import duration
+from distbelief.core.spans import NOTHING, Span, Spans
 from distbelief.data import shown_samples
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
@@ -26,7 +29,7 @@ from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, P
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
-from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
 from distbelief.worker.config import DownpourSettings, fitting_every
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_steps import LocalSteps
@@ -34,6 +37,7 @@ from distbelief.worker.objective import Install, LocalNorm, Objective
 
 
 PUSH: Final = "replica:push"
+N_SKIPPED_MAX: Final = 128  # ends of skipped spans in a report
 
 
 @final
@@ -192,7 +196,7 @@ class TrainingObjective(Objective):
 
     reports_steps = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one call describes what is trained
         self,
         config: DownpourSettings,
         items: Items,
@@ -202,6 +206,7 @@ class TrainingObjective(Objective):
         is_whole: bool,  # its executor clips; gradients come at the end, and share no memory
         shapes: Sequence[Sequence[int]],  # of the items
         n_steps: Callable[[int, int], int],  # from one data position to another
+        dealt: DealtPlan | None = None,  # where data are dealt
         progress_seconds: Seconds = 0.5,  # least time between reports to the supervisor
     ) -> None:
         self.values = items.values
@@ -214,6 +219,13 @@ class TrainingObjective(Objective):
         # Whether gradients may go into the push buffers during the backward pass.
         self._drafts = not (is_whole or pace.sums_gradients or self._clip_norm is not None)
         self._n_steps = n_steps
+        self._dealt = dealt
+        self._dealt_push: Span | None = None  # positions of the push that is due
+        self._last_skipped: Span | None = None  # positions of a push without any gradient
+        self._skipped = NOTHING  # of all such pushes
+        # Pushes up to the end of each range that is taken and not known to be applied.
+        self._range_ends: deque[int] = deque()
+        self._n_ranges_done = 0
         self._progress_seconds = progress_seconds
         self._client = client
         self._total = GradientSum(len(items.values), shares_memory=not is_whole)
@@ -289,6 +301,7 @@ class TrainingObjective(Objective):
             return False
         # Where the link is slower than `every` steps, the replica waits for it in the end.
         is_late = self._total.n_gradients >= 2 * pace.n_push
+        is_late |= self._dealt is not None and self._push_due  # a push is of certain samples
         return self._has_values and not (is_late or local_steps.is_held)
 
     @override
@@ -298,7 +311,7 @@ class TrainingObjective(Objective):
     @property
     @override
     def owes(self) -> bool:
-        return self._total.n_gradients > 0
+        return self._total.n_gradients > 0 and (self._dealt is None or self._push_due)
 
     @override
     def leave(self, now: Seconds) -> list[Action]:
@@ -310,8 +323,13 @@ class TrainingObjective(Objective):
         waits = self._config.exchange.staleness is not None
         if waits and (ahead or not self._client.may_begin):
             return False  # a tick begins with a fetch
-        during = self._step.number if ahead and self._step is not None else None
-        return self._pace.may_fetch(unacknowledged=self._client.unacknowledged, during=during)
+        step = self._step if ahead else None
+        dealt = None if step is None else step.batch_slice.samples.dealt
+        return self._pace.may_fetch(
+            unacknowledged=self._client.unacknowledged,
+            during=None if step is None else step.number,
+            pushes=None if dealt is None else dealt.ends_push,
+        )
 
     @override
     def installing(self, work: Install) -> Install:
@@ -352,7 +370,8 @@ class TrainingObjective(Objective):
     def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         # A rank may die when some shards have applied its push and others have not. It then goes on
         # from the least advanced shard, and the others apply that one push twice. This is accepted:
-        # shards know only sample counts, and it is one gradient of one replica.
+        # shards know only sample counts, and it is one gradient of one replica. Of dealt samples
+        # they know the positions.
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
         at_once = counts and self._drafts and not self._total.n_gradients
@@ -422,8 +441,31 @@ class TrainingObjective(Objective):
         actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
         self._total.stop = batch.stop
-        self._push_due = self._pace.pushes_after(step.number, n_unsent=self._total.n_gradients)
+        if batch.dealt is None:
+            n_unsent = self._total.n_gradients
+            self._push_due = self._pace.pushes_after(step.number, n_unsent=n_unsent)
+        else:
+            self._end_batch(batch.dealt)
         return actions
+
+    def _end_batch(self, dealt: Dealt) -> None:
+        """Let a push end where that of any other replica would."""
+        if not dealt.ends_push:
+            return
+        start, stop = dealt.push
+        last = self._last_skipped
+        if last is not None and last[1] == start:
+            start = last[0]  # this push is also for the samples just skipped
+        self._dealt_push = start, stop
+        self._push_due = self._total.n_gradients > 0
+        if not self._push_due:
+            self._skip_push()
+        if dealt.ends_range:
+            self._range_ends.append(self.counters.pushes + self._push_due)
+
+    def _skip_push(self) -> None:
+        self._last_skipped = self._dealt_push
+        self._skipped |= NOTHING if self._dealt_push is None else Spans([self._dealt_push])
 
     def _fit_to_link(self, now: Seconds) -> Sequence[Action]:
         """Choose the steps between exchanges if that is due; see `worker.config`."""
@@ -490,9 +532,14 @@ class TrainingObjective(Objective):
     def work(self, *, final: bool) -> Sequence[Action]:
         """Stage the accrued gradients once every shard has a free slot (two are in flight)."""
         # After the last step, one more push carries what has accrued.
-        self._push_due |= final and self._total.n_gradients > 0
+        if final and self._dealt is None:
+            self._push_due |= self._total.n_gradients > 0
+        elif final and not self._push_due:  # a push that has not all its samples is dealt anew
+            self._total.drop()
         # The values fetched after a push of local steps contain it, and so none after it.
-        is_early = self._pace.sends_delta and self._fetch_due and not final
+        # A replica without any further step to take begins no fetch, and its push is waited for.
+        is_last = final or (self._dealt is not None and self._dealt.is_read)
+        is_early = self._pace.sends_delta and self._fetch_due and not is_last
         if is_early or not (self._push_due and self._client.ready and self._client.can_push):
             return []
         self._push_due, self._staging = False, True
@@ -519,8 +566,12 @@ class TrainingObjective(Objective):
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
     ) -> Sequence[Action]:
-        actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
+        dealt = msgspec.UNSET if self._dealt_push is None else self._dealt_push
+        actions = self._client.staged(
+            staged, n_gradients=n_gradients, samples=stop, now=now, dealt=dealt
+        )
         if not staged.finite:  # the client's report names the tensors
+            self._skip_push()
             return self._bad(n_gradients, actions)
         self._fetch_due, self._exchange_began = True, now
         self._pushed = max(self._pushed, stop)
@@ -536,7 +587,10 @@ class TrainingObjective(Objective):
         if not isinstance(message, StartTraining):
             return super().command(leader, message, now)
         self._samples_allowed = message.samples
-        return leader.begin(now, samples=message.samples)
+        if self._dealt is not None:
+            self._dealt.take(message.ranges or (), n_before=message.n_before)
+            self._samples_allowed = self._dealt.n_dealt  # the leader asks for its steps
+        return leader.begin(now, samples=self._samples_allowed)
 
     @override
     def report(
@@ -563,6 +617,7 @@ class TrainingObjective(Objective):
             loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
             seconds_computing=self._seconds,
             seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
+            skipped=self._skipped.to_wire()[-N_SKIPPED_MAX:],
         )
         return [Send(receiver=SUPERVISOR, message=progress)], []
 
@@ -571,9 +626,16 @@ class TrainingObjective(Objective):
         counters = self.counters
         figures = {name: float(getattr(counters, name)) for name in counters.__dataclass_fields__}
         figures |= {"samples": float(self._position), "seconds_computing": self._seconds}
-        if self._samples_allowed is not None:
-            figures["samples_allowed"] = float(self._samples_allowed)
-        return figures
+        if self._samples_allowed is None:
+            return figures
+        if self._dealt is None:
+            return figures | {"samples_allowed": float(self._samples_allowed)}
+        n_applied = counters.pushes - self._client.unacknowledged
+        while self._range_ends and self._range_ends[0] <= n_applied:
+            self._range_ends.popleft()
+            self._n_ranges_done += 1
+        ranges = {"ranges": self._dealt.n_ranges, "ranges_done": self._n_ranges_done}
+        return figures | {name: float(n) for name, n in ranges.items()}
 
     # --- work of the compute executor
 

@@ -15,7 +15,14 @@ from typing import get_args
 import msgspec
 from msgspec import inspect
 
-from distbelief.config.job import ClusterTable, EvaluationTable, OutputTable, SourceTable, StopTable
+from distbelief.config.job import (
+    ClusterTable,
+    Elastic,
+    EvaluationTable,
+    OutputTable,
+    SourceTable,
+    StopTable,
+)
 from distbelief.config.tables import units_of
 from distbelief.parameter_server.optimizers import Schedule, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy, Round
@@ -45,6 +52,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     **{f"rule ({tag_of(rule)})": rule for rule in get_args(UpdateRule)},
     **{f"schedule ({tag_of(each)})": each for each in get_args(Schedule)},
     "cluster": ClusterTable,
+    "cluster.replicas": Elastic,
     "evaluation": EvaluationTable,
     "stop": StopTable,
     "output": OutputTable,

@@ -50,6 +50,37 @@ def frames(*, n_samples: int = 64, width: int = 4) -> Frames:
     return Frames(n_samples=n_samples, width=width)
 
 
+class Numbered:
+    """Samples that are their own numbers; some may be not finite."""
+
+    def __init__(self, *, n_samples: int = 64, bad: Sequence[int] = ()) -> None:
+        self.n_samples = n_samples
+        self.bad = set(bad)
+
+    def __len__(self) -> int:
+        return self.n_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = math.nan if index in self.bad else 1.0
+        return torch.tensor(index), torch.tensor(factor)
+
+
+class Counts(nn.Module):
+    """One weight per sample and row: with `minus_sum` and SGD at rate 1, how often each counted."""
+
+    def __init__(self, *, n_samples: int = 64, n_rows: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_rows, n_samples))
+
+    @override
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.weight[:, numbers].sum(0)
+
+
+def minus_sum(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -(outputs * targets).sum()
+
+
 def net(*, width: int = 4, hidden: Sequence[int] = (8,), n_classes: int = 2) -> nn.Module:
     layers: list[nn.Module] = []
     for size in hidden:

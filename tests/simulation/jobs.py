@@ -123,6 +123,7 @@ class JobCluster:
         first_label: int = 1,
         host: str = "host-0",
         patience: float = PATIENCE_SECONDS,
+        settings: DownpourSettings | None = None,
         cluster: ClusterConfig | None = None,
         hosts: Mapping[Address, Builder] | None = None,  # that may join
         machines: Mapping[Address, Machine] | None = None,  # of roles with a machine of their own
@@ -135,7 +136,7 @@ class JobCluster:
         self._shard_copies = shard_copies
         self._host = host
         self._patience = patience
-        self._settings = DownpourSettings(
+        self._settings = settings = settings or DownpourSettings(
             loss=task.loss,
             batch_size=4,
             rule=Adagrad(learning_rate=0.05),
@@ -159,9 +160,12 @@ class JobCluster:
             shard_copies=shard_copies,
             evaluates=task.test is not None,
         )
+        n_train = len(build_dataset(task.train))
         config = SupervisorConfig(
             roster=tuple(roster),
-            stop=StopRules(stop, n_train=len(build_dataset(task.train))),
+            stop=StopRules(stop, n_train=n_train),
+            dealt=settings.epochs(n_train),
+            epoch_share=settings.epoch_share,
             warm_start_steps=warm_start_steps,
             evaluate_every=evaluate_every,
             snapshot_every=snapshot_every,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
+import msgspec
 import numpy as np
 import torch
 
@@ -29,6 +30,7 @@ from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol.push_fetch import Dealt
 from distbelief.protocol.replication import WHOLE, Share
 from distbelief.roles import role as rl
 from distbelief.worker.local_steps import LocalSteps
@@ -95,9 +97,15 @@ class Unreadable:
             shard_slice: ShardSlice | None = None,
             touched: ShardSlice | None = None,
             share: Share = WHOLE,
+            dealt: Dealt = msgspec.UNSET,
         ) -> tuple[Callable[[], None], rl.Cost]:
             work, cost = harsh._begin_push(
-                pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched, share=share
+                pushed,
+                n_clients=n_clients,
+                shard_slice=shard_slice,
+                touched=touched,
+                share=share,
+                dealt=dealt,
             )
             if share.n_to_follow:
                 return work, cost  # nothing is written

@@ -318,7 +318,7 @@ class ShardPush:
         )
 
     def issue(
-        self, staged: StageTarget, *, is_open: bool, **counts: pf.Ticks
+        self, staged: StageTarget, *, is_open: bool, **counts: pf.Ticks | pf.Dealt
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1

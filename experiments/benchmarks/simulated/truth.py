@@ -61,7 +61,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 def side_of(view: JobView, job: Job, *, error: str | None) -> Side:
     together = any(role.name == "coordinator" for role in view.roles)
-    n_trainers = 1 if together else job.cluster.replicas
+    n_trainers = 1 if together else job.cluster.n_replicas
     rate = steady_rate(view.history)
     if rate is None and view.training_seconds:
         rate = view.samples / view.training_seconds

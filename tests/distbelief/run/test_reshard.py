@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distbelief.config.job import Job
+from distbelief.core.spans import Spans
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.config import ShardConfig
@@ -557,3 +558,46 @@ def test_trained_runs_keep_their_data(run: Run, override: str, train: DataFacts,
 def test_data_without_fingerprint_are_known_by_their_size(run: Run) -> None:
     run.train(run.take_up(job(), train=DataFacts(n_samples=100)), 40, 52)
     assert run.take_up(job()).previous.trained
+
+
+# ------------------------------------------------------------------------- dealt data
+
+
+def save_applied(resumed: Resumed, k: int, applied: Spans) -> None:
+    cut = layout(2)
+    state = ShardState(
+        incarnation=resumed.previous.incarnation,
+        clock=9,
+        values=np.zeros(cut.shard_size(k), np.float32),
+        state={"sum_of_squares": np.zeros(cut.n_gradient(k), np.float32)},
+        clients=(SessionRecord(name="replica-0", incarnation=1, samples=60),),
+        steps=StepCounts(9),
+        applied=applied,
+    )
+    label = f"{resumed.previous.label:05d}"
+    config = ShardConfig(index=k, layout=cut, rule=RULE)
+    resumed.store.save(f"shard-{k}", take(label, state, config=config))
+
+
+DEALT = "algorithm.order=dealt"
+
+
+def test_dealt_samples_go_on_with_what_every_shard_has(run: Run) -> None:
+    first = run.take_up(job(2, 2, DEALT))
+    save_applied(first, 0, Spans([(0, 40), (48, 64)]))
+    save_applied(first, 1, Spans([(0, 56)]))
+    again = run.take_up(job(2, 2, DEALT))
+    assert again.previous.before.samples == {"dealt": 48}
+    more = run.take_up(job(3, 2, DEALT))  # shards keep what they have
+    assert more.previous.before.samples == {"dealt": 48}
+    assert newest(more.store, 0).facts["applied"] == "[0,40,48,64]"
+    assert not any("some are read twice" in note for note in more.notes)
+    wider = run.take_up(job(3, 3, DEALT))  # the middle one has elements of both
+    found = [newest(wider.store, k).facts["applied"] for k in range(3)]
+    assert found[1] == "[0,40,48,56]"
+    assert wider.previous.before.samples == {"dealt": 48}
+
+
+def test_a_run_does_not_change_who_reads_what() -> None:
+    with pytest.raises(JobError, match=r"changed \[algorithm\] order: it says where in the data"):
+        check_same(job(2, 2, DEALT), job(), directory="run")

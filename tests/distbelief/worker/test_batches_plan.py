@@ -1,9 +1,11 @@
 """Batch plans: the number of steps from one position to another."""
 
+import numpy as np
 import pytest
 
-from distbelief.data import DataShard
-from distbelief.worker.batches import TrainingPlan
+from distbelief.core.spans import Epochs
+from distbelief.data import DataShard, dealt_samples
+from distbelief.worker.batches import Dealt, DealtPlan, TrainingPlan
 
 
 @pytest.mark.parametrize("n_samples", [7, 8, 9, 12, 13])
@@ -32,3 +34,52 @@ def test_steps_to_a_position_within_a_batch_take_the_whole_batch(
         for stop in range(start - 1, start + 50):
             n_steps = sum(end < stop for end in [start, *stops])
             assert plan.n_steps(start, stop) == n_steps
+
+
+# ----------------------------------------------------------------------- dealt samples
+
+
+EPOCHS = Epochs(n_samples=20, batch_size=3, n_push=2)
+
+
+def dealt_plan(*ranges: tuple[int, int]) -> DealtPlan:
+    plan = DealtPlan(EPOCHS, seed=1)
+    plan.start(100)
+    plan.take(ranges, n_before=0)
+    return plan
+
+
+def test_dealt_ranges_are_read_in_batches_of_whole_pushes() -> None:
+    plan = dealt_plan((0, 6), (12, 20))
+    batches = [plan.batch(step) for step in range(plan.n_dealt)]
+    assert [len(batch.indices) for batch in batches] == [3, 3, 3, 3, 2]
+    assert [batch.position for batch in batches] == [100, 103, 106, 109, 112]
+    assert [batch.dealt for batch in batches] == [
+        Dealt(push=(0, 6), ends_push=False, ends_range=False),
+        Dealt(push=(0, 6), ends_push=True, ends_range=True),
+        Dealt(push=(12, 18), ends_push=False, ends_range=False),
+        Dealt(push=(12, 18), ends_push=True, ends_range=False),
+        Dealt(push=(18, 20), ends_push=True, ends_range=True),
+    ]
+    assert plan.is_read
+    assert len(plan.batch(5).indices) == 0
+
+
+def test_whoever_reads_a_position_reads_the_same_sample() -> None:
+    whole = dealt_samples(0, 20, n_samples=20, seed=1)
+    parts = [dealt_plan((start, start + 6)) for start in (0, 6)]
+    found = [plan.batch(step).indices for plan in parts for step in range(2)]
+    assert np.concatenate(found).tolist() == whole[:12].tolist()
+    assert sorted(whole) == list(range(20))
+    after = dealt_samples(20, 40, n_samples=20, seed=1)
+    assert sorted(after) == list(range(20))
+    assert after.tolist() != whole.tolist()  # another epoch, another order
+
+
+def test_a_message_that_is_repeated_deals_nothing_twice() -> None:
+    plan = dealt_plan((0, 6))
+    plan.take([(12, 18)], n_before=2)  # the message before it is lost
+    assert plan.n_ranges == 1
+    plan.take([(0, 6), (6, 12), (12, 18)], n_before=0)
+    plan.take([(6, 12)], n_before=1)
+    assert (plan.n_ranges, plan.n_dealt) == (3, 6)

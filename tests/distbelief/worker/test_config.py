@@ -4,7 +4,11 @@ import math
 
 import pytest
 
+from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.config.job import FIT_MAX, ClusterTable, Elastic
+from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.worker.config import DownpourSettings, Pace
 
 
@@ -53,8 +57,41 @@ def test_local_steps_follow_the_schedule() -> None:
         *[(name, 0) for name in ("batch_size", "max_steps", "non_finite_limit")],
         *[(name, 0) for name in ("n_fetch", "n_push")],
         *[("clip_norm", value) for value in (0.0, math.inf)],
+        *[("epoch_share", value) for value in (0.0, 1.5)],
     ],
 )
 def test_a_bad_value_is_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{field} is {value}; use"):
         settings(**{field: value})
+
+
+def test_dealt_data_exclude_what_does_not_tell_the_samples_of_a_push() -> None:
+    exchange = ExchangePolicy(every="auto", send="delta")
+    inner = {"name": "SGD", "lr": 0.1}
+    with pytest.raises(ValueError, match=r'order is "dealt" and exchange.every is "auto"'):
+        settings(order="dealt", exchange=exchange, inner=inner)
+    with pytest.raises(ValueError, match=r'epoch_share is 0.75 and order is "parts"'):
+        settings(epoch_share=0.75)
+    with pytest.raises(
+        JobError, match=r'order is "dealt", and \[cluster\] partitions, plan or dev'
+    ):
+        DOWNPOUR.check_cluster(ClusterTable(partitions=2), settings(order="dealt"))
+
+
+def test_replicas_that_come_and_go_need_dealt_data() -> None:
+    elastic = ClusterTable(replicas=Elastic(min=2, max=4))
+    DOWNPOUR.check_cluster(elastic, settings(order="dealt"))
+    with pytest.raises(
+        JobError, match=r"replicas has min and max, and \[algorithm\] order is .part"
+    ):
+        DOWNPOUR.check_cluster(elastic, settings())
+
+
+def test_as_many_as_fit_are_bounded() -> None:
+    table = ClusterTable(replicas=Elastic(min=3), threads=2)
+    assert (table.n_replicas, table.replicas_min) == (FIT_MAX, 3)
+    assert table.fitted(n_cores=16).n_replicas == 8
+    assert table.fitted(n_cores=1).n_replicas == 3
+    assert ClusterTable(replicas=2).fitted(n_cores=16).n_replicas == 2
+    with pytest.raises(JobFileError, match="min = 5 and max = 4: wants no more"):
+        Elastic(min=5, max=4)

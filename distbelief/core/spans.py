@@ -1,0 +1,139 @@
+"""Positions of dealt samples: sets of them, and how epochs are cut into pushes and batches.
+
+    position    0 1 2 3 ... n-1 | n n+1 ...         epoch 0, epoch 1, each in an order of its own
+    push        [      )[      )[   ) [      )      every `push_size` samples, anew in each epoch
+    batch       [  )[  )[  )[  )[   ) [  )[  )
+
+Everybody cuts alike, whoever a range is dealt to: so two pushes are of the same samples or of
+different ones, and a shard knows by the positions alone what it has applied.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, final
+
+from typing_extensions import override
+
+
+Span = tuple[int, int]  # positions [start, stop)
+
+
+@final
+class Spans:
+    """An immutable set of positions, as sorted spans that neither overlap nor touch."""
+
+    __slots__ = ("_spans",)
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        merged: list[Span] = []
+        for start, stop in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+            elif start < stop:
+                merged.append((start, stop))
+        self._spans = tuple(merged)
+
+    @classmethod
+    def from_wire(cls, ends: Iterable[int]) -> "Spans":
+        flat = tuple(ends)
+        return cls(zip(flat[::2], flat[1::2], strict=False))
+
+    def to_wire(self) -> tuple[int, ...]:
+        return tuple(end for span in self._spans for end in span)
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self._spans)
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self._spans)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spans) and self._spans == other._spans
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._spans)
+
+    @override
+    def __repr__(self) -> str:
+        return f"Spans({list(self._spans)})"
+
+    def overlaps(self, span: Span) -> bool:
+        n_before = bisect_left(self._spans, (span[1],))  # those that begin before its end
+        return n_before > 0 and self._spans[n_before - 1][1] > span[0]
+
+    def __or__(self, other: "Spans") -> "Spans":
+        return Spans((*self, *other)) if other._spans else self
+
+    def __sub__(self, other: "Spans") -> "Spans":
+        left: list[Span] = []
+        cuts = [cut for cut in other if self._spans and cut[1] > self._spans[0][0]]
+        for start, stop in self:
+            at = start
+            for first, last in cuts:
+                if first >= stop:
+                    break
+                left.append((at, min(first, stop)))
+                at = max(at, last)
+            left.append((at, stop))
+        return Spans(span for span in left if span[0] < span[1])
+
+    def __and__(self, other: "Spans") -> "Spans":
+        return self - (self - other)
+
+
+NOTHING: Final = Spans()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epochs:
+    """How the positions of an endless sequence of epochs are cut.
+
+    A single sample left over joins the batch before it, because batch normalisation cannot train
+    on one sample.
+    """
+
+    n_samples: int  # of the data set
+    batch_size: int
+    n_push: int = 1  # batches of a push
+
+    def start(self, position: int) -> int:
+        """Return where the push that contains this position begins."""
+        offset, size = position % self.n_samples, self._push_size
+        start = offset - offset % size
+        if start and self._is_single(self.n_samples - start):
+            start -= size
+        return position - offset + start
+
+    def stop(self, position: int) -> int:
+        """Return where the push that contains this position ends."""
+        epoch = position - position % self.n_samples
+        stop = min(self.start(position) - epoch + self._push_size, self.n_samples)
+        return epoch + (self.n_samples if self._is_single(self.n_samples - stop) else stop)
+
+    def batch(self, left: int) -> int:
+        """Return the size of the next batch if its push has so many samples left."""
+        is_last = left <= self.batch_size or self._is_single(left - self.batch_size)
+        return left if is_last else self.batch_size
+
+    def n_batches(self, start: int, stop: int) -> int:
+        """Return how many batches a range has; it lies within one epoch."""
+        first, last = min(self.stop(start), stop), max(self.start(stop - 1), start)
+        if first >= stop:
+            return self._n_within(stop - start)
+        inner = (last - first) // self.batch_size
+        return self._n_within(first - start) + inner + self._n_within(stop - last)
+
+    @property
+    def _push_size(self) -> int:
+        return self.batch_size * self.n_push
+
+    def _is_single(self, left: int) -> bool:
+        return left == 1 and self.batch_size > 1
+
+    def _n_within(self, left: int) -> int:
+        n_whole, rest = divmod(left, self.batch_size)
+        return n_whole + (rest > 0) - (n_whole > 0 and self._is_single(rest))

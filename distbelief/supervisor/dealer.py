@@ -1,0 +1,179 @@
+"""Dealt data: which replica reads which samples, so that each sample of an epoch counts once.
+
+    done     positions that every shard has applied, that were skipped, or that are left out
+    held     ranges that a replica present was dealt, and that are not done
+    pool     all others, up to where the job ends, or to the end of the next epoch
+
+A shard applies no position twice, and tells what it has applied (`SamplesApplied`). So whatever is
+dealt twice counts once, and the dealer need only deal, again and again, what is not done: what a
+lost replica held, what a restored shard has lost, and what a resumed run has not reached.
+
+A replica is dealt more before it has read what it holds: as much as `Allowances` lets it hold.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from distbelief.core.spans import NOTHING, Epochs, Span, Spans
+from distbelief.protocol import StartTraining
+from distbelief.roles.role import Address, Seconds
+from distbelief.supervisor.membership import Membership, Presence, RoleRecord
+
+
+# For shards to tell of the last pushes of a range; then what is missing is dealt anew.
+SETTLE_SECONDS: Final = 3.0
+N_RANGES_MAX: Final = 64  # in a message, and so at most dealt at once
+
+
+@dataclass(slots=True)
+class _Hand:
+    """What one incarnation of a replica was dealt."""
+
+    n_dealt: int = 0  # ranges
+    unheard: list[Span] = field(default_factory=list)  # the last ones, until it reports them
+    held: dict[int, Span] = field(default_factory=dict)  # by number
+    read_at: dict[int, Seconds] = field(default_factory=dict)  # when it had pushed all of them
+
+
+@final
+class Dealer:
+    def __init__(
+        self, members: Membership, epochs: Epochs, *, total: int | None, epoch_share: float
+    ) -> None:
+        self._members = members
+        self._epochs = epochs
+        self._total = total
+        self._epoch_share = epoch_share
+        self._n_shards = len({shard.shard for shard in members.of("shard")})
+        self._applied: dict[Address, Spans] = {}  # of each shard, as told last
+        self._in_no_push = NOTHING  # skipped, or left out
+        self._done = NOTHING
+        self._hands: dict[Address, _Hand] = {}
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every shard has told what it has applied: nothing is dealt before."""
+        return len(self._applied) == self._n_shards
+
+    @property
+    def n_done(self) -> int:
+        return len(self._done)
+
+    @property
+    def n_left(self) -> int:
+        """Samples up to where the job ends, or up to the end of the next epoch."""
+        return self._limit - len(self._done)
+
+    def applied(self, shard: Address, spans: Iterable[int]) -> None:
+        """Note what a shard has applied, which may be less than before."""
+        self._applied[shard] = Spans.from_wire(spans)
+        self._count()
+
+    def lost(self, shard: Address) -> None:
+        """Its primary is gone: the next one may have applied less."""
+        self._applied.pop(shard, None)
+
+    def skipped(self, spans: Iterable[int]) -> None:
+        more = Spans.from_wire(spans) - self._in_no_push
+        if more:
+            self._in_no_push |= more
+            self._count()
+
+    def began(self, record: RoleRecord) -> None:
+        """Forget what earlier incarnations of this replica held."""
+        self._hands.pop(record.name, None)
+
+    def deal(
+        self, record: RoleRecord, wanted: Callable[[], int], *, repeats: bool
+    ) -> StartTraining | None:
+        """Deal more to a replica if it holds less than half of what it may; return what is news.
+
+        `repeats`: also what it was dealt and has not reported.
+        """
+        hand = self._hands.setdefault(record.name, _Hand())
+        self._heard(hand, record)
+        n_before = hand.n_dealt
+        if self.knows_all:
+            self._fill(hand, wanted())
+        n_heard = hand.n_dealt - len(hand.unheard)
+        is_silent = "ranges" not in record.counters  # it does not know that it may begin
+        if hand.n_dealt == n_before and not (repeats and (hand.unheard or is_silent)):
+            return None
+        return StartTraining(ranges=tuple(hand.unheard), n_before=n_heard)
+
+    def _heard(self, hand: _Hand, record: RoleRecord) -> None:
+        n_unheard = hand.n_dealt - int(_count(record, "ranges"))
+        del hand.unheard[: max(len(hand.unheard) - max(n_unheard, 0), 0)]
+        n_read, now = int(_count(record, "ranges_done")), record.heard_at
+        for number, span in list(hand.held.items()):
+            if number < n_read:
+                hand.read_at.setdefault(number, now)
+            is_late = now - hand.read_at.get(number, now) > SETTLE_SECONDS
+            if is_late or not Spans([span]) - self._done:
+                del hand.held[number]
+                hand.read_at.pop(number, None)
+
+    def _fill(self, hand: _Hand, wanted: int) -> None:
+        n_held = len(Spans(hand.held.values()) - self._done)
+        if n_held > wanted // 2:
+            return
+        for start, stop in self._pool():
+            at = start
+            while at < stop and n_held < wanted and len(hand.unheard) < N_RANGES_MAX:
+                end = self._end_of_range(at, stop, n_wanted=wanted - n_held)
+                hand.held[hand.n_dealt] = at, end
+                hand.unheard.append((at, end))
+                hand.n_dealt += 1
+                n_held, at = n_held + end - at, end
+
+    def _end_of_range(self, start: int, stop: int, *, n_wanted: int) -> int:
+        """Return the end of a range: that of a push, or of the epoch, or of what is left."""
+        n = self._epochs.n_samples
+        return min(self._epochs.stop(start + n_wanted - 1), start - start % n + n, stop)
+
+    def _pool(self) -> Spans:
+        held: list[Span] = []
+        for record in self._members.of("replica"):
+            hand = self._hands.get(record.name)
+            # If it is only silent and goes on, its pushes of what others have pushed do not count.
+            if hand and (record.silence_reported or record.presence is not Presence.PRESENT):
+                hand.held.clear()
+            held += hand.held.values() if hand else ()
+        return Spans([(0, self._limit)]) - self._done - Spans(held)
+
+    @property
+    def _limit(self) -> int:
+        if self._total is not None:
+            return self._total
+        n = self._epochs.n_samples
+        return (self._first_open // n + 2) * n
+
+    @property
+    def _first_open(self) -> int:
+        first = next(iter(self._done), (0, 0))
+        return first[1] if first[0] == 0 else 0
+
+    def _count(self) -> None:
+        if not self.knows_all:
+            return
+        first, *others = self._applied.values()
+        for other in others:
+            first = first & other
+        self._done = first | self._in_no_push
+        if self._epoch_share < 1.0:
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        n = self._epochs.n_samples
+        last = max((stop for _, stop in self._done), default=0)
+        for epoch in range(self._first_open // n, last // n + 1):
+            whole = Spans([(epoch * n, (epoch + 1) * n)])
+            if len(whole - self._done) <= (1.0 - self._epoch_share) * n:
+                self._in_no_push |= whole - self._done
+                self._done |= whole
+
+
+def _count(record: RoleRecord, counter: str) -> float:
+    value = record.counters.get(counter, 0.0)
+    return value if 0.0 <= value < 2.0**53 else 0.0

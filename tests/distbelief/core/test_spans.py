@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+
+from distbelief.core.spans import Epochs, Spans
+
+
+def positions(spans: Spans) -> set[int]:
+    return {position for start, stop in spans for position in range(start, stop)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_are_sets_of_positions(seed: int) -> None:
+    stream = np.random.default_rng(seed)
+
+    def draw(stop: int) -> int:
+        return int(stream.integers(stop))
+
+    def drawn() -> Spans:
+        starts = [draw(30) for _ in range(draw(6))]
+        return Spans((start, start + draw(6)) for start in starts)
+
+    for _ in range(100):
+        a, b = drawn(), drawn()
+        assert positions(a | b) == positions(a) | positions(b)
+        assert positions(a - b) == positions(a) - positions(b)
+        assert positions(a & b) == positions(a) & positions(b)
+        assert len(a) == len(positions(a))
+        assert Spans.from_wire(a.to_wire()) == a
+        start = draw(30)
+        span = start, start + 1 + draw(6)
+        assert a.overlaps(span) == bool(positions(a) & positions(Spans([span])))
+
+
+def test_spans_that_touch_are_one() -> None:
+    assert Spans([(4, 6), (0, 2), (2, 4)]).to_wire() == (0, 6)
+
+
+@pytest.mark.parametrize("n_push", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_samples", [1, 2, 7, 12, 13, 16, 31])
+def test_pushes_cut_an_epoch_without_gaps(n_samples: int, batch_size: int, n_push: int) -> None:
+    epochs = Epochs(n_samples=n_samples, batch_size=batch_size, n_push=n_push)
+    for epoch in (0, 3):
+        position, end = epoch * n_samples, (epoch + 1) * n_samples
+        while position < end:
+            stop = epochs.stop(position)
+            assert {epochs.start(p) for p in range(position, stop)} == {position}
+            assert {epochs.stop(p) for p in range(position, stop)} == {stop}
+            is_alone = stop - position == 1 and batch_size > 1
+            assert not is_alone or n_samples == 1  # batch normalisation cannot train on one
+            position = stop
+        assert position == end
+
+
+@pytest.mark.parametrize("n_push", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+@pytest.mark.parametrize("n_samples", [7, 13, 16])
+def test_batches_of_any_range_are_counted(n_samples: int, batch_size: int, n_push: int) -> None:
+    epochs = Epochs(n_samples=n_samples, batch_size=batch_size, n_push=n_push)
+    for start in range(n_samples):
+        for stop in range(start + 1, n_samples + 1):
+            n, position = 0, start
+            while position < stop:
+                end = min(epochs.stop(position), stop)
+                while position < end:
+                    position += epochs.batch(end - position)
+                    n += 1
+                assert position == end
+            assert epochs.n_batches(start, stop) == n

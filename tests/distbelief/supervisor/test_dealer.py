@@ -1,0 +1,169 @@
+"""The dealer alone: what shards have applied in, ranges out."""
+
+from collections.abc import Iterable
+
+from distbelief.core.spans import Epochs, Span, Spans
+from distbelief.protocol import StartTraining
+from distbelief.roles.role import Address
+from distbelief.supervisor.dealer import SETTLE_SECONDS, Dealer
+from distbelief.supervisor.membership import Kind, Membership, Presence, RoleRecord
+
+
+A, B = Address("replica-0"), Address("replica-1")
+SHARDS = Address("shard-0"), Address("shard-1")
+ROSTER: tuple[tuple[str, Kind], ...] = (
+    *((name, "shard") for name in SHARDS),
+    (A, "replica"),
+    (B, "replica"),
+)
+
+
+class Table:
+    """Replicas that are present, and take what they are dealt."""
+
+    def __init__(self, *, total: int | None = 100, epoch_share: float = 1.0) -> None:
+        self.members = Membership(ROSTER)
+        for record in self.members:
+            record.presence = Presence.PRESENT
+        epochs = Epochs(n_samples=50, batch_size=4, n_push=2)
+        self.dealer = Dealer(self.members, epochs, total=total, epoch_share=epoch_share)
+        self.ranges: dict[Address, list[Span]] = {A: [], B: []}
+
+    def replica(self, name: Address) -> RoleRecord:
+        record = self.members.get(name)
+        assert record is not None
+        return record
+
+    def deal(self, name: Address, wanted: int, *, arrives: bool = True) -> StartTraining | None:
+        message = self.dealer.deal(self.replica(name), lambda: wanted, repeats=True)
+        if message is not None and arrives:
+            held = self.ranges[name]
+            assert message.n_before <= len(held)
+            held += (message.ranges or ())[len(held) - message.n_before :]
+            self.replica(name).counters["ranges"] = float(len(held))
+        return message
+
+    def applied(self, *spans: Span, shards: Iterable[Address] = SHARDS) -> None:
+        for shard in shards:
+            self.dealer.applied(shard, Spans(spans).to_wire())
+
+    def read(self, name: Address, *, at: float) -> None:
+        """This replica has pushed all that it holds."""
+        record = self.replica(name)
+        record.counters["ranges_done"] = float(len(self.ranges[name]))
+        record.heard_at = at
+
+
+def begun(**options: float) -> Table:
+    table = Table(**options)  # type: ignore[arg-type]
+    table.applied()
+    return table
+
+
+def test_nothing_is_dealt_before_every_shard_has_told_what_it_has() -> None:
+    table = Table()
+    table.applied(shards=SHARDS[:1])
+    table.deal(A, 20)
+    assert table.ranges[A] == []
+    table.applied((0, 16), shards=SHARDS[1:])
+    table.deal(A, 20)
+    assert table.ranges[A] == [(0, 24)]  # as one shard has none of it
+
+
+def test_ranges_end_where_pushes_end() -> None:
+    table = begun()
+    table.deal(A, 20)
+    table.deal(B, 30)
+    assert table.ranges == {A: [(0, 24)], B: [(24, 50), (50, 58)]}  # one epoch each
+
+
+def test_who_holds_enough_is_dealt_no_more() -> None:
+    table = begun()
+    table.deal(A, 24)
+    assert table.deal(A, 24) is None
+    table.applied((0, 16))
+    table.deal(A, 24)
+    assert table.ranges[A] == [(0, 24), (24, 40)]
+
+
+def test_what_did_not_arrive_is_dealt_again() -> None:
+    table = begun()
+    lost, repeated = table.deal(A, 8, arrives=False), table.deal(A, 8)
+    assert lost is not None
+    assert repeated is not None
+    assert lost.ranges == repeated.ranges == ((0, 8),)
+    assert table.deal(A, 8) is None
+
+
+def test_what_a_lost_replica_held_goes_to_others() -> None:
+    table = begun()
+    table.deal(A, 40)
+    table.applied((0, 8))
+    table.replica(A).presence = Presence.LAUNCHED
+    table.deal(B, 42)
+    assert table.ranges[B] == [(8, 50)]
+
+
+def test_what_only_one_shard_has_is_not_done() -> None:
+    table = begun()
+    table.deal(A, 100)
+    table.applied((0, 100), shards=SHARDS[:1])
+    table.applied((0, 50), (56, 100), shards=SHARDS[1:])
+    assert table.dealer.n_done == 94
+    table.replica(A).silence_reported = True
+    table.deal(B, 100)
+    assert table.ranges[B] == [(50, 56)]
+
+
+def test_what_a_shard_has_lost_is_dealt_anew() -> None:
+    table = begun()
+    table.deal(A, 100)
+    table.applied((0, 100))
+    assert table.dealer.n_done == 100
+    table.deal(A, 0)
+    table.dealer.lost(SHARDS[0])
+    assert not table.dealer.knows_all
+    table.applied((0, 40), shards=SHARDS[:1])
+    table.deal(B, 100)
+    assert table.ranges[B] == [(40, 50), (50, 100)]
+
+
+def test_what_its_replica_has_pushed_and_a_shard_lost_is_dealt_anew() -> None:
+    table = begun()
+    table.deal(A, 24)
+    table.read(A, at=5.0)
+    table.applied((0, 16))  # the last push of the range, which was acknowledged, is lost
+    table.deal(A, 8)
+    assert table.ranges[A] == [(0, 24)]  # or it is only not told yet
+    table.read(A, at=5.1 + SETTLE_SECONDS)
+    table.deal(A, 8)
+    assert table.ranges[A] == [(0, 24), (16, 24)]
+
+
+def test_skipped_samples_are_done() -> None:
+    table = begun()
+    table.applied((8, 100))
+    table.dealer.skipped([0, 8])
+    assert table.dealer.n_done == 100
+
+
+def test_without_a_number_of_samples_two_epochs_are_dealt_at_most() -> None:
+    table = begun(total=None)  # type: ignore[arg-type]
+    table.deal(A, 1000)
+    assert table.ranges[A] == [(0, 50), (50, 100)]
+    table.applied((0, 50))
+    table.deal(A, 1000)
+    assert table.ranges[A][2:] == [(100, 150)]
+
+
+def test_the_rest_of_an_epoch_may_be_left_out() -> None:
+    """AD-4."""
+    table = begun(epoch_share=0.75)
+    table.deal(A, 50)
+    table.applied((0, 37))
+    assert table.dealer.n_done == 37
+    table.applied((0, 38))
+    assert table.dealer.n_done == 50
+    table.replica(A).presence = Presence.LAUNCHED
+    table.deal(B, 8)
+    assert table.ranges[B] == [(50, 58)]

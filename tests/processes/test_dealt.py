@@ -1,0 +1,146 @@
+"""Dealt data in real processes: every sample of an epoch counts once, whoever is killed."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distbelief.transport.keys import KeyFiles
+from tests.processes.commands import Command, poll, sets, train
+from tests.processes.test_join import Land, allow
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
+
+N_SAMPLES = 3000
+
+COUNTS = '''
+import time
+
+
+class Numbered:
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return torch.tensor(index), torch.tensor(1.0)
+
+
+class Counts(nn.Module):
+    """One weight per sample and row: at rate 1, how often each sample has counted."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, n))
+
+    def forward(self, numbers):
+        time.sleep(0.01)
+        return self.weight[:, numbers].sum(0)
+
+
+def minus_sum(outputs, targets):
+    return -(outputs * targets).sum()
+'''
+
+JOB = f"""
+[model]
+factory = "tiny:Counts"
+arguments = {{ n = {N_SAMPLES} }}
+
+[data.train]
+factory = "tiny:Numbered"
+arguments = {{ n = {N_SAMPLES} }}
+
+[algorithm]
+name = "downpour"
+loss = "tiny:minus_sum"
+batch_size = 10
+order = "dealt"
+rule = {{ name = "sgd", learning_rate = 1.0 }}
+
+[cluster]
+replicas = 3
+shards = 2
+
+[stop]
+epochs = 4
+
+[output]
+directory = "runs/tiny"
+snapshot_every = "500 ms"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, JOB)
+    return tmp_path
+
+
+def write(folder: Path, job: str) -> None:
+    (folder / "tiny.py").write_text(f"import torch\nfrom torch import nn\n{COUNTS}")
+    (folder / "tiny.toml").write_text(job)
+
+
+def test_replicas_come_and_go_with_hosts(tmp_path: Path) -> None:
+    """One leaves as it was asked to, one is killed; a third place is never filled."""
+    land = Land(tmp_path / "here", tmp_path / "there")
+    job = JOB.replace("replicas = 3", "replicas = { min = 2, max = 3 }").replace("= 4", "= 8")
+    for folder in (land.here, land.there):
+        folder.mkdir()
+        KeyFiles(folder / "keys").make()
+        write(folder, job)
+    allow(land.here, land.there, "host")
+    allow(land.there, land.here, "server")
+    listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys", "--cores", "1")
+    with train(land.here, *listen) as command:
+        poll(lambda: "replica 1 waits for a host" in command.told())
+        assert command.samples() == 0  # it has fewer than two
+        with land.joined(command) as machine:
+            poll(lambda: command.samples() > N_SAMPLES)
+            machine.process.terminate()
+            assert machine.wait() == 128 + signal.SIGTERM, machine.said
+        before = command.samples()
+        poll(lambda: command.samples() > before + 300)
+        with land.joined(command) as machine:
+            poll(lambda: command.samples() > 4 * N_SAMPLES)
+            machine.kill()
+        command.ends(seconds=120.0)
+    assert (counts(command) == 8.0).all(), (counts(command) - 8.0).unique(return_counts=True)
+
+
+def counts(command: Command) -> torch.Tensor:
+    return load_file(command.run / "model.safetensors")["weight"]
+
+
+@pytest.mark.parametrize("options", [(), ("algorithm.n_push=3",), ("cluster.shard_copies=2",)])
+def test_each_sample_counts_once_although_roles_are_killed(
+    folder: Path, options: tuple[str, ...]
+) -> None:
+    with train(folder, *sets(*options)) as command:
+        for number, role in enumerate(("replica-1", "replica-0", "shard-1", "replica-1"), 1):
+            poll(lambda n=number: command.samples() > n * N_SAMPLES // 2)  # type: ignore[misc]
+            command.kill(role)
+        command.ends()
+    assert command.summary()["restarts"] >= 4, command.output
+    assert command.summary()["samples"] == 4 * N_SAMPLES
+    assert (counts(command) == 4.0).all(), (counts(command) - 4.0).unique(return_counts=True)
+
+
+def test_so_it_does_after_everything_is_killed(folder: Path) -> None:
+    """The run resumes with other numbers of replicas."""
+    with train(folder) as command:
+        poll(lambda: command.samples() > N_SAMPLES)
+        command.signal(signal.SIGKILL)
+        for role in ("shard-0", "shard-1"):
+            command.kill(role)
+        command.wait()
+    again = ("--resume", "runs/tiny")
+    with train(folder, *sets("cluster.replicas=2"), job=again) as command:
+        command.ends()
+    assert (counts(command) == 4.0).all(), (counts(command) - 4.0).unique(return_counts=True)

@@ -1,0 +1,165 @@
+"""Dealt data: each sample of an epoch counts once on every shard, whoever dies."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from distbelief.core.spans import NOTHING, Spans
+from distbelief.parameter_server import checkpoint, shard as shard_module
+from distbelief.parameter_server.checkpoint import ShardState
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.store import ShardStore
+from distbelief.roles.role import SUPERVISOR, Address, Snapshot
+from distbelief.simulation.faults import Drop, Fault, Kill, Pause, Slow
+from distbelief.supervisor.dealer import Dealer
+from distbelief.supervisor.membership import RoleRecord
+from tests.simulation.dealt import DealtJob, job_of
+from tests.simulation.jobs import seeds
+from tests.simulation.variants import Patch, Variant, failure_of
+
+
+REPLICAS = [Address(f"replica-{r}") for r in range(3)]
+
+
+@pytest.mark.parametrize("n_push", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+def test_every_sample_of_an_epoch_counts_once(batch_size: int, n_push: int) -> None:
+    DealtJob(batch_size=batch_size, n_push=n_push).run()
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Kill(at=2.0, role=REPLICAS[1])],
+        [Kill(at=2.0 + 0.1 * n, role=name) for n, name in enumerate(REPLICAS)],
+        [Kill(at=2.0, role=REPLICAS[1], after_actions=1)],  # between two shards
+        [Kill(at=1.2 + 0.8 * n, role=REPLICAS[1]) for n in range(5)],  # left out in the end
+        [Pause(at=2.0, role=REPLICAS[1], seconds=5.0)],  # taken for dead, and goes on
+        [Slow(at=1.0, role=REPLICAS[1], factor=10.0, seconds=20.0)],
+        [Drop(probability=0.3, between=(SUPERVISOR, name)) for name in REPLICAS],
+    ],
+    ids=["one", "all", "between shards", "left out", "taken for dead", "slow", "words lost"],
+)
+def test_what_a_lost_replica_has_not_pushed_others_read(faults: Sequence[Fault]) -> None:
+    job = DealtJob(n_epochs=10, faults=faults)
+    job.run()
+    assert job.job.view.samples == 500
+    assert job.job.view.stop_reason == "10 epochs done"
+
+
+def test_what_a_restored_shard_has_lost_is_dealt_anew() -> None:
+    """The other shard has these samples already: it leaves them out."""
+    kill = Kill(at=2.5, role=Address("shard-0"))
+    job = DealtJob(n_epochs=10, snapshot_every=1e3, faults=[kill])
+    job.run()
+    shard = job.job.member("shard-1").role
+    assert shard is not None
+    assert shard.status()[1]["clock"] > 130  # pushes: those dealt twice arrived twice
+
+
+def test_a_takeover_loses_no_sample() -> None:
+    kills = [Kill(at=2.0, role=Address("shard-0")), Kill(at=2.5, role=REPLICAS[0])]
+    DealtJob(n_epochs=10, shard_copies=2, snapshot_every=1e3, faults=kills).run()
+
+
+def test_bad_samples_are_left_out_once_per_epoch() -> None:
+    job = DealtJob(n_samples=20, n_epochs=4, batch_size=1, bad=[3, 4, 19])
+    assert job.job.run() is None
+    assert job.job.view.samples == 80
+    total = sum(job.job.samples(name) for name in REPLICAS)
+    assert 80 <= total < 86  # and not tried again and again
+
+
+def test_part_of_an_epoch_ends_exactly() -> None:
+    job = DealtJob(n_samples=50, n_epochs=2.5, batch_size=4)
+    job.run()
+    assert job.job.view.samples == 125
+
+
+def test_an_epoch_may_end_without_its_last_samples() -> None:
+    """Project Adam: nobody waits for a replica that is slow."""
+    slow = Slow(at=0.0, role=REPLICAS[2], factor=30.0, seconds=1e3)
+    whole = DealtJob(n_epochs=4, faults=[slow])
+    whole.run()
+    most = DealtJob(n_epochs=4, faults=[slow], epoch_share=0.75)
+    assert most.job.run() is None
+    assert most.job.view.training_seconds < whole.job.view.training_seconds
+    assert most.job.view.samples == 200
+
+
+def test_who_is_slow_is_dealt_less() -> None:
+    job = DealtJob(n_epochs=20, faults=[Slow(at=0.0, role=REPLICAS[1], factor=5.0, seconds=1e3)])
+    job.run()
+    fast, slow, _ = (job.job.samples(name) for name in REPLICAS)
+    assert slow < 0.5 * fast
+
+
+@pytest.mark.parametrize("seed", seeds(12, of=2000))
+def test_each_sample_counts_once_under_any_faults(seed: int) -> None:
+    job = job_of(seed)
+    assert job.job.run() is None
+    job.check_end(Spans([(0, job.total)]))
+
+
+# ------------------------------------------------------------------------- variants
+
+
+def shard_ignores_positions(patch: Patch) -> None:
+    patch.setattr(Spans, "overlaps", lambda *_: False)
+
+
+def done_when_one_shard_has_it(patch: Patch) -> None:
+    """So, too, the next owner would begin where the most advanced shard is."""
+    patch.setattr(Spans, "__and__", Spans.__or__)
+
+
+def pushed_is_done(patch: Patch) -> None:
+    """The dealer believes replicas, and does not ask what shards still have."""
+    heard = Dealer._heard
+
+    def believe(self: Dealer, hand: object, record: RoleRecord) -> None:
+        n_read = record.counters.get("ranges_done", 0.0)
+        held = hand.held  # type: ignore[attr-defined]
+        self.skipped([end for n, span in held.items() if n < n_read for end in span])
+        heard(self, hand, record)  # type: ignore[arg-type]
+
+    patch.setattr(Dealer, "_heard", believe)
+
+
+def positions_are_forgotten_in_the_snapshot(patch: Patch) -> None:
+    def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
+        return checkpoint.take(label, replace(state, applied=NOTHING), config=config)
+
+    patch.setattr(shard_module, "take", take)
+
+
+def backup_does_not_know_the_positions(patch: Patch) -> None:
+    start_sync = ShardStore.start_sync
+
+    def forget(self: ShardStore, **all_: object) -> None:
+        start_sync(self, **(all_ | {"applied": NOTHING}))  # type: ignore[arg-type]
+
+    patch.setattr(ShardStore, "start_sync", forget)
+
+
+VARIANTS: dict[str, Variant] = {
+    "shard ignores positions": shard_ignores_positions,
+    "done when one shard has it": done_when_one_shard_has_it,
+    "pushed is done": pushed_is_done,
+    "positions are forgotten in the snapshot": positions_are_forgotten_in_the_snapshot,
+    "backup does not know the positions": backup_does_not_know_the_positions,
+}
+
+
+def run_all() -> None:
+    replica, shard = Kill(at=2.0, role=REPLICAS[1]), Kill(at=2.9, role=Address("shard-0"))
+    DealtJob(n_epochs=10, faults=[replica, shard]).run()
+    after = Kill(at=4.5, role=Address("shard-0b"))
+    DealtJob(n_epochs=20, n_shards=1, shard_copies=2, faults=[replica, shard, after]).run()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_broken_rule_is_noticed(name: str) -> None:
+    failure = failure_of(VARIANTS[name], run_all)
+    assert failure is not None, f"{name!r} breaks nothing"
