@@ -43,8 +43,8 @@ def test_a_run_in_an_object_store_goes_on_from_there_with_other_shards(folder: P
             first.interrupt()
         assert snapshots(first) == set()
         n_first = first.summary()["samples"]
-        options = (*RESUME, *sets("cluster.shards=3", f"stop.samples={n_first + 1000}"))
-        with train(folder, *options, job=(), fresh=True) as second:
+        more = sets("cluster.shards=3", f"stop.samples={n_first + 1000}")
+        with train(folder, *RESUME, *more, job=(), fresh=True) as second:
             second.ends(seconds=200.0)
     assert "checkpoints are resharded into s3://bucket/runs/tiny-" in " ".join(
         second.output.split()
