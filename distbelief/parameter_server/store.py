@@ -534,8 +534,8 @@ class ShardStore:
         if applied is None:
             return
         self.steps.add(applied)
-        self.applied |= self._applying
-        self._applying = NOTHING
+        if self._applying is not NOTHING:
+            self.applied, self._applying = self.applied | self._applying, NOTHING
         if self._n_held is None:
             self._published.end(clock=self.clock)
 

@@ -180,7 +180,9 @@ class JobCluster:
         }
         slow = Machine(host=host, flops_per_second=self._flops(model))
         self.simulation = SimulatedCluster(
-            {SUPERVISOR: lambda _memory: Supervisor(config, cluster)} | builders | dict(hosts or {}),
+            {SUPERVISOR: lambda _memory: Supervisor(config, cluster)}
+            | builders
+            | dict(hosts or {}),
             seed=seed,
             options=ClusterOptions(
                 start=(SUPERVISOR,), machine=slow, machines=machines or {}, faults=tuple(faults)

@@ -44,6 +44,8 @@ def _values_of(kind: inspect.Type) -> st.SearchStrategy[object]:  # noqa: PLR091
         case inspect.VarTupleType():
             items = _values_of(kind.item_type)
             return st.lists(items, min_size=kind.min_length or 0, max_size=3).map(tuple)
+        case inspect.TupleType():
+            return st.tuples(*map(_values_of, kind.item_types))
         case inspect.DictType():
             return st.dictionaries(
                 _values_of(kind.key_type), _values_of(kind.value_type), max_size=4
