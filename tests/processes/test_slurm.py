@@ -73,6 +73,12 @@ def submitted(place: Path, script: Path) -> Iterator[Command]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def has_hosts(command: Command, n_runs: int) -> bool:
+    """Whether the other node has got a replica, in each of so many runs."""
+    assert command.process.poll() is None, command.output
+    return command.told().count("replica 1: on ") == n_runs
+
+
 def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Path) -> None:
     for name, text in (("scontrol", NODES), ("srun", SRUN.format(place=tmp_path))):
         program = tmp_path / "bin" / name
@@ -84,8 +90,7 @@ def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Pat
     done = 0
     for turn in (1, 2):
         with submitted(tmp_path, script) as command:
-            told = command.told
-            poll(lambda: told().count("replica 1: on ") == turn, seconds=90.0)  # noqa: B023
+            poll(lambda: has_hosts(command, turn), seconds=90.0)  # noqa: B023
             poll(lambda: command.is_training() and command.samples() > done)  # noqa: B023
             command.signal(signal.SIGTERM)  # to the script alone, as --signal=B:TERM does
             assert command.wait() == 143, command.output
