@@ -75,7 +75,9 @@ def submitted(place: Path, script: Path) -> Iterator[Command]:
 
 def has_hosts(command: Command, n_runs: int) -> bool:
     """Whether the other node has got a replica, in each of so many runs."""
-    assert command.process.poll() is None, command.output
+    process = command.process
+    assert isinstance(process, subprocess.Popen)
+    assert process.poll() is None, process.communicate()[0]
     return command.told().count("replica 1: on ") == n_runs
 
 
