@@ -1,16 +1,27 @@
-"""What passes the links of four hosts at a switch, 1 Gbit/s each, beside the forecast.
+"""Jobs over hosts at a switch: what passes their links, and how fast, beside the forecast.
 
     python experiments/benchmarks/lan.py [--only CASE] [--small]
 
 Jobs over network namespaces. Not in `make bench`: only root may make these.
 
-    beyond_CASE    the share by which the links had more than that, both ways, all hosts
-    beyond_worst   that of the worst link
+Bytes on the links of four hosts, 1 Gbit/s each:
+
+    beyond_CASE      the share by which the links had more than that, both ways, all hosts
+    beyond_worst     that of the worst link
+
+Samples per second with one, two and four shards, `placement = "spread"`: a net of 41.8 million
+parameters, an exchange in each step, four replicas on hosts of their own, and one more host, the
+supervisor's. A step is small. Connections are encrypted, as always. Two processors carry all hosts
+here, and encryption would be their limit at 1 Gbit/s: so each card has 250 Mbit/s each way.
+
+    shards_N         samples per second, as a share of what the busiest card allows
+    forecast_error   of those foretold before the run, the largest
 """
 
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,7 +29,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
+import msgspec
+
 from distbelief.config.job import Job
+from distbelief.forecast.placement import PlacedCluster
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Machine, uniform
@@ -33,7 +47,7 @@ from distbelief.supervisor.view import JobView
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network import jobs
 from experiments.benchmarks.network.hosts import Lan, obstacle, switched
-from experiments.benchmarks.simulated.truth import SANDBLAST, Case
+from experiments.benchmarks.simulated.truth import SANDBLAST, Case, side_of
 
 
 SECONDS_MAX: Final = 240.0
@@ -56,7 +70,7 @@ def links_of(lan: Lan, case: Case) -> Sequence[Link]:
     """Run a job over all hosts; return what passed each of their links."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
-        placement, before = _run(folder, lan, case, stack)
+        placement, before, _ = _run(folder, lan, case, stack)
         after = [lan.n_bytes(host) for host in lan.hosts]
     traffic, names = _foretell(case.job, placement)
     links = []
@@ -79,12 +93,15 @@ def links_of(lan: Lan, case: Case) -> Sequence[Link]:
 
 
 def _run(
-    folder: Path, lan: Lan, case: Case, stack: ExitStack
-) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]]]:
-    """Return the hosts of the replicas, and what the links had had when all hosts were ready."""
+    folder: Path, lan: Lan, case: Case, stack: ExitStack, *options: str
+) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]], JobView]:
+    """Return the hosts of roles that are not on the first one, and the last view of the job.
+
+    Between them: what the links had had when all hosts were ready.
+    """
     hosts = lan.hosts
     jobs.lay_out(folder, case.text, n_hosts=len(hosts))
-    words = [word for override in case.overrides for word in ("--set", override)]
+    words = [*options, *(word for override in case.overrides for word in ("--set", override))]
     job, *_ = jobs.start(folder, hosts, *words, imports=TASK, stack=stack)
     run = RunDirectory(folder / "0" / "runs" / "simulation", lock=None)
     readings: list[Reading] = []
@@ -109,7 +126,7 @@ def _run(
         for index in range(1, len(hosts))
         for log in (folder / f"{index}").glob("runs/joined/*/logs/*-*.log")
     }
-    return placement, before
+    return placement, before, status.view
 
 
 class Reading(NamedTuple):
@@ -180,6 +197,67 @@ def _shortest(names: Sequence[Address]) -> Sequence[Address]:
     return [one for one in names if not any(one != n and one.startswith(n) for n in names)]
 
 
+# -------------------------------------------------------------- what the cards allow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Samples per second of a job whose shards are spread over the hosts."""
+
+    foretold: float
+    allowed: float  # by the busiest card
+    real: float
+    processors: float  # that were busy during the job, start included
+
+    @property
+    def error(self) -> float:
+        return abs(self.foretold / self.real - 1.0)
+
+
+def speed_of(lan: Lan, case: Case, *, bits_per_second: float) -> Speed:
+    """Foretell the speed of a job, then run it; its supervisor has a host without a replica."""
+    job, bandwidth = case.job, bits_per_second / 8
+    machine = msgspec.structs.replace(_MACHINE, bandwidth=bandwidth)
+    cluster = uniform("lan", machine, len(lan.hosts), latency=1e-4)
+    hosts = PlacedCluster(cluster=cluster, reference=machine, rates=None, together=False)
+    with Preparation() as staging:
+        staged = staging.stage(job)
+        ended = run_simulated(staged, hosts, seed=0)
+    layout = staged.layout
+    n_bytes = [layout.shard_size(k) * layout.dtype.itemsize for k in range(layout.n_shards)]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
+        used = stack.enter_context(measurement.usage(lambda: 0.0))
+        placement, _, view = _run(folder, lan, case, stack, "--cores", "0")
+    rates = [
+        side_of(one, job, error=None).samples_per_second or math.nan for one in (ended.view, view)
+    ]
+    n_replicas = job.cluster.n_replicas
+    busiest = bytes_of_busiest(placement, n_bytes, n_replicas=n_replicas)
+    return Speed(
+        foretold=rates[0],
+        allowed=n_replicas * job.batch_size * bandwidth / busiest,
+        real=rates[1],
+        processors=used.others,
+    )
+
+
+def bytes_of_busiest(
+    placement: Mapping[Address, int], n_bytes: Sequence[int], *, n_replicas: int
+) -> int:
+    """Return what the busiest card receives if each replica pushes and fetches once.
+
+    It sends as much: fetches by what it receives in pushes, and the other way around.
+    """
+    received: Counter[int] = Counter()
+    for shard, n in enumerate(n_bytes):
+        for replica in range(n_replicas):
+            ends = {placement.get(Address(f"shard-{shard}"), 0)}
+            ends ^= {placement.get(Address(f"replica-{replica}"), 0)}
+            received.update(dict.fromkeys(ends, n))  # none if both are on one host
+    return max(received.values())
+
+
 N_HOSTS: Final = 4
 _STEPS: Final = "algorithm.max_steps=25"
 _WHOLE: Final = ("cluster.replicas=4",)
@@ -194,25 +272,47 @@ CASES: Final[Mapping[str, Case]] = {
     "split_sandblaster": Case(name="split_sandblaster", text=SANDBLAST, overrides=_SPLIT),
 }
 
-SMALL: Final = {"only": ("downpour",)}  # with a tiny net
+BITS_PER_SECOND: Final = 2.5e8  # of each card, where speed is measured
+_SPREAD: Final = (
+    *_WHOLE,
+    "cluster.placement='spread'",
+    "model.arguments.hidden=3657",  # 41.8 million parameters
+    "algorithm.batch_size=8",
+    "algorithm.max_steps=6",
+    "output.report_every='0.25 s'",
+    "output.snapshot_every='1 h'",
+)
+SPEEDS: Final[Mapping[str, Case]] = {
+    f"shards_{n}": Case(name=f"shards_{n}", overrides=(*_SPREAD, f"cluster.shards={n}"))
+    for n in (1, 2, 4)
+}
+
+SMALL: Final = {"only": ("downpour", "shards_2")}  # with a tiny net
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", action="append", choices=list(CASES))
+    parser.add_argument("--only", action="append", choices=[*CASES, *SPEEDS])
     options = measurement.options_of(parser, arguments, small=SMALL)
     if (why := obstacle()) is not None:
         raise SystemExit(why)
+    names = options.only or [*CASES, *SPEEDS]
+    tiny = _TINY if options.small else ()
+    known = {**CASES, **SPEEDS}
+    chosen = {n: replace(known[n], overrides=(*known[n].overrides, *tiny)) for n in names}
+    figures = _beyond_of({name: case for name, case in chosen.items() if name in CASES})
+    figures |= _shares_of({name: case for name, case in chosen.items() if name in SPEEDS})
+    measurement.conclude("lan", figures)
+
+
+def _beyond_of(cases: Mapping[str, Case]) -> dict[str, float]:
     found: dict[str, Sequence[Link]] = {}
     rows = {}
-    for case in options.only or CASES:
-        one = CASES[case]
-        if options.small:
-            one = replace(one, overrides=(*one.overrides, *_TINY))
+    for name, case in cases.items():
         with switched(N_HOSTS, bits_per_second=1e9) as lan:
-            found[case] = links_of(lan, one)
-        for index, link in enumerate(found[case]):
-            rows[f"{case} {index}"] = {
+            found[name] = links_of(lan, case)
+        for index, link in enumerate(found[name]):
+            rows[f"{name} {index}"] = {
                 "roles": ", ".join(link.roles) or "shards, replica 0, supervisor",
                 "in: foretold": f"{link.foretold_received / 1e6:,.2f} MB",
                 "link": f"{link.received / 1e6:,.2f} MB",
@@ -220,11 +320,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "link ": f"{link.sent / 1e6:,.2f} MB",
                 "beyond": f"{_beyond([link]):+.2%}",
             }
-            print(f"{case} {index}", rows[f"{case} {index}"], flush=True)
+            print(f"{name} {index}", rows[f"{name} {index}"], flush=True)
+    if not found:
+        return {}
     measurement.show(f"{N_HOSTS} hosts at a switch, 1 Gbit/s each", rows)
-    figures = {f"beyond_{case}": _beyond(links) for case, links in found.items()}
     worst = max(abs(_beyond([link])) for links in found.values() for link in links)
-    measurement.conclude("lan", figures | {"beyond_worst": worst})
+    return {f"beyond_{n}": _beyond(links) for n, links in found.items()} | {"beyond_worst": worst}
+
+
+def _shares_of(cases: Mapping[str, Case]) -> dict[str, float]:
+    found: dict[str, Speed] = {}
+    rows = {}
+    for name, case in cases.items():
+        with switched(N_HOSTS + 1, bits_per_second=BITS_PER_SECOND) as lan:
+            found[name] = speed = speed_of(lan, case, bits_per_second=BITS_PER_SECOND)
+        rows[name] = {
+            "samples/s: foretold": f"{speed.foretold:.3f}",
+            "allowed": f"{speed.allowed:.3f}",
+            "real": f"{speed.real:.3f}",
+            "share": f"{speed.real / speed.allowed:.3f}",
+            "error": f"{speed.error:.3f}",
+            "busy processors": f"{speed.processors:.2f}",
+        }
+        print(name, rows[name], flush=True)
+    if not found:
+        return {}
+    measurement.show(f"{N_HOSTS + 1} hosts at a switch, {BITS_PER_SECOND / 1e6:.0f} Mbit/s", rows)
+    shares = {name: speed.real / speed.allowed for name, speed in found.items()}
+    return shares | {"forecast_error": max(speed.error for speed in found.values())}
 
 
 def _beyond(links: Sequence[Link]) -> float:

@@ -1,9 +1,10 @@
-"""The bytes of a job on a network of hosts: counted from when all hosts were ready."""
+"""A job over hosts: its bytes, counted from when all were ready, and the busiest card."""
 
 import pytest
 
+from distbelief.roles.role import Address
 from distbelief.supervisor.view import JobView, Message
-from experiments.benchmarks.lan import Reading, reading_before, ready_after
+from experiments.benchmarks.lan import Reading, bytes_of_busiest, reading_before, ready_after
 
 
 def view_of(*messages: tuple[float, str]) -> JobView:
@@ -27,3 +28,12 @@ def test_bytes_count_from_when_the_last_host_was_ready() -> None:
 def test_a_job_without_ready_hosts_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no host was ready"):
         ready_after(view_of((1.0, "a host has joined")))
+
+
+def test_the_busiest_card_carries_what_leaves_its_host() -> None:
+    replicas = {Address(f"replica-{k}"): k + 1 for k in range(4)}
+    assert bytes_of_busiest(replicas, [80], n_replicas=4) == 320  # the shard is on the first host
+    two = {**replicas, Address("shard-1"): 1}  # three pushes, and a fetch of the other shard
+    assert bytes_of_busiest(two, [40, 40], n_replicas=4) == 160
+    four = {**two, Address("shard-2"): 2, Address("shard-3"): 3}
+    assert bytes_of_busiest(four, [20] * 4, n_replicas=4) == 3 * 20 + 3 * 20
