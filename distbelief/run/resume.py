@@ -199,6 +199,12 @@ def store_of(
         return CheckpointStore(directory, report=report)
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"cannot read {run.place_file}: {error}. {FIX}") from error
+    # Made when the run began. Without it the run would find no checkpoint, and begin anew.
+    if "://" not in place and not Path(place).is_dir():
+        raise StorageError(
+            f"there is no directory {place}, which has the checkpoints of this run: is it mounted? "
+            f"{FIX}"
+        )
     within = "" if directory == run.snapshots else f"/{directory.name}"
     return CheckpointStore(folder_at(f"{place}{within}"), report=report)
 

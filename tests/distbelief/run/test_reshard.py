@@ -392,6 +392,20 @@ def test_what_says_where_they_are_must_be_readable(run: Run, elsewhere: str) -> 
         run.take_up(job(2, 2, elsewhere))
 
 
+def test_a_shared_folder_that_is_not_mounted_is_no_new_run(run: Run, tmp_path: Path) -> None:
+    """It has no checkpoint: a resumed run began from initial values, over the old model."""
+    shared = f"cluster.checkpoints={tmp_path / 'shared'}"
+    first = run.take_up(job(2, 2, shared))
+    run.train(first, 40, 52)
+    (tmp_path / "shared").rename(tmp_path / "away")
+    for n_shards in (2, 3):
+        with pytest.raises(StorageError, match=r"no directory .*shared/run-.*is it mounted\?"):
+            run.take_up(job(n_shards, 2, shared))
+    (tmp_path / "away").rename(tmp_path / "shared")
+    again = run.take_up(job(2, 2, shared))
+    assert again.previous.restored == {"shard-0": "00001", "shard-1": "00001"}
+
+
 # -------------------------------------------------------------- ends in between, damage
 
 
