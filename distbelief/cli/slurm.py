@@ -51,7 +51,8 @@ while kill -0 "$train" 2> /dev/null; do  # a signal has ended the first wait
 done
 """
 _END: Final = """\
-wait "$hosts" || true  # they end with the job
+kill -TERM "$hosts" 2> /dev/null || true  # after a job that has not begun they would wait for one
+wait "$hosts" || true
 """
 
 

@@ -82,6 +82,8 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.device not in DEVICES:
             raise JobFileError(f"device = {self.device!r}: wants {' or '.join(map(repr, DEVICES))}")
+        if self.checkpoints == "":
+            raise JobFileError('checkpoints = "": wants a folder or a URL, or leave it out')
         if self.plan is not None and not self.plan.endswith(".json"):
             raise JobFileError(
                 f"plan = {self.plan!r}: wants the path of a plan.json "

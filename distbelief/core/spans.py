@@ -11,6 +11,7 @@ different ones, and a shard knows by the positions alone what it has applied.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, final
 
 from typing_extensions import override
@@ -69,14 +70,16 @@ class Spans:
 
     def __sub__(self, other: "Spans") -> "Spans":
         left: list[Span] = []
-        cuts = [cut for cut in other if self._spans and cut[1] > self._spans[0][0]]
+        cuts, first = other._spans, 0
         for start, stop in self:
             at = start
-            for first, last in cuts:
-                if first >= stop:
+            while first < len(cuts) and cuts[first][1] <= start:
+                first += 1  # for good: the next span begins later
+            for begin, end in islice(cuts, first, None):
+                if begin >= stop:
                     break
-                left.append((at, min(first, stop)))
-                at = max(at, last)
+                left.append((at, begin))
+                at = max(at, end)
             left.append((at, stop))
         return Spans(span for span in left if span[0] < span[1])
 

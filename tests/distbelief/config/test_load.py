@@ -311,6 +311,7 @@ def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
         ("model.arguments.width=99999999999999999999", "(64 bits)"),
         # machines
         ("cluster.partitions=0", "[cluster] partitions"),
+        ("cluster.checkpoints=", 'checkpoints = "": wants a folder or a URL'),
         ("cluster.plan=plan.toml", "plan = 'plan.toml': wants the path of a plan.json"),
         ("cluster.device=tpu", "[cluster] device = 'tpu': wants 'cpu' or 'cuda'"),
         # others
