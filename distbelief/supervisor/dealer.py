@@ -11,6 +11,7 @@ lost replica held, what a restored shard has lost, and what a resumed run has no
 A replica is dealt more before it has read what it holds: as much as `Allowances` lets it hold.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, final
@@ -118,14 +119,26 @@ class Dealer:
         n_held = len(Spans(hand.held.values()) - self._done)
         if n_held > wanted // 2:
             return
+        cuts = self._cuts()
         for start, stop in self._pool():
             at = start
             while at < stop and n_held < wanted and len(hand.unheard) < N_RANGES_MAX:
-                end = self._end_of_range(at, stop, n_wanted=wanted - n_held)
+                n_before = bisect_right(cuts, at)
+                last = min([stop, *cuts[n_before : n_before + 1]])
+                end = self._end_of_range(at, last, n_wanted=wanted - n_held)
                 hand.held[hand.n_dealt] = at, end
                 hand.unheard.append((at, end))
                 hand.n_dealt += 1
                 n_held, at = n_held + end - at, end
+
+    def _cuts(self) -> list[int]:
+        """Return where ranges must end within a push: shards had applied pushes cut otherwise.
+
+        A shard leaves out a push of which it has a part. With a part in each of two shards, the
+        rest would never be applied.
+        """
+        ends = {end for spans in self._applied.values() for span in spans for end in span}
+        return sorted(end for end in ends if self._epochs.start(end) != end)
 
     def _end_of_range(self, start: int, stop: int, *, n_wanted: int) -> int:
         """Return the end of a range: that of a push, or of the epoch, or of what is left."""

@@ -63,6 +63,24 @@ def test_a_takeover_loses_no_sample() -> None:
     DealtJob(n_epochs=10, shard_copies=2, snapshot_every=1e3, faults=kills).run()
 
 
+def test_a_resumed_job_may_cut_its_pushes_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash, shards had applied different pushes of 4; pushes of 16 overlapped both.
+
+    Each shard left them all out, and the job never ended.
+    """
+    job = DealtJob(batch_size=16)
+    before = Spans([(0, 4), (8, 12)]), Spans([(0, 8)])
+    initialised = ShardStore.initialised
+
+    def restored(self: ShardStore, state: ShardState) -> None:
+        index = self._config.index
+        state.values[:] = job.expected(before[index], index)
+        initialised(self, replace(state, applied=before[index]))
+
+    monkeypatch.setattr(ShardStore, "initialised", restored)
+    job.run()
+
+
 def test_bad_samples_are_left_out_once_per_epoch() -> None:
     job = DealtJob(n_samples=20, n_epochs=4, batch_size=1, bad=[3, 4, 19])
     assert job.job.run() is None
