@@ -617,7 +617,9 @@ class TrainingObjective(Objective):
             loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
             seconds_computing=self._seconds,
             seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
-            skipped=self._skipped.to_wire()[-N_SKIPPED_MAX:] if self._skipped is not NOTHING else (),
+            skipped=self._skipped.to_wire()[-N_SKIPPED_MAX:]
+            if self._skipped is not NOTHING
+            else (),
         )
         return [Send(receiver=SUPERVISOR, message=progress)], []
 
