@@ -201,7 +201,7 @@ MARK_TOLERANCE: Final = 1e-3  # relative: the same features, computed on another
 
 
 def marks_of(dataset: Dataset) -> tuple[float, ...] | None:
-    """Return weighted means of some samples, by which data of other content are told apart.
+    """Return weighted means of some samples; they differ if the content of the data differs.
 
     None if the same sample differs each time it is read.
     """

@@ -61,8 +61,8 @@ _RETURNED: Final = "returned"  # clients had time to come back
 _GRACE: Final = "grace"  # a round ends without late pushes
 _TELL: Final = "tell"
 
-# Where data are dealt: between two looks whether the supervisor knows what is applied, and until
-# it is told again, as a message may be lost.
+# Where data are dealt: how often a shard checks for news of what it has applied, and how often it
+# repeats the message, which may be lost.
 TELL_SECONDS: Final = 0.2
 TELL_AGAIN_SECONDS: Final = 2.0
 

@@ -1,4 +1,4 @@
-"""Dealt data in real processes: every sample of an epoch counts once, whoever is killed."""
+"""Dealt data in real processes: each sample of an epoch counts once, even if processes die."""
 
 import signal
 from pathlib import Path

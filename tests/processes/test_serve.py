@@ -169,7 +169,7 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
 
 
 def test_a_loop_whose_key_is_revoked_is_told_so(place: Path) -> None:
-    """It was told to look whether the server runs, after a minute."""
+    """It waited a minute, and the error asked whether the server runs."""
     worker, server = KeyFiles(place / "worker"), KeyFiles(place / "server")
     key = worker.pair().public
     server.allow(Allowed(key=key, roles=("worker",), name="w"))

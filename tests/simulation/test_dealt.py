@@ -1,4 +1,4 @@
-"""Dealt data: each sample of an epoch counts once on every shard, whoever dies."""
+"""Dealt data: each sample of an epoch counts once on every shard, even if roles die."""
 
 from collections.abc import Sequence
 from dataclasses import replace

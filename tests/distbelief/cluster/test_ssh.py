@@ -1,4 +1,4 @@
-"""Hosts reached by ssh: what is run there, what the user is told, and when it is tried again.
+"""Hosts reached by ssh: what runs there, what the user reads, and when ssh connects again.
 
 `ssh` is a script here: it runs the command on this host, or fails as ssh does.
 """

@@ -30,6 +30,10 @@ KINDS = ("local", "shared", "memory", "remote", "s3")
 FILE = "shard-0/00001.safetensors"
 
 
+def no_log(_level: str, _text: str) -> None:
+    pass
+
+
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     with object_store() as url:
@@ -61,14 +65,13 @@ def opened(
                 yield lambda: folder_at(f"{url}/{name}")
             case _:
                 reach = ListenConfig(host="127.0.0.1", secret=new_secret())
-                log = lambda _level, _text: None  # noqa: E731
                 server = stack.enter_context(
-                    FileServer(LocalFolder(tmp_path), None, reach=reach, run="run", log=log)
+                    FileServer(LocalFolder(tmp_path), None, reach=reach, run="run", log=no_log)
                 )
 
                 def remote() -> Folder:
                     endpoint = Endpoint.parse(server.endpoint)
-                    folder = RemoteFolder(endpoint, reach=reach, run="run", log=log)
+                    folder = RemoteFolder(endpoint, reach=reach, run="run", log=no_log)
                     stack.callback(folder.close)
                     return folder
 
