@@ -27,7 +27,8 @@ cd -- {here}
 port=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a node use several
 """
 _HOSTS: Final = """\
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${{names%%$'\\n'*}}
 srun --nodes={others} --ntasks={others} --exclude="$first" --kill-on-bad-exit=0 \\
     {program} join "tcp://$first:$port?key={key}" --keys {keys} \\
     --cores {cpus} {imports} &

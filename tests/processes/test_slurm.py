@@ -31,8 +31,11 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
+# Late with the second name, and fails if nobody reads it: `scontrol ... | head -n 1`, as the script
+# had it, was ended by SIGPIPE now and then, and the job with it (exit code 141).
 NODES = """#!/bin/bash
-[[ $* == "show hostnames node-[1-2]" ]] && printf "127.0.0.1\\n127.0.0.2\\n"
+[[ $* == "show hostnames node-[1-2]" ]] || exit 1
+echo 127.0.0.1; sleep 0.3; echo 127.0.0.2
 """
 # Runs the command once, in place of the other node, and notes which process it is.
 SRUN = """#!/bin/bash
