@@ -40,9 +40,7 @@ def leader_of(command: Command) -> str:
 )
 def test_lost_leaders_cost_nothing(folder: Path, blow: signal.Signals, shared_memory: str) -> None:
     options = sets(
-        "cluster.shard_copies=2",
-        "cluster.shards=1",
-        f"cluster.shared_memory={shared_memory}",
+        "cluster.shard_copies=2", "cluster.shards=1", f"cluster.shared_memory={shared_memory}"
     )
     with train(folder, *LONG, *options) as command:
         leader = leader_of(command)

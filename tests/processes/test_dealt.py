@@ -131,8 +131,7 @@ def kill_each(command: Command, *roles: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option",
-    ["cluster.shard_copies=2", pytest.param("algorithm.n_push=3", marks=pytest.mark.soak)],
+    "option", ["cluster.shard_copies=2", pytest.param("algorithm.n_push=3", marks=pytest.mark.soak)]
 )
 def test_each_sample_counts_once_although_roles_are_killed(folder: Path, option: str) -> None:
     with train(folder, *sets(option)) as command:

@@ -128,9 +128,7 @@ class Company:
     """Workers at one shard, which enter and leave."""
 
     def __init__(self, policy: ExchangePolicy, n_workers: int) -> None:
-        config = ShardConfig(
-            index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), policy=policy
-        )
+        config = ShardConfig(index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), policy=policy)
         memory = PrivateMemory()
         self.sessions = Sessions(config, ShardStore(config, memory=memory), memory=memory)
         self.workers = [self.open(n, entries=1) for n in range(n_workers)]
