@@ -1,26 +1,31 @@
 """A run that is resumed goes on where it was: everything that a checkpoint or the status has."""
 
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from distbelief.config.job import StopTable
+from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.optimizers import SGD, Cosine, Momentum
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.roles.role import Address
+from distbelief.roles.role import Computed
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.resume import DEALT, read_previous_run
-from distbelief.simulation.faults import Kill
+from distbelief.run.resume import read_previous_run
+from distbelief.simulation.driver import HandledEvent
+from distbelief.worker.batches import BatchSlice
 from distbelief.worker.config import DownpourSettings
+from tests.distbelief.parameter_server.pair import scatter
+from tests.simulation.dealt import DealtJob
 from tests.simulation.jobs import TASK, JobCluster
 from tests.simulation.test_downpour import same
 
 
 LONG = StopTable(seconds=1e6)
 BATCH = 4
+N_TRAIN = 60  # samples
 
 
 def job_of(settings: DownpourSettings, stop: StopTable = LONG, **options: object) -> JobCluster:
@@ -32,32 +37,37 @@ def downpour(**choices: object) -> DownpourSettings:
     return DownpourSettings(**table)  # type: ignore[arg-type]
 
 
-def resumed(
-    job: JobCluster, directory: Path, stop: StopTable = LONG, **options: object
-) -> JobCluster:
-    """Return the job of another session, after everything has died in this one."""
+def session_after(job: JobCluster, directory: Path) -> tuple[dict[str, Any], CheckpointStore]:
+    """Return what the next session of this run begins with: options, and checkpoints."""
     run = RunDirectory.create(directory / "run")
     store = CheckpointStore(run.snapshots, report=pytest.fail)
     for name in job.shards:
         snapshot = job.simulation.disk.newest(name)
-        if snapshot is not None:
-            store.save(name, snapshot)
+        assert snapshot is not None
+        store.save(name, snapshot)
     run.write_status(Status(name="x", pid=1, written=0.0, view=job.view))
     previous = read_previous_run(run, store, n_shards=len(job.shards))
-    again = job_of(
-        job.settings,
-        stop,
-        n_replicas=len(job.replicas),
-        before=previous.before,
-        first_incarnation=previous.incarnation,
-        first_label=previous.label,
-        **options,
-    )
+    options = {
+        "before": previous.before,
+        "first_incarnation": previous.incarnation,
+        "first_label": previous.label,
+    }
+    return options, store
+
+
+def restored(job: JobCluster, store: CheckpointStore) -> JobCluster:
     for name in job.shards:
         snapshot = store.newest(name)
-        if snapshot is not None:
-            again.simulation.disk.save(name, snapshot)
-    return again
+        assert snapshot is not None
+        job.simulation.disk.save(name, snapshot)
+    return job
+
+
+def resumed(job: JobCluster, directory: Path, stop: StopTable = LONG) -> JobCluster:
+    """Return the job of another session, after everything has died in this one."""
+    options, store = session_after(job, directory)
+    again = job_of(job.settings, stop, n_replicas=len(job.replicas), **options)
+    return restored(again, store)
 
 
 def n_saved(job: JobCluster) -> int:
@@ -103,3 +113,106 @@ def test_a_warm_start_counts_short_batches_as_the_replica_does() -> None:
     assert left == [20, 19, 13, 12, 4, 0, 0]
     dealt = downpour(warm_start_steps=20, order="dealt")
     assert dealt.warm_start_left(60, n_samples=60, n_replicas=100) == 5
+
+
+# --- one blocking replica: the same bits as without a stop
+
+
+INNER = {"name": "SGD", "lr": 0.05, "schedule": {"name": "StepLR", "step_size": 7, "gamma": 0.8}}
+EXACT = {
+    "schedule of the shards": {
+        "rule": Momentum(learning_rate=0.05, schedule=Cosine(n_pushes=60, n_warm_up=10))
+    },
+    "schedule of local steps": {
+        "rule": SGD(learning_rate=1.0),
+        "exchange": ExchangePolicy(send="delta", every=4),
+        "inner": INNER,
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*EXACT, "interrupted"])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    """Order and place in the data, schedules and the rule's state go on; short batches, too."""
+    choices = EXACT.get(name, EXACT["schedule of the shards"])
+    settings, stop = downpour(blocking=True, **choices), StopTable(samples=4 * N_TRAIN + 20)
+    whole = job_of(settings, stop, n_replicas=1)
+    assert whole.run() is None
+    job = job_of(settings, stop, n_replicas=1)
+    job.run_until(lambda: n_saved(job) >= 2)
+    if name == "interrupted":
+        job.interrupt()
+        job.run()
+    again = resumed(job, tmp_path, stop)
+    again.run_until(lambda: again.view.phase == "training")
+    assert BATCH <= again.view.samples < 4 * N_TRAIN
+    assert again.run() is None
+    assert again.view.samples == whole.view.samples
+    assert same(values_of(again), values_of(whole))
+
+
+PUSHES = {
+    "gradients": {"n_push": 3},
+    "local steps": {**EXACT["schedule of local steps"], "blocking": False},
+}
+
+
+@pytest.mark.parametrize("choices", PUSHES.values(), ids=PUSHES)
+def test_each_replica_reads_on_where_its_last_saved_push_ended(
+    tmp_path: Path, choices: dict[str, object]
+) -> None:
+    """What it had not pushed, or the shards not saved, is read again, and nothing else."""
+    job = job_of(downpour(**choices), n_replicas=3)
+    first = read_by(job)
+    job.run_until(lambda: n_saved(job) >= 3)
+    again = resumed(job, tmp_path)
+    second = read_by(again)
+    again.run_until(lambda: all(len(read) > 20 for read in second.values()))
+    for index, name in enumerate(job.replicas):
+        begin = min(second[name])
+        assert 0 < begin <= max(first[name])
+        cursor = BatchCursor(DataShard(N_TRAIN, replica_index=index, n_replicas=3, seed=0))
+        position = 0
+        read = {p: first[name][p] for p in first[name] if p < begin} | second[name]
+        while position <= max(second[name]):
+            expected = cursor.batch(position, BATCH).tolist()
+            assert read.pop(position) == expected
+            position += len(expected)
+        assert not read
+
+
+def read_by(job: JobCluster) -> dict[str, dict[int, list[int]]]:
+    """Return the samples that each replica reads from now on, by position."""
+    found: dict[str, dict[int, list[int]]] = {name: {} for name in job.replicas}
+
+    def see(happening: HandledEvent) -> None:
+        event = happening.event
+        if isinstance(event, Computed) and isinstance(event.result, BatchSlice):
+            samples = event.result.samples
+            if happening.name in found:
+                found[happening.name][samples.position] = samples.indices.tolist()
+
+    job.simulation.observe(see)
+    return found
+
+
+def test_dealt_samples_of_a_killed_run_each_count_once(tmp_path: Path) -> None:
+    job = DealtJob(n_epochs=8, n_push=2, snapshot_every=0.5)
+    job.job.run_until(lambda: n_saved(job.job) >= 2)
+    options, store = session_after(job.job, tmp_path)
+    again = DealtJob(n_epochs=8, n_push=2, snapshot_every=0.5, session=options)
+    restored(again.job, store)
+    again.run()
+    assert again.job.view.samples == again.total
+    assert sum(map(again.job.samples, again.job.replicas)) < again.total + 100
+
+
+def values_of(job: JobCluster) -> dict[str, torch.Tensor]:
+    """Return what the shards have saved at the end."""
+    snapshots = [job.simulation.disk.newest(name) for name in job.shards]
+    vectors = [snapshot.arrays["values"] for snapshot in snapshots if snapshot is not None]
+    specs = job.layout.tensors
+    tensors = [torch.zeros(spec.n_elements) for spec in specs]
+    for k, vector in enumerate(vectors):
+        scatter(job.layout, k, vector, tensors)
+    return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
