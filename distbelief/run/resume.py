@@ -504,9 +504,8 @@ def _reshard(
         raise JobError(f"--resume {run.path}: its checkpoints cannot be resharded for {now}: {why}")
     assert now.train is not None
     samples = previous.before.samples
-    if DEALT in samples:
-        starts = (0,) * now.n_replicas
-    elif was.n_replicas == now.n_replicas:
+    # Of dealt samples, they are how many each replica has read: its schedule goes on.
+    if was.n_replicas == now.n_replicas and DEALT not in samples:
         starts = tuple(samples.get(name, 0) for name in was.replicas)
     else:
         starts = start_positions(

@@ -10,11 +10,12 @@ from distbelief.config.job import StopTable
 from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.optimizers import SGD, Cosine, Momentum
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.roles.role import Computed
+from distbelief.roles.role import Address, Computed
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.resume import read_previous_run
 from distbelief.simulation.driver import HandledEvent
+from distbelief.simulation.faults import Kill
 from distbelief.worker.batches import BatchSlice
 from distbelief.worker.config import DownpourSettings
 from tests.distbelief.parameter_server.pair import scatter
@@ -216,3 +217,29 @@ def values_of(job: JobCluster) -> dict[str, torch.Tensor]:
     for k, vector in enumerate(vectors):
         scatter(job.layout, k, vector, tensors)
     return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+
+
+# --- what the status has
+
+
+def test_time_and_totals_are_of_all_sessions(tmp_path: Path) -> None:
+    stop = StopTable(seconds=3.0)
+    kill = Kill(at=1.8, role=Address("replica-1"))
+    job = job_of(downpour(), stop, faults=[kill])
+    job.run_until(lambda: job.view.training_seconds > 2.0)
+    last = job.view
+    assert last.best_metric is not None
+    again = resumed(job, tmp_path, stop)
+    assert again.run() is None
+    view = again.view
+    assert view.stop_reason == "3.0 s of training are over"
+    assert 3.0 <= view.training_seconds < 3.5
+    assert view.training_seconds < view.seconds < last.seconds + again.simulation.now
+    assert view.pushes_lost is not None
+    assert view.step > last.step
+    # A killed replica does not report its last step.
+    assert 0 <= view.pushes_applied + view.pushes_lost - view.step <= 1
+    assert view.bytes_in > last.bytes_in > 0
+    assert again.restarts("replica-1") == 1
+    assert (view.best_metric or 0.0) >= last.best_metric
+    assert view.history[: len(last.history)] == last.history

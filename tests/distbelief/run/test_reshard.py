@@ -612,6 +612,16 @@ def test_dealt_samples_go_on_with_what_every_shard_has(run: Run) -> None:
     assert wider.previous.before.samples == {"dealt": 48}
 
 
+def test_replicas_of_dealt_samples_count_their_steps_on(run: Run) -> None:
+    """Their inner schedules, and the random numbers of dropout, began anew on other shards."""
+    first = run.take_up(job(2, 2, DEALT))
+    for k in range(2):
+        save_applied(first, k, Spans([(0, 100)]))
+    wider = run.take_up(job(3, 3, DEALT))
+    clients = msgspec.json.decode(newest(wider.store, 0).facts["clients"])
+    assert [one["samples"] for one in clients.values()] == [33, 33, 34]
+
+
 def test_a_run_does_not_change_who_reads_what() -> None:
     with pytest.raises(JobError, match=r"changed \[algorithm\] order: it says where in the data"):
         check_same(job(2, 2, DEALT), job(), directory="run")
