@@ -245,9 +245,10 @@ def read_previous_run(
     """Return what the previous sessions left in this run directory.
 
     Each shard resumes from its newest intact checkpoint. A replica resumes at the lowest position
-    in its data that any shard knows; a coordinator, which drives the shards, counts the samples.
+    in its data that any shard knows; a coordinator that drives the shards counts the samples.
     """
-    incarnation, label = _coordinator_incarnation(store, coordinator), 1
+    first = _coordinator_incarnation(store, coordinator)
+    incarnation, label = first, 1
     restored: dict[str, str] = {}
     missing: list[str] = []
     lost: list[str] = []  # error of each shard that cannot resume
@@ -276,7 +277,8 @@ def read_previous_run(
         lost += [f"{name} has no checkpoint in {store.place}" for name in missing]
     if lost:
         raise StorageError(f"{'; '.join(lost)}. {FIX}")
-    if coordinator is not None:
+    # A coordinator without a journal has not begun: in a warm start replicas count their samples.
+    if coordinator is not None and first > 1:
         samples = {coordinator: 0}
         with suppress(StorageError):
             status = None if missing else run.read_status()
