@@ -570,6 +570,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             log_of=run.log_file,
             has_ranks=job.cluster.is_split,
             modules=(find(job.algorithm_name).module, *modules),
+            patience=job.cluster.patience,
         )
         trainer = stack.enter_context(
             Trainer(job, run, memory=memory, launcher=launcher, console=console)

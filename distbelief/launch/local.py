@@ -6,12 +6,16 @@ one.
 """
 
 import os
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -31,6 +35,31 @@ THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_T
 
 
 @final
+class _AdoptedServer:
+    """A fork server whose supervisor was killed, by its socket; as `subprocess.Popen`."""
+
+    def __init__(self, link: socket.socket) -> None:
+        peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self._pid: int = struct.unpack("3i", peer)[0]
+        self.stdin = link.makefile("wb", buffering=0)
+        self.stdout = link.makefile("rb", buffering=0)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with suppress(ConnectionError):
+            while True:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                if not select.select([self.stdout], [], [], left)[0]:
+                    raise subprocess.TimeoutExpired(forkserver.__name__, timeout or 0.0)
+                if not self.stdout.read(65536):
+                    return
+
+
+@final
 class LocalLauncher:
     """The processes of one run: `start` (may import torch early), `serve`, `close` (ends all).
 
@@ -41,7 +70,8 @@ class LocalLauncher:
         self._spec = spec
         self._log_of = log_of
         self._modules: tuple[str, ...] = ()
-        self._server: subprocess.Popen[bytes] | None = None
+        self._patience: float | None = None
+        self._server: subprocess.Popen[bytes] | _AdoptedServer | None = None
         self._unread = b""
         self._alive: dict[Address, int] = {}  # newest incarnation of each
         self._pids: dict[Address, int] = {}
@@ -82,10 +112,22 @@ class LocalLauncher:
             raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        assert self._server.stdout is not None
-        os.set_blocking(self._server.stdout.fileno(), False)
         self._unread = b""
         self._ask(forkserver.Import(modules=self._modules))
+
+    def adopt(self, directory: int) -> bool:
+        """Use the fork server of a supervisor that was killed, and its processes, if they live.
+
+        `directory` is a descriptor of the directory of the spec.
+        """
+        with closing(socket.socket(socket.AF_UNIX)) as link:
+            try:
+                link.connect(forkserver.door_in(directory))
+            except OSError:
+                return False
+            self._end_server()
+            self._server, self._unread = _AdoptedServer(link), b""
+        return True
 
     def serve(
         self,
@@ -94,18 +136,19 @@ class LocalLauncher:
         log_of: Callable[[str], Path],
         has_ranks: bool = False,
         modules: Sequence[str] = (),
+        patience: float | None = None,
     ) -> None:
         """Set the run whose processes are started from now on.
 
-        Ranks of split replicas need more modules; the server imports all of them once.
+        Ranks of split replicas need more modules; the server imports all of them once. `patience`:
+        how long they wait for another supervisor if this one is killed; None: they end at once.
         """
-        self._spec, self._log_of = spec, log_of
+        self._spec, self._log_of, self._patience = spec, log_of, patience
         self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))
         self._ask(forkserver.Import(modules=self._modules))
 
     def close(self) -> None:
-        with suppress(BlockingIOError):
-            self._read()  # children that have started by now
+        self._read()  # children that have started by now
         self._end_server()
         ends, self._pipe = self._pipe, ()
         for end in ends:
@@ -129,8 +172,7 @@ class LocalLauncher:
         return self._server.stdout.fileno()
 
     def events(self) -> Sequence[Event]:
-        with suppress(BlockingIOError):
-            self._read()
+        self._read()
         events = list(self._events)
         self._events.clear()
         return events
@@ -147,6 +189,7 @@ class LocalLauncher:
             incarnation=incarnation,
             spec=str(spec),
             log=str(self._log_of(name).absolute()),
+            patience=self._patience if program == "role" else None,
         )
         self._ask(start)
 
@@ -156,15 +199,17 @@ class LocalLauncher:
             return
         try:
             server.stdin.write(msgspec.json.encode(request) + b"\n")
-        except BrokenPipeError:
+        except ConnectionError:
             self._server_died()
 
     def _read(self) -> None:
         server = self._server
         if server is None or server.stdout is None:
             return
-        while True:
-            part = os.read(server.stdout.fileno(), 65536)
+        while select.select([server.stdout], [], [], 0.0)[0]:
+            part = b""
+            with suppress(ConnectionError):
+                part = os.read(server.stdout.fileno(), 65536)
             if not part:
                 self._server_died()
                 return
@@ -176,6 +221,7 @@ class LocalLauncher:
         name = Address(report.name)
         match report:
             case forkserver.Begun():
+                self._alive[name] = max(self._alive.get(name, 0), report.incarnation)
                 self._pids[name] = report.pid
                 self._events.append(PeerJoined(peer=name, incarnation=report.incarnation))
             case forkserver.Ended():
