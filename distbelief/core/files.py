@@ -21,8 +21,8 @@ from distbelief.errors import StorageError
 
 # The process that makes a temporary directory, and others that use it, hold a shared lock on it,
 # which the kernel releases when they end, however they end. An unlocked one was left by processes
-# that were killed, and the next process removes it (`sweep`). Process ids would not do: they are reused,
-# and mean nothing in another container that sees the same files.
+# that were killed, and the next process removes it (`sweep`). Process ids would not do: they are
+# reused, and mean nothing in another container that sees the same files.
 _PREFIX: Final = "distbelief-scratch-"
 _CLOSED: Final = -1
 SIBLINGS_MAX: Final = 10_000  # numbered directories in one

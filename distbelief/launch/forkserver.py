@@ -108,8 +108,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str | None = None  # why it could not be started
 
 
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To a new parent: the children that the former one has left."""
+
+    children: tuple[Begun, ...]
+
+
 Request = Import | Start | Kill | Leave
-Report = Begun | Ended
+Report = Begun | Ended | Alive
 
 
 def main() -> None:
@@ -144,7 +150,6 @@ class ForkServer:
         self._requests = requests
         self._reports = reports
         self._children: dict[int, Start] = {}
-        self._ended: dict[str, Ended] = {}  # newest of each name
         self._held: int | None = None  # lock of the directory of the spec, which children share
         self._unread = unread
         self._may_leave = False
@@ -167,6 +172,9 @@ class ForkServer:
                     self._serve_parent(bell)
                 if self._may_leave or not self._await_parent(bell):
                     return self._may_leave
+                alive = tuple(self._begun(*child) for child in self._children.items())
+                with suppress(ConnectionError):
+                    self._report(Alive(children=alive))
         finally:
             self._end_all()
             if self._held is not None:
@@ -218,8 +226,7 @@ class ForkServer:
         deadline += END_SECONDS_MAX
         path = door_in(self._held)
         with socket.socket(socket.AF_UNIX) as door, selectors.DefaultSelector() as selector:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            Path(path).unlink(missing_ok=True)
             door.bind(path)
             door.listen(1)
             selector.register(door, selectors.EVENT_READ)
@@ -235,16 +242,11 @@ class ForkServer:
                     with door.accept()[0] as link:
                         os.dup2(link.fileno(), self._requests)
                         os.dup2(link.fileno(), self._reports)
-                    self._tell_all()
                     return True
         return False
 
-    def _tell_all(self) -> None:
-        with suppress(ConnectionError):
-            for ended in self._ended.values():
-                self._report(ended)
-            for pid, start in self._children.items():
-                self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
+    def _begun(self, pid: int, start: Start) -> Begun:
+        return Begun(name=start.name, incarnation=start.incarnation, pid=pid)
 
     def _handle_lines(self) -> None:
         while b"\n" in self._unread:
@@ -284,7 +286,7 @@ class ForkServer:
             os.close(self._reports)  # its end must be seen although children live
             _run(start, parent=parent)
         self._children[pid] = start
-        self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
+        self._report(self._begun(pid, start))
 
     def _kill(self, name: str) -> None:
         for pid, start in self._children.items():
@@ -299,9 +301,7 @@ class ForkServer:
             start = self._children.pop(pid, None)
             if start is not None:
                 code = os.waitstatus_to_exitcode(status)
-                ended = Ended(name=start.name, incarnation=start.incarnation, status=code)
-                self._ended[start.name] = ended
-                self._report(ended)
+                self._report(Ended(name=start.name, incarnation=start.incarnation, status=code))
 
     def _end_all(self) -> None:
         if not self._may_leave:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -71,6 +71,7 @@ class LocalLauncher:
         self._log_of = log_of
         self._modules: tuple[str, ...] = ()
         self._patience: float | None = None
+        self._n_adopted = 0
         self._server: subprocess.Popen[bytes] | _AdoptedServer | None = None
         self._unread = b""
         self._alive: dict[Address, int] = {}  # newest incarnation of each
@@ -105,29 +106,41 @@ class LocalLauncher:
         ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
         try:
-            self._server = subprocess.Popen(  # noqa: S603 -- ourselves
+            server = subprocess.Popen(  # noqa: S603 -- ourselves
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
             )
         except OSError as error:
             raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        self._unread = b""
+        self._use(server)
         self._ask(forkserver.Import(modules=self._modules))
 
-    def adopt(self, directory: int) -> bool:
-        """Use the fork server of a supervisor that was killed, and its processes, if they live.
+    def adopt(self, directory: Path) -> dict[Address, int] | None:
+        """Use the fork server of a supervisor that was killed; None if none waits here.
 
-        `directory` is a descriptor of the directory of the spec.
+        Return the incarnations of its roles; the spec that they have read is in this directory.
         """
-        with closing(socket.socket(socket.AF_UNIX)) as link:
+        with ExitStack() as stack:
+            link = stack.enter_context(closing(socket.socket(socket.AF_UNIX)))
             try:
-                link.connect(forkserver.door_in(directory))
+                held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, held)
+                link.connect(forkserver.door_in(held))
             except OSError:
-                return False
+                return None
             self._end_server()
-            self._server, self._unread = _AdoptedServer(link), b""
-        return True
+            self._use(_AdoptedServer(link))
+        n_before, deadline = self._n_adopted, time.monotonic() + CLOSE_SECONDS_MAX
+        while self._server is not None and self._n_adopted == n_before:
+            left = max(deadline - time.monotonic(), 0.0)
+            if not select.select([self.fileno()], [], [], left)[0]:
+                self._server.kill()
+            self._read()
+        return {**self._alive} if self._n_adopted > n_before else None
+
+    def _use(self, server: subprocess.Popen[bytes] | _AdoptedServer) -> None:
+        self._server, self._unread = server, b""
 
     def serve(
         self,
@@ -218,10 +231,14 @@ class LocalLauncher:
                 self._note(self._decoder.decode(line))
 
     def _note(self, report: forkserver.Report) -> None:
+        if isinstance(report, forkserver.Alive):
+            self._n_adopted += 1
+            self._alive = {Address(c.name): c.incarnation for c in report.children}
+            self._pids = {Address(c.name): c.pid for c in report.children}
+            return
         name = Address(report.name)
         match report:
             case forkserver.Begun():
-                self._alive[name] = max(self._alive.get(name, 0), report.incarnation)
                 self._pids[name] = report.pid
                 self._events.append(PeerJoined(peer=name, incarnation=report.incarnation))
             case forkserver.Ended():
