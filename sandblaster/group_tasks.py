@@ -38,8 +38,6 @@ _SILENT_PERIODS: Final = 4.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """Settings of a worker."""
-
     chunk_sizes: ChunkSizes  # how batches are divided; the coordinator must have the same
     retry_seconds: Seconds = 0.5  # seconds after which a busy worker repeats its report
     retry_seconds_max: Seconds = 4.0  # seconds after which an idle worker does
@@ -130,8 +128,6 @@ class ChunkAttempt:
 
 @final
 class ChunkAttempts:
-    """All attempts of one worker at the chunks of one evaluation."""
-
     def __init__(self, chunk_sizes: ChunkSizes) -> None:
         self._chunk_sizes = chunk_sizes
         self._version = 0
