@@ -121,10 +121,6 @@ class ChunkAttempt:
     is_pushed: bool = False  # of the only rank: its memory is free for another sum
     staged: bool = False
 
-    @property
-    def is_computed(self) -> bool:
-        return self.loss is not None
-
 
 @final
 class ChunkAttempts:
@@ -189,7 +185,7 @@ class ChunkAttempts:
     def to_compute(self) -> Sequence[ChunkAttempt]:
         if sum(not one.is_pushed for one in self.held) >= N_CHUNKS_HELD:
             return ()
-        return [one for one in self if not one.is_computed]
+        return [one for one in self if one.loss is None]
 
     def report(self, generation: int = 0) -> wire.WorkReport:
         results = tuple(
