@@ -17,8 +17,8 @@ import pytest
 from distbelief.transport.keys import Allowed, KeyFiles
 from tests.processes.commands import (
     COMMAND,
-    LONG,
     MODULE,
+    SLOW,
     Command,
     alive,
     poll,
@@ -134,7 +134,7 @@ def listening(land: Land, *options: str, replicas: int) -> AbstractContextManage
 
 def test_machines_are_refused_come_and_die(land: Land) -> None:
     """One job for all of it: to begin one takes most of the time. They leave in the next test."""
-    options = (*LONG, "--cores", "1")
+    options = (*SLOW, "--cores", "1")
     with listening(land, *options, replicas=2) as command:
         _refused(land, command)
         with land.joined(command) as machine:
@@ -184,7 +184,7 @@ def test_a_job_ends_and_so_does_the_machine_that_joined(land: Land) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("placement", ["here", "spread"])
 def test_nothing_is_lost_where_a_machine_leaves(land: Land, placement: str) -> None:
-    options = [*LONG, *sets(f'cluster.placement="{placement}"'), "--hosts", "1", "--cores", "1"]
+    options = [*SLOW, *sets(f'cluster.placement="{placement}"'), "--hosts", "1", "--cores", "1"]
     with listening(land, *options, replicas=2) as command:
         with land.joined(command) as machine:
             command.trains(1000)
@@ -244,7 +244,7 @@ def is_whole(command: Command) -> bool:
 def test_hosts_that_run_shards_die_and_leave(land: Land) -> None:
     """One is killed with a primary, the next one leaves: no acknowledged push is lost."""
     options = sets('cluster.placement="spread"', "cluster.shards=2", "cluster.shard_copies=2")
-    options += [*LONG, "--cores", "1", "--hosts", "2"]
+    options += [*SLOW, "--cores", "1", "--hosts", "2"]
     with (
         listening(land, *options, replicas=2) as command,
         land.joined(command) as one,
