@@ -104,9 +104,9 @@ Around = Callable[[Role], Role]
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
-    """Reject more replicas than there are samples."""
-    train = answer.task.train
-    if train is not None and 1 < job.cluster.n_replicas > train.n_samples:
+    """Reject more replicas than there are samples, where each has a part of its own."""
+    train, is_dealt = answer.task.train, getattr(job.algorithm, "order", "parts") == "dealt"
+    if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
             f"has {train.n_samples} samples: each replica needs at least one"
