@@ -121,12 +121,14 @@ def supervisor_config(
     algorithm = algorithm_of(job)
     verdict: VerdictOf = getattr(algorithm, "verdict", done)
     epochs: Callable[[int], Epochs | None] | None = getattr(job.algorithm, "epochs", None)
+    warm_start_left = getattr(job.algorithm, "warm_start_left", lambda *_, **__: 0)
     assert answer.task.train is not None
+    n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
     return SupervisorConfig(
         roster=tuple(roster_of(job, n_machines=answer.n_machines)),
         stop=StopRules(
             job.stop,
-            n_train=answer.task.train.n_samples,
+            n_train=n_train,
             higher_is_better=answer.higher_is_better,
             has_test=job.data.test is not None,
         ),
@@ -134,8 +136,10 @@ def supervisor_config(
         higher_is_better=answer.higher_is_better,
         batch_size=job.batch_size,
         replicas_min=job.cluster.replicas_min,
-        warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
-        dealt=epochs(answer.task.train.n_samples) if epochs else None,
+        warm_start_steps=warm_start_left(
+            n_done, n_samples=n_train, n_replicas=job.cluster.n_replicas
+        ),
+        dealt=epochs(n_train) if epochs else None,
         epoch_share=getattr(job.algorithm, "epoch_share", 1.0),
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,

@@ -109,24 +109,12 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     assert samples == sorted(samples)
 
 
-@pytest.mark.untraced
-def test_sigterm_to_all_processes_ends_a_job_in_order(folder: Path) -> None:
-    """Shards saved and left at once: what they had applied since was not counted."""
-    with train(folder, *LONG) as command:
-        poll(command.is_training)
-        for pid in alive(command.all_pids()):  # as a service manager does
-            os.kill(pid, signal.SIGTERM)
-        command.signal(signal.SIGTERM)
-        command.ends(143)
-        assert "did not answer in time" not in command.output
-    assert (command.run / "model.safetensors").is_file()
-
-
 # ---------------------------------------------------------------------------- deaths
 
 
 @pytest.mark.untraced
-def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
+def test_the_job_survives_the_death_of_any_role_and_ends_in_order_with_all(folder: Path) -> None:
+    """After SIGTERM to all, shards saved and left at once: what they had applied since was lost."""
     with train(folder, *LONG) as command:
         poll(command.is_training)
         poll((command.run / "snapshots" / "shard-0").is_dir)
@@ -134,7 +122,12 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
             command.kill(role)
             poll(partial(has_restarted, command, role))
             command.trains(1000)
-        command.interrupt()
+        for pid in alive(command.all_pids()):  # as a service manager does
+            os.kill(pid, signal.SIGTERM)
+        command.signal(signal.SIGTERM)
+        command.ends(143)
+    assert "did not answer in time" not in command.output
+    assert (command.run / "model.safetensors").is_file()
     assert "replica 1 was ended by signal SIGKILL (out of memory?): restarting" in command.output
     assert "restarting it from checkpoint " in command.output
 
