@@ -475,11 +475,11 @@ class Trainer:
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
+            if self._hand_over is not None:
+                log.disk.renew("handover", log.warned(self._hand_over()))
             log.disk.renew(
                 "status", log.warned(partial(self._run.write_status, self._status(view)))
             )
-            if self._hand_over is not None:
-                log.disk.renew("handover", log.warned(self._hand_over()))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
