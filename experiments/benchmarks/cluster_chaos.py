@@ -20,7 +20,7 @@ the job runs in peace. Not in `make bench`: only root may make network namespace
     PART_throughput_kept     samples applied per second during the faults, over those in peace
     PART_acknowledged_lost   pushes
     PART_samples_not_once    samples of the epoch that were not applied exactly once
-    PART_hangs               times that the job or a replica stood still for 60 s, or did not end
+    PART_hangs               times that the job, or a replica with a host, stood still for 60 s
     PART_faults, PART_KIND   how many there were, of which kind
     spot_loss                of all samples at the end, over the mean of three undisturbed jobs,
     spot_loss_noise          and how far these are from it at most; they run at ten times the pace
@@ -33,7 +33,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -60,13 +59,11 @@ TICK_SECONDS: Final = 0.1
 FASTER: Final = 10.0  # undisturbed jobs
 SMALL: Final = {"minutes": 1.0, "peace": 5.0, "undisturbed": 0, "only": ["chaos"]}
 JOB: Final = """
-[model]
-factory = "{module}:CountingNet"
-arguments = {{ n = {n_samples}, seconds = {step_seconds} }}
-
-[data.train]
-factory = "{module}:Numbered"
-arguments = {{ n = {n_samples} }}
+cluster = {cluster}
+model = {{ factory = "{module}:CountingNet", arguments = {{ n = {n}, seconds = {seconds} }} }}
+data.train = {{ factory = "{module}:Numbered", arguments = {{ n = {n} }} }}
+stop.epochs = 1
+output.directory = "run"
 
 [algorithm]
 name = "downpour"
@@ -75,56 +72,27 @@ batch_size = {batch_size}
 order = "dealt"
 seed = {seed}
 rule = {{ name = "sgd", learning_rate = 1.0 }}
-
-[cluster]
-replicas = {replicas}
-shards = 2
-shard_copies = {copies}
-placement = "{placement}"
-
-[stop]
-epochs = 1
-
-[output]
-directory = "run"
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     kinds: tuple[str, ...]
     minutes: float
     every: float  # seconds between two faults, on average
     away: float  # seconds from the loss of a host until another one joins
     n_hosts: int
     cores: tuple[int, int]  # of the first host, and of each that joins
-    replicas: str
-    copies: int
-    placement: str
+    cluster: str  # table of the job
 
 
 PARTS: Final = {
     "chaos": Part(
-        kinds=("kill", "pause", "host", "link"),
-        minutes=30.0,
-        every=29.0,
-        away=10.0,
-        n_hosts=5,
-        cores=(3, 3),
-        replicas=f"{N_REPLICAS}",
-        copies=2,
-        placement="spread",
+        *(("kill", "pause", "host", "link"), 30.0, 29.0, 10.0, 5, (3, 3)),
+        '{ replicas = 8, shards = 2, shard_copies = 2, placement = "spread" }',
     ),
     "spot": Part(
-        kinds=("host",),
-        minutes=10.0,
-        every=20.0,
-        away=0.0,
-        n_hosts=1 + N_REPLICAS,
-        cores=(0, 1),
-        replicas=f"{{ min = 1, max = {N_REPLICAS} }}",
-        copies=1,
-        placement="here",
+        *(("host",), 10.0, 20.0, 0.0, 1 + N_REPLICAS, (0, 1)),
+        "{ replicas = { min = 1, max = 8 }, shards = 2 }",
     ),
 }
 
@@ -201,16 +169,13 @@ class Arena:
 
     def finish(self) -> tuple[int, int, float]:
         """Wait for the end; return pushes lost, samples not applied once, and the loss."""
-        while self._runs and not self.hangs:
+        n_hangs = self.hangs
+        while self._runs and self.hangs == n_hangs:
             self._look()
-        try:
-            code = self._processes[0].wait(HANG_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
+        code = self._processes[0].wait(HANG_SECONDS)
         self._look()
         if code:
             raise RuntimeError(f"the job ended with {code}: {self._view.error}")
-        self.hangs += code is None
         n_not_once, loss = numbered.judge(self._run.path / "model.safetensors")
         return self._view.pushes_lost or 0, n_not_once, loss
 
@@ -250,7 +215,8 @@ class Arena:
             self._mark = Mark(status.written, self._view.samples)
             self._watch("the job", self._view.samples, now)
             for role in self._replicas:
-                self._watch(role.name, (role.pid, role.pid and role.counters.get("samples")), now)
+                work = role.pid, role.counters.get("samples")
+                self._watch(role.name, work if role.pid else now, now)  # else it waits for a host
 
     def _watch(self, what: str, work: object, now: float) -> None:
         before, since = self._moved.setdefault(what, (work, now))
@@ -265,7 +231,7 @@ class Arena:
 
     def _await_copies(self) -> None:
         begun = time.monotonic()
-        while self._runs and self._part.copies == 2:
+        while self._runs and "shard_copies" in self._part.cluster:
             states = [r.state for r in self._view.roles if r.name.startswith("shard") and r.pid]
             if sorted(states) == ["backup", "backup", "primary", "primary"]:
                 break
@@ -292,7 +258,7 @@ class Arena:
             self._begin(0, "--resume", "run")
         else:
             broken = [host for _, host, _ in self._repairs]
-            host = self._draw([host for host in self._lan.hosts[1:] if host not in broken])
+            host = self._draw([one for one in self._lan.hosts[1:] if one not in broken])
             index = self._lan.hosts.index(host)
             text = f"{kind} {index}"
             if kind == "link":
@@ -318,16 +284,9 @@ def run(
     part: Part, options: argparse.Namespace, *, seed: int, n_faults: int, n_samples: int
 ) -> tuple[Arena, tuple[int, int, float]]:
     """Run a job under faults, if any; return also what `Arena.finish` returns."""
-    text = JOB.format(
-        module=numbered.__name__,
-        n_samples=n_samples,
-        step_seconds=STEP_SECONDS if n_faults else STEP_SECONDS / FASTER,
-        batch_size=BATCH_SIZE,
-        seed=seed,
-        replicas=part.replicas,
-        copies=part.copies,
-        placement=part.placement,
-    )
+    seconds = STEP_SECONDS if n_faults else STEP_SECONDS / FASTER
+    names = {"module": numbered.__name__, "batch_size": BATCH_SIZE, "cluster": part.cluster}
+    text = JOB.format(n=n_samples, seconds=seconds, seed=seed, **names)
     with ExitStack() as stack:
         temporary = stack.enter_context(TemporaryDirectory(prefix="distbelief-chaos-"))
         folder = Path(options.folder or temporary) / f"{seed}-{n_faults}-{part.n_hosts}"
@@ -347,7 +306,7 @@ def run(
 def figures_of(name: str, options: argparse.Namespace) -> dict[str, float]:
     part = PARTS[name]
     if options.supervisor:
-        part = replace(part, kinds=(*part.kinds, "supervisor"))
+        part = part._replace(kinds=(*part.kinds, "supervisor"))
     n_faults = round(60.0 * (options.minutes or part.minutes) / part.every)
     seconds = 2 * options.peace + part.every * n_faults + SETTLE_SECONDS
     n_samples = int(seconds * N_REPLICAS * BATCH_SIZE / STEP_SECONDS)
