@@ -109,7 +109,7 @@ def supervisor_config(
     epochs: Callable[[int], Epochs | None] | None = getattr(job.algorithm, "epochs", None)
     assert answer.task.train is not None
     return SupervisorConfig(
-        roster=tuple(roster_of(job, n_machines=answer.n_machines)),
+        roster=tuple(roster_of(job, ranks=answer.ranks)),
         stop=StopRules(
             job.stop,
             n_train=answer.task.train.n_samples,
@@ -285,7 +285,7 @@ class Trainer:
                 layout=self._layout,
                 train=found.task.train,
                 report=log.warn_user,
-                plan=None if found.n_machines is None else load(run.plan_file),
+                plans=[load(found.plans[n]) for n in found.ranks],
             )
             self._previous, self._store = resumed.previous, resumed.store
             for line in resumed.notes:
@@ -322,9 +322,8 @@ class Trainer:
             spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
             cluster = None
             if hosting is not None:
-                plan = None if spec.plan is None else Path(spec.plan)
                 server = stack.enter_context(self._file_server(spec, reach))
-                cluster = hosting.cluster(self._job, spec, plan=plan, files=server.endpoint)
+                cluster = hosting.cluster(self._job, spec, files=server.endpoint)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
             supervisor = Supervisor(config, cluster)
             role: Role = supervisor if around is None else around(supervisor)
@@ -395,9 +394,9 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        n_machines = self._preflight.n_machines or 1
+        n_ranks = sum(self._preflight.ranks) or self._job.cluster.n_replicas
         log = partial(self._log.log, "info")
-        self._source = source = hosting.source(self._job, n_machines=n_machines, log=log)
+        self._source = source = hosting.source(self._job, n_ranks=n_ranks, log=log)
         if source is not None:
             stack.callback(source.close)
             source.start(str(address), directory=self._run.path.absolute() / "joined")

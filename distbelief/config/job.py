@@ -56,9 +56,9 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # and no acknowledged push is lost.
     shard_copies: Copies = 1
     threads: Threads = 1  # of torch, in each process of a replica
-    # Ranks per replica; with more than one, each computes its part of the model. The planner
-    # chooses the parts (plan.json in the run directory).
-    partitions: Processes = 1
+    # Ranks per replica, or of each in turn; with more than one, each computes its part of the
+    # model. The planner chooses the parts (plan.json in the run directory).
+    partitions: Processes | tuple[Processes, ...] = 1
     plan: str | None = None  # path of a plan.json to use instead of `partitions`
     pins: tuple[
         str, ...
@@ -94,7 +94,9 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"pins = {list(self.pins)!r} and plan = {self.plan!r}: the plan already "
                 "says how layers are split; leave one of them out"
             )
-        if self.pins and self.partitions == 1:
+        if isinstance(self.partitions, tuple):
+            self._check_partitions(self.partitions)
+        if self.pins and self.partitions_max == 1:
             raise JobFileError(
                 f"pins = {list(self.pins)!r} with partitions = 1, which splits nothing: "
                 "use more partitions, or leave pins out"
@@ -108,6 +110,29 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise JobFileError(
                     f"pins has {name!r} twice, {places[name]!r} and {split!r}: keep one"
                 )
+
+    def _check_partitions(self, counts: tuple[int, ...]) -> None:
+        said = f"partitions = {list(counts)}"
+        if isinstance(self.replicas, Elastic):
+            raise JobFileError(
+                f"{said}, and replicas has min and max: a list of partitions needs a fixed number "
+                "of replicas"
+            )
+        if len(counts) != self.replicas:
+            raise JobFileError(
+                f"{said} is for {len(counts)} replicas, and replicas = {self.replicas}: list as "
+                "many numbers as there are replicas, or write one number for all"
+            )
+        if self.plan is not None:
+            raise JobFileError(
+                f"{said} and plan = {self.plan!r}: one plan splits every replica alike; leave one "
+                "of them out"
+            )
+
+    @property
+    def partitions_max(self) -> int:
+        counts = self.partitions
+        return max(counts) if isinstance(counts, tuple) else counts
 
     @property
     def n_replicas(self) -> int:
@@ -129,7 +154,7 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_split(self) -> bool:
-        return self.plan is not None or self.partitions > 1 or self.device != DEVICES[0]
+        return self.plan is not None or self.partitions_max > 1 or self.device != DEVICES[0]
 
 
 class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

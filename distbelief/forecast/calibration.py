@@ -297,10 +297,15 @@ def measure(job: Job, *, n_processes: int) -> Rates:
 
 
 def _alone(job: Job) -> Job:
-    # One replica, and no end: the measurement stops it.
+    # One replica of each kind, and no end: the measurement stops it.
+    counts = job.cluster.partitions
+    kinds = tuple(sorted({*counts})) if isinstance(counts, tuple) else ()
+    cluster = msgspec.structs.replace(
+        job.cluster, replicas=len(kinds) or 1, partitions=kinds or counts, shard_copies=1
+    )
     return msgspec.structs.replace(
         job,
-        cluster=msgspec.structs.replace(job.cluster, replicas=1, shard_copies=1),
+        cluster=cluster,
         stop=StopTable(seconds=1e9),
         evaluation=msgspec.structs.replace(job.evaluation, every=1.0),
     )

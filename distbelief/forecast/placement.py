@@ -49,7 +49,7 @@ from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.network import WITHIN_HOST
 from distbelief.simulation.placement import drawn_outages, options_for
 from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
-from distbelief.supervisor.membership import Membership
+from distbelief.supervisor.membership import Membership, RoleRecord
 from distbelief.supervisor.placement import Placement, place_roles, takes_slots
 
 
@@ -164,17 +164,19 @@ def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
 
 def memory_of(prepared: PreparedJob) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
-    layout, kinds = prepared.layout, prepared.kinds
-    itemsize = layout.dtype.itemsize
-    n_shards, n_split = layout.n_shards, prepared.preflight.n_machines or 1
+    layout = prepared.layout
+    n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
-    bytes_of = {
-        "shard": VECTORS_OF_SHARD * whole / n_shards,
-        "replica": VECTORS_OF_REPLICA * whole / n_split,
-        "machine": VECTORS_OF_REPLICA * whole / n_split,
-        "evaluator": whole / n_split,
-    }
-    return {name: bytes_of.get(kind, 0.0) for name, kind in kinds.items()}
+
+    def n_bytes(record: RoleRecord) -> float:
+        if record.kind == "shard":
+            return VECTORS_OF_SHARD * whole / n_shards
+        if record.kind == "coordinator":
+            return 0.0
+        return (VECTORS_OF_REPLICA if record.trains else 1) * whole / record.ranks
+
+    found = {record.name: n_bytes(record) for record in Membership(prepared.roster)}
+    return {SUPERVISOR: 0.0, **found}
 
 
 def _at_cost(

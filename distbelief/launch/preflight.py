@@ -43,7 +43,7 @@ ANSWER_BYTES_MAX: Final = 1 << 26
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
     job: msgspec.Raw  # as JSON
     initial_file: str  # file for the module's initial values, if they are needed
-    plan: str  # file for the plan, if replicas are split; its picture goes beside it
+    plan: str  # file for the plan, if replicas are split; its picture, and others, go beside it
 
 
 class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +58,9 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     metric_name: str = "accuracy"  # the held-out metric
     higher_is_better: bool = True
     task: TaskFacts = TaskFacts()  # facts for the summary
-    n_machines: int | None = None  # ranks of each replica; None if replicas are not split
-    plan: str | None = None  # file of the plan; None if replicas are not split
-    sample: Sample | None = None  # shapes and types of the data, for the plan
+    ranks: tuple[int, ...] = ()  # of each replica; empty if replicas are not split
+    plans: dict[int, str] = {}  # file of the plan for each number of ranks
+    sample: Sample | None = None  # shapes and types of the data, for the plans
 
     def role_spec(self, job: Job, layout: Layout) -> RoleSpec:
         """Return the settings of all roles of a job, as far as they do not depend on the run."""
@@ -69,7 +69,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
             layout=layout.spec,
             initials=self.initials,
             initial_file=self.initial_file,
-            plan=self.plan,
+            plans=self.plans,
             sample=self.sample,
             n_train=None if self.task.train is None else self.task.train.n_samples,
             marks=(self.task.train and self.task.train.marks) or None,
@@ -159,11 +159,11 @@ def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
         return _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
-    from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
+    from distbelief.partition.choose import draw, plans_for_job  # noqa: PLC0415 -- split jobs only
 
     check_device(cluster.device, "leave device out, or use device = 'cpu'")
     datasets = tasks.datasets_of(task)
-    n_readers = cluster.partitions if cluster.plan is None else 2  # at least
+    n_readers = cluster.partitions_max if cluster.plan is None else 2  # at least
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
     captured = tasks.capture_for(task, sample)
     check_evaluation(task, sample)
@@ -174,15 +174,17 @@ def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
         with torch.device("meta"):
             model = FlatModel(tasks.build_model(task.model))
     answer = _found(job, initial_file, model, datasets)
-    made = plan_for_job(job, captured.graph, kept=Path(plan))
-    draw(made, captured.graph, Path(plan).with_suffix(".png"))
-    n_machines = made.cluster.n_machines
+    made = plans_for_job(job, captured.graph, kept=Path(plan))
+    most = made[Path(plan)]
+    draw(most, captured.graph, Path(plan).with_suffix(".png"))
+    counts, same = cluster.partitions, most.cluster.n_machines
+    ranks = counts if isinstance(counts, tuple) else (same,) * cluster.n_replicas
     return msgspec.structs.replace(
         answer,
-        n_machines=n_machines,
-        plan=plan,
+        ranks=ranks,
+        plans={plan.cluster.n_machines: str(file) for file, plan in made.items()},
         sample=sample,
-        task=msgspec.structs.replace(answer.task, n_machines=n_machines),
+        task=msgspec.structs.replace(answer.task, n_machines=ranks if {*ranks} != {same} else same),
     )
 
 

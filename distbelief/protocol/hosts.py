@@ -55,6 +55,7 @@ class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Name
     incarnation: Count
+    ranks: Count = 1  # of its group
 
 
 class Assignments(AnyMessage, frozen=True):

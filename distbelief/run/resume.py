@@ -19,7 +19,7 @@ import hashlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -68,9 +68,19 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
 
     n_shards: Processes  # shards that together hold the model
     n_replicas: Processes  # replicas among which the data were divided
-    n_machines: Processes | None = None  # ranks of each replica; None if replicas are not split
-    plan: str | None = None  # hash of the placement in a split replica (`mark_of`)
+    # Ranks of each replica, or of each in turn; None if replicas are not split
+    n_machines: Processes | tuple[Processes, ...] | None = None
+    plan: str | None = None  # hash of the placements in split replicas (`mark_of`)
     train: DataFacts | None = None  # the training data, as far as known
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.n_replicas:
+            raise ValueError(f"n_machines is {self.n_machines} for {self.n_replicas} replicas")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        n = self.n_machines
+        return n if isinstance(n, tuple) else (n or 0,) * self.n_replicas
 
     def has_same_clients(self, other: "CheckpointSet") -> bool:
         """Return whether each client of one finds in the other what it needs.
@@ -92,15 +102,20 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
 
     @override
     def __str__(self) -> str:
-        ranks = f" of {self.n_machines} ranks" if self.n_machines else ""
+        ranks = f" of {_ranks(self)} ranks" if self.n_machines else ""
         return f"{self.n_shards} shards and {self.n_replicas} replicas{ranks}"
 
     def clients(self, places: Mapping[str, int]) -> dict[str, int]:
         """Return the data position of each client, given that of each of `replicas`."""
         if self.n_machines is None:
             return dict(places)
-        numbered = [(r, place) for r, place in enumerate(places.values())]
-        return {rank_name(r, m): place for r, place in numbered for m in range(self.n_machines)}
+        numbered = enumerate(zip(places.values(), self.ranks, strict=True))
+        return {rank_name(r, m): place for r, (place, n) in numbered for m in range(n)}
+
+
+def _ranks(cut: CheckpointSet) -> str:
+    n = cut.n_machines or 1
+    return ", ".join(map(str, n)) if isinstance(n, tuple) else str(n)
 
 
 def mark_of(plan: Plan) -> str:
@@ -428,7 +443,7 @@ def resume_run(
     layout: Layout,
     train: DataFacts,
     report: Report,
-    plan: Plan | None = None,
+    plans: Sequence[Plan] = (),  # of each replica, if replicas are split
 ) -> Resumed:
     """Prepare a run, new or not, so that the job can start in it.
 
@@ -437,11 +452,12 @@ def resume_run(
     cannot be read or written; the run is unchanged.
     """
     directory, was = newest_checkpoint_set(run)
+    ranks = tuple(plan.cluster.n_machines for plan in plans)
     now = CheckpointSet(
         n_shards=job.cluster.shards,
         n_replicas=job.cluster.n_replicas,
-        n_machines=None if plan is None else plan.cluster.n_machines,
-        plan=None if plan is None else mark_of(plan),
+        n_machines=ranks[0] if len({*ranks}) == 1 else ranks or None,
+        plan=",".join(dict.fromkeys(map(mark_of, plans))) or None,
         train=train,
     )
     if was is None:
@@ -604,8 +620,8 @@ def _notes(
         )
     if was.n_machines != now.n_machines:
         yield (
-            f"ranks of each replica: {was.n_machines or 1} before, "
-            f"{now.n_machines or 1} now; each replica keeps its position in its data"
+            f"ranks of each replica: {_ranks(was)} before, {_ranks(now)} now; each replica keeps "
+            "its position in its data"
         )
     elif was.plan != now.plan and was.n_machines:
         yield "plan: another one than before; each replica keeps its position in its data"

@@ -230,7 +230,7 @@ class Scheduler:
                 self._tell_together(record, host)
         record.begins = host.name != HERE
         if host.name == HERE:
-            self._out.add(rl.Launch(name=name, incarnation=incarnation))
+            self._out.add(rl.Launch(name=name, incarnation=incarnation, ranks=record.ranks))
 
     def _tell_together(self, record: RoleRecord, host: Host) -> None:
         if record.kind == "shard" and self.hosts.at(other_copy(record.name)) is host:
@@ -311,7 +311,9 @@ class Scheduler:
         assert self._cluster is not None
         host.changed = False
         assigned = tuple(
-            wire.RoleAssignment(name=name, incarnation=n) for name, n in host.roles.items()
+            wire.RoleAssignment(name=name, incarnation=n, ranks=record.ranks)
+            for name, n in host.roles.items()
+            if (record := self._members.get(name)) is not None
         )
         incarnation, run = host.offer.incarnation, self._cluster.run
         message = wire.Assignments(incarnation=incarnation, run=run, assignments=assigned)

@@ -26,6 +26,7 @@ from distbelief.run.resume import (
     CheckpointSet,
     Resumed,
     check_same,
+    checkpoint_set_in,
     making_checkpoint_set,
     newest_checkpoint_set,
     resume_run,
@@ -74,7 +75,9 @@ class Run:
         self.directory = RunDirectory.create(path)
         self.reports: list[str] = []
 
-    def take_up(self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | None = None) -> Resumed:
+    def take_up(
+        self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | tuple[Plan, ...] = ()
+    ) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
         resumed = resume_run(
             job,
@@ -82,7 +85,7 @@ class Run:
             layout=layout(job.cluster.shards),
             train=train,
             report=self.reports.append,
-            plan=plan,
+            plans=plan if isinstance(plan, tuple) else (plan,) * job.cluster.n_replicas,
         )
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
@@ -196,6 +199,26 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
     assert again.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     assert run.take_up(job(3, 2)).previous.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_replicas_may_go_on_with_different_numbers_of_ranks(run: Run) -> None:
+    run.begun()
+    before = values(run.take_up(job()).store, 2)
+    plans = plan_of(1, 0), plan_of(2, 0, 1)
+    mixed = run.take_up(job(), plan=plans)
+    assert mixed.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert mixed.notes[0].startswith("ranks of each replica: 1 before, 1, 2 now; each replica")
+    assert values(mixed.store, 2) == before
+    clients = json.loads(newest(mixed.store, 1).facts["clients"])
+    samples = {"replica-0.0": 40, "replica-1.0": 52, "replica-1.1": 52}
+    assert {name: client["samples"] for name, client in clients.items()} == samples
+    assert run.take_up(job(), plan=plans).notes == ()
+    assert run.take_up(job(), plan=plans[::-1]).notes[0].startswith("ranks of each replica: 1, 2")
+    directory, cut = newest_checkpoint_set(run.directory)
+    assert cut is not None
+    content = msgspec.json.encode(cut).replace(b"[2,1]", b"[2,1,1]")
+    with pytest.raises(StorageError, match=r"n_machines is .* for 2 replicas"):
+        checkpoint_set_in(content, directory / "cut.json")
 
 
 def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
