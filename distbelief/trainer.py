@@ -60,7 +60,16 @@ from distbelief.run.metrics_file import (
     read_metrics,
 )
 from distbelief.run.model_file import write_model
-from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
+from distbelief.run.resume import (
+    PreviousRun,
+    check_same,
+    checkpoint_set_of,
+    formed_before,
+    newest_checkpoint_set,
+    resume_run,
+    start_from_scratch,
+    write_checkpoint_set,
+)
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
 from distbelief.supervisor.config import SupervisorConfig
@@ -242,6 +251,7 @@ class Trainer:
         self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
+        self._forms = False  # whether replicas are still to be formed
         self._previous = PreviousRun()
         self._layout: Layout | None = None
         self._metrics = MetricsFile(run.metrics_file)
@@ -274,18 +284,23 @@ class Trainer:
                     tell=status.update,
                 )
             check_data(job, found)
-            assert found.task.train is not None
             n_shards = job.cluster.shards
             self._layout = Layout.of(found.tensors, n_shards=n_shards, dtype=found.dtype)
             if from_scratch:
                 log.announce(start_from_scratch(job, run))
+            ranks = found.ranks
+            if found.costs:  # the hosts that join form replicas, unless they were formed before
+                ranks = formed_before(job, run, found.plans)
+                self._forms = not ranks
+                self._preflight = found = found.formed(ranks or found.ranks)
+            assert found.task.train is not None
             resumed = resume_run(
                 job,
                 run,
                 layout=self._layout,
                 train=found.task.train,
                 report=log.warn_user,
-                plans=[load(found.plans[n]) for n in found.ranks],
+                plans=[load(found.plans[n]) for n in ranks],
             )
             self._previous, self._store = resumed.previous, resumed.store
             for line in resumed.notes:
@@ -323,7 +338,13 @@ class Trainer:
             cluster = None
             if hosting is not None:
                 server = stack.enter_context(self._file_server(spec, reach))
-                cluster = hosting.cluster(self._job, spec, files=server.endpoint)
+                cluster = hosting.cluster(
+                    self._job,
+                    spec,
+                    files=server.endpoint,
+                    costs=self._preflight.costs,
+                    forms=self._forms,
+                )
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
             supervisor = Supervisor(config, cluster)
             role: Role = supervisor if around is None else around(supervisor)
@@ -370,9 +391,21 @@ class Trainer:
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
+        if self._forms and supervisor.scheduler.formed:
+            self._forms = False
+            self._preflight = self._preflight.formed(supervisor.scheduler.formed)
+            log.disk.write(log.warned(self._keep_formed))
         if self._source is not None:
             for text in self._source.news(now):
                 log.announce(text)
+
+    def _keep_formed(self) -> None:
+        """Note the ranks of replicas that were formed: a resumed run keeps them."""
+        found = self._preflight
+        plans = [load(found.plans[n]) for n in found.ranks]
+        directory, _ = newest_checkpoint_set(self._run)
+        assert found.task.train is not None
+        write_checkpoint_set(directory, checkpoint_set_of(self._job, found.task.train, plans))
 
     def _status(self, view: JobView, *, ended: bool = False) -> Status:
         return Status(
@@ -550,6 +583,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             job = load_job(job)
         hosting = None if hosting is None else hosting.checked()
         if hosting is None:
+            job.cluster.check_formed()
             cluster = job.cluster.fitted(len(os.sched_getaffinity(0)))
             job = msgspec.structs.replace(job, cluster=cluster)
         FileMemory.sweep()

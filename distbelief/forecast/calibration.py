@@ -298,10 +298,12 @@ def measure(job: Job, *, n_processes: int) -> Rates:
 
 def _alone(job: Job) -> Job:
     # One replica of each kind, and no end: the measurement stops it.
-    counts = job.cluster.partitions
-    kinds = tuple(sorted({*counts})) if isinstance(counts, tuple) else ()
+    kinds = job.cluster.partitions_wanted
     cluster = msgspec.structs.replace(
-        job.cluster, replicas=len(kinds) or 1, partitions=kinds or counts, shard_copies=1
+        job.cluster,
+        replicas=len(kinds),
+        partitions=kinds if len(kinds) > 1 else kinds[0],
+        shard_copies=1,
     )
     return msgspec.structs.replace(
         job,

@@ -2,6 +2,7 @@
 
     partitions = 4            the planner makes one, for machines like this one
     partitions = [1, 4]       one for each number of ranks that a replica has
+    partitions = { max = 4 }  one for each number of ranks that it may have
     pins = ["conv1=rows:4"]   required splits of some layers
     plan = "plan.json"        this plan, or an error if it is for another model, batch or loss
     --resume                  the plan of the previous run, if it still fits
@@ -11,13 +12,14 @@ the one with most ranks, and plan-N.json is for N ranks. No process here builds 
 captured on the meta device.
 """
 
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from distbelief.config.cluster_file import load_cluster
-from distbelief.config.job import Job
+from distbelief.config.job import Fit, Job
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.partition.api import pins, planning_result
@@ -29,6 +31,7 @@ from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan, load, packed
+from distbelief.program.step_cost import PlanCost
 
 
 SOLVER_SECONDS: Final = 5.0
@@ -40,13 +43,26 @@ LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5, ha
 
 def plans_for_job(job: Job, graph: LayerGraph, *, kept: Path) -> dict[Path, Plan]:
     """Return the plans of a job by the files that they are written to, `kept` first."""
-    most, counts = job.cluster.partitions_max, job.cluster.partitions
-    fewer = sorted({*counts} - {most}) if isinstance(counts, tuple) else []
+    *fewer, _ = job.cluster.partitions_wanted
     made = {kept: plan_for_job(job, graph, kept=kept)}
     for count in fewer:
         file = kept.with_stem(f"{kept.stem}-{count}")
-        made[file] = plan_for_job(job, graph, kept=file, count=count)
+        # A pin may need more ranks: then no replica has so few.
+        with suppress(JobError) if isinstance(job.cluster.partitions, Fit) else nullcontext():
+            made[file] = plan_for_job(job, graph, kept=file, count=count)
     return made
+
+
+def cost_of(plan: Plan, job: Job, graph: LayerGraph) -> PlanCost:
+    """Return what a plan of the planner asks of a host."""
+    n, n_ranks = plan.micro_batches, plan.cluster.n_machines
+    assert plan.predicted is not None
+    return PlanCost.of(
+        compile_plan(graph, plan.placements, batch=-(-plan.batch // n), n_machines=n_ranks),
+        micro_batches=n,
+        seconds=plan.predicted.step_seconds,
+        flops=_cluster(job, n_ranks).machines[0].flops,
+    )
 
 
 def plan_for_job(
@@ -135,7 +151,7 @@ def _made(job: Job, graph: LayerGraph, count: int, notify: Notify) -> Plan:
     except GraphError as error:
         raise JobError(f"[cluster] {_asked(job)}: {error}") from error
     # Without a cluster file, hosts with more memory may join.
-    if job.cluster.machines != HERE and not result.fits:
+    if not (job.cluster.machines == HERE or isinstance(job.cluster.partitions, Fit) or result.fits):
         raise JobError(
             f"[cluster] {_asked(job)}: no plan fits the machines of {job.cluster.machines!r}: "
             f"{lack(result.planned[-1])}. Use more partitions or smaller batches, or correct the "
@@ -147,8 +163,7 @@ def _made(job: Job, graph: LayerGraph, count: int, notify: Notify) -> Plan:
 def _asked(job: Job) -> str:
     # The request as it stands in the job file.
     wanted = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
-    counts = job.cluster.partitions
-    return f"partitions = {list(counts) if isinstance(counts, tuple) else counts}{wanted}"
+    return f"partitions = {job.cluster.partitions_text}{wanted}"
 
 
 def _cluster(job: Job, count: int) -> Cluster:
@@ -156,6 +171,12 @@ def _cluster(job: Job, count: int) -> Cluster:
     if machines == HERE:
         return here(count, network=LOOPBACK)
     try:
-        return load_cluster(machines).first(count)
+        cluster = load_cluster(machines)
+        first = cluster.first(count)
     except GraphError as error:
         raise JobError(f"[cluster] machines = {machines!r}: {error}") from error
+    if count == 1 or len(job.cluster.partitions_wanted) == 1:
+        return first
+    # Which machines a replica gets is known later, so all shares are for the slowest one.
+    slowest = min(cluster.machines, key=lambda machine: machine.flops)
+    return msgspec.structs.replace(first, machines=(slowest,) * count)

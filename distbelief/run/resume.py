@@ -19,7 +19,7 @@ import hashlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -122,6 +122,38 @@ def mark_of(plan: Plan) -> str:
     """Return a hash that is equal for plans with equal placements."""
     placed = [[name, plan.placements[name]] for name in sorted(plan.placements)]
     return hashlib.blake2b(msgspec.json.encode(placed), digest_size=8).hexdigest()
+
+
+def checkpoint_set_of(job: Job, train: DataFacts, plans: Sequence[Plan]) -> CheckpointSet:
+    """Return the set of a job with these plans of its replicas; none if they are not split."""
+    ranks = tuple(plan.cluster.n_machines for plan in plans)
+    return CheckpointSet(
+        n_shards=job.cluster.shards,
+        n_replicas=job.cluster.n_replicas,
+        n_machines=ranks[0] if len({*ranks}) == 1 else ranks or None,
+        plan=",".join(dict.fromkeys(map(mark_of, plans))) or None,
+        train=train,
+    )
+
+
+def formed_before(job: Job, run: RunDirectory, counts: Collection[int]) -> tuple[int, ...]:
+    """Return the ranks of replicas that were formed in a previous session; () if none were.
+
+    JobError if the run has other replicas, or of numbers of ranks that are not in `counts`.
+    """
+    directory, was = newest_checkpoint_set(run)
+    if was is None:
+        return ()
+    store = store_of(run, directory, report=lambda _: None)
+    if not any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
+        return ()
+    if was.n_replicas != job.cluster.n_replicas or not {*was.ranks} <= {*counts}:
+        raise JobError(
+            f"--resume {run.path}: [cluster] partitions = {job.cluster.partitions_text} forms "
+            f"replicas of a new run only, and this one has {was}: use partitions = [...] with "
+            "the ranks of each replica"
+        )
+    return was.ranks
 
 
 def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None]:
@@ -452,14 +484,7 @@ def resume_run(
     cannot be read or written; the run is unchanged.
     """
     directory, was = newest_checkpoint_set(run)
-    ranks = tuple(plan.cluster.n_machines for plan in plans)
-    now = CheckpointSet(
-        n_shards=job.cluster.shards,
-        n_replicas=job.cluster.n_replicas,
-        n_machines=ranks[0] if len({*ranks}) == 1 else ranks or None,
-        plan=",".join(dict.fromkeys(map(mark_of, plans))) or None,
-        train=train,
-    )
+    now = checkpoint_set_of(job, train, plans)
     if was is None:
         was = now
         _choose_place(job, run)

@@ -254,6 +254,16 @@ class Membership:
         entries = tuple(other.entry for other in needed if other.entry is not None)
         return Peers(entries=entries, gone=tuple(gone))
 
+    def keep_ranks(self, n_ranks: Sequence[int]) -> None:
+        """Leave each replica so many ranks, and the evaluator as many as the largest."""
+        for record in list(self):
+            place = group_rank_of(record.name)
+            if place is not None:
+                n = max(n_ranks) if place.replica is None else n_ranks[place.replica]
+                record.ranks = n
+                if place.machine >= n:
+                    self.leave(record)
+
     def add_delay(self, seconds: Seconds) -> None:
         """Shift all clocks by a time in which the supervisor itself was suspended."""
         for record in self:

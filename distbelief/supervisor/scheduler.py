@@ -27,7 +27,7 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.placement import FIRST, PlacementPolicy, place_roles
+from distbelief.supervisor.placement import FIRST, PlacementPolicy, form_replicas, place_roles
 from distbelief.supervisor.view import Phase
 
 
@@ -154,7 +154,12 @@ class Scheduler:
         self._failover = failover
         self._cluster = cluster
         self._policy = policy
-        self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
+        self.hosts = (
+            HostTable(slots_here=_UNLIMITED)
+            if cluster is None
+            else HostTable(slots_here=cluster.slots_here, memory_here=cluster.memory_here)
+        )
+        self.formed: tuple[int, ...] = ()  # ranks of each replica, if they follow from the hosts
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
@@ -178,6 +183,18 @@ class Scheduler:
         limit = cluster.hosts_seconds_max
         self._out.log(LogEvent("hosts_missing", n=n_ready, total=cluster.n_hosts, limit=limit))
         return True
+
+    def form_replicas(self) -> None:
+        """Choose the ranks of replicas by the hosts that are there, if the job asks for that."""
+        if self._cluster is None or not self._cluster.forms:
+            return
+        groups = form_replicas(self._members, self.hosts, self._cluster)
+        replicas = self._members.of("replica")
+        self.formed = tuple(record.ranks for record in replicas)
+        for index, record in enumerate(replicas):
+            group = groups[index] if index < len(groups) else ()
+            where = ", ".join(host.label or HERE for host in group) or "hosts that are to join"
+            self._out.log(LogEvent("replica_formed", record.group, n=record.ranks, detail=where))
 
     # --- roles
 

@@ -170,6 +170,7 @@ class Supervisor:
         self.metrics.started_at = self._now
         self._clock.heard(self._now)
         self._report_at = self._now + self._config.report_every
+        self.scheduler.form_replicas()
         for record in self.members:
             record.begin_incarnation(record.incarnation, self._now)
             self.scheduler.launch(record)
