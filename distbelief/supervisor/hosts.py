@@ -106,22 +106,12 @@ class ClusterConfig:
             return None
         return self.step.grade(flops=offer.flops * self.threads, bandwidth=bandwidth)
 
-    def replica_seconds(self, hosts: "Sequence[Host]") -> float | None:
-        """Return the time of a step of a replica with a rank on each host, fetches and pushes too.
-
-        None if a host has too little memory for its rank.
-        """
-        n = len(hosts)
-        if not all(self.holds(host, n) for host in hosts):
-            return None
-        return max(self.rank_seconds(host, n) for host in hosts)
-
     def holds(self, host: "Host", n_ranks: int) -> bool:
         """Return whether a host has memory for one of so many ranks."""
         return host.offer.memory_bytes >= self.costs[n_ranks].memory_bytes
 
     def rank_seconds(self, host: "Host", n_ranks: int) -> float:
-        """Return the time of a step of one of so many ranks, if the others are as fast."""
+        """Return the time of a step of so many ranks on hosts like this, with fetch and push."""
         cost = self.costs[n_ranks]
         flops = host.offer.flops * self.threads if self.device == "cpu" else 0.0
         seconds = cost.seconds * cost.flops / flops if flops else cost.seconds

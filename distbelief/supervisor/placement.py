@@ -165,15 +165,17 @@ def _apart(
 
 ACROSS: Final = 0.9  # what a step counts of a replica in several domains: it is lost with each
 
+_Formed = tuple[float, Sequence[Host], "_Formed | None"]  # steps a second, a group, the others
+
 
 def replica_groups(
     hosts: Iterable[Host], n_max: int, cluster: ClusterConfig
 ) -> list[Sequence[Host]]:
     """Return the hosts of each of `n_max` replicas, or of as many as they can hold.
 
-    As many replicas as possible, then as many steps a second as possible of all together. All ranks
-    have like shares and the slowest decides, so hosts are ranked by speed, and neighbours form a
-    group; of hosts that are alike, those of one domain are neighbours.
+    As many replicas as possible, then as many steps a second as possible of all together. Ranks
+    have like shares and the slowest decides, so hosts are ranked by speed, and neighbours that can
+    hold a rank form a group; of hosts that are alike, those of one domain are neighbours.
     """
     most = max(cluster.costs)
 
@@ -182,18 +184,22 @@ def replica_groups(
         return grade, host.offer.domain, -host.offer.memory_bytes, host.name
 
     ranked = sorted((host for host in hosts if host.slots), key=rank)
-    # Row i, column r: the best r replicas of the first i hosts, as steps a second and a chain.
+    holding: dict[int, list[int]] = {n: [] for n in cluster.costs}  # hosts that hold such ranks
+    # Row i, column r: the best r replicas of the first i hosts.
     rows: list[list[_Formed]] = [[(0.0, (), None)]]
-    for end in range(1, len(ranked) + 1):
+    for index, host in enumerate(ranked):
         row = list(rows[-1])
-        for n in (n for n in cluster.costs if n <= end):
-            group = ranked[end - n : end]
-            seconds = cluster.replica_seconds(group)
-            if seconds is None:
+        for n, places in holding.items():
+            if not cluster.holds(host, n):
                 continue
-            is_across = len({host.offer.domain for host in group}) > 1
+            places.append(index)
+            if len(places) < n:
+                continue
+            group = [ranked[place] for place in places[-n:]]
+            is_across = len({each.offer.domain for each in group}) > 1
+            seconds = max(cluster.rank_seconds(each, n) for each in group)
             rate = (ACROSS if is_across else 1.0) / max(seconds, 1e-9)
-            for r, others in enumerate(rows[end - n][:n_max], start=1):
+            for r, others in enumerate(rows[places[-n]][:n_max], start=1):
                 formed = others[0] + rate, group, others
                 if r == len(row):
                     row.append(formed)
@@ -206,9 +212,6 @@ def replica_groups(
         found.append(chain[1])
         chain = chain[2]
     return found[::-1]
-
-
-_Formed = tuple[float, Sequence[Host], "_Formed | None"]
 
 
 def form_replicas(

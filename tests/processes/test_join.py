@@ -278,3 +278,31 @@ def test_a_host_with_other_data_of_the_same_number_is_refused(land: Land) -> Non
         command.signal(signal.SIGINT)
         assert command.wait() == 130, command.output
     assert "has 2,000 other samples here than where the job began" in machine.said
+
+
+def test_hosts_of_unlike_memory_form_unlike_replicas(land: Land) -> None:
+    """A large one holds the whole net, two small ones a half each; a resumed run keeps that."""
+    options = [*sets("cluster.partitions={max=2}", "model.initial=seed"), *LONG]
+    options += [*sets("model.arguments.width=512"), "--cores", "0", "--hosts", "3"]
+    with (
+        listening(land, *options, replicas=2) as command,
+        land.joined(command, "--memory", "80 kB"),
+        land.joined(command, "--memory", "1 MB") as large,
+        land.joined(command, "--memory", "80 kB"),
+    ):
+        command.trains()
+        ranks = [name for name in command.roles() if name.startswith("replica")]
+        assert ranks == ["replica-0.0", "replica-1.0", "replica-1.1"], command.told()
+        groups = {name: os.getpgid(command.pids(name)[-1]) for name in ranks}
+        assert len(set(groups.values())) == 3
+        assert groups["replica-0.0"] == large.process.pid
+        before = {name: command.pids(name) for name in ranks[:2]}
+        os.kill(command.pids("replica-1.1")[-1], signal.SIGKILL)
+        poll(lambda: "replica 1.1 was ended by signal SIGKILL" in command.told())
+        command.trains()
+        assert {name: command.pids(name) for name in ranks[:2]} == before
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    assert command.summary()["n_machines"] == [1, 2]
+    names = {path.name for path in command.run.glob("plan*.json")}
+    assert names == {"plan.json", "plan-1.json"}

@@ -15,6 +15,7 @@ from distbelief.forecast.run import FinishedRun, run_simulated
 from distbelief.parameter_server.checkpoint import restore
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.optimizers import SGD
+from distbelief.roles.role import Address
 from distbelief.simulation.faults import Fault, Kill
 from tests.distbelief.forecast.jobs import small
 
@@ -65,7 +66,7 @@ def values(found: FinishedRun, a_job: Job, preparation: Preparation) -> Vector:
     """Return what the shards' last checkpoints have."""
     vectors, layout = [], preparation.stage(a_job).layout
     for k in range(layout.n_shards):
-        snapshot = found.simulation.disk.newest(f"shard-{k}")
+        snapshot = found.simulation.disk.newest(Address(f"shard-{k}"))
         assert snapshot is not None
         config = ShardConfig(index=k, layout=layout, rule=RULE)
         vectors.append(restore(snapshot, config=config, incarnation=99).values)
@@ -92,7 +93,7 @@ def test_replicas_of_any_ranks_learn_the_same(preparation: Preparation, rack: st
 def test_a_lost_rank_restarts_and_no_rank_of_another_replica(
     preparation: Preparation, rack: str
 ) -> None:
-    mixed = run(job("[1, 2]"), preparation, rack, Kill(at=0.56, role="replica-1.1"))
+    mixed = run(job("[1, 2]"), preparation, rack, Kill(at=0.56, role=Address("replica-1.1")))
     restarts = {role.name: role.restarts for role in mixed.view.roles if role.restarts}
     assert restarts == {"replica-1.1": 1}
     assert mixed.view.samples == 80

@@ -27,6 +27,8 @@ from distbelief.run.resume import (
     Resumed,
     check_same,
     checkpoint_set_in,
+    checkpoint_set_of,
+    formed_before,
     making_checkpoint_set,
     newest_checkpoint_set,
     resume_run,
@@ -219,6 +221,30 @@ def test_replicas_may_go_on_with_different_numbers_of_ranks(run: Run) -> None:
     content = msgspec.json.encode(cut).replace(b"[2,1]", b"[2,1,1]")
     with pytest.raises(StorageError, match=r"n_machines is .* for 2 replicas"):
         checkpoint_set_in(content, directory / "cut.json")
+
+
+def test_replicas_that_hosts_have_formed_stay_as_they_are(run: Run) -> None:
+    fit = job(2, 2, "cluster.partitions={max=2}")
+    assert formed_before(fit, run.directory, {1, 2}) == ()
+    plans = plan_of(1, 0), plan_of(2, 0, 1)
+    resumed = run.take_up(fit)  # before they are formed
+    directory, _ = newest_checkpoint_set(run.directory)
+    write_checkpoint_set(directory, checkpoint_set_of(fit, TRAIN, plans))
+    assert formed_before(fit, run.directory, {1, 2}) == ()  # nothing was saved: form them anew
+    run.train(resumed, 40, 52, 52, names=("replica-0.0", "replica-1.0", "replica-1.1"))
+    assert formed_before(fit, run.directory, {1, 2}) == (1, 2)
+    assert run.take_up(fit, plan=plans).notes == ()
+    three = job(2, 3, "cluster.partitions={max=2}")
+    for other, counts in ((three, {1, 2}), (fit, {1})):
+        with pytest.raises(JobError, match="this one has 2 shards and 2 replicas of 1, 2 ranks"):
+            formed_before(other, run.directory, counts)
+
+
+def test_replicas_of_one_process_are_not_formed_anew(run: Run) -> None:
+    """They would begin at the start of their data: no shard knows their ranks."""
+    run.begun()
+    with pytest.raises(JobError, match="forms replicas of a new run only"):
+        formed_before(job(2, 2, "cluster.partitions={max=2}"), run.directory, {1, 2})
 
 
 def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
