@@ -179,4 +179,5 @@ def _cluster(job: Job, count: int) -> Cluster:
         return first
     # Which machines a replica gets is known later, so all shares are for the slowest one.
     slowest = min(cluster.machines, key=lambda machine: machine.flops)
-    return msgspec.structs.replace(first, machines=(slowest,) * count)
+    least = msgspec.structs.replace(slowest, memory=min(each.memory for each in cluster.machines))
+    return msgspec.structs.replace(first, machines=(least,) * count)

@@ -192,9 +192,11 @@ class Scheduler:
         replicas = self._members.of("replica")
         self.formed = tuple(record.ranks for record in replicas)
         for index, record in enumerate(replicas):
-            group = groups[index] if index < len(groups) else ()
-            where = ", ".join(host.label or HERE for host in group) or "hosts that are to join"
-            self._out.log(LogEvent("replica_formed", record.group, n=record.ranks, detail=where))
+            detail = f"waits for {record.ranks} hosts"
+            if index < len(groups):
+                labels = (host.full_label if host.label else HERE for host in groups[index])
+                detail = f"is formed of {', '.join(labels)}"
+            self._out.log(LogEvent("replica_formed", record.group, detail=detail))
 
     # --- roles
 

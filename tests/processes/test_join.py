@@ -280,16 +280,27 @@ def test_a_host_with_other_data_of_the_same_number_is_refused(land: Land) -> Non
     assert "has 2,000 other samples here than where the job began" in machine.said
 
 
+SLOW_MACHINES = """
+[[machines]]
+count = 2
+flops = "1 GFLOP/s"
+memory_rate = "1 GB/s"
+bandwidth = "1 Gbit/s"
+"""
+
+
 def test_hosts_of_unlike_memory_form_unlike_replicas(land: Land) -> None:
-    """A large one holds the whole net, two small ones a half each; a resumed run keeps that."""
-    options = [*sets("cluster.partitions={max=2}", "model.initial=seed"), *LONG]
-    options += [*sets("model.arguments.width=512"), "--cores", "0", "--hosts", "3"]
+    """A large one holds the whole net, 281 kB; two small ones a half each, 142 kB."""
+    (land.here / "slow.toml").write_text(SLOW_MACHINES)
+    options = [*sets("cluster.partitions={max=2}", "cluster.machines=slow.toml"), *LONG]
+    options += sets("model.arguments.width=512", "model.initial=seed")
     with (
-        listening(land, *options, replicas=2) as command,
-        land.joined(command, "--memory", "80 kB"),
+        listening(land, *options, "--cores", "0", "--hosts", "3", replicas=2) as command,
+        land.joined(command, "--memory", "200 kB"),
         land.joined(command, "--memory", "1 MB") as large,
-        land.joined(command, "--memory", "80 kB"),
+        land.joined(command, "--memory", "200 kB"),
     ):
+        poll(command.is_training, seconds=150.0)
         command.trains()
         ranks = [name for name in command.roles() if name.startswith("replica")]
         assert ranks == ["replica-0.0", "replica-1.0", "replica-1.1"], command.told()

@@ -123,8 +123,8 @@ def test_a_job_forms_its_replicas_once_its_hosts_are_there() -> None:
         "host-d": ["replica-1.2"],
     }
     assert made.supervisor.scheduler.formed == (1, 3)
-    assert "replica 0 of 1 ranks: on b" in made.said
-    assert "replica 1 of 3 ranks: on a, c, d" in made.said
+    assert "replica 0 is formed of b (host-b)" in made.said
+    assert "replica 1 is formed of a (host-a), c (host-c), d (host-d)" in made.said
     ranks = {m.name: m.ranks for m in made.supervisor.members}
     assert (ranks[Address("replica-0.0")], ranks[Address("replica-1.1")]) == (1, 3)
     shown = {role.name: role.at for role in made.supervisor.view(made.now).roles}
@@ -154,7 +154,7 @@ def test_the_supervisors_own_host_is_one_of_them() -> None:
 
 def test_a_replica_without_hosts_waits_for_as_many_small_ones() -> None:
     made = town(2, CONFIG, ("b", 8))
-    assert "replica 1 of 3 ranks: on hosts that are to join" in made.said
+    assert "replica 1 waits for 3 hosts" in made.said
     for name in "xyz":
         made.come(name, memory_bytes=3 * GB)
     assert [made.runs()[f"host-{name}"] for name in "xyz"] == [
