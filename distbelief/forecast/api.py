@@ -133,13 +133,10 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
         check_place(request.trace)
     n_runs = len(chosen) * len(request.seeds)
     with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
+        placed = [hosts.hosting(job, tell=progress.say) for job in jobs]
         trials = [
-            Trial(
-                settings=settings,
-                job=preparation.stage(job),
-                host=hosts.hosting(job, tell=progress.say),
-            )
-            for job, settings in zip(jobs, chosen, strict=True)
+            Trial(settings=settings, job=host.formed(preparation.stage(job)), host=host)
+            for job, settings, host in zip(jobs, chosen, placed, strict=True)
         ]
         # Check that all variants fit before the first of the long runs.
         planned = [(trial, _planned(request, trial)) for trial in trials]

@@ -53,6 +53,7 @@ class Offer(AnyMessage, frozen=True):
 class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
     name: Name
     incarnation: Count
+    ranks: Count = 1  # of its group
 
 
 class Assignments(AnyMessage, frozen=True):

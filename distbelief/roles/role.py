@@ -205,6 +205,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Address
     incarnation: int
+    ranks: int = 1  # of its group
 
 
 class AssignName(msgspec.Struct, frozen=True, kw_only=True):

@@ -268,3 +268,48 @@ def test_hosts_that_run_shards_die_and_leave(land: Land) -> None:
         assert command.wait() == 130, command.output
     assert command.summary()["pushes_lost"] == 0
     assert "will be lost" not in command.told()
+
+
+def pids_of(command: Command, names: list[str]) -> list[int]:
+    pids = (command.roles()[name]["pid"] for name in names)
+    return [pid for pid in pids if isinstance(pid, int)]
+
+
+SLOW_MACHINES = """
+[[machines]]
+count = 2
+flops = "1 GFLOP/s"
+memory_rate = "1 GB/s"
+bandwidth = "1 Gbit/s"
+"""
+
+
+def test_hosts_of_unlike_memory_form_unlike_replicas(land: Land) -> None:
+    """A large one holds the whole net, 281 kB; two small ones a half each, 142 kB."""
+    (land.here / "slow.toml").write_text(SLOW_MACHINES)
+    options = [*sets("cluster.partitions={max=2}", "cluster.machines=slow.toml"), *LONG]
+    options += sets("model.arguments.width=512", "model.initial=seed")
+    with (
+        listening(land, *options, "--cores", "0", "--hosts", "3", replicas=2) as command,
+        land.joined(command, "--memory", "200 kB"),
+        land.joined(command, "--memory", "1 MB") as large,
+        land.joined(command, "--memory", "200 kB"),
+    ):
+        poll(command.is_training, seconds=150.0)
+        command.trains()
+        ranks = [name for name in command.roles() if name.startswith("replica")]
+        assert ranks == ["replica-0.0", "replica-1.0", "replica-1.1"], command.told()
+        pids = pids_of(command, ranks)
+        groups = [os.getpgid(pid) for pid in pids]
+        assert len(set(groups)) == 3
+        assert groups[0] == large.process.pid
+        os.kill(pids[-1], signal.SIGKILL)
+        poll(lambda: "replica 1.1 was ended by signal SIGKILL" in command.told())
+        poll(lambda: pids_of(command, ranks[2:]) not in ([], pids[2:]), seconds=150.0)
+        command.trains()
+        assert pids_of(command, ranks[:2]) == pids[:2]
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    assert command.summary()["n_machines"] == [1, 2]
+    names = {path.name for path in command.run.glob("plan*.json")}
+    assert names == {"plan.json", "plan-1.json"}
