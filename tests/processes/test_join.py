@@ -17,6 +17,7 @@ import pytest
 from distbelief.transport.keys import Allowed, KeyFiles
 from tests.processes.commands import (
     COMMAND,
+    LONG,
     MODULE,
     SLOW,
     Command,
