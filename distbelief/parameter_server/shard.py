@@ -322,6 +322,10 @@ class Shard:
         # The answer would reach the client's next incarnation.
         if self._stopped_by is not None or sessions.is_older(sender, event.incarnation):
             return []
+        # A later primary may have acknowledged pushes that are not here: their ticks would raise
+        # the floor for clients that read these values.
+        if sessions.counts_ticks and request.known_incarnation > sessions.incarnation:
+            return []
         reason = sessions.why_not(event, request)
         if reason is not None:
             return [sessions.refuse(sender, reason, for_good=True)]
