@@ -22,6 +22,7 @@ from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec
 from distbelief.core import files
 from distbelief.core.reliable import Silence
 from distbelief.errors import DistBeliefError, RemoteProtocolError
+from distbelief.launch.forkserver import END_SECONDS_MAX
 from distbelief.launch.local import PREPARE, LocalLauncher
 from distbelief.launch.preflight import read_result
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
@@ -78,7 +79,7 @@ class HostStorage(Protocol):
     def store_job_spec(self, job_spec: bytes) -> rl.Seconds:
         """Check a run's job spec, and write the files that the processes of roles read.
 
-        Return how long they wait for a silent supervisor; DistBeliefError if this host is unfit.
+        Return how long to wait for a silent supervisor; DistBeliefError if this host is unfit.
         """
         ...
 
@@ -92,11 +93,12 @@ HostMessage = wire.Assignments | wire.Release | wire.FileChunk | wire.Stop
 class HostAgent:
     """The role `host-...`: offers this host, and serves one job at a time.
 
-    * A host that hears nothing from the supervisor for as long as the job allows ends all its roles
-      and offers itself again, so a job without supervisor leaves nothing behind. It sends offers
-      long before that: a supervisor of another run takes the host at once.
+    * A host that hears nothing from the supervisor for longer than its roles wait ends those that
+      are left and offers itself again, so a job without supervisor leaves nothing behind. It sends
+      offers long before that: a supervisor of another run takes the host at once.
     * If the supervisor is silent (`is_supervisor_silent`), the driver checks whether anything
-      listens at its address, and posts `PeerLost` if not: the last `Release` may have been lost.
+      listens at its address, and posts `PeerLost` if not: the last `Release` may have been lost. A
+      host without roles ends then.
     * Messages carry the host's incarnation; those of an older one are ignored.
     * Asked to leave, a host waits a little until its roles have been moved; asked twice, it ends.
     """
@@ -221,6 +223,8 @@ class HostAgent:
         silent = self._silence.silent(now)
         if not self.is_supervisor_silent(now) or silent < self._config.over_seconds:
             return []
+        if any(self._assigned.get(name) == n for name, n in self._running.items()):
+            return []  # they end by themselves, after they have saved
         return [_said("supervisor_gone", reason=event.reason), *self._exit(None)]
 
     def _dispatch(self, message: wire.Message, now: rl.Seconds) -> list[rl.Action]:
@@ -426,7 +430,7 @@ class AgentStorage:
         self.launcher.serve(
             spec=self.spec, log_of=lambda name: logs / f"{name}.log", has_ranks=plan is not None
         )
-        return patience
+        return patience + END_SECONDS_MAX  # first its roles end by themselves
 
     def verdict(self) -> str | None:
         found = read_result(self.spec)

@@ -172,7 +172,9 @@ def _run_role(
         store = None
         if name.startswith(("shard", "coordinator")):  # no other role saves anything
             folder = folder_at(spec.snapshots) if spec.snapshots or remote is None else remote
-            store = _AliveStore(CheckpointStore(folder, report=warn), transport)
+            elsewhere = job.cluster.checkpoints is not None
+            checkpoints = CheckpointStore(folder, report=warn, elsewhere=elsewhere)
+            store = _AliveStore(checkpoints, transport)
         node = RoleRunner(member, transport=transport, log=report, store=store)
         if threading.current_thread() is threading.main_thread():
             why = "the supervisor was killed"

@@ -7,6 +7,7 @@
     model.safetensors, summary.json, curve.png
     aside-N/                          earlier files of a run that used --from-scratch
     address                           job address with its secret, readable by its user only
+    memory                            while it runs: where its roles share memory
 
 Nothing is overwritten: a new run takes the next free name (runs/demo, runs/demo.2, ...). One
 process at a time writes: it holds a lock on the file `lock`, which the system releases at its end.
@@ -54,6 +55,7 @@ class RunDirectory:
         self.address_file = path / "address"
         self.summary_file = path / "summary.json"
         self.model_file = path / "model.safetensors"
+        self.memory_file = path / "memory"
         self.snapshots = path / "snapshots"
         self.place_file = self.snapshots / "place"
         self.logs = path / "logs"
@@ -168,6 +170,16 @@ class RunDirectory:
             return None
         finally:
             os.close(descriptor)
+
+    def live_memory(self) -> Path | None:
+        """Return the memory of roles on this host that live, with a supervisor or without."""
+        with suppress(OSError, ValueError):
+            memory = Path(self.memory_file.read_text())
+            try:
+                os.close(files.lock(memory))
+            except BlockingIOError:
+                return memory
+        return None
 
     @classmethod
     def _taken(cls, path: Path) -> Self | None:

@@ -183,9 +183,7 @@ def _choose_place(job: Job, run: RunDirectory) -> None:
     # A folder of its own, as a run directory is: two runs of a job share nothing.
     name = f"{run.path.name}-{secrets.token_hex(4)}"
     place = f"{absolute(job.cluster.checkpoints).rstrip('/')}/{name}"
-    if "://" not in place:  # hosts that lack it have not mounted it
-        with files.explaining(Path(place), doing="make"):
-            files.make_directory(Path(place))
+    CheckpointStore(folder_at(place), report=print).begin()
     files.write(run.place_file, place.encode())
 
 
@@ -199,14 +197,8 @@ def store_of(
         return CheckpointStore(directory, report=report)
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"cannot read {run.place_file}: {error}. {FIX}") from error
-    # Made when the run began. Without it the run would find no checkpoint, and begin anew.
-    if "://" not in place and not Path(place).is_dir():
-        raise StorageError(
-            f"there is no directory {place}, which has the checkpoints of this run: is it mounted? "
-            f"{FIX}"
-        )
     within = "" if directory == run.snapshots else f"/{directory.name}"
-    return CheckpointStore(folder_at(f"{place}{within}"), report=report)
+    return CheckpointStore(folder_at(f"{place}{within}"), report=report, elsewhere=True)
 
 
 FIX: Final = (
@@ -245,9 +237,10 @@ def read_previous_run(
     """Return what the previous sessions left in this run directory.
 
     Each shard resumes from its newest intact checkpoint. A replica resumes at the lowest position
-    in its data that any shard knows; a coordinator, which drives the shards, counts the samples.
+    in its data that any shard knows; a coordinator that drives the shards counts the samples.
     """
-    incarnation, label = _coordinator_incarnation(store, coordinator), 1
+    first = _coordinator_incarnation(store, coordinator)
+    incarnation, label = first, 1
     restored: dict[str, str] = {}
     missing: list[str] = []
     lost: list[str] = []  # error of each shard that cannot resume
@@ -275,8 +268,9 @@ def read_previous_run(
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
         lost += [f"{name} has no checkpoint in {store.place}" for name in missing]
     if lost:
-        raise StorageError(f"{'; '.join(lost)}. {FIX}")
-    if coordinator is not None:
+        raise StorageError(f"{'; '.join(dict.fromkeys(lost))}. {FIX}")
+    # A coordinator without a journal has not begun: in a warm start replicas count their samples.
+    if coordinator is not None and first > 1:
         samples = {coordinator: 0}
         with suppress(StorageError):
             status = None if missing else run.read_status()
@@ -504,9 +498,8 @@ def _reshard(
         raise JobError(f"--resume {run.path}: its checkpoints cannot be resharded for {now}: {why}")
     assert now.train is not None
     samples = previous.before.samples
-    if DEALT in samples:
-        starts = (0,) * now.n_replicas
-    elif was.n_replicas == now.n_replicas:
+    # Of dealt samples, they are how many each replica has read: its schedule goes on.
+    if was.n_replicas == now.n_replicas and DEALT not in samples:
         starts = tuple(samples.get(name, 0) for name in was.replicas)
     else:
         starts = start_positions(
@@ -519,6 +512,8 @@ def _reshard(
         # Files elsewhere cannot be renamed together: they count once cut.json is in its place.
         is_here = not run.place_file.exists()
         fresh = CheckpointStore(written, report=store.report) if is_here else kept_store
+        if not is_here:
+            kept_store.begin()
         last = previous.incarnation - 1
         clients = tuple(
             SessionRecord(name=name, incarnation=last, samples=n)

@@ -40,7 +40,7 @@ class Allowances:
         self._total = None if config.stop is None or driven else config.stop.total_samples
         self._batch_size = config.batch_size
         self._replicas_min = 0 if driven else config.replicas_min
-        self._warm_start_left = config.warm_start_steps  # of replica 0, over all its incarnations
+        self._warm_start_left = config.warm_start_steps  # over all incarnations of replica 0
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
         self.dealer: Dealer | None = None

@@ -132,6 +132,7 @@ class Host:
     leaving: bool = False
     is_silent: bool = False
     is_blocked: bool = False  # because of `deaths`
+    is_adopted: bool = False  # from another supervisor, and not heard yet
     deaths: list[Address] = field(default_factory=list)  # early deaths there, in a row
     slots: int = 0  # for processes of replicas
     used: int = 0  # slots in use; more than there are, where a role had to run somewhere

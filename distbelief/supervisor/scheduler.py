@@ -27,7 +27,7 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.placement import FIRST, PlacementPolicy, place_roles
+from distbelief.supervisor.placement import FIRST, PlacementPolicy, place_roles, takes_slots
 from distbelief.supervisor.view import Phase
 
 
@@ -185,6 +185,26 @@ class Scheduler:
         """Start the present incarnation of a role, as soon as there is a host for it."""
         self._waiting[record.name] = record.incarnation
 
+    def adopt(self, record: RoleRecord, host_name: rl.Address) -> None:
+        """Note that a role runs already, started by another supervisor."""
+        host = self.hosts.joined.get(host_name, self.hosts.here)
+        slots = int(takes_slots(record))
+        self.hosts.put(record.name, record.incarnation, host, slots=slots)
+        self._assign_name(record.name, host)
+
+    def adopt_host(self, name: rl.Address, offer: wire.Offer, bandwidth: float) -> None:
+        """Note that a host has joined, and is ready."""
+        assert self._cluster is not None
+        host = self.hosts.joined[name] = Host.of(name, offer, self._out.now)
+        self._cluster.admit(host, bandwidth)
+        host.is_adopted = True
+        self._out.add(rl.Connect(peer=name, incarnation=1, endpoint=offer.endpoint, host=""))
+
+    def _assign_name(self, name: rl.Address, host: Host) -> None:
+        if self._cluster is not None:
+            to = rl.SUPERVISOR if host.name == HERE else host.name
+            self._out.add(rl.AssignName(name=name, to=to))
+
     def terminate(self, name: rl.Address) -> None:
         self._waiting.pop(name, None)
         self._moving.pop(name, None)
@@ -223,17 +243,16 @@ class Scheduler:
         name, incarnation = record.name, self._waiting.pop(record.name)
         if record.presence is Presence.WAITING:
             record.begin_incarnation(incarnation, self._out.now)
-        if self._cluster is not None:
-            to = rl.SUPERVISOR if host.name == HERE else host.name
-            self._out.add(rl.AssignName(name=name, to=to))
-            if self._cluster.placement != "here" and not self._told_together:
-                self._tell_together(record, host)
+        self._assign_name(name, host)
+        if self._cluster is not None and self._cluster.placement != "here":
+            self._tell_together(record, host)
         record.begins = host.name != HERE
         if host.name == HERE:
             self._out.add(rl.Launch(name=name, incarnation=incarnation))
 
     def _tell_together(self, record: RoleRecord, host: Host) -> None:
-        if record.kind == "shard" and self.hosts.at(other_copy(record.name)) is host:
+        together = record.kind == "shard" and self.hosts.at(other_copy(record.name)) is host
+        if together and not self._told_together:
             self._told_together = True
             self._out.log(LogEvent("copies_together", record.name, other=other_copy(record.name)))
 
@@ -349,6 +368,10 @@ class Scheduler:
         if report.ready and not host.ready:
             cluster.admit(host, report.bandwidth)
             self._out.log(LogEvent("host_ready", host=host.full_label, detail=host.speeds()))
+        if host.is_adopted:  # only now its key is known
+            host.is_adopted = False
+            for name in host.roles:
+                self._assign_name(name, host)
         for ended in report.ended:
             name = rl.Address(ended.name)
             if host.roles.get(name) != ended.incarnation:

@@ -33,6 +33,11 @@ PAIRED_HEARTBEAT_SECONDS: Final = 0.2
 SAVE_SECONDS_MAX: Final = 300.0
 # Events kept for a role that is not built yet; senders repeat what is dropped.
 N_EARLY_MAX = 4096
+# Silence of the supervisor after which a member joins again: it may be another one.
+REJOIN_SECONDS: Final = 5.0
+# Without supervisor, other roles have so long for their last step and push before shards save; as
+# long as the patience if that is less.
+LAST_STEP_SECONDS: Final = 10.0
 N_WARNINGS_MAX: Final = 8  # in a Join message
 _TEXT_MAX = 8192  # characters of an error or a warning
 
@@ -88,6 +93,7 @@ class JobMember:
         self._silence = Silence()  # of the supervisor
         self.reported_failure = False
         self._save_by: rl.Seconds | None = None  # once the supervisor is lost
+        self._is_stopped = False  # for want of a supervisor
         self._warnings: list[str] = []
 
     def warn(self, text: str) -> None:
@@ -126,7 +132,7 @@ class JobMember:
         state, counters = self.status()
         heartbeat = wire.Heartbeat(state=state[:128], counters=dict(counters))
         joins = []
-        if self._peers is None:
+        if self._peers is None or self._silence.silent(now) > REJOIN_SECONDS:
             config, warnings = self._config, tuple(self._warnings[:N_WARNINGS_MAX])
             join = wire.Join(
                 endpoint=config.endpoint, host=config.host, pid=config.pid, warnings=warnings
@@ -143,12 +149,20 @@ class JobMember:
                 return []
             text = f"the last checkpoint was not saved in {SAVE_SECONDS_MAX:.0f} s"
             return [rl.Exit(error=text)]
-        # The supervisor may be paused or wait for a disk, so the role works on for minutes.
+        # The supervisor may be paused, wait for a disk, or be started again (--resume), so the role
+        # works on for minutes.
         silent = self._silence.silent(now)
-        if silent <= self._config.patience_seconds:
+        late = silent - self._config.patience_seconds
+        if late <= 0.0:
             return []
         text = f"no message from the supervisor for {silent:.1f} s"
-        return self._supervisor_lost(text, now)
+        if late > min(LAST_STEP_SECONDS, self._config.patience_seconds) or not self._runs:
+            return self._supervisor_lost(text, now)
+        if self._is_stopped or self._config.name.startswith("shard-"):
+            return []
+        self._is_stopped = True
+        stop = rl.Received(sender=rl.SUPERVISOR, incarnation=0, message=wire.Stop(reason=text))
+        return self._forward(stop, now)
 
     def _supervisor_lost(self, reason: str, now: rl.Seconds) -> Sequence[rl.Action]:
         # No process outlives its job; a shard saves its values first.

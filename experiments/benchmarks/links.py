@@ -9,6 +9,7 @@ and backward of each step; its optimizer, and all that is sent, are real.
     local_100mbit    2 loops at 100 Mbit/s each, their server at 1 Gbit/s; 64 steps per exchange
     local_1gbit_4    4 loops and their server at 1 Gbit/s each; 16 steps per exchange
     own_loop_1gbit   1 loop and its server at 1 Gbit/s; an exchange in each step
+    straggler        4 loops, of which the last sleeps five times as long; a tiny net
 
     alone              sends nothing
     exchange           `Exchange`, numbers="bfloat16"
@@ -17,6 +18,7 @@ and backward of each step; its optimizer, and all that is sent, are real.
     ddp, ddp_fp16      DistributedDataParallel over gloo; with its hook that sends float16
     torch_local_sgd    torch's PostLocalSGDOptimizer: an average of the parameters per exchange
     torchft_diloco     torchft's DiLoCo, in the Python that --torchft names, which has it installed
+    quorum, ssp        `Exchange` with the presets decoupled-diloco (a quorum of 3 of 4) and ssp (3)
 
 Loops of `exchange` begin an equal share of an exchange apart (4 that push at the same moment would
 wait for the server's card together). At 100 Mbit/s the last six run at once, each with a switch of
@@ -43,7 +45,7 @@ from typing import Final
 
 import msgspec
 
-from experiments.benchmarks.bare.paced_loop import SERVER, Moment, Setting
+from experiments.benchmarks.bare.paced_loop import PRESETS, SERVER, Moment, Setting
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Program, Workers, module
 from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
@@ -52,10 +54,11 @@ from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switc
 N_PARAMETERS: Final = 41_777_152
 BATCH_SIZE: Final = 64
 SERVER_BITS: Final = 1e9
-OURS: Final = ("exchange", "exchange_float32", "downpour")
+OURS: Final = ("exchange", "exchange_float32", "downpour", *PRESETS)
 LOCAL: Final = ("exchange", "exchange_float32", "torch_local_sgd", "torchft_diloco")
 ASYNCHRONOUS: Final = (*OURS, "alone")  # in the first period less is under way than later
 N_ALONE: Final = 16  # steps of a period of `alone`
+N_STRAGGLING: Final = 5 * 64  # of the fast loops beside a slow one
 _ROOT: Final = Path(__file__).parents[2]
 _LIGHTHOUSE_PORT: Final = 29_510
 
@@ -65,6 +68,7 @@ class Case:
     n_loops: int
     bits_per_second: float  # of the card of each loop's host
     every: int  # steps between two exchanges of those that take local steps
+    slower: int = 1  # times as long the last loop sleeps
     heats: Sequence[Sequence[str]]  # contestants that run at the same time
 
 
@@ -85,6 +89,13 @@ CASES: Final[Mapping[str, Case]] = {
     ),
     "own_loop_1gbit": Case(
         n_loops=1, bits_per_second=1e9, every=1, heats=[["alone"], ["downpour"]]
+    ),
+    "straggler": Case(
+        n_loops=4,
+        bits_per_second=1e9,
+        every=64,
+        slower=5,
+        heats=[[name] for name in ("alone", "quorum", "downpour", "ssp", "ddp")],
     ),
 }
 SMALL: Final = {  # with a tiny net
@@ -121,16 +132,23 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
             every=case.every,
             addresses=[host.address for host in lan.hosts],
             step_seconds=options.step_seconds,
+            slower=case.slower,
             stagger_seconds=exchange_seconds / case.n_loops if is_local and name in OURS else 0.0,
-            small=options.small,
+            small=options.small or case.slower != 1,
         )
         with _server(setting, lan, folder, options) as address:
             setting = msgspec.structs.replace(setting, server=address)
             programs = _loops(setting, lan, options)
             with Workers(f"{name}-loops", programs, folder) as loops:
                 with measurement.usage(lambda: 0.0) as used:
-                    moments = loops.ask(n_steps * (n_warm + options.periods))
+                    moments = loops.ask(
+                        n_steps * (n_warm + options.periods)
+                        if case.slower == 1
+                        else N_STRAGGLING // (case.slower if name == "ddp" else 1)
+                    )
                 loops.signal(signal.SIGKILL)
+    if case.slower != 1:
+        return _unequal(moments, processors=used.others)
     return _result(moments, n_steps=n_steps, n_warm=n_warm, processors=used.others)
 
 
@@ -143,6 +161,19 @@ def _result(
         periods=tuple(b[0] - a[0] for each in ends for a, b in pairwise(each)),
         n_steps=n_steps,
         bytes_per_sample=fmean((each[-1][1] - each[0][1]) / n_samples for each in ends),
+        processors=processors,
+    )
+
+
+def _unequal(moments: Sequence[Sequence[Moment]], *, processors: float) -> Result:
+    """Return the result of loops of several speeds: of the steps that they took in a second."""
+    end = min(each[-1][0] for each in moments)  # later, they would not wait for each other
+    rates = [(sum(at <= end for at, _ in each) - 1) / (end - each[0][0]) for each in moments]
+    n_bytes = sum(each[-1][1] - each[0][1] for each in moments)
+    return Result(
+        periods=(1.0 / fmean(rates),),
+        n_steps=1,
+        bytes_per_sample=n_bytes / (BATCH_SIZE * sum(len(each) - 1 for each in moments)),
         processors=processors,
     )
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -163,6 +163,13 @@ class Command:
         self.signal(signal.SIGINT)
         self.ends(130)
 
+    def kill_roles(self) -> None:
+        """Kill what a supervisor that was killed has left."""
+        for pid in self.all_pids():
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/fd/1").readlink().parent == (self.run / "logs").resolve():
+                    os.kill(pid, signal.SIGKILL)
+
     def metrics(self, name: str) -> list[Any]:
         """Return this figure of each line of metrics.jsonl."""
         lines = (self.run / "metrics.jsonl").read_text().splitlines()
@@ -265,6 +272,7 @@ def train(
     command = Command(process, folder, folder / "runs" / run)
     with ExitStack() as stack:
         stack.callback(lambda: poll(lambda: not alive(command.all_pids())))
+        stack.callback(command.kill_roles)
         stack.enter_context(process)
         stack.callback(process.kill)
         yield command

@@ -12,7 +12,12 @@ from tests.processes.commands import Command, poll, sets, train
 from tests.processes.test_join import Land, allow
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.untraced,
+    pytest.mark.timeout(240),
+]
 
 N_SAMPLES = 3000
 
@@ -118,14 +123,19 @@ def counts(command: Command) -> torch.Tensor:
     return load_file(command.run / "model.safetensors")["weight"]
 
 
-@pytest.mark.parametrize("options", [(), ("algorithm.n_push=3",), ("cluster.shard_copies=2",)])
-def test_each_sample_counts_once_although_roles_are_killed(
-    folder: Path, options: tuple[str, ...]
-) -> None:
-    with train(folder, *sets(*options)) as command:
-        for number, role in enumerate(("replica-1", "replica-0", "shard-1", "replica-1"), 1):
-            poll(lambda n=number: command.samples() > n * N_SAMPLES // 2)  # type: ignore[misc]
-            command.kill(role)
+def kill_each(command: Command, *roles: str) -> None:
+    """Kill one after the other, as the job goes on."""
+    for number, role in enumerate(roles, 1):
+        poll(lambda n=number: command.samples() > n * N_SAMPLES // 2)  # type: ignore[misc]
+        command.kill(role)
+
+
+@pytest.mark.parametrize(
+    "option", ["cluster.shard_copies=2", pytest.param("algorithm.n_push=3", marks=pytest.mark.soak)]
+)
+def test_each_sample_counts_once_although_roles_are_killed(folder: Path, option: str) -> None:
+    with train(folder, *sets(option)) as command:
+        kill_each(command, "replica-1", "replica-0", "shard-1", "replica-1")
         command.ends()
     assert command.summary()["restarts"] >= 4, command.output
     assert command.summary()["samples"] == 4 * N_SAMPLES
@@ -133,9 +143,10 @@ def test_each_sample_counts_once_although_roles_are_killed(
 
 
 def test_so_it_does_after_everything_is_killed(folder: Path) -> None:
-    """The run resumes with other numbers of replicas."""
+    """The run resumes with other numbers of replicas; before, a shard had no other copy."""
     with train(folder) as command:
-        poll(lambda: command.samples() > N_SAMPLES)
+        kill_each(command, "replica-1", "shard-1")
+        poll(lambda: command.samples() > 3 * N_SAMPLES // 2)
         command.signal(signal.SIGKILL)
         for role in ("shard-0", "shard-1"):
             command.kill(role)

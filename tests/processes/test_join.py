@@ -136,7 +136,7 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
     """One job for all of it: to begin one takes most of the time."""
     options = (*LONG, "--cores", "1")
     with listening(land, *options, replicas=2) as command:
-        _refused_for_its_imports(land, command)
+        _refused(land, command)
         with land.joined(command) as machine:
             poll(lambda: command.told().count("replica 1: on ") == 1)
             command.trains()
@@ -157,14 +157,23 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
             assert command.wait() == 130, command.output
             assert machine.wait() == 0, machine.said
     states = [host["state"] for host in command.summary()["hosts"]]
-    assert sorted(states) == ["gone", "gone", "ready", "rejected"]
+    assert sorted(states) == ["gone", "gone", "ready", "rejected", "rejected"]
 
 
-def _refused_for_its_imports(land: Land, command: Command) -> None:
-    with land.joined(command, allow="experiments.speech") as machine:
-        assert machine.wait() == 1, machine.said
-    assert machine.said.count("--allow-import tiny") == 1  # it was told twice
+def _refused(land: Land, command: Command) -> None:
+    """With other data of the same number: only that was compared, and it trained on them."""
+    other = MODULE.replace("manual_seed(seed)", "manual_seed(seed + 1)")
+    (land.there / "tiny.py").write_text(other)
+    with (
+        land.joined(command, allow="experiments.speech") as for_imports,
+        land.joined(command) as for_data,
+    ):
+        assert for_imports.wait() == 1, for_imports.said
+        assert for_data.wait() == 1, for_data.said
+    (land.there / "tiny.py").write_text(MODULE)
+    assert for_imports.said.count("--allow-import tiny") == 1  # it was told twice
     assert "cannot take part: [model] 'tiny:net'" in command.told()
+    assert "has 2,000 other samples here than where the job began" in for_data.said
 
 
 @pytest.mark.soak
@@ -265,16 +274,3 @@ def test_hosts_that_run_shards_die_and_leave(land: Land) -> None:
         assert command.wait() == 130, command.output
     assert command.summary()["pushes_lost"] == 0
     assert "will be lost" not in command.told()
-
-
-def test_a_host_with_other_data_of_the_same_number_is_refused(land: Land) -> None:
-    """It trained on them: only the number of samples was compared."""
-    (land.there / "tiny.py").write_text(
-        MODULE.replace("manual_seed(seed)", "manual_seed(seed + 1)")
-    )
-    with listening(land, *LONG, "--cores", "1", replicas=2) as command:
-        with land.joined(command) as machine:
-            assert machine.wait() == 1, machine.said
-        command.signal(signal.SIGINT)
-        assert command.wait() == 130, command.output
-    assert "has 2,000 other samples here than where the job began" in machine.said

@@ -12,7 +12,7 @@ checkpoint of that moment had, at least.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -68,6 +68,7 @@ class DealtJob:
         snapshot_every: float = 1.0,
         faults: Sequence[Fault] = (),
         seed: int = 0,
+        session: Mapping[str, Any] = {},  # of a resumed run (`test_resumed_jobs`)
         cluster: Callable[..., JobCluster] = JobCluster,
     ) -> None:
         self.n_samples = n_samples
@@ -106,6 +107,7 @@ class DealtJob:
             seed=seed,
             faults=faults,
             settings=settings,
+            **session,
         )
         self.n_looks = 0
         # What a primary has applied, and its values: by copy, and by shard.

@@ -32,6 +32,7 @@ from experiments.speech.model import acoustic_net
 
 
 SERVER: Final = -1  # rank of the parameter server
+PRESETS: Final = {"quorum": "decoupled-diloco", "ssp": "ssp"}
 _PORT: Final = 29_500
 _RATE: Final = 1e-6
 _COUNTERS: Final = [
@@ -48,11 +49,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     addresses: list[str]  # of the server, then of each loop
     server: str = ""  # address of the parameter server, or of torchft's lighthouse
     step_seconds: float  # slept
+    slower: int = 1  # times as long sleeps the last loop, and takes as many times fewer steps
     stagger_seconds: float = 0.0  # by which each loop begins after the one before
     small: bool = False  # a tiny net
 
     def net(self) -> nn.Sequential:
         return acoustic_net([64], 64) if self.small else acoustic_net([2560] * 4, 8192)
+
+    def slowness(self, rank: int) -> int:
+        return self.slower if rank == len(self.addresses) - 2 else 1
 
 
 class PacedNet(nn.Module):
@@ -95,9 +100,9 @@ class _Paced(torch.autograd.Function):
 
 
 @contextmanager
-def training(setting: Setting, rank: int) -> Iterator[Step]:
-    """Join the others; yield what takes a step."""
-    net = PacedNet(setting.net(), setting.step_seconds)
+def training(setting: Setting, rank: int) -> Iterator[tuple[Step, Step]]:
+    """Join the others; yield what takes a step, and what ends the training."""
+    net = PacedNet(setting.net(), setting.step_seconds * setting.slowness(rank))
     sgd = torch.optim.SGD(net.parameters(), lr=_RATE)
     name, compute = setting.contestant, net.compute
     with ExitStack() as stack:
@@ -109,6 +114,8 @@ def training(setting: Setting, rank: int) -> Iterator[Step]:
                 every=setting.every,
                 numbers="float32" if name == "exchange_float32" else "bfloat16",
             )
+        elif name in PRESETS:
+            optimizer = distbelief.Exchange(sgd, server=setting.server)
         elif name == "downpour":
             optimizer = distbelief.DownpourSGD(net.parameters(), server=setting.server)
         elif name == "torchft_diloco":
@@ -142,7 +149,7 @@ def training(setting: Setting, rank: int) -> Iterator[Step]:
             compute()
             optimizer.step()
 
-        yield step
+        yield step, getattr(optimizer, "finish", int)
 
 
 @contextmanager
@@ -193,9 +200,13 @@ def _now() -> Moment:
 def serve_parameters(setting: Setting) -> None:
     """Say the address of a parameter server at the first of the addresses, until input ends."""
     n_loops = len(setting.addresses) - 1
-    rule = distbelief.SGD(learning_rate=1.0 / n_loops)
+    preset = PRESETS.get(setting.contestant)
     server = distbelief.ParameterServer(
-        setting.net().parameters(), rule=rule, shards=2, shared_memory=False
+        setting.net().parameters(),
+        rule=distbelief.SGD(learning_rate=1.0 / n_loops) if preset is None else None,
+        preset=preset,
+        shards=2,
+        shared_memory=False,
     )
     reach = ListenConfig(host=setting.addresses[0], secret=new_secret())
     request = msgspec.structs.replace(server._request, reach=reach)  # noqa: SLF001
@@ -213,8 +224,18 @@ def main(given: str, rank: int) -> None:
         serve_parameters(setting)
         return
     pause = rank * setting.stagger_seconds
-    with training(setting, rank) as step:
-        serve(lambda n_steps: take(step, n_steps, pause_seconds=pause))
+    slowness = setting.slowness(rank)
+    with training(setting, rank) as (step, finish):
+
+        def answer(n_steps: int) -> list[Moment]:
+            # Those that wait for each other in each step take as many.
+            n_own = n_steps if setting.contestant == "ddp" else n_steps // slowness
+            moments = take(step, n_own, pause_seconds=pause)
+            if setting.slower != 1:  # nobody waits for a loop that has ended
+                finish()
+            return moments
+
+        serve(answer)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A run goes on with other numbers of shards and replicas, or stays as it was."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import fsspec
 import msgspec
 import numpy as np
 import pytest
@@ -392,18 +393,43 @@ def test_what_says_where_they_are_must_be_readable(run: Run, elsewhere: str) -> 
         run.take_up(job(2, 2, elsewhere))
 
 
-def test_a_shared_folder_that_is_not_mounted_is_no_new_run(run: Run, tmp_path: Path) -> None:
+def gone(elsewhere: str) -> Callable[[], object]:
+    """Take this place away; return how to bring it back."""
+    place = place_of(elsewhere)
+    if "://" not in place:
+        Path(place).rename(f"{place}.away")
+        return lambda: Path(f"{place}.away").rename(place)
+    store = fsspec.filesystem("memory").store
+    kept = {name: store.pop(name) for name in list(store) if name.startswith(place[8:])}
+    return lambda: store.update(kept)
+
+
+def test_a_folder_elsewhere_that_is_gone_is_no_new_run(run: Run, elsewhere: str) -> None:
     """It has no checkpoint: a resumed run began from initial values, over the old model."""
-    shared = f"cluster.checkpoints={tmp_path / 'shared'}"
-    first = run.take_up(job(2, 2, shared))
+    first = run.take_up(job(2, 2, elsewhere))
     run.train(first, 40, 52)
-    (tmp_path / "shared").rename(tmp_path / "away")
+    come_back = gone(elsewhere)
     for n_shards in (2, 3):
-        with pytest.raises(StorageError, match=r"no directory .*shared/run-.*is it mounted\?"):
-            run.take_up(job(n_shards, 2, shared))
-    (tmp_path / "away").rename(tmp_path / "shared")
-    again = run.take_up(job(2, 2, shared))
+        with pytest.raises(StorageError, match=r"^there is no folder .*/run-.* is it .*scratch"):
+            run.take_up(job(n_shards, 2, elsewhere))
+    come_back()
+    again = run.take_up(job(2, 2, elsewhere))
     assert again.previous.restored == {"shard-0": "00001", "shard-1": "00001"}
+
+
+def test_a_folder_that_is_lost_while_a_job_trains_is_not_made_anew(
+    run: Run, elsewhere: str
+) -> None:
+    """A mount was lost: shards saved on the disk below, or restarted from initial values."""
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    come_back = gone(elsewhere)
+    with pytest.raises(StorageError, match="there is no folder"):
+        run.train(first, 60, 60)
+    with pytest.raises(StorageError, match="there is no folder"):
+        first.store.newest("shard-0")
+    come_back()
+    run.train(first, 60, 60)
 
 
 # -------------------------------------------------------------- ends in between, damage
@@ -610,6 +636,16 @@ def test_dealt_samples_go_on_with_what_every_shard_has(run: Run) -> None:
     found = [newest(wider.store, k).facts["applied"] for k in range(3)]
     assert found[1] == "[0,40,48,56]"
     assert wider.previous.before.samples == {"dealt": 48}
+
+
+def test_replicas_of_dealt_samples_count_their_steps_on(run: Run) -> None:
+    """Their inner schedules, and the random numbers of dropout, began anew on other shards."""
+    first = run.take_up(job(2, 2, DEALT))
+    for k in range(2):
+        save_applied(first, k, Spans([(0, 100)]))
+    wider = run.take_up(job(3, 3, DEALT))
+    clients = msgspec.json.decode(newest(wider.store, 0).facts["clients"])
+    assert [one["samples"] for one in clients.values()] == [33, 33, 34]
 
 
 def test_a_run_does_not_change_who_reads_what() -> None:

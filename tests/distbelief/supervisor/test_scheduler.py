@@ -520,15 +520,17 @@ def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
     assert machine.processes == {"replica-0": 1}
 
 
-def test_what_runs_there_ends_with_it() -> None:
+def test_what_runs_there_goes_on_and_the_host_ends_after_it() -> None:
+    """Another supervisor may take over; a minute after the first was killed all roles were."""
     town = Town(roster(3))
-    machine = town.come("a", config=HostAgentConfig(offer=offer_of("a"), over_seconds=10.0))
+    config = HostAgentConfig(offer=offer_of("a"), over_seconds=10.0)
+    machine = town.come("a", config=config, patience=600.0)
     assert machine.processes
     town.kill(town.here)
-    actions = tell_lost(town, machine, seconds=12)
-    ended = [action.name for action in actions if isinstance(action, rl.Terminate)]
-    assert sorted(ended) == sorted(machine.processes)
-    assert actions[-1] == rl.Exit(error=None)
+    assert not tell_lost(town, machine, seconds=500)
+    for name in list(machine.processes):  # they have waited long enough
+        town.die(machine, name)
+    assert tell_lost(town, machine, seconds=1)[-1] == rl.Exit(error=None)
 
 
 def test_a_host_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
