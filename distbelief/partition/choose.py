@@ -31,7 +31,7 @@ from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan, load, packed
-from distbelief.program.step_cost import PlanCost
+from distbelief.program.step_cost import PlanCost, memory
 
 
 SOLVER_SECONDS: Final = 5.0
@@ -55,12 +55,12 @@ def plans_for_job(job: Job, graph: LayerGraph, *, kept: Path) -> dict[Path, Plan
 
 def cost_of(plan: Plan, job: Job, graph: LayerGraph) -> PlanCost:
     """Return what a plan of the planner asks of a host."""
-    n, n_ranks = plan.micro_batches, plan.cluster.n_machines
-    assert plan.predicted is not None
-    return PlanCost.of(
-        compile_plan(graph, plan.placements, batch=-(-plan.batch // n), n_machines=n_ranks),
-        micro_batches=n,
-        seconds=plan.predicted.step_seconds,
+    n, n_ranks, predicted = plan.micro_batches, plan.cluster.n_machines, plan.predicted
+    compiled = compile_plan(graph, plan.placements, batch=-(-plan.batch // n), n_machines=n_ranks)
+    assert predicted is not None
+    return PlanCost(
+        memory_bytes=max(memory(compiled, micro_batches=n, copies=2)),  # and push, and fetch
+        seconds=predicted.step_seconds,
         flops=_cluster(job, n_ranks).machines[0].flops,
     )
 
@@ -73,9 +73,7 @@ def plan_for_job(
     count: int | None = None,
     notify: Notify = lambda _: None,
 ) -> Plan:
-    """Return the plan of a job for replicas of `count` ranks; it is written to `kept`.
-
-    Without `count` it is the plan for most ranks.
+    """Return the plan of a job for replicas of `count` (or most) ranks; it is written to `kept`.
 
     JobError if there is no such plan, it is for another job, or none can be made. StorageError if
     it cannot be written.

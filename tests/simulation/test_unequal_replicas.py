@@ -120,7 +120,7 @@ def test_each_replica_has_its_machines_in_the_forecast(preparation: Preparation,
         ),
         (
             ("cluster.partitions=[1, 2]", "cluster.replicas={min=2, max=2}"),
-            "partitions = [1, 2], and replicas has min and max: a list of partitions needs a fixed",
+            "partitions = [1, 2] is for 2 replicas, and replicas = ",
         ),
         (("cluster.partitions=[]",), "partitions = [] is for 0 replicas"),
         (("cluster.partitions=[1, 0]",), "partitions"),
