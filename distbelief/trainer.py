@@ -385,6 +385,7 @@ class Trainer:
         directory, was = newest_checkpoint_set(self._run)
         formed = live.found.costs and was is not None and was.ranks
         self._live, self._preflight = live, live.found.formed(formed) if formed else live.found
+        self._forms = bool(live.found.costs) and not formed
         self._store = store = store_of(self._run, directory, report=self._log.warn_user)
         n_shards, handover = self._job.cluster.shards, live.handover
         self._layout = Layout.of(live.found.tensors, n_shards=n_shards, dtype=live.found.dtype)
@@ -483,7 +484,7 @@ class Trainer:
         log.show(partial(self._display.update, view), key="view")
         for record in supervisor.take_records():
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
-        if self._forms and view.phase != "waiting for hosts":
+        if self._forms and supervisor.has_begun:
             self._forms, self._status_at = False, 0.0  # the handover has other roles now
             ranks = tuple(record.ranks for record in supervisor.members.of("replica"))
             self._preflight = self._preflight.formed(ranks)
