@@ -107,9 +107,9 @@ Around = Callable[[Role], Role]
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
-    """Reject more replicas than there are samples."""
-    train = answer.task.train
-    if train is not None and 1 < job.cluster.n_replicas > train.n_samples:
+    """Reject more replicas than there are samples, where each has a part of its own."""
+    train, is_dealt = answer.task.train, getattr(job.algorithm, "order", "parts") == "dealt"
+    if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
             f"has {train.n_samples} samples: each replica needs at least one"
@@ -491,11 +491,11 @@ class Trainer:
             log.disk.write(log.warned(self._keep_formed))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
+            if self._hand_over is not None:
+                log.disk.renew("handover", log.warned(self._hand_over()))
             log.disk.renew(
                 "status", log.warned(partial(self._run.write_status, self._status(view)))
             )
-            if self._hand_over is not None:
-                log.disk.renew("handover", log.warned(self._hand_over()))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True

@@ -58,8 +58,6 @@ class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `simulate`."""
-
     job: Job  # of the first variant
     cluster: str
     constants: tuple[tuple[str, str], ...]  # name and value, of the model

@@ -56,6 +56,7 @@ _TEXTS: Final[Mapping[Level, Mapping[str, str]]] = {
         "ended_early": "the coordinator ended early: the run resumes from its last checkpoint",
         "no_answer": "{roles} did not answer in time: ending without it",
         "hosts_missing": "{n} of {total} hosts came within {limit:.0f} s: beginning",
+        "cut_off": "all {n} hosts are silent: waiting for them for {limit:.0f} s at most",
         "host_lost": "{host} {reason}",
         "host_lost_with": "{host} {reason}: {roles} lost with it",
         "copies_together": "{role} and {other} are on one host: there is no other",

@@ -41,6 +41,9 @@ HostToSupervisor = wire.Offer | wire.FileRequest | wire.HostReport
 
 DEATHS_MAX: Final = 3  # early deaths in a row on one host, after which it gets no more roles
 N_HOSTS_MAX: Final = 1024
+# Silence of all hosts, after which this one seems cut off; and for how long it then waits for them
+CUT_OFF_SECONDS: Final = 2.0
+CUT_OFF_SECONDS_MAX: Final = 60.0
 OFFER_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
 
 _DONE: Final = ("samples", "evaluations", "pushes_applied")  # counters of work that a role has done
@@ -167,6 +170,7 @@ class Scheduler:
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
+        self._cut_off_at: rl.Seconds | None = None
         self._told_together = False  # that both copies of a shard are on one host
 
     # --- start
@@ -535,6 +539,22 @@ class Scheduler:
         self._lose_role(name, f"{how} with {host.label if host else name}")
 
     # --- time
+
+    def seems_cut_off(self) -> bool:
+        """Return whether all hosts are silent at once, and some have shards: wait for them.
+
+        It may be our own link. If all were given up, acknowledged pushes would be lost.
+        """
+        hosts = [host for host in self.hosts.joined.values() if host.present]
+        now, has_shards = self._out.now, any(r.startswith("shard-") for h in hosts for r in h.roles)
+        silent = all(host.silence.silent(now) > CUT_OFF_SECONDS for host in hosts)
+        if len(hosts) < 2 or not (silent and has_shards):
+            self._cut_off_at = None
+            return False
+        if self._cut_off_at is None:
+            self._cut_off_at = now
+            self._out.log(LogEvent("cut_off", n=len(hosts), limit=CUT_OFF_SECONDS_MAX))
+        return now - self._cut_off_at < CUT_OFF_SECONDS_MAX
 
     def tick(self, *, late: rl.Seconds) -> None:
         """Look for silent hosts, and for roles that do not leave in time; called every tick."""

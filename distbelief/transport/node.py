@@ -234,7 +234,6 @@ class RoleRunner:
         self._waker.wake()
 
     def fail(self, error: str, trace: str = "") -> None:
-        """End the role with this error."""
         self._log("error", f"{self._name} failed: {error}")
         if trace:
             self._log("error", trace)
