@@ -106,7 +106,9 @@ def _remark(
     if pid is None:
         seen = "" if last is None else f"; last status {old} ago"
         if run.live_memory() is not None:
-            text = f"{run.path}: its supervisor was killed, and its roles train on for a while{seen}"
+            text = (
+                f"{run.path}: its supervisor was killed, and its roles train on for a while{seen}"
+            )
             return f"{text}. To take over: distbelief train --resume {run.path}", "yellow"
         text = f"{run.path}: not running, and did not end properly{seen}"
         return f"{text}. To resume: distbelief train --resume {run.path}", "yellow"

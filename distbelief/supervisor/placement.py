@@ -172,16 +172,30 @@ def replica_groups(
 
     As many replicas as possible, then as many steps a second as possible of all together. Ranks
     have like shares and the slowest decides, so hosts are ranked by speed, and neighbours that can
-    hold a rank form a group; of hosts that are alike, those of one domain are neighbours.
+    hold a rank form a group; of hosts that are alike, those of one domain are neighbours. Where it
+    makes more, or faster ones, they are ranked by memory.
     """
 
-    def rank(host: Host) -> tuple[int, str, int, Address]:
+    def speed(host: Host) -> tuple[int, str, int, Address]:
         grade = round(math.log(cluster.rank_seconds(host, max(cluster.costs))) / ALIKE)
         return grade, host.offer.domain, -host.offer.memory_bytes, host.name
 
-    ranked = sorted((host for host in hosts if host.slots), key=rank)
+    by_speed = sorted((host for host in hosts if host.slots), key=speed)
+    by_memory = sorted(by_speed, key=lambda host: -host.offer.memory_bytes)
+    rows = [_grouped(ranked, n_max, cluster) for ranked in (by_speed, by_memory)]
+    _, chain = max(rows, key=lambda row: (len(row), row[-1][0]))[-1]
+    found: list[Sequence[Host]] = []
+    while chain:
+        found.append(chain[0])
+        chain = chain[1]
+    return sorted(found, key=lambda group: min(map(speed, group)))
+
+
+def _grouped(
+    ranked: Sequence[Host], n_max: int, cluster: ClusterConfig
+) -> list[tuple[float, _Groups]]:
+    # The best 0, 1, 2, ... replicas, by their steps a second; row i is of the first i hosts.
     holding: dict[int, list[int]] = {n: [] for n in cluster.costs}  # hosts that hold such ranks
-    # Row i, column r: the best r replicas of the first i hosts, by their steps a second.
     rows: list[list[tuple[float, _Groups]]] = [[(0.0, ())]]
     for index, host in enumerate(ranked):
         row = list(rows[-1])
@@ -197,12 +211,7 @@ def replica_groups(
                 elif rate + others > row[r][0]:
                     row[r] = rate + others, (group, chain)
         rows.append(row)
-    found: list[Sequence[Host]] = []
-    chain = rows[-1][-1][1]
-    while chain:
-        found.insert(0, chain[0])
-        chain = chain[1]
-    return found
+    return rows[-1]
 
 
 def form_replicas(
