@@ -5,7 +5,6 @@ their incarnations. Where they listen, they say themselves: they join again.
 """
 
 import math
-from collections import Counter
 from typing import Final, Protocol
 
 import msgspec
@@ -23,7 +22,6 @@ from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Evaluations
 from distbelief.supervisor.scheduler import Scheduler
 from distbelief.supervisor.view import JobView
-from distbelief.worker.group import group_rank_of
 
 
 LOST: Final = "supervisor:lost:"  # prefix of the timer after which a role counts as dead
@@ -61,12 +59,6 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""  # as hosts know it
     files: str = ""  # where roles on other hosts find checkpoints
     alive: dict[Address, int] = {}  # incarnations of the roles whose processes live on this host
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of each replica, where replicas are split."""
-        places = [place for role in self.roles if (place := group_rank_of(role.name))]
-        return tuple(Counter(p.replica for p in places if p.replica is not None).values())
 
 
 class Parts(Protocol):
