@@ -147,7 +147,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     "finish(), and make a new DownpourSGD"
                 )
         samples = number_of_samples(samples, "DownpourSGD")
-        with torch.no_grad(), self._session.background:
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")
             self._enter()
             self._is_finished = False
@@ -176,7 +176,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     def finish(self) -> None:
         if self._session.closed:
             return
-        with torch.no_grad(), self._session.background:
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")
             if self._n_accrued:
                 self._issue(self._stage_accrued())

@@ -5,7 +5,8 @@
 
 Between steps a thread runs the role, so that blocks travel while the user computes. It never
 touches the user's tensors: those change only in `step` and `finish`. With shared memory there are
-no blocks and no thread; the few messages wait in the socket.
+no blocks and no thread; the few messages wait in the socket. Ctrl+C acts between changes: while
+`step` and `finish` wait, or at their end, so that the loop can still finish.
 """
 
 import atexit
@@ -24,6 +25,7 @@ from typing import final
 import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.core.signals import HeldInterrupt
 from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig, Numbers
@@ -112,6 +114,7 @@ class ClientSession:
         if self.moves_blocks:
             self._thread = BackgroundRunner(self.node, name=f"{user}-blocks")
         self.background: AbstractContextManager[None] = self._thread or nullcontext()
+        self.uninterrupted = HeldInterrupt(self.node.wake)
 
     @property
     def closed(self) -> bool:
@@ -144,6 +147,7 @@ class ClientSession:
         """
 
         def is_decided() -> bool:
+            self.uninterrupted.check()
             # ZeroMQ has given up for good: say it of whatever the loop waits for from now on.
             self._is_refused |= self._transport.has_failed(SUPERVISOR, REFUSED)
             if self._is_refused:
