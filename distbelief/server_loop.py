@@ -266,6 +266,9 @@ class ServerLoop:
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)
 
+    def _await_room(self) -> None:
+        self._wait(lambda: self._session.client.can_push, "room for a push")
+
     def _await_pushes(self) -> None:
         client = self._session.client
         # A round may wait for other workers, for as long as the server answers.
@@ -304,7 +307,7 @@ class ServerLoop:
         One tensor for each parameter; None: it does not move, as in torch.
         """
         session = self._session
-        self._wait(lambda: session.client.can_push, "room for a push")
+        self._await_room()
         outcome = session.client.stage(
             tensors, session.values, fetched_clocks=clocks, skip_missing=True
         )()
