@@ -134,11 +134,19 @@ class ClientSession:
             self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
 
     def check(self) -> None:
-        """Raise PeerLostError if the session is closed, or its role has ended in the thread."""
+        """Raise PeerLostError if the session is closed, or its role has ended in the thread.
+
+        JobError if the server has refused these parameters.
+        """
         if self.closed:
             raise PeerLostError(f"{self._user} is closed: make a new one to continue")
         if self.node.error is not None:
-            raise PeerLostError(f"{self._user}: server {self.address.endpoint}: {self.node.error}")
+            kind, _, text = self.node.error.partition(": ")
+            text = f"{self._user}: server {self.address.endpoint}: {text}"
+            if kind != JobError.__name__:
+                raise PeerLostError(text)
+            hint = "" if "layout" not in text else ", with the parameters in the same order"
+            raise JobError(text + hint)
 
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
         """Run the role until `until()` is true; PeerLostError, with `what`, if it never is.
