@@ -31,13 +31,14 @@ from distbelief.cluster.bootstrap import JobAddress
 from distbelief.cluster.listen import HostSource, JoinServer
 from distbelief.config.algorithms import algorithm_of, find
 from distbelief.config.job import Job, VerdictOf, done
-from distbelief.config.load import load_job
+from distbelief.config.load import job_from_json, load_job
 from distbelief.core import files
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.core.spans import Epochs
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.launch.forkserver import END_SECONDS_MAX
 from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.preflight import (
     PreflightRequest,
@@ -45,7 +46,7 @@ from distbelief.launch.preflight import (
     prepared_mark,
     read_result,
 )
-from distbelief.launch.role_process import RoleSpec, import_from, import_paths
+from distbelief.launch.role_process import RoleSpec, import_from, import_paths, read_spec
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
 from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role
@@ -60,10 +61,21 @@ from distbelief.run.metrics_file import (
     read_metrics,
 )
 from distbelief.run.model_file import write_model
-from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
+from distbelief.run.resume import (
+    PreviousRun,
+    check_same,
+    checkpoint_set_of,
+    formed_before,
+    newest_checkpoint_set,
+    resume_run,
+    start_from_scratch,
+    store_of,
+    write_checkpoint_set,
+)
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
 from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.handover import Handover, handover_of
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
@@ -82,6 +94,11 @@ CHECK_SECONDS_MAX: Final = 1800.0  # from the moment that the data are prepared
 STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
+# In the memory of a run
+ROLE_SPEC: Final = ".spec.json"
+QUESTION: Final = ".question.json"
+HANDOVER: Final = ".handover.json"
+
 _TAIL: Final = 2000  # characters of the log that are shown
 _LOOK_SECONDS: Final = 0.2  # between two looks at how far the preflight is
 
@@ -90,9 +107,9 @@ Around = Callable[[Role], Role]
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
-    """Reject more replicas than there are samples."""
-    train = answer.task.train
-    if train is not None and 1 < job.cluster.n_replicas > train.n_samples:
+    """Reject more replicas than there are samples, where each has a part of its own."""
+    train, is_dealt = answer.task.train, getattr(job.algorithm, "order", "parts") == "dealt"
+    if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
             f"has {train.n_samples} samples: each replica needs at least one"
@@ -107,12 +124,14 @@ def supervisor_config(
     algorithm = algorithm_of(job)
     verdict: VerdictOf = getattr(algorithm, "verdict", done)
     epochs: Callable[[int], Epochs | None] | None = getattr(job.algorithm, "epochs", None)
+    warm_start_left = getattr(job.algorithm, "warm_start_left", lambda *_, **__: 0)
     assert answer.task.train is not None
+    n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
     return SupervisorConfig(
-        roster=tuple(roster_of(job, n_machines=answer.n_machines)),
+        roster=tuple(roster_of(job, ranks=answer.ranks)),
         stop=StopRules(
             job.stop,
-            n_train=answer.task.train.n_samples,
+            n_train=n_train,
             higher_is_better=answer.higher_is_better,
             has_test=job.data.test is not None,
         ),
@@ -120,8 +139,10 @@ def supervisor_config(
         higher_is_better=answer.higher_is_better,
         batch_size=job.batch_size,
         replicas_min=job.cluster.replicas_min,
-        warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
-        dealt=epochs(answer.task.train.n_samples) if epochs else None,
+        warm_start_steps=warm_start_left(
+            n_done, n_samples=n_train, n_replicas=job.cluster.n_replicas
+        ),
+        dealt=epochs(n_train) if epochs else None,
         epoch_share=getattr(job.algorithm, "epoch_share", 1.0),
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
@@ -220,6 +241,62 @@ class HeldCallback:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class LiveRun:
+    """A run whose supervisor was killed, and whose roles go on for `[cluster] patience`."""
+
+    directory: Path  # of their memory
+    spec: RoleSpec
+    found: PreflightResult
+    handover: Handover
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> Self | None:
+        """Return what the supervisor has left; None if no role of this run lives here."""
+        directory = run.live_memory()
+        if directory is None:
+            return None
+        try:
+            spec = read_spec(str(directory / ROLE_SPEC))
+            found = read_result(directory / QUESTION)
+            handover = msgspec.json.decode((directory / HANDOVER).read_bytes(), type=Handover)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StorageError(
+                f"{run.path}: its supervisor was killed, and its roles cannot be taken over "
+                f"({error}): wait until they have saved and ended (see [cluster] patience)"
+            ) from error
+        assert found is not None
+        return cls(directory=directory, spec=spec, found=found, handover=handover)
+
+    def runs(self, job: Job) -> bool:
+        return bytes(self.spec.job) == job.to_json()
+
+    def listens_as(self, hosting: JoinServer | None) -> bool:
+        was, now = self.spec.reach, ListenConfig() if hosting is None else hosting.reach
+        return (was.host, bool(was.secret)) == (now.host, bool(now.secret))
+
+    def hosting(self, hosting: JoinServer | None) -> JoinServer | None:
+        """Return these settings for the place where its hosts look for it."""
+        if hosting is None:
+            return None
+        port = Endpoint.parse(self.spec.supervisor).port
+        reach = msgspec.structs.replace(hosting.reach, port=port, secret=self.spec.reach.secret)
+        return replace(hosting, reach=reach)
+
+    @classmethod
+    def adopted(cls, run: RunDirectory, launcher: LocalLauncher) -> Self | None:
+        """Take the processes of a run over, if any live; wait for those that are about to end."""
+        deadline = time.monotonic() + END_SECONDS_MAX
+        while (live := cls.of(run)) is not None and time.monotonic() < deadline:
+            alive = launcher.adopt(live.directory)
+            if alive is not None:
+                handover = msgspec.structs.replace(live.handover, alive=alive)
+                return replace(live, handover=handover)
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+
+@final
 class Trainer:
     """One session of a run: prepare, supervise, conclude."""
 
@@ -242,6 +319,7 @@ class Trainer:
         self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
+        self._forms = False  # whether replicas are still to be formed
         self._previous = PreviousRun()
         self._layout: Layout | None = None
         self._metrics = MetricsFile(run.metrics_file)
@@ -255,42 +333,68 @@ class Trainer:
         self.exit_code = 0
         self._n_ended = 0
         self._source: HostSource | None = None  # of hosts that join
+        self._live: LiveRun | None = None  # whose supervisor was killed
+        self._hand_over: Callable[[], Callable[[], None]] | None = None
 
     # --- prepare ---
 
-    def get_ready(self, *, from_scratch: bool = False) -> None:
+    def get_ready(self, *, from_scratch: bool = False, live: LiveRun | None = None) -> None:
         """Run the preflight, which prepares the data, and resume previous sessions."""
         job, run, log = self._job, self._run, self._log
         import_from(job)  # for `Run.model`
+        if live is not None:
+            self._take_over(live)
+            return
         with run.plan_kept():
             with self._console.status("Starting ...") as status:
                 self._preflight = found = run_preflight(
                     self._launcher,
                     job,
-                    self._memory.directory / ".question.json",
+                    self._memory.directory / QUESTION,
                     initial_file=self._initial_file,
                     plan=run.plan_file,
                     log=run.log_file(CHECK),
                     tell=status.update,
                 )
             check_data(job, found)
-            assert found.task.train is not None
             n_shards = job.cluster.shards
             self._layout = Layout.of(found.tensors, n_shards=n_shards, dtype=found.dtype)
             if from_scratch:
                 log.announce(start_from_scratch(job, run))
+            ranks = found.ranks
+            if found.costs:  # the hosts that join form replicas, unless they were formed before
+                ranks = formed_before(job, run, found.plans)
+                self._forms = not ranks
+                self._preflight = found = found.formed(ranks or found.ranks)
+            assert found.task.train is not None
             resumed = resume_run(
                 job,
                 run,
                 layout=self._layout,
                 train=found.task.train,
                 report=log.warn_user,
-                plan=None if found.n_machines is None else load(run.plan_file),
+                plans=[load(found.plans[n]) for n in ranks],
             )
             self._previous, self._store = resumed.previous, resumed.store
             for line in resumed.notes:
                 log.announce(line)
         run.write(run.job_file, job.to_toml())
+
+    def _take_over(self, live: LiveRun) -> None:
+        """Get ready to go on with the roles of a supervisor that was killed."""
+        self._live, self._preflight = live, live.found
+        if live.found.costs:
+            self._preflight = live.found.formed(live.handover.ranks)
+        directory, _ = newest_checkpoint_set(self._run)
+        self._store = store = store_of(self._run, directory, report=self._log.warn_user)
+        n_shards, handover = self._job.cluster.shards, live.handover
+        self._layout = Layout.of(live.found.tensors, n_shards=n_shards, dtype=live.found.dtype)
+        labels = [label for k in range(n_shards) for label in store.labels(f"shard-{k}")]
+        label = max([0, *(int(label) for label in labels if label.isdigit())]) + 1
+        self._previous = PreviousRun(
+            before=handover.before, incarnation=handover.incarnation, label=label
+        )
+        self._log.announce(f"takes over {len(handover.alive)} roles whose supervisor was killed")
 
     # --- supervise ---
 
@@ -301,7 +405,8 @@ class Trainer:
         hosting: JoinServer | None = None,
     ) -> None:
         config = supervisor_config(self._job, self._preflight, previous=self._previous)
-        name = secrets.token_hex(16)
+        live = self._live
+        name = secrets.token_hex(16) if live is None else live.spec.run
         own = ListenConfig(directory=str(self._memory.directory))
         reach = own if hosting is None else hosting.reach
         transport = reach.transport(
@@ -311,6 +416,10 @@ class Trainer:
             log=self._log.log if hosting is None else self._log.log_link,
             port=reach.port,
         )
+        if live is not None:  # left by the supervisor that was killed
+            (self._memory.directory / f".{SUPERVISOR}.{transport.incarnation}").unlink(
+                missing_ok=True
+            )
         with (
             transport,
             ExitStack() as stack,
@@ -320,13 +429,22 @@ class Trainer:
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
             spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
-            cluster = None
+            cluster, files_at = None, ""
             if hosting is not None:
-                plan = None if spec.plan is None else Path(spec.plan)
                 server = stack.enter_context(self._file_server(spec, reach))
-                cluster = hosting.cluster(self._job, spec, plan=plan, files=server.endpoint)
+                files_at = server.endpoint
+                cluster = hosting.cluster(
+                    self._job, spec, files=files_at, costs=self._preflight.costs, forms=self._forms
+                )
+                if live is not None:
+                    cluster = replace(cluster, run=live.handover.run)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
-            supervisor = Supervisor(config, cluster)
+            supervisor = Supervisor(config, cluster, handover=live and live.handover)
+            run = "" if cluster is None else cluster.run
+            self._hand_over = partial(self._hand_over_of, supervisor, config, run, files_at)
+            if live is None:
+                self._hand_over()()
+                files.write(self._run.memory_file, str(self._memory.directory).encode())
             role: Role = supervisor if around is None else around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
@@ -350,6 +468,14 @@ class Trainer:
             self._log.show(self._display.stop)
             self._log.disk.write(self._metrics.close)
 
+    def _hand_over_of(
+        self, supervisor: Supervisor, config: SupervisorConfig, run: str, files_at: str
+    ) -> Callable[[], None]:
+        """Return what writes the state that another supervisor would need."""
+        state = handover_of(supervisor, config, supervisor.view(time.monotonic()))
+        content = msgspec.json.encode(msgspec.structs.replace(state, run=run, files=files_at))
+        return partial(files.write_private, self._memory.directory / HANDOVER, content)
+
     def tick(self, supervisor: Supervisor, watch: Watch | None = None) -> None:
         """Show the view, write status.json and metrics.jsonl, call the user."""
         log, now = self._log, time.monotonic()
@@ -359,8 +485,14 @@ class Trainer:
         log.show(partial(self._display.update, view), key="view")
         for record in supervisor.take_records():
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
+        if self._forms and supervisor.scheduler.formed:
+            self._forms, self._status_at = False, 0.0  # the handover has other roles now
+            self._preflight = self._preflight.formed(supervisor.scheduler.formed)
+            log.disk.write(log.warned(self._keep_formed))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
+            if self._hand_over is not None:
+                log.disk.renew("handover", log.warned(self._hand_over()))
             log.disk.renew(
                 "status", log.warned(partial(self._run.write_status, self._status(view)))
             )
@@ -374,6 +506,14 @@ class Trainer:
         if self._source is not None:
             for text in self._source.news(now):
                 log.announce(text)
+
+    def _keep_formed(self) -> None:
+        """Note the ranks of replicas that were formed: a resumed run keeps them."""
+        found = self._preflight
+        plans = [load(found.plans[n]) for n in found.ranks]
+        directory, _ = newest_checkpoint_set(self._run)
+        assert found.task.train is not None
+        write_checkpoint_set(directory, checkpoint_set_of(self._job, found.task.train, plans))
 
     def _status(self, view: JobView, *, ended: bool = False) -> Status:
         return Status(
@@ -395,15 +535,17 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        n_machines = self._preflight.n_machines or 1
+        n_ranks = sum(self._preflight.ranks) or self._job.cluster.n_replicas
         log = partial(self._log.log, "info")
-        self._source = source = hosting.source(self._job, n_machines=n_machines, log=log)
+        self._source = source = hosting.source(self._job, n_ranks=n_ranks, log=log)
         if source is not None:
             stack.callback(source.close)
             source.start(str(address), directory=self._run.path.absolute() / "joined")
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
+        if self._live is not None:
+            return self._live.spec
         spec = msgspec.structs.replace(
             self._preflight.role_spec(self._job, self._layout),
             run=name,
@@ -413,7 +555,7 @@ class Trainer:
             reach=reach,
         )
         # It may contain a secret; only the user may enter this directory.
-        (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
+        (self._memory.directory / ROLE_SPEC).write_bytes(msgspec.json.encode(spec))
         return spec
 
     def _file_server(self, spec: RoleSpec, reach: ListenConfig) -> FileServer:
@@ -422,7 +564,8 @@ class Trainer:
         )
         initial = None if spec.initial_file is None else Path(spec.initial_file)
         # The supervisor has the port of `reach`.
-        elsewhere = msgspec.structs.replace(reach, port=0)
+        port = 0 if self._live is None else Endpoint.parse(self._live.handover.files).port
+        elsewhere = msgspec.structs.replace(reach, port=port)
         return FileServer(folder, initial, reach=elsewhere, run=spec.run, log=self._log.log_link)
 
     # --- conclude ---
@@ -479,6 +622,7 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self._initial_file.unlink(missing_ok=True)
+        self._run.memory_file.unlink(missing_ok=True)
 
 
 @final
@@ -551,31 +695,30 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             job = load_job(job)
         hosting = None if hosting is None else hosting.checked()
         if hosting is None:
+            job.cluster.check_formed()
             cluster = job.cluster.fitted(len(os.sched_getaffinity(0)))
             job = msgspec.structs.replace(job, cluster=cluster)
         FileMemory.sweep()
-        memory = FileMemory.make()
-        stack.callback(memory.remove_all)
-        if from_scratch and resume is None:
-            raise JobError(
-                "--from-scratch needs the run to start again: add --resume, "
-                "as in --resume runs/speech --from-scratch"
-            )
-        run, is_new = _open_run(job, resume)
+        run, is_new = _open_run(job, resume, hosting, from_scratch=from_scratch)
         stack.enter_context(run)
+        live = LiveRun.adopted(run, launcher)
+        memory = FileMemory.make() if live is None else FileMemory.adopt(live.directory)
+        stack.callback(memory.remove_all)
+        hosting = hosting if live is None else live.hosting(hosting)
         paths = (path.partition(":")[0] for _, path in import_paths(job))
         modules = installed_imports(paths, job.import_paths)
         launcher.serve(
-            spec=memory.directory / ".spec.json",
+            spec=memory.directory / ROLE_SPEC,
             log_of=run.log_file,
             has_ranks=job.cluster.is_split,
             modules=(find(job.algorithm_name).module, *modules),
+            patience=job.cluster.patience,
         )
         trainer = stack.enter_context(
             Trainer(job, run, memory=memory, launcher=launcher, console=console)
         )
         try:
-            trainer.get_ready(from_scratch=from_scratch)
+            trainer.get_ready(from_scratch=from_scratch, live=live)
         except BaseException:
             if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -592,9 +735,45 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     return Run(run.path, summary, trainer.exit_code, job)
 
 
-def _open_run(job: Job, resume: str | os.PathLike[str] | None) -> tuple[RunDirectory, bool]:
+def _end_if_other(
+    job: Job, resume: str | os.PathLike[str], hosting: JoinServer | None, *, from_scratch: bool
+) -> None:
+    """End a run whose roles live without supervisor in order, if they cannot go on as this job."""
+    run = RunDirectory.open(resume, write=False)
+    live = None if run.writer_pid() is not None else LiveRun.of(run)
+    if live is None:
+        return
+    listens = live.listens_as(hosting)
+    if live.spec.reach.host and not listens:
+        raise JobError(
+            f"--resume {resume}: its supervisor was killed, and its roles live, perhaps on other "
+            f"hosts, too: add --listen and keys as before (it listened at {live.spec.reach.host})"
+        )
+    if from_scratch or not (listens and live.runs(job)):
+        earlier = job_from_json(bytes(live.spec.job))
+
+        def runs_again(view: JobView) -> bool:
+            return view.phase not in {"starting", "resuming"}
+
+        listening = hosting if listens else None
+        train(earlier, resume=resume, show=False, watch=runs_again, hosting=listening)
+
+
+def _open_run(
+    job: Job,
+    resume: str | os.PathLike[str] | None,
+    hosting: JoinServer | None,
+    *,
+    from_scratch: bool,
+) -> tuple[RunDirectory, bool]:
+    if from_scratch and resume is None:
+        raise JobError(
+            "--from-scratch needs the run to start again: add --resume, "
+            "as in --resume runs/speech --from-scratch"
+        )
     if resume is None:
         return RunDirectory.create(job.output.directory), True
+    _end_if_other(job, resume, hosting, from_scratch=from_scratch)
     run = RunDirectory.open(resume)
     try:
         check_same(job, load_job(run.job_file), directory=str(resume))

@@ -19,10 +19,10 @@ from typing import Final, Self, final
 from distbelief.errors import StorageError
 
 
-# The process that makes a temporary directory holds a lock on it, which the kernel releases
-# when the process ends, however it ends. An unlocked one was left by a process that was
-# killed, and the next process removes it (`sweep`). Process ids would not do: they are reused,
-# and mean nothing in another container that sees the same files.
+# The process that makes a temporary directory, and others that use it, hold a shared lock on it,
+# which the kernel releases when they end, however they end. An unlocked one was left by processes
+# that were killed, and the next process removes it (`sweep`). Process ids would not do: they are
+# reused, and mean nothing in another container that sees the same files.
 _PREFIX: Final = "distbelief-scratch-"
 _CLOSED: Final = -1
 SIBLINGS_MAX: Final = 10_000  # numbered directories in one
@@ -58,7 +58,7 @@ class Scratch:
         draft, held = path.with_name(f".{path.name}"), _CLOSED
         draft.mkdir(mode=0o700)
         with suppress(OSError):  # some file systems have no locks, and there `sweep` removes none
-            held = lock(draft)
+            held = lock(draft, shared=True)
         draft.rename(path)  # only now can `sweep` find it, and it is locked
         return cls(path, held=held)
 
@@ -84,11 +84,11 @@ def sweep(pattern: str, *, root: Path) -> list[Path]:
     return sorted(path for path in root.glob(pattern) if remove_if_free(path))
 
 
-def lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of `path` until it is closed."""
+def lock(path: Path, *, shared: bool = False) -> int:
+    """Return a descriptor that holds the lock of `path` until it is closed, or raise OSError."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         path.stat()
     except OSError:
         os.close(file)

@@ -8,9 +8,11 @@
     stdout   {"type":"Begun","name":"shard-0","incarnation":1,"pid":4711}
              {"type":"Ended","name":"shard-0","incarnation":1,"status":0}
 
-One JSON object per line. No process outlives the job: children end with this process (Linux), and
-this process ends with its parent. It has one thread and never computes, so every fork is clean; if
-an import starts a thread or a GPU, the server starts again without it.
+One JSON object per line. Children end with this process (Linux), and this process ends with its
+parent, with one exception: roles of a job whose supervisor was killed go on for their `patience`.
+Meanwhile another supervisor may connect to the socket `DOOR` beside their spec, and is the parent
+from then on. It has one thread and never computes, so every fork is clean; if an import starts a
+thread or a GPU, the server starts again without it.
 """
 
 import ctypes
@@ -25,12 +27,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal, NoReturn
 
 import msgspec
 
+from distbelief.core import files
 from distbelief.core.signals import ABANDONED
 
 
@@ -49,6 +53,9 @@ MODULES_OF_RANKS: Final = ("torch._dynamo",)
 REQUEST_BYTES_MAX: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 SAVE_SECONDS_MAX: Final = 30.0  # for children without a supervisor; normally they take a second
+# For children to end by themselves, once they have waited long enough for another supervisor
+END_SECONDS_MAX: Final = 400.0
+DOOR: Final = ".forkserver"
 _REAP_SECONDS: Final = 0.02
 _N_SWEEPS: Final = 30
 _SWEEP_SECONDS: Final = 0.1
@@ -69,8 +76,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     program: Program
     name: str
     incarnation: int
+    ranks: int = 1  # of the role's group
     spec: str  # file with everything else
     log: str  # file that its output is appended to
+    # How long it waits for another supervisor if this one is killed; None: it ends at once.
+    patience: float | None = None
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,8 +110,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str | None = None  # why it could not be started
 
 
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To a new parent: the children that the former one has left."""
+
+    children: tuple[Begun, ...]
+
+
 Request = Import | Start | Kill | Leave
-Report = Begun | Ended
+Report = Begun | Ended | Alive
 
 
 def main() -> None:
@@ -136,41 +152,53 @@ class ForkServer:
         self._requests = requests
         self._reports = reports
         self._children: dict[int, Start] = {}
+        self._held: int | None = None  # lock of the directory of the spec, which children share
         self._unread = unread
         self._may_leave = False
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
     def serve(self) -> bool:
-        """Handle requests until the parent is done or gone; then end every child.
+        """Handle requests until the parent is done or gone for good; then end every child.
 
-        A SIGTERM counts only if the parent is gone (the kernel sends it then): else it was sent to
-        all processes of the job. Return whether the parent sent `Leave`.
+        Return whether the parent sent `Leave`.
         """
-        parent = os.getppid()
         bell, ringer = socket.socketpair()
         bell.settimeout(0)
         ringer.settimeout(0)
         signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, _ignore)
-        selector = selectors.DefaultSelector()
-        selector.register(self._requests, selectors.EVENT_READ)
-        selector.register(bell, selectors.EVENT_READ)
         try:
+            while True:
+                with suppress(ConnectionError):  # the parent is gone
+                    self._serve_parent(bell)
+                if self._may_leave or not self._await_parent(bell):
+                    return self._may_leave
+                alive = tuple(self._begun(*child) for child in self._children.items())
+                with suppress(ConnectionError):
+                    self._report(Alive(children=alive))
+        finally:
+            self._end_all()
+            if self._held is not None:
+                os.close(self._held)
+            signal.set_wakeup_fd(-1)  # before the socket is closed, or Python warns
+
+    def _serve_parent(self, bell: socket.socket) -> None:
+        # A SIGTERM counts only if the parent is gone (the kernel sends it then): else it was sent
+        # to all processes of the job.
+        parent = os.getppid()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._requests, selectors.EVENT_READ)
+            selector.register(bell, selectors.EVENT_READ)
             self._handle_lines()
             while True:
                 ready = {key.fd for key, _ in selector.select()}
                 if bell.fileno() in ready:
                     if signal.SIGTERM in bell.recv(4096) and os.getppid() != parent:
-                        return self._may_leave
+                        return
                     self._reap()
                 if self._requests in ready and not self._read():
-                    return self._may_leave
-        except BrokenPipeError:
-            return self._may_leave  # the parent is gone
-        finally:
-            self._end_all()
-            signal.set_wakeup_fd(-1)  # before the socket is closed, or Python warns
+                    return
 
     def _read(self) -> bool:
         part = os.read(self._requests, 65536)
@@ -178,7 +206,49 @@ class ForkServer:
             return False
         self._unread += part
         self._handle_lines()
-        return True
+        return not self._may_leave
+
+    def _await_parent(self, bell: socket.socket) -> bool:
+        """Keep the roles of a supervisor that was killed; return whether another has come."""
+        roles = [start for start in self._children.values() if start.patience is not None]
+        if not roles or self._held is None:
+            return False
+        for pid, start in self._children.items():
+            if start.patience is None:
+                os.kill(pid, signal.SIGKILL)
+        _set_death_signal(0)
+        with suppress(BlockingIOError):
+            bell.recv(4096)  # from here on, SIGTERM comes from a user
+        null = os.open(os.devnull, os.O_RDWR)
+        for own in (self._requests, self._reports, 2):  # a terminal or a pipe of the supervisor
+            os.dup2(null, own)
+        os.close(null)
+        self._unread = b""
+        deadline = time.monotonic() + max(start.patience or 0.0 for start in roles)
+        deadline += END_SECONDS_MAX
+        path = door_in(self._held)
+        with socket.socket(socket.AF_UNIX) as door, selectors.DefaultSelector() as selector:
+            Path(path).unlink(missing_ok=True)
+            door.bind(path)
+            door.listen(1)
+            selector.register(door, selectors.EVENT_READ)
+            selector.register(bell, selectors.EVENT_READ)
+            self._reap()
+            while self._children and time.monotonic() < deadline:
+                ready = {key.fd for key, _ in selector.select(deadline - time.monotonic())}
+                if bell.fileno() in ready:
+                    if signal.SIGTERM in bell.recv(4096):
+                        return False
+                    self._reap()
+                if door.fileno() in ready:
+                    with door.accept()[0] as link:
+                        os.dup2(link.fileno(), self._requests)
+                        os.dup2(link.fileno(), self._reports)
+                    return True
+        return False
+
+    def _begun(self, pid: int, start: Start) -> Begun:
+        return Begun(name=start.name, incarnation=start.incarnation, pid=pid)
 
     def _handle_lines(self) -> None:
         while b"\n" in self._unread:
@@ -206,6 +276,8 @@ class ForkServer:
 
     def _start(self, start: Start) -> None:
         parent = os.getpid()
+        if start.patience is not None and self._held is None:
+            self._held = files.lock(Path(start.spec).parent, shared=True)
         try:
             pid = os.fork()
         except OSError as error:  # too many processes, or no memory
@@ -216,7 +288,7 @@ class ForkServer:
             os.close(self._reports)  # its end must be seen although children live
             _run(start, parent=parent)
         self._children[pid] = start
-        self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
+        self._report(self._begun(pid, start))
 
     def _kill(self, name: str) -> None:
         for pid, start in self._children.items():
@@ -290,9 +362,18 @@ def _is_clean() -> bool:
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
     """Let the kernel send this signal when `parent` ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    _set_death_signal(number)
     if os.getppid() != parent:  # it ended before prctl took effect
         os._exit(1)
+
+
+def _set_death_signal(number: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def door_in(directory: int) -> str:
+    """Return where a fork server without parent listens; `directory` is a descriptor."""
+    return f"/proc/self/fd/{directory}/{DOOR}"  # the path of a socket has 107 bytes at most
 
 
 def _ignore(_signal: int, _frame: FrameType | None) -> None:
@@ -308,7 +389,7 @@ def _run(start: Start, *, parent: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_with_parent(parent, signal.SIGKILL)
         _redirect(start.log)
-        status = _program(start.program)(start.name, start.incarnation, start.spec)
+        status = _program(start)(start.name, start.incarnation, start.spec)
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else 1
     except BaseException:  # noqa: BLE001 -- every error goes to the log
@@ -321,11 +402,16 @@ def _run(start: Start, *, parent: int) -> NoReturn:
         os._exit(status)
 
 
-def _program(program: Program) -> Callable[[str, int, str], int]:
+def _program(start: Start) -> Callable[[str, int, str], int]:
     from distbelief.launch import preflight, role_process  # noqa: PLC0415 -- imported long ago
 
-    check, prepare = preflight.check_main, preflight.prepare_main
-    return {"role": role_process.main, "check": check, "prepare": prepare}[program]
+    match start.program:
+        case "role":
+            return partial(role_process.main, ranks=start.ranks)
+        case "check":
+            return preflight.check_main
+        case "prepare":
+            return preflight.prepare_main
 
 
 def _redirect(log: str) -> None:

@@ -6,12 +6,16 @@ one.
 """
 
 import os
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -31,6 +35,31 @@ THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_T
 
 
 @final
+class _AdoptedServer:
+    """A fork server whose supervisor was killed, by its socket; as `subprocess.Popen`."""
+
+    def __init__(self, link: socket.socket) -> None:
+        peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self._pid: int = struct.unpack("3i", peer)[0]
+        self.stdin = link.makefile("wb", buffering=0)
+        self.stdout = link.makefile("rb", buffering=0)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with suppress(ConnectionError):
+            while True:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                if not select.select([self.stdout], [], [], left)[0]:
+                    raise subprocess.TimeoutExpired(forkserver.__name__, timeout or 0.0)
+                if not self.stdout.read(65536):
+                    return
+
+
+@final
 class LocalLauncher:
     """The processes of one run: `start` (may import torch early), `serve`, `close` (ends all).
 
@@ -41,7 +70,9 @@ class LocalLauncher:
         self._spec = spec
         self._log_of = log_of
         self._modules: tuple[str, ...] = ()
-        self._server: subprocess.Popen[bytes] | None = None
+        self._patience: float | None = None
+        self._n_adopted = 0
+        self._server: subprocess.Popen[bytes] | _AdoptedServer | None = None
         self._unread = b""
         self._alive: dict[Address, int] = {}  # newest incarnation of each
         self._pids: dict[Address, int] = {}
@@ -75,17 +106,41 @@ class LocalLauncher:
         ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
         try:
-            self._server = subprocess.Popen(  # noqa: S603 -- ourselves
+            server = subprocess.Popen(  # noqa: S603 -- ourselves
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
             )
         except OSError as error:
             raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        assert self._server.stdout is not None
-        os.set_blocking(self._server.stdout.fileno(), False)
-        self._unread = b""
+        self._use(server)
         self._ask(forkserver.Import(modules=self._modules))
+
+    def adopt(self, directory: Path) -> dict[Address, int] | None:
+        """Use the fork server of a supervisor that was killed; None if none waits here.
+
+        Return the incarnations of its roles; the spec that they have read is in this directory.
+        """
+        with ExitStack() as stack:
+            link = stack.enter_context(closing(socket.socket(socket.AF_UNIX)))
+            try:
+                held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, held)
+                link.connect(forkserver.door_in(held))
+            except OSError:
+                return None
+            self._end_server()
+            self._use(_AdoptedServer(link))
+        n_before, deadline = self._n_adopted, time.monotonic() + CLOSE_SECONDS_MAX
+        while self._server is not None and self._n_adopted == n_before:
+            left = max(deadline - time.monotonic(), 0.0)
+            if not select.select([self.fileno()], [], [], left)[0]:
+                self._server.kill()
+            self._read()
+        return {**self._alive} if self._n_adopted > n_before else None
+
+    def _use(self, server: subprocess.Popen[bytes] | _AdoptedServer) -> None:
+        self._server, self._unread = server, b""
 
     def serve(
         self,
@@ -94,25 +149,27 @@ class LocalLauncher:
         log_of: Callable[[str], Path],
         has_ranks: bool = False,
         modules: Sequence[str] = (),
+        patience: float | None = None,
     ) -> None:
         """Set the run whose processes are started from now on.
 
-        Ranks of split replicas need more modules; the server imports all of them once.
+        Ranks of split replicas need more modules; the server imports all of them once. `patience`:
+        how long they wait for another supervisor if this one is killed; None: they end at once.
         """
-        self._spec, self._log_of = spec, log_of
+        self._spec, self._log_of, self._patience = spec, log_of, patience
         self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))
         self._ask(forkserver.Import(modules=self._modules))
 
     def close(self) -> None:
-        with suppress(BlockingIOError):
-            self._read()  # children that have started by now
+        self._read()  # children that have started by now
         self._end_server()
         ends, self._pipe = self._pipe, ()
         for end in ends:
             os.close(end)
 
-    def launch(self, name: Address, incarnation: int) -> None:
-        self._start("prepare" if name == PREPARE else "role", name, incarnation, self._spec)
+    def launch(self, name: Address, incarnation: int, ranks: int = 1) -> None:
+        program: forkserver.Program = "prepare" if name == PREPARE else "role"
+        self._start(program, name, incarnation, self._spec, ranks=ranks)
 
     def check(self, name: Address, question: Path) -> None:
         self._start("check", name, 1, question)
@@ -129,14 +186,19 @@ class LocalLauncher:
         return self._server.stdout.fileno()
 
     def events(self) -> Sequence[Event]:
-        with suppress(BlockingIOError):
-            self._read()
+        self._read()
         events = list(self._events)
         self._events.clear()
         return events
 
     def _start(
-        self, program: forkserver.Program, name: Address, incarnation: int, spec: Path
+        self,
+        program: forkserver.Program,
+        name: Address,
+        incarnation: int,
+        spec: Path,
+        *,
+        ranks: int = 1,
     ) -> None:
         if self._server is None:
             self.start()
@@ -145,8 +207,10 @@ class LocalLauncher:
             program=program,
             name=name,
             incarnation=incarnation,
+            ranks=ranks,
             spec=str(spec),
             log=str(self._log_of(name).absolute()),
+            patience=self._patience if program == "role" else None,
         )
         self._ask(start)
 
@@ -156,15 +220,17 @@ class LocalLauncher:
             return
         try:
             server.stdin.write(msgspec.json.encode(request) + b"\n")
-        except BrokenPipeError:
+        except ConnectionError:
             self._server_died()
 
     def _read(self) -> None:
         server = self._server
         if server is None or server.stdout is None:
             return
-        while True:
-            part = os.read(server.stdout.fileno(), 65536)
+        while select.select([server.stdout], [], [], 0.0)[0]:
+            part = b""
+            with suppress(ConnectionError):
+                part = os.read(server.stdout.fileno(), 65536)
             if not part:
                 self._server_died()
                 return
@@ -173,6 +239,11 @@ class LocalLauncher:
                 self._note(self._decoder.decode(line))
 
     def _note(self, report: forkserver.Report) -> None:
+        if isinstance(report, forkserver.Alive):
+            self._n_adopted += 1
+            self._alive = {Address(c.name): c.incarnation for c in report.children}
+            self._pids = {Address(c.name): c.pid for c in report.children}
+            return
         name = Address(report.name)
         match report:
             case forkserver.Begun():

@@ -322,6 +322,10 @@ class Shard:
         # The answer would reach the client's next incarnation.
         if self._stopped_by is not None or sessions.is_older(sender, event.incarnation):
             return []
+        # A later primary may have acknowledged pushes that are not here: their ticks would raise
+        # the floor for clients that read these values.
+        if sessions.counts_ticks and request.known_incarnation > sessions.incarnation:
+            return []
         reason = sessions.why_not(event, request)
         if reason is not None:
             return [sessions.refuse(sender, reason, for_good=True)]
@@ -557,7 +561,7 @@ class Shard:
             self._work = _Work.SAVE
             # The snapshot shares the arrays, so no work runs until it is written; pushes queue.
             return [rl.Persist(snapshot=commands.with_vectors(self._snapshot(label)))]
-        may_copy = bool(self._versions.waiting) and self._versions.wants_copy and not is_stopping
+        may_copy = self._versions.wants_copy and not is_stopping
         # Copies and pushes alternate, so neither fetches nor pushes starve.
         if may_copy and not self._copied_last:
             return self._begin_copy()

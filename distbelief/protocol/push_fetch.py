@@ -56,6 +56,7 @@ class OpenSession(AnyMessage, frozen=True):
     holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
     entries: Ticks = msgspec.UNSET  # how often this incarnation has entered or left; odd: it is in
     tick: Ticks = msgspec.UNSET  # ticks ended by acknowledged pushes; Unset: begin at the floor
+    known_incarnation: Count = 0  # the highest `shard_incarnation` that the client knows
 
 
 class SessionOpened(AnyMessage, frozen=True):

@@ -30,22 +30,44 @@ from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 N_KEPT: Final = 3
 
 _CHECKSUM: Final = "distbelief.crc32"
+_MARK: Final = "begun"  # a file in a folder elsewhere
 
 
 @final
 class CheckpointStore:
     """The checkpoints of one run, by role."""
 
-    def __init__(self, folder: Folder | Path, *, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Folder | Path, *, report: Callable[[str], None], elsewhere: bool = False
+    ) -> None:
         self.folder = LocalFolder(folder) if isinstance(folder, Path) else folder
         self.report = report
+        self._elsewhere = elsewhere  # in a folder that was made by `begin`, and may be gone
 
     @property
     def place(self) -> str:
         return self.folder.place
 
+    def begin(self) -> None:
+        """Make a folder elsewhere, which from now on must be there."""
+        self.folder.write(_MARK, [])
+
+    def _check(self) -> None:
+        # Without it a run would find no checkpoint and begin anew, or save on the disk below.
+        try:
+            if self._elsewhere:
+                self.folder.size(_MARK)
+        except FileNotFoundError:
+            raise StorageError(
+                f"there is no folder {self.place} with the checkpoints of this run: is it mounted, "
+                "or was it deleted?"
+            ) from None
+        except OSError as error:
+            raise _unreadable(self.place, error) from error
+
     def save(self, role: str, snapshot: Snapshot) -> None:
         """Store `snapshot`, then delete all but the last few of this role."""
+        self._check()
         label = snapshot.label
         if label == NEWEST:
             label = (self.labels(role) or [FIRST_LABEL])[-1]
@@ -96,6 +118,7 @@ class CheckpointStore:
     def labels(self, role: str) -> list[str]:
         """Return the labels of this role, of damaged checkpoints too, oldest first."""
         owner = shard_of(role)
+        self._check()
         try:
             names = self.folder.names(owner)
         except OSError as error:

@@ -1,12 +1,14 @@
 """The run directory: every file that a job leaves behind, and its lock.
 
-    job.toml, plan.json, plan.png     the job as it ran; plan of split replicas
+    job.toml, plan.json, plan.png     the job as it ran; plan of split replicas (plan-N.json: of
+                                      those of N ranks, if others have more)
     status.json, metrics.jsonl        the latest view (once a second); the curve
     snapshots/ROLE/, logs/ROLE.log    checkpoints of shards; log of each role
     snapshots/place                   where checkpoints are instead, with [cluster] checkpoints
     model.safetensors, summary.json, curve.png
     aside-N/                          earlier files of a run that used --from-scratch
     address                           job address with its secret, readable by its user only
+    memory                            while it runs: where its roles share memory
 
 Nothing is overwritten: a new run takes the next free name (runs/demo, runs/demo.2, ...). One
 process at a time writes: it holds a lock on the file `lock`, which the system releases at its end.
@@ -54,6 +56,7 @@ class RunDirectory:
         self.address_file = path / "address"
         self.summary_file = path / "summary.json"
         self.model_file = path / "model.safetensors"
+        self.memory_file = path / "memory"
         self.snapshots = path / "snapshots"
         self.place_file = self.snapshots / "place"
         self.logs = path / "logs"
@@ -105,17 +108,16 @@ class RunDirectory:
 
     @contextmanager
     def plan_kept(self) -> Iterator[None]:
-        """Restore plan and picture if the block raises: the run still predicts with them."""
-        files_of_plan = (self.plan_file, self.plan_file.with_suffix(".png"))
-        before = {f: f.read_bytes() if f.is_file() else None for f in files_of_plan}
+        """Restore plans and picture if the block raises: the run still predicts with them."""
+        before = {f: f.read_bytes() for f in self.path.glob("plan*") if f.is_file()}
         try:
             yield
         except BaseException:
-            for file, content in before.items():
-                if content is None:
+            for file in {*before, *self.path.glob("plan*")}:
+                if file not in before:
                     file.unlink(missing_ok=True)
-                elif not file.is_file() or file.read_bytes() != content:
-                    files.write(file, content)
+                elif not file.is_file() or file.read_bytes() != before[file]:
+                    files.write(file, before[file])
             raise
 
     def log_file(self, role: str) -> Path:
@@ -168,6 +170,16 @@ class RunDirectory:
             return None
         finally:
             os.close(descriptor)
+
+    def live_memory(self) -> Path | None:
+        """Return the memory of roles on this host that live, with a supervisor or without."""
+        with suppress(OSError, ValueError):
+            memory = Path(self.memory_file.read_text())
+            try:
+                os.close(files.lock(memory))
+            except BlockingIOError:
+                return memory
+        return None
 
     @classmethod
     def _taken(cls, path: Path) -> Self | None:

@@ -22,7 +22,7 @@ class SupervisorConfig:
     metric_name: str = "accuracy"  # name of the held-out metric
     higher_is_better: bool = True
     batch_size: int = 1  # samples of a step of one replica
-    warm_start_steps: int = 0  # steps of replica 0 before the other replicas begin
+    warm_start_steps: int = 0  # steps that replica 0 takes before the others begin
     replicas_min: int = 1  # that must be there before training begins
     dealt: Epochs | None = None  # how samples are cut that the supervisor deals
     epoch_share: float = 1.0  # of an epoch that must be done; the rest is left out

@@ -92,7 +92,10 @@ class Dealer:
 
         `repeats`: also what it was dealt and has not reported.
         """
-        hand = self._hands.setdefault(record.name, _Hand())
+        # Numbers go on if another supervisor dealt to this incarnation. What it holds of that is
+        # not known: it may be dealt to another replica, too.
+        first = _Hand(n_dealt=int(_count(record, "ranges")))
+        hand = self._hands.setdefault(record.name, first)
         self._heard(hand, record)
         n_before = hand.n_dealt
         if self.knows_all:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
+import msgspec
+
 from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 from distbelief.parameter_server.config import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
@@ -28,6 +30,16 @@ from distbelief.supervisor.rounds import Checkpoints
 # How long a primary stays without a backup after BackupUnresponsive: a backup that comes and goes
 # would block its pushes again and again.
 REST_SECONDS = 1.0
+# Until copies that another supervisor started count as silent: they join again first.
+ADOPTED_SECONDS: Final = 20.0
+
+
+class ElectionState(msgspec.Struct, frozen=True, kw_only=True):
+    primary: str | None
+    backup: str | None
+    term: int
+    in_sync: bool
+    incarnations: dict[str, int]  # of the copies that are there
 
 
 @final
@@ -61,8 +73,28 @@ class PrimaryElection:
         self.term = first - 1
         self.in_sync = False  # whether the backup holds everything that was acknowledged
 
+    def state(self) -> ElectionState:
+        return ElectionState(
+            primary=self.primary,
+            backup=self.backup,
+            term=self.term,
+            in_sync=self.in_sync,
+            incarnations={copy: self._incarnations[copy] for copy in self._heard},
+        )
+
+    def adopt(self, state: ElectionState, now: Seconds) -> None:
+        """Go on where another supervisor has come to."""
+        self.primary = None if state.primary is None else Address(state.primary)
+        self.backup = None if state.backup is None else Address(state.backup)
+        self.term, self.in_sync = state.term, state.in_sync
+        self._incarnations = {Address(copy): n for copy, n in state.incarnations.items()}
+        self._heard = dict.fromkeys(self._incarnations, now + ADOPTED_SECONDS)
+
     def joined(self, copy: Address, incarnation: int, now: Seconds) -> list[Action]:
         """Note a new incarnation of this copy; an earlier one, if any, is over."""
+        if copy in self._heard and self._incarnations[copy] == incarnation:
+            self._heard[copy] = now  # it was adopted
+            return []
         before = self.lost(copy)
         self._heard[copy] = now
         self._incarnations[copy] = incarnation
@@ -163,7 +195,7 @@ class _PushCount:
 
     seen: int = 0  # number of the newest push that was in the values
     lost: Lost = ()
-    counted: tuple[Address, int] | None = None  # name and incarnation of the primary
+    counted: tuple[str, int] | None = None  # name and incarnation of the primary
     was_in_sync: bool = False  # whether that one was a backup in sync, or began from a checkpoint
 
     def add(self, record: RoleRecord) -> None:
@@ -179,6 +211,14 @@ class _PushCount:
         self.counted = process
         pushes = int(record.counters.get("pushes", clock))
         self.seen = max(self.seen, pushes + n_lost([self.lost]))
+
+
+class ShardState(msgspec.Struct, frozen=True, kw_only=True):
+    seen: int
+    lost: list[tuple[int, int]]
+    counted: tuple[str, int] | None
+    was_in_sync: bool
+    election: ElectionState | None
 
 
 @final
@@ -206,6 +246,27 @@ class ShardFailover:
                 self._elections[record.shard] = PrimaryElection(
                     (record.name, other.name), first=first, takeover_seconds=TAKEOVER_SECONDS
                 )
+
+    def states(self) -> dict[str, ShardState]:
+        """Return what another supervisor would go on with, by shard."""
+        return {
+            shard: ShardState(
+                seen=count.seen,
+                lost=[(part.start, part.stop) for part in count.lost],
+                counted=count.counted,
+                was_in_sync=count.was_in_sync,
+                election=self._elections[shard].state() if shard in self._elections else None,
+            )
+            for shard, count in self._push_counts.items()
+        }
+
+    def adopt(self, states: Mapping[str, ShardState]) -> None:
+        for shard, count in self._push_counts.items():
+            state = states[shard]
+            count.seen, count.lost = state.seen, tuple(range(*part) for part in state.lost)
+            count.counted, count.was_in_sync = state.counted, state.was_in_sync
+            if state.election is not None:
+                self._elections[shard].adopt(state.election, self._out.now)
 
     @property
     def all_have_primary(self) -> bool:

@@ -1,7 +1,7 @@
 """The view of a running job, drawn up from what its supervisor knows."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,6 +16,7 @@ from distbelief.supervisor.view import JobView, RoleView
 
 N_CULPRITS_MAX: Final = 3
 IMPORT_SECONDS: Final = 3.0  # without a process, after which a role is shown as importing
+_WAITED_FOR: Final = "seconds_waited_for_"
 COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
 
 
@@ -40,14 +41,17 @@ def job_view(
         # repeated until the sum is complete, and every chunk is computed at the requested point.
         applied = before.pushes_applied + min(_totals_by_shard(shards, "pushes_applied"), default=0)
         lost, stale = 0, []
-    mean, p95, largest = _staleness([shard for shard in stale if failover.is_primary(shard)])
+    stale = [shard for shard in stale if failover.is_primary(shard)]
+    mean, p95, largest = _staleness(stale, before)
     # Traffic is taken from the clients' counters: a shard does not see reads from shared
     # memory, and its own counters include replication to the backup.
     clients = [record for record in members if record.kind != "shard"]
     # One push goes to several shards and is refused if any of them refuses it, so the true
     # number is at least that of the shard that refused most.
     refused = max(_totals_by_shard(shards, "pushes_refused"), default=0)
-    n_pushes, n_steps = (_total(members.training, each) for each in ("pushes", "gradients_pushed"))
+    n_steps = before.step + _total(members.training, "gradients_pushed")
+    n_pushes = before.step / before.figures.get("steps_per_push", 1.0)
+    n_pushes += _total(members.training, "pushes")
     if n_steps > n_pushes > 0:
         counters = counters | {"steps_per_push": n_steps / n_pushes}
     restarts = {role.name: role.restarts for role in before.roles}
@@ -66,7 +70,7 @@ def job_view(
         pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
         figures=_finite(
             {name: counters.get(name, math.nan) for name in config.fields}
-            | _waits(members.training)
+            | _waits(members.training, before.figures)
         ),
         roles=tuple(
             _role_view(r, failover, hosts, now, restarts=restarts.get(r.name, 0)) for r in members
@@ -75,21 +79,23 @@ def job_view(
     )
 
 
-def _waits(workers: Sequence[RoleRecord]) -> dict[str, float]:
+def _waits(workers: Sequence[RoleRecord], before: Mapping[str, float]) -> dict[str, float]:
     """Return how many ticks workers are apart, and for whom they waited how long, if they wait."""
-    gaps: dict[str, float] = {}
-    seconds: dict[str, float] = {}
+    gaps = {name: before[name] for name in before if name == "clock_gap_max"}
+    seconds = {name: n for name, n in before.items() if name.startswith(_WAITED_FOR)}
+    others = before.get("seconds_waited", 0.0) - sum(seconds.values())
     for record in workers:
         for name, value in (record.past | record.counters).items():
             if name in {"clock_gap", "clock_gap_max"}:
                 gaps[name] = max(gaps.get(name, 0.0), value)
             elif name.startswith(WAITS):
-                seconds[name] = seconds.get(name, 0.0) + record.total(name)
+                key = _WAITED_FOR + name.removeprefix(WAITS)
+                seconds[key] = seconds.get(key, 0.0) + record.total(name)
     if not (gaps or seconds):
         return {}
     most = sorted(seconds, key=seconds.__getitem__, reverse=True)[:N_CULPRITS_MAX]
-    by_culprit = {f"seconds_waited_for_{name.removeprefix(WAITS)}": seconds[name] for name in most}
-    return {**gaps, "seconds_waited": sum(seconds.values()), **by_culprit}
+    total = others + sum(seconds.values())
+    return {**gaps, "seconds_waited": total, **{name: seconds[name] for name in most}}
 
 
 def _role_view(
@@ -131,21 +137,24 @@ def _totals_by_shard(shards: Sequence[RoleRecord], counter: str) -> list[int]:
     return [_total([r for r in shards if r.shard == name], counter) for name in names]
 
 
-def _staleness(shards: Sequence[RoleRecord]) -> tuple[float | None, ...]:
+def _staleness(shards: Sequence[RoleRecord], before: JobView) -> tuple[float | None, ...]:
     """Return mean, p95 and maximum of the staleness over shards that have applied pushes.
 
-    The mean is weighted by pushes. The p95 is that of the worst shard: shards do not report their
-    distributions.
+    The mean is weighted by pushes. The p95 is that of the worst shard, in the worst session: shards
+    do not report their distributions.
     """
+    earlier = before.staleness_mean, before.staleness_p95, before.staleness_max
     reported = [shard.counters for shard in shards if shard.counters.get("pushes_applied")]
     if not reported:
-        return None, None, None
-    n_pushes = sum(counters["pushes_applied"] for counters in reported)
-    weighted = sum(
+        return earlier
+    n_before = 0 if before.staleness_mean is None else before.pushes_applied * len(reported)
+    weighted = n_before * (before.staleness_mean or 0.0)
+    n_pushes = n_before + sum(counters["pushes_applied"] for counters in reported)
+    weighted += sum(
         counters["pushes_applied"] * counters.get("staleness_mean", 0.0) for counters in reported
     )
     return (
         weighted / n_pushes,
-        max(counters.get("staleness_p95", 0.0) for counters in reported),
-        max(counters.get("staleness_max", 0.0) for counters in reported),
+        max([earlier[1] or 0.0, *(counters.get("staleness_p95", 0.0) for counters in reported)]),
+        max([earlier[2] or 0.0, *(counters.get("staleness_max", 0.0) for counters in reported)]),
     )

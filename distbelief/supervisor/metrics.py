@@ -42,6 +42,13 @@ class JobMetrics:
         self._n_in_sum = 0
         self._rate = Rate()
 
+    def adopt(self, view: JobView, samples: Mapping[str, int], now: Seconds) -> None:
+        """Go on where the supervisor before this one was killed; time between does not count."""
+        self.step, self._history, self.samples_of = view.step, list(view.history), dict(samples)
+        self._known = view
+        self.dealt = None if view.samples == sum(samples.values()) else view.samples
+        self.started_at = now - (view.seconds - self.before.seconds)
+
     @property
     def samples(self) -> int:
         return sum(self.samples_of.values()) if self.dealt is None else self.dealt

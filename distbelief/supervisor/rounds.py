@@ -30,7 +30,7 @@ class Evaluations:
     def __init__(self, *, every: Seconds) -> None:
         self._every = every
         self._next_at: Seconds = math.inf
-        self._n_requests = 0
+        self.n_requests = 0
         self._pending: Evaluate | None = None
         self._backoff = _asked(0.0)
 
@@ -48,8 +48,8 @@ class Evaluations:
 
     def ask(self, now: Seconds, *, whole: bool) -> Evaluate:
         """Return a new request, which replaces an unanswered one."""
-        self._n_requests += 1
-        self._pending = Evaluate(request=self._n_requests, whole=whole)
+        self.n_requests += 1
+        self._pending = Evaluate(request=self.n_requests, whole=whole)
         self._backoff.start(now)
         self._next_at = now + self._every
         return self._pending

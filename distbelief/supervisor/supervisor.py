@@ -26,6 +26,7 @@ from distbelief.roles.log_events import LogEvent
 from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.failover import ShardFailover
+from distbelief.supervisor.handover import LOST, Handover, start_roles
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
@@ -45,7 +46,6 @@ LAST_SAVE_SECONDS: Final = 10.0  # for repeating a failed save of the last check
 
 _TICK: Final = "supervisor:tick"
 _DEADLINE: Final = "supervisor:deadline"
-_LOST: Final = "supervisor:lost:"
 _RESTORING: Final = "starting"  # state of a shard without values yet: its clock is 0
 
 RoleToSupervisor = (
@@ -75,8 +75,9 @@ class Supervisor:
         cluster: ClusterConfig | None = None,
         *,
         policy: PlacementPolicy | None = None,
+        handover: Handover | None = None,  # of a supervisor that was killed
     ) -> None:
-        self._config = config
+        self._config, self._handover = config, handover
         self.members = Membership(
             config.roster, incarnation=config.first_incarnation, admits_guests=config.admits_guests
         )
@@ -120,8 +121,8 @@ class Supervisor:
                 self._receive(event)
             case rl.TimerFired(name=name) if name == _TICK:
                 self._tick()
-            case rl.TimerFired(name=name) if name.startswith(_LOST):
-                self._confirm_death(rl.Address(name.removeprefix(_LOST)))
+            case rl.TimerFired(name=name) if name.startswith(LOST):
+                self._confirm_death(rl.Address(name.removeprefix(LOST)))
             case rl.PeerJoined():
                 self._process_begins(event)
             case rl.PeerLost():
@@ -164,26 +165,27 @@ class Supervisor:
         self._set_tick()
 
     def _begin_if_due(self) -> None:
-        if self._has_begun or not self._runs or not self.scheduler.may_begin():
+        if self._has_begun or not self._runs or not (self._handover or self.scheduler.may_begin()):
             return
         self._has_begun = True
         self.metrics.started_at = self._now
         self._clock.heard(self._now)
         self._report_at = self._now + self._config.report_every
-        for record in self.members:
-            record.begin_incarnation(record.incarnation, self._now)
-            self.scheduler.launch(record)
+        start_roles(self, self._handover, self._now)
+        self._handover = None  # it may be large
 
     def _set_tick(self) -> None:
         self.out.add(rl.SetTimer(name=_TICK, at=self._clock.expect(self._now + TICK_SECONDS)))
 
     def _tick(self) -> None:
         late = self._clock.woke(self._now)
-        if late > TICK_SECONDS:  # this process was suspended: the roles may not be silent at all
+        if late <= TICK_SECONDS:
+            late = TICK_SECONDS if self.scheduler.seems_cut_off() else 0.0
+        if late:  # this process was suspended, or cut off: the roles may not be silent at all
             self.members.add_delay(late)
             self.shutdown.add_delay(late)
         self._set_tick()
-        self.scheduler.tick(late=late if late > TICK_SECONDS else 0.0)
+        self.scheduler.tick(late=late)
         if self.shutdown.stage < ShutdownStage.CLOSE and not self.shutdown.interrupted:
             for record in self.failover.tick():
                 self._handle_death(record, f"silent for {self._now - record.heard_at:.1f} s")
@@ -491,7 +493,7 @@ class Supervisor:
         if at_once or self.shutdown.interrupted or self.shutdown.stage >= ShutdownStage.CLOSE:
             self._confirm_death(name)
         else:
-            self.out.add(rl.SetTimer(name=f"{_LOST}{name}", at=self._now + LAST_MESSAGES_SECONDS))
+            self.out.add(rl.SetTimer(name=f"{LOST}{name}", at=self._now + LAST_MESSAGES_SECONDS))
 
     def _confirm_death(self, name: rl.Address) -> None:
         record = self.members.get(name)

@@ -2,8 +2,9 @@
 
 All regions of a run lie in one directory that only its user may enter, in `/dev/shm` where it
 exists. A region's pages are allocated on creation: a host without room gets an error then, not
-a SIGBUS in the middle of a step. The maker of a directory or a region holds a file lock on it,
-which ends with the process; what is not locked may be removed (`sweep`, `remove_orphans`).
+a SIGBUS in the middle of a step. The maker of a region holds a file lock on it, which ends with the
+process, as do the supervisor and the fork server of a directory; what is not locked may be removed
+(`sweep`, `remove_orphans`).
 `multiprocessing.shared_memory` does not fit: under Python 3.11 a process that only attached
 unlinks the region when it exits.
 """
@@ -51,6 +52,14 @@ class FileMemory:
         made = Scratch.make(root=root or _default_root(), name=name)
         memory = cls(made.path)
         memory._made = made
+        return memory
+
+    @classmethod
+    def adopt(cls, directory: Path) -> Self:
+        """Return the memory of a run that goes on without the process that made it."""
+        memory, held = cls(directory), os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(held, fcntl.LOCK_SH)  # others try for an instant whether it is free
+        memory._made = Scratch(directory, held=held)
         return memory
 
     @property

@@ -8,6 +8,7 @@ from typing import Final, Literal, final
 import msgspec
 
 from distbelief.core.spans import Epochs
+from distbelief.data import DataShard
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.worker.local_steps import check_inner
@@ -135,6 +136,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number above 0, or leave it out")
+        if not any(rule.learning_rate for rule in self.rule.rules):
+            raise ValueError(f"rule {self.rule.name!r}: learning_rate is 0; use a number above 0")
         if self.inner is not None:
             check_inner(self.inner)
         if not 0.0 < self.epoch_share <= 1.0:
@@ -182,6 +185,12 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.order != "dealt":
             return None
         return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=self.pace.n_push)
+
+    def warm_start_left(self, n_done: int, *, n_samples: int, n_replicas: int) -> int:
+        """Return the steps left of the warm start once so many samples are done: by replica 0."""
+        n_parts = 1 if self.order == "dealt" else n_replicas
+        part = DataShard(n_samples, replica_index=0, n_replicas=n_parts, seed=self.seed)
+        return max(0, self.warm_start_steps - part.n_batches(0, n_done, self.batch_size))
 
     @property
     def pace(self) -> Pace:

@@ -33,6 +33,11 @@ PAIRED_HEARTBEAT_SECONDS: Final = 0.2
 SAVE_SECONDS_MAX: Final = 300.0
 # Events kept for a role that is not built yet; senders repeat what is dropped.
 N_EARLY_MAX = 4096
+# Silence of the supervisor after which a member joins again: it may be another one.
+REJOIN_SECONDS: Final = 5.0
+# Without supervisor, other roles have so long for their last step and push before shards save; as
+# long as the patience if that is less.
+LAST_STEP_SECONDS: Final = 10.0
 N_WARNINGS_MAX: Final = 8  # in a Join message
 _TEXT_MAX = 8192  # characters of an error or a warning
 
@@ -88,6 +93,8 @@ class JobMember:
         self._silence = Silence()  # of the supervisor
         self.reported_failure = False
         self._save_by: rl.Seconds | None = None  # once the supervisor is lost
+        self._is_stopped = False  # for want of a supervisor
+        self._label = 0  # of the newest checkpoint that it was asked for, or began with
         self._warnings: list[str] = []
 
     def warn(self, text: str) -> None:
@@ -118,6 +125,8 @@ class JobMember:
 
     def _start(self, event: rl.Started, now: rl.Seconds) -> list[rl.Action]:
         self._started = event
+        if event.restored is not None:
+            self._note_label(event.restored.label)
         self._silence.start(now)
         return [rl.Compute(name=BUILD, work=self._build), *self._heartbeat(now)]
 
@@ -126,7 +135,7 @@ class JobMember:
         state, counters = self.status()
         heartbeat = wire.Heartbeat(state=state[:128], counters=dict(counters))
         joins = []
-        if self._peers is None:
+        if self._peers is None or self._silence.silent(now) > REJOIN_SECONDS:
             config, warnings = self._config, tuple(self._warnings[:N_WARNINGS_MAX])
             join = wire.Join(
                 endpoint=config.endpoint, host=config.host, pid=config.pid, warnings=warnings
@@ -143,12 +152,23 @@ class JobMember:
                 return []
             text = f"the last checkpoint was not saved in {SAVE_SECONDS_MAX:.0f} s"
             return [rl.Exit(error=text)]
-        # The supervisor may be paused or wait for a disk, so the role works on for minutes.
+        # The supervisor may be paused, wait for a disk, or be started again (--resume), so the role
+        # works on for minutes.
         silent = self._silence.silent(now)
-        if silent <= self._config.patience_seconds:
+        late = silent - self._config.patience_seconds
+        if late <= 0.0:
             return []
         text = f"no message from the supervisor for {silent:.1f} s"
-        return self._supervisor_lost(text, now)
+        if late > min(LAST_STEP_SECONDS, self._config.patience_seconds) or not self._runs:
+            return self._supervisor_lost(text, now)
+        if self._is_stopped or self._config.name.startswith("shard-"):
+            return []
+        self._is_stopped = True
+        message: wire.Message = wire.Stop(reason=text)
+        if self._config.name == "coordinator":  # only it knows when its shards can be saved
+            message = wire.SaveCheckpoint(label=f"{self._label + 1:05d}")
+        last = rl.Received(sender=rl.SUPERVISOR, incarnation=0, message=message)
+        return self._forward(last, now)
 
     def _supervisor_lost(self, reason: str, now: rl.Seconds) -> Sequence[rl.Action]:
         # No process outlives its job; a shard saves its values first.
@@ -168,10 +188,17 @@ class JobMember:
                 return []
             case wire.Peers():
                 return self._update_peers(event.message, now)
+            case wire.SaveCheckpoint(label=label):
+                self._note_label(label)
+                return self._forward(event, now)
             case wire.Stop() if not self._runs:  # nothing to finish
                 return [_to_supervisor(wire.Finished(counters={})), rl.Exit()]
             case _:
                 return self._forward(event, now)
+
+    def _note_label(self, label: str) -> None:
+        if label.isdecimal():
+            self._label = max(self._label, int(label))
 
     def _update_peers(self, message: wire.Peers, now: rl.Seconds) -> Sequence[rl.Action]:
         before = self._peers or {}

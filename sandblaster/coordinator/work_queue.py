@@ -260,10 +260,10 @@ class WorkQueue:
         """Drop the attempts of a worker; chunks that no worker has now are pending again."""
         for one in list(worker.attempts.values()):
             self._drop(one)
-            if one.chunk.winner is one and one.chunk.staged is None:
+            if one.chunk.winner is one:  # not staged: then it would have no attempt
                 self._fence(one)
             self._issue_token(one.chunk, now)
-            if not one.chunk.attempts and one.chunk.staged is None:
+            if not one.chunk.attempts:
                 self._pending.put_back(one.chunk.index)
         self.rank()
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 MODULE = '''
 import os
+import time
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ from torch import nn
 class Frames:
     """Three classes that lines separate."""
 
-    def __init__(self, n, seed):
+    def __init__(self, n, seed, pause=0.0):
+        self.pause = pause
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(n, 10, generator=generator)
         lines = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
@@ -46,11 +48,12 @@ class Frames:
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, indices):
+        time.sleep(self.pause)
         return self.inputs[indices], self.targets[indices]
 
 
-def frames(n=2000, seed=0):
-    return Frames(n, seed)
+def frames(n=2000, seed=0, pause=0.0):
+    return Frames(n, seed, pause)
 
 
 def fragile(n=2000, seed=0):
@@ -119,6 +122,8 @@ def sets(*overrides: str) -> list[str]:
 
 
 LONG = sets("stop.epochs=1000000")
+# The same, for a test of what starts and ends beside it: training leaves the cores to that.
+SLOW = [*LONG, *sets("data.train.arguments={ pause = 0.02 }")]
 
 
 def ended(
@@ -162,6 +167,13 @@ class Command:
         """Press Ctrl+C, and wait for the end."""
         self.signal(signal.SIGINT)
         self.ends(130)
+
+    def kill_roles(self) -> None:
+        """Kill what a supervisor that was killed has left."""
+        for pid in self.all_pids():
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/fd/1").readlink().parent == (self.run / "logs").resolve():
+                    os.kill(pid, signal.SIGKILL)
 
     def metrics(self, name: str) -> list[Any]:
         """Return this figure of each line of metrics.jsonl."""
@@ -265,6 +277,7 @@ def train(
     command = Command(process, folder, folder / "runs" / run)
     with ExitStack() as stack:
         stack.callback(lambda: poll(lambda: not alive(command.all_pids())))
+        stack.callback(command.kill_roles)
         stack.enter_context(process)
         stack.callback(process.kill)
         yield command

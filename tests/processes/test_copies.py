@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import distbelief
-from tests.processes.commands import LONG, Command, poll, sets, train
+from tests.processes.commands import SLOW, Command, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -40,12 +40,9 @@ def leader_of(command: Command) -> str:
 )
 def test_lost_leaders_cost_nothing(folder: Path, blow: signal.Signals, shared_memory: str) -> None:
     options = sets(
-        "cluster.shard_copies=2",
-        "cluster.shards=1",
-        "stop.seconds=8",
-        f"cluster.shared_memory={shared_memory}",
+        "cluster.shard_copies=2", "cluster.shards=1", f"cluster.shared_memory={shared_memory}"
     )
-    with train(folder, *LONG, *options) as command:
+    with train(folder, *SLOW, *options) as command:
         leader = leader_of(command)
         other = copies(command)["backup"]
         before = command.samples()
@@ -53,7 +50,7 @@ def test_lost_leaders_cost_nothing(folder: Path, blow: signal.Signals, shared_me
         poll(lambda: copies(command).get("primary") == other, seconds=60.0)
         poll(lambda: command.samples() > before + 1000)
         poll(lambda: copies(command).get("backup") == leader)  # as soon as it is back
-        command.ends()
+        command.interrupt()
     summary = command.summary()
     assert summary["pushes_lost"] == 0
     assert 1 <= summary["restarts"] <= 2, command.output  # on a slow machine, one more

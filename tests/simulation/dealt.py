@@ -6,7 +6,7 @@ says that it has applied must be what its values show, at every moment (`exactly
 end all of it (`no sample lost`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,6 +55,7 @@ class DealtJob:
         snapshot_every: float = 1.0,
         faults: Sequence[Fault] = (),
         seed: int = 0,
+        session: Mapping[str, Any] = {},  # of a resumed run (`test_resumed_jobs`)
     ) -> None:
         self.n_samples = n_samples
         self._bad = list(bad)
@@ -91,6 +92,7 @@ class DealtJob:
             seed=seed,
             faults=faults,
             settings=settings,
+            **session,
         )
         self.n_looks = 0
         # What a primary has applied, and its values: by copy, and by shard.

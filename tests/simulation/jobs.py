@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import pytest
 import torch
 from _pytest.mark import ParameterSet
@@ -136,7 +137,7 @@ class JobCluster:
         self._shard_copies = shard_copies
         self._host = host
         self._patience = patience
-        self._settings = settings = settings or DownpourSettings(
+        self.settings = settings = settings or DownpourSettings(
             loss=task.loss,
             batch_size=4,
             rule=Adagrad(learning_rate=0.05),
@@ -161,18 +162,24 @@ class JobCluster:
             evaluates=task.test is not None,
         )
         n_train = len(build_dataset(task.train))
+        before = before or PreviousTotals()
+        warm = msgspec.structs.replace(
+            settings, warm_start_steps=warm_start_steps or settings.warm_start_steps
+        )
         config = SupervisorConfig(
             roster=tuple(roster),
             stop=StopRules(stop, n_train=n_train),
             dealt=settings.epochs(n_train),
             epoch_share=settings.epoch_share,
-            warm_start_steps=warm_start_steps,
+            warm_start_steps=warm.warm_start_left(
+                sum(before.samples.values()), n_samples=n_train, n_replicas=n_replicas
+            ),
             evaluate_every=evaluate_every,
             snapshot_every=snapshot_every,
             report_every=0.5,
             first_incarnation=first_incarnation,
             first_label=first_label,
-            before=before or PreviousTotals(),
+            before=before,
         )
         builders: dict[Address, Callable[[Memory], Role]] = {
             Address(entry.name): self._builder(entry.name, self._tasks.get(entry.name, task))
@@ -203,7 +210,7 @@ class JobCluster:
                     heartbeat_seconds=heartbeat_seconds(name, self._shard_copies),
                     patience_seconds=self._patience,
                 ),
-                build=lambda: DOWNPOUR.build(name, config=self._settings, context=context),
+                build=lambda: DOWNPOUR.build(name, config=self.settings, context=context),
             )
 
         return build

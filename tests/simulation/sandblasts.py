@@ -61,6 +61,7 @@ from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, T
 from distbelief.simulation.network import Link
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
+from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import whole_replica
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
@@ -402,6 +403,7 @@ class Sandblast:
     suspect_seconds: Seconds = 0.2
     saves: tuple[Seconds, ...] = ()
     warm_steps: int = 0  # of Downpour, of each replica, before
+    warm_once: bool = False  # as in jobs: a restarted replica takes only the rest of them
     n_priced: float = 0.0  # parameters at whose price it runs; 0: as many as there are
     bytes_per_second: float = 1e9
     leisure: float = 1.0  # by which all time-outs are longer
@@ -550,15 +552,19 @@ class Run:
             clip_norm=None,
             seed=(3, index),
         )
+        part = DataShard(scene.n_samples, replica_index=index, n_replicas=scene.n_replicas, seed=3)
+        last = TrainingPlan(part, batch_size=4).batch(scene.warm_steps - 1)
         return whole_replica(
             DownpourSettings(
-                loss="", batch_size=4, rule=SGD(learning_rate=0.1), max_steps=scene.warm_steps
+                loss="",
+                batch_size=4,
+                rule=SGD(learning_rate=0.1),
+                max_steps=None if scene.warm_once else scene.warm_steps,
             ),
             client=client,
             executor=executor,
-            data_shard=DataShard(
-                scene.n_samples, replica_index=index, n_replicas=scene.n_replicas, seed=3
-            ),
+            data_shard=part,
+            samples_max=last.stop if scene.warm_once else None,
         )
 
     def _coordinator(self, memory: Memory) -> Role:

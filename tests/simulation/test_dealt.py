@@ -59,8 +59,13 @@ def test_what_a_restored_shard_has_lost_is_dealt_anew() -> None:
 
 
 def test_a_takeover_loses_no_sample() -> None:
-    kills = [Kill(at=2.0, role=Address("shard-0")), Kill(at=2.5, role=REPLICAS[0])]
-    DealtJob(n_epochs=10, shard_copies=2, snapshot_every=1e3, faults=kills).run()
+    """The backup must learn the positions of each push: it killed a backup, and none took over."""
+    kills = [Kill(at=2.0, role=Address("shard-0b")), Kill(at=2.5, role=REPLICAS[0])]
+    job = DealtJob(n_epochs=10, shard_copies=2, snapshot_every=1e3, faults=kills)
+    job.run()
+    successor = job.job.member("shard-0").role
+    assert successor is not None
+    assert successor.status()[1]["primary"] == 1.0
 
 
 def test_a_resumed_job_may_cut_its_pushes_anew(monkeypatch: pytest.MonkeyPatch) -> None:

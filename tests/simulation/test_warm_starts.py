@@ -111,6 +111,25 @@ def test_a_shard_that_dies_in_the_warm_start_resumes_from_its_snapshot() -> None
     assert run.checker.losses[-1] == pytest.approx(optimum(), abs=1e-9)
 
 
+def test_a_warm_start_of_which_all_died_goes_on_from_its_checkpoints() -> None:
+    roles = (COORDINATOR, "shard-0", "shard-1", "replica-0", "replica-1", "replica-2")
+    kills = tuple(Kill(at=0.3, role=Address(name), restart_after=0.01) for name in roles)
+    run = Run(replace(WARM, warm_steps=60, warm_once=True, faults=kills))
+    run.cluster.run(until=0.25)
+    save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00001"))
+    run.cluster.post(COORDINATOR, save)
+    run.cluster.run(until=0.2999)
+    saved = [run.cluster.disk.newest(Address(name)) for name in ("shard-0", "shard-1")]
+    n_saved = sum(int(snapshot.facts["clock"]) for snapshot in saved if snapshot is not None)
+    assert n_saved > 60
+    watch = Watch(run)
+    run.play()
+    assert run.checker.losses[-1] == pytest.approx(optimum(), abs=1e-9)
+    assert watch.n_after == 0
+    whole = finishes(replace(WARM, warm_steps=60))
+    assert len(watch.pushes) <= len(whole.pushes) - n_saved
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_breaks_it_comes_to_its_end(seed: int) -> None:
     scene = drawn(seed)

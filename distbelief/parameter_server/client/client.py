@@ -387,6 +387,7 @@ class ShardLink:
             holds=self._slice.stripes,
             entries=self._entries or msgspec.UNSET,
             tick=msgspec.UNSET if self.pushing.tick is None else self.pushing.tick,
+            known_incarnation=self.term,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 

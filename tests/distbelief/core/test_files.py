@@ -106,11 +106,11 @@ def test_a_draft_is_not_swept_before_it_is_locked(
     """Another process writes beside it, between the making and the lock."""
     swept: list[Path] = []
 
-    def late(path: Path) -> int:
+    def late(path: Path, *, shared: bool = False) -> int:
         monkeypatch.setattr(files, "lock", lock)
         swept.append(path)
         files.write(tmp_path / "b", b"other")
-        return lock(path)
+        return lock(path, shared=shared)
 
     lock = files.lock
     monkeypatch.setattr(files, "lock", late)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from distbelief.core.memory import Memory, PrivateMemory
@@ -149,6 +150,8 @@ class OneCopy:
         pushes: bool = True,
         next_sequence: int = 1,
         holds: Vector | None = None,
+        tick: pf.Ticks = msgspec.UNSET,  # set: it is in
+        number: int = 0,
     ) -> list[Action]:
         message = pf.OpenSession(
             layout=self.layout.fingerprint,
@@ -156,6 +159,9 @@ class OneCopy:
             host=host,
             next_sequence=next_sequence,
             holds=holds,
+            entries=msgspec.UNSET if tick is msgspec.UNSET else 1,
+            tick=tick,
+            known_incarnation=number,
         )
         return self.receive(message, sender, life=life)
 

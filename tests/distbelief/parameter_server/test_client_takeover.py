@@ -113,7 +113,8 @@ def test_primary_changed_is_answered_with_one_open_session() -> None:
     leading = PrimaryChanged(shard_incarnation=5)
     actions = alone.receive(leading, sender=SECOND)
     assert receivers(actions, pf.OpenSession) == [SHARD, SECOND]
-    assert [h.next_sequence for h in sent(actions, pf.OpenSession)] == [FIRST + 1] * 2
+    told = [(h.next_sequence, h.known_incarnation) for h in sent(actions, pf.OpenSession)]
+    assert told == [(FIRST + 1, 5)] * 2
     assert not alone.can_push()
     assert alone.receive(leading, sender=SECOND) == []
     # The old primary's SessionOpened comes too late, and so does its acknowledgement.

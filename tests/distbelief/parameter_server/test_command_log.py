@@ -116,6 +116,7 @@ def test_a_repeated_command_is_answered_again_and_not_executed_again() -> None:
     first, again = bench.order(3, DOUBLE), bench.order(3, DOUBLE)
     assert first == again
     assert bench.order(2, MEASURE) is None  # an older one
+    assert bench.order(5, DOUBLE) is None  # one that came before its predecessor
     measured = bench.answer(4, MEASURE)
     assert measured.scalars == (4.0 * 64,)
 

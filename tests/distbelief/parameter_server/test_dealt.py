@@ -45,9 +45,11 @@ def store_of(policy: ExchangePolicy | None = None) -> ShardStore:
     return store
 
 
-def push(store: ShardStore, dealt: Span | None, share: Share = WHOLE) -> Vector:
+def push(
+    store: ShardStore, dealt: Span | None, share: Share = WHOLE, *, value: float = 1.0
+) -> Vector:
     work, _ = store.begin_push(
-        np.ones(N, np.float32),
+        np.full(N, value, np.float32),
         n_clients=1,
         share=share,
         dealt=msgspec.UNSET if dealt is None else dealt,
@@ -97,7 +99,7 @@ def test_a_round_leaves_out_what_is_applied(known: str) -> None:
 def test_two_pushes_of_one_round_are_never_of_one_position() -> None:
     store, other = store_of(ROUNDS), store_of(ROUNDS)
     push(store, (0, 8), FIRST)
-    found = push(store, (0, 8), LAST)
+    found = push(store, (0, 8), LAST, value=3.0)  # no equal value: it would not change the mean
     assert (found == push(other, (0, 8), LAST)).all()
 
 

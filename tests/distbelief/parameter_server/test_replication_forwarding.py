@@ -6,6 +6,7 @@ import pytest
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import (
     REPORT_SECONDS,
     SILENCE_SECONDS,
@@ -289,6 +290,22 @@ def test_a_later_promote_drops_the_backup_and_a_late_one_does_nothing() -> None:
     assert only(copy.work(), pf.PushApplied).sequence == 2
     assert copy.counters()["term"] == 4
     assert only(copy.hello(), pf.SessionOpened).shard_incarnation == 1  # as it began to lead
+
+
+def test_a_deposed_primary_does_not_raise_its_floor() -> None:
+    """A worker whose push the next primary had applied told its tick to the former one, too.
+
+    That primary was cut off, not dead, and lacked the push. It raised its floor, and another worker
+    began a tick on values that were staler than allowed.
+    """
+    copy = OneCopy(A, policy=ExchangePolicy(staleness=0))
+    copy.lead(1)
+    copy.hello(tick=0)
+    copy.hello(OTHER, tick=1)
+    assert copy.counters()["floor"] == 0
+    assert copy.hello(next_sequence=2, tick=1, number=2) == []
+    assert copy.counters()["floor"] == 0
+    assert kinds(copy.hello(tick=1, number=1), OTHER) == ["Floor"]
 
 
 def test_a_stopping_primary_does_not_wait_for_its_backup() -> None:

@@ -1,14 +1,21 @@
-"""Staleness of pushes, and the two push buffers of one session."""
+"""Staleness of pushes, the two push buffers of one session, and weights of pushes."""
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from distbelief.core.memory import PrivateMemory
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server import sessions
 from distbelief.parameter_server.client.buffers import Staleness
-from distbelief.parameter_server.sessions import PartialStaleness, PushBuffer, Session
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.sessions import PartialStaleness, PushBuffer, Session, Sessions
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
+from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Address
 
 
@@ -109,3 +116,48 @@ def test_a_push_that_is_not_replicated_keeps_its_buffer_and_is_not_taken_again(
     backup still reads.
     """
     assert room(client(watermark=watermark, n_unconfirmed=n_unconfirmed)) == taken
+
+
+# --- weights ---
+
+LAYOUT = Layout.of([TensorSpec(name="w", shape=(SIZE,))], n_shards=1)
+PUSH = pf.Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+
+
+class Company:
+    """Workers at one shard, which enter and leave."""
+
+    def __init__(self, policy: ExchangePolicy, n_workers: int) -> None:
+        config = ShardConfig(index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), policy=policy)
+        memory = PrivateMemory()
+        self.sessions = Sessions(config, ShardStore(config, memory=memory), memory=memory)
+        self.workers = [self.open(n, entries=1) for n in range(n_workers)]
+
+    def open(self, worker: int, *, entries: int) -> Session:
+        """Enter, by an odd number of `entries`, or leave."""
+        request = pf.OpenSession(
+            layout=LAYOUT.fingerprint, pushes=True, host="", next_sequence=1, entries=entries
+        )
+        name = Address(f"replica-{worker}")
+        return self.sessions.admit(name, 1, request, region="")[0]
+
+    def scale(self, worker: int, *, staleness: int = 0) -> float:
+        return self.sessions._share_of(self.workers[worker], PUSH, staleness).scale
+
+
+def test_excess_damping_allows_one_push_of_each_other_worker() -> None:
+    """With one more it passed every test."""
+    company = Company(ExchangePolicy(damping="excess"), 4)
+    found = [company.scale(0, staleness=staleness) for staleness in range(6)]
+    assert found == [1.0, 1.0, 1.0, 1.0, 1 / 2, 1 / 3]
+
+
+def test_the_last_pushes_of_workers_that_end_together_count_as_before() -> None:
+    """They would count 1/4 + 1/3 + 1/2 + 1."""
+    company = Company(ExchangePolicy(weight="mean"), 4)
+    found = []
+    for worker in range(4):
+        company.open(worker, entries=2)
+        found.append(company.scale(worker))
+    assert found == [1 / 4] * 4
+    assert company.scale(3) == 1.0  # from then on it is alone

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -225,7 +226,7 @@ def test_a_run_goes_on_above_all_incarnations_of_its_coordinator(tmp_path: Path)
     store = CheckpointStore(run.snapshots, report=print)
     save(store, "shard-0", "00004", incarnation="1", clock="9")
     fresh = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
-    assert fresh.before.samples == {"coordinator": 0}
+    assert fresh.before.samples == {}
     save(store, "coordinator", "000000000007", incarnation="3")
     run.write_status(Status(name="x", pid=1, written=0.0, view=JobView(samples=500, step=5)))
     legacy = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
@@ -237,3 +238,14 @@ def test_a_run_goes_on_above_all_incarnations_of_its_coordinator(tmp_path: Path)
     legacy = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
     assert legacy.before.samples == {"coordinator": 0}
     run.close()
+
+
+def test_a_run_killed_in_its_warm_start_counts_the_samples_of_its_replicas(tmp_path: Path) -> None:
+    """They were the coordinator's, and once more the replicas': [stop] samples came too early."""
+    run = RunDirectory.create(tmp_path / "run")
+    store = CheckpointStore(run.snapshots, report=print)
+    clients = {f"replica-{r}": {"incarnation": 1, "samples": 60 + r} for r in range(2)}
+    save(store, "shard-0", "00001", clients=msgspec.json.encode(clients).decode())
+    run.write_status(Status(name="x", pid=1, written=0.0, view=JobView(samples=130)))
+    previous = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
+    assert previous.before.samples == {"replica-0": 60, "replica-1": 61}

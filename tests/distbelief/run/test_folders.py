@@ -128,8 +128,13 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(opened: Opened) -> None:
     name = "shard-0/00002.safetensors"
     content = bytearray(store.folder.size(name))
     store.folder.read(name, 0, memoryview(content))
+    longer = content + b"x"  # nobody noticed it
     content[-1] ^= 1
-    for harmed, why in ((content, "its checksum does not match"), (content[:50_000], "bytes, not")):
+    for harmed, why in (
+        (content, "its checksum does not match"),
+        (content[:50_000], "bytes, not"),
+        (longer, "bytes, not"),
+    ):
         store.folder.write(name, [memoryview(harmed)])
         assert_same(store.newest("shard-0"), saved("00001"))
         assert f"checkpoint {store.place}/{name} is damaged and skipped (" in told[-1]

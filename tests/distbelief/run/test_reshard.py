@@ -1,9 +1,10 @@
 """A run goes on with other numbers of shards and replicas, or stays as it was."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import fsspec
 import msgspec
 import numpy as np
 import pytest
@@ -26,6 +27,9 @@ from distbelief.run.resume import (
     CheckpointSet,
     Resumed,
     check_same,
+    checkpoint_set_in,
+    checkpoint_set_of,
+    formed_before,
     making_checkpoint_set,
     newest_checkpoint_set,
     resume_run,
@@ -74,7 +78,9 @@ class Run:
         self.directory = RunDirectory.create(path)
         self.reports: list[str] = []
 
-    def take_up(self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | None = None) -> Resumed:
+    def take_up(
+        self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | tuple[Plan, ...] = ()
+    ) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
         resumed = resume_run(
             job,
@@ -82,7 +88,7 @@ class Run:
             layout=layout(job.cluster.shards),
             train=train,
             report=self.reports.append,
-            plan=plan,
+            plans=plan if isinstance(plan, tuple) else (plan,) * job.cluster.n_replicas,
         )
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
@@ -196,6 +202,50 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
     assert again.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     assert run.take_up(job(3, 2)).previous.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_replicas_may_go_on_with_different_numbers_of_ranks(run: Run) -> None:
+    run.begun()
+    before = values(run.take_up(job()).store, 2)
+    plans = plan_of(1, 0), plan_of(2, 0, 1)
+    mixed = run.take_up(job(), plan=plans)
+    assert mixed.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert mixed.notes[0].startswith("ranks of each replica: 1 before, 1, 2 now; each replica")
+    assert values(mixed.store, 2) == before
+    clients = json.loads(newest(mixed.store, 1).facts["clients"])
+    samples = {"replica-0.0": 40, "replica-1.0": 52, "replica-1.1": 52}
+    assert {name: client["samples"] for name, client in clients.items()} == samples
+    assert run.take_up(job(), plan=plans).notes == ()
+    assert run.take_up(job(), plan=plans[::-1]).notes[0].startswith("ranks of each replica: 1, 2")
+    directory, cut = newest_checkpoint_set(run.directory)
+    assert cut is not None
+    content = msgspec.json.encode(cut).replace(b"[2,1]", b"[2,1,1]")
+    with pytest.raises(StorageError, match=r"n_machines is .* for 2 replicas"):
+        checkpoint_set_in(content, directory / "cut.json")
+
+
+def test_replicas_that_hosts_have_formed_stay_as_they_are(run: Run) -> None:
+    fit = job(2, 2, "cluster.partitions={max=2}")
+    assert formed_before(fit, run.directory, {1, 2}) == ()
+    plans = plan_of(1, 0), plan_of(2, 0, 1)
+    resumed = run.take_up(fit)  # before they are formed
+    directory, _ = newest_checkpoint_set(run.directory)
+    write_checkpoint_set(directory, checkpoint_set_of(fit, TRAIN, plans))
+    assert formed_before(fit, run.directory, {1, 2}) == ()  # nothing was saved: form them anew
+    run.train(resumed, 40, 52, 52, names=("replica-0.0", "replica-1.0", "replica-1.1"))
+    assert formed_before(fit, run.directory, {1, 2}) == (1, 2)
+    assert run.take_up(fit, plan=plans).notes == ()
+    three = job(2, 3, "cluster.partitions={max=2}")
+    for other, counts in ((three, {1, 2}), (fit, {1})):
+        with pytest.raises(JobError, match="this one has 2 shards and 2 replicas of 1, 2 ranks"):
+            formed_before(other, run.directory, counts)
+
+
+def test_replicas_of_one_process_are_not_formed_anew(run: Run) -> None:
+    """They would begin at the start of their data: no shard knows their ranks."""
+    run.begun()
+    with pytest.raises(JobError, match="forms replicas of a new run only"):
+        formed_before(job(2, 2, "cluster.partitions={max=2}"), run.directory, {1, 2})
 
 
 def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
@@ -392,18 +442,43 @@ def test_what_says_where_they_are_must_be_readable(run: Run, elsewhere: str) -> 
         run.take_up(job(2, 2, elsewhere))
 
 
-def test_a_shared_folder_that_is_not_mounted_is_no_new_run(run: Run, tmp_path: Path) -> None:
+def gone(elsewhere: str) -> Callable[[], object]:
+    """Take this place away; return how to bring it back."""
+    place = place_of(elsewhere)
+    if "://" not in place:
+        Path(place).rename(f"{place}.away")
+        return lambda: Path(f"{place}.away").rename(place)
+    store = fsspec.filesystem("memory").store
+    kept = {name: store.pop(name) for name in list(store) if name.startswith(place[8:])}
+    return lambda: store.update(kept)
+
+
+def test_a_folder_elsewhere_that_is_gone_is_no_new_run(run: Run, elsewhere: str) -> None:
     """It has no checkpoint: a resumed run began from initial values, over the old model."""
-    shared = f"cluster.checkpoints={tmp_path / 'shared'}"
-    first = run.take_up(job(2, 2, shared))
+    first = run.take_up(job(2, 2, elsewhere))
     run.train(first, 40, 52)
-    (tmp_path / "shared").rename(tmp_path / "away")
+    come_back = gone(elsewhere)
     for n_shards in (2, 3):
-        with pytest.raises(StorageError, match=r"no directory .*shared/run-.*is it mounted\?"):
-            run.take_up(job(n_shards, 2, shared))
-    (tmp_path / "away").rename(tmp_path / "shared")
-    again = run.take_up(job(2, 2, shared))
+        with pytest.raises(StorageError, match=r"^there is no folder .*/run-.* is it .*scratch"):
+            run.take_up(job(n_shards, 2, elsewhere))
+    come_back()
+    again = run.take_up(job(2, 2, elsewhere))
     assert again.previous.restored == {"shard-0": "00001", "shard-1": "00001"}
+
+
+def test_a_folder_that_is_lost_while_a_job_trains_is_not_made_anew(
+    run: Run, elsewhere: str
+) -> None:
+    """A mount was lost: shards saved on the disk below, or restarted from initial values."""
+    first = run.take_up(job(2, 2, elsewhere))
+    run.train(first, 40, 52)
+    come_back = gone(elsewhere)
+    with pytest.raises(StorageError, match="there is no folder"):
+        run.train(first, 60, 60)
+    with pytest.raises(StorageError, match="there is no folder"):
+        first.store.newest("shard-0")
+    come_back()
+    run.train(first, 60, 60)
 
 
 # -------------------------------------------------------------- ends in between, damage
@@ -610,6 +685,16 @@ def test_dealt_samples_go_on_with_what_every_shard_has(run: Run) -> None:
     found = [newest(wider.store, k).facts["applied"] for k in range(3)]
     assert found[1] == "[0,40,48,56]"
     assert wider.previous.before.samples == {"dealt": 48}
+
+
+def test_replicas_of_dealt_samples_count_their_steps_on(run: Run) -> None:
+    """Their inner schedules, and the random numbers of dropout, began anew on other shards."""
+    first = run.take_up(job(2, 2, DEALT))
+    for k in range(2):
+        save_applied(first, k, Spans([(0, 100)]))
+    wider = run.take_up(job(3, 3, DEALT))
+    clients = msgspec.json.decode(newest(wider.store, 0).facts["clients"])
+    assert [one["samples"] for one in clients.values()] == [33, 33, 34]
 
 
 def test_a_run_does_not_change_who_reads_what() -> None:

@@ -813,6 +813,42 @@ def test_a_resumed_job_goes_on_counting() -> None:
     assert {save.label for _, save in letters(actions, wire.SaveCheckpoint)} == {"00008"}
 
 
+def test_figures_of_the_exchange_are_of_all_sessions() -> None:
+    """A resumed run had lost them from its summary."""
+    waited = {"seconds_waited_for_replica-0": 9.0, "seconds_waited_for_replica-1": 1.0}
+    last = JobView(
+        step=300,
+        pushes_applied=100,
+        staleness_mean=2.0,
+        staleness_p95=5.0,
+        staleness_max=6.0,
+        figures={"clock_gap": 3.0, "clock_gap_max": 4.0, "seconds_waited": 12.0, **waited}
+        | {"steps_per_push": 3.0},
+    )
+    clocks = {"shard-0": 100, "shard-1": 100}
+    desk = a_job(fields=("steps_per_push",), before=PreviousTotals(view=last, clocks=clocks))
+    desk.join()
+    kept = {name: n for name, n in last.figures.items() if name != "clock_gap"}
+    assert desk.view.figures == kept
+    assert (desk.view.staleness_mean, desk.view.staleness_p95) == (2.0, 5.0)
+    counters = {"clock_gap": 1.0, "clock_gap_max": 2.0, "waits_replica-1": 2.0}
+    desk.progress("replica-0", step=100)
+    desk.beat("replica-0", "busy", pushes=20.0, gradients_pushed=100.0, **counters)
+    for name in clocks:
+        desk.beat(name, pushes_applied=20.0, staleness_mean=8.0, staleness_p95=9.0)
+    assert desk.view.figures == {
+        "steps_per_push": 400 / 120,
+        "clock_gap": 1.0,
+        "clock_gap_max": 4.0,
+        "seconds_waited": 14.0,
+        "seconds_waited_for_replica-0": 9.0,
+        "seconds_waited_for_replica-1": 3.0,
+    }
+    view = desk.view
+    assert view.staleness_mean == (100 * 2.0 + 20 * 8.0) / 120
+    assert (view.staleness_p95, view.staleness_max) == (9.0, 6.0)
+
+
 def test_a_period_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"report_every is 0\.0"):
         SupervisorConfig(roster=ROSTER, stop=None, report_every=0.0)

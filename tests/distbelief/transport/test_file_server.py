@@ -24,6 +24,7 @@ from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.file_server import INITIAL, FileCall, FileServer, RemoteFolder, _pieces
 from distbelief.transport.keys import Allowed, KeyFiles, new_secret
 from tests.distbelief.limits import largest_file
+from tests.distbelief.run.test_durability import Disk
 from tests.processes.commands import poll
 
 
@@ -214,6 +215,18 @@ def test_a_write_goes_on_after_a_restart_of_the_server(world: World) -> None:
     assert restarts == [1]
     assert found == CONTENT
     assert world.found() == {f"snapshots/{FILE}"}
+
+
+def test_a_file_that_was_written_survives_a_loss_of_power(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its content could be left unforced, and every test passed."""
+    disk = Disk(world.directory)
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    with world.serve() as server:
+        world.client(server).write(FILE, [memoryview(CONTENT)])
+    disk.lose_power()
+    assert (world.folder.path / FILE).read_bytes() == CONTENT
 
 
 def test_a_draft_that_is_lost_is_sent_again_and_not_for_ever(world: World) -> None:

@@ -25,6 +25,7 @@ from distbelief.worker.build import build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import held_out
 from distbelief.worker.group import rank_name
+from distbelief.worker.replica import Replica
 from distbelief.worker.training import TrainingObjective
 from tests.simulation.groups import FRAMES, Group
 from tests.simulation.test_downpour import LEARNING, downpour, plain
@@ -547,3 +548,21 @@ def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.M
     assert not is_ready()
     applied = True
     assert is_ready()
+
+
+def test_a_late_grant_takes_back_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of the leader may come twice, and late."""
+    monkeypatch.setattr(ParameterClient, "ready", True)
+    group = learning()
+    machine = build(group, "replica-0.1")
+    machine.handle(Started(incarnation=1), 0.0)
+
+    def lead(message: wire.Message) -> None:
+        sender = Address("replica-0.0")
+        machine.handle(Received(sender=sender, incarnation=1, message=message), 0.0)
+
+    lead(wire.StartEpoch(generation=5, plan=group.split.fingerprint))
+    for steps in (3, 1):
+        lead(wire.GrantSteps(generation=5, position=0, steps=steps, is_last=False, ended=False))
+        assert isinstance(machine, Replica)
+        assert machine._epoch.granted == 3

@@ -222,14 +222,44 @@ def test_a_member_waits_minutes_for_a_silent_supervisor() -> None:
 def test_a_shard_without_supervisor_saves_and_then_exits() -> None:
     """Regression: it exited at once and lost every push since its last checkpoint."""
     driver = Driver(name="shard-0").running()
-    driver.beat(n=30)
+    driver.beat(n=50)  # 10 s longer than others: for their last pushes
     assert driver.inner.events == []
     actions = driver.beat(n=11)
     (lost,) = driver.inner.events  # once
     assert isinstance(lost, rl.PeerLost)
     assert (lost.peer, lost.for_good) == (rl.SUPERVISOR, True)
-    assert lost.reason == "no message from the supervisor for 15.5 s"
+    assert lost.reason == "no message from the supervisor for 25.5 s"
     assert not exits(actions)
+
+
+def test_a_role_without_supervisor_completes_its_step_before_it_exits(driver: Driver) -> None:
+    driver.running()
+    assert not exits(driver.beat(n=31 + 19))
+    (stop,) = driver.inner.events  # once
+    assert isinstance(stop, rl.Received)
+    text = "no message from the supervisor for 15.5 s"
+    assert isinstance(stop.message, wire.Stop)
+    assert (stop.sender, stop.message.reason) == (rl.SUPERVISOR, text)
+    assert exits(driver.beat()) == ["no message from the supervisor for 25.5 s"]  # it does not end
+
+
+def test_a_coordinator_without_supervisor_saves_before_it_exits() -> None:
+    """Under the next label: what it and its shards have done since the last one would be lost."""
+    driver = Driver(name="coordinator").running()
+    driver.say(wire.SaveCheckpoint(label="00011"))
+    driver.inner.events.clear()
+    driver.beat(n=31)
+    (save,) = driver.inner.events
+    assert isinstance(save, rl.Received)
+    assert isinstance(save.message, wire.SaveCheckpoint)
+    assert save.message.label == "00012"
+
+
+def test_a_role_joins_again_when_its_supervisor_is_silent(driver: Driver) -> None:
+    """Another one may have taken over, and does not know where it listens."""
+    driver.running()
+    kinds = [type(message) for message in messages(driver.beat(n=11))]
+    assert kinds == [wire.Heartbeat] * 10 + [wire.Join, wire.Heartbeat]
 
 
 def test_a_shard_that_cannot_save_in_time_exits_anyway() -> None:

@@ -1005,3 +1005,32 @@ def test_it_is_what_a_list_of_pushes_would_tell(lives: list[tuple[int, float]]) 
         gone = {number for part in lost for number in part}
         assert gone == set(range(1, seen + 1)) - set(values)
         assert n_lost([lost]) == len(gone)
+
+
+def test_an_answer_to_an_earlier_entry_does_not_tell_that_the_client_has_left() -> None:
+    """Others would wait for it for ever: it would not say so again."""
+    alone = Alone(welcome=False)
+
+    def opened(**ticks: int) -> pf.SessionOpened:
+        return pf.SessionOpened(
+            shard_incarnation=1,
+            clock=0,
+            samples=0,
+            watermark=FIRST - 1,
+            applied=0,
+            parameters_region="",
+            push_buffers_region="",
+            floor=0,
+            **ticks,
+        )
+
+    alone.receive(opened())
+    assert [one.entries for one in sent(alone.client.enter(0.0), pf.OpenSession)] == [1]
+    alone.receive(opened(entries=1, tick=0))
+    alone.client.enter(0.0)
+    assert alone.client.may_begin
+    assert [one.entries for one in sent(alone.client.leave(0.0), pf.OpenSession)] == [2]
+    alone.receive(opened(entries=1, tick=0))  # late
+    assert [one.entries for one in sent(alone.timer(5.0), pf.OpenSession)] == [2]
+    alone.receive(opened(entries=2))
+    assert sent(alone.timer(60.0), pf.OpenSession) == []
