@@ -64,10 +64,13 @@ from distbelief.run.model_file import write_model
 from distbelief.run.resume import (
     PreviousRun,
     check_same,
+    checkpoint_set_of,
+    formed_before,
     newest_checkpoint_set,
     resume_run,
     start_from_scratch,
     store_of,
+    write_checkpoint_set,
 )
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
@@ -125,7 +128,7 @@ def supervisor_config(
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
     return SupervisorConfig(
-        roster=tuple(roster_of(job, n_machines=answer.n_machines)),
+        roster=tuple(roster_of(job, ranks=answer.ranks)),
         stop=StopRules(
             job.stop,
             n_train=n_train,
@@ -316,6 +319,7 @@ class Trainer:
         self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
+        self._forms = False  # whether replicas are still to be formed
         self._previous = PreviousRun()
         self._layout: Layout | None = None
         self._metrics = MetricsFile(run.metrics_file)
@@ -353,18 +357,23 @@ class Trainer:
                     tell=status.update,
                 )
             check_data(job, found)
-            assert found.task.train is not None
             n_shards = job.cluster.shards
             self._layout = Layout.of(found.tensors, n_shards=n_shards, dtype=found.dtype)
             if from_scratch:
                 log.announce(start_from_scratch(job, run))
+            ranks = found.ranks
+            if found.costs:  # the hosts that join form replicas, unless they were formed before
+                ranks = formed_before(job, run, found.plans)
+                self._forms = not ranks
+                self._preflight = found = found.formed(ranks or found.ranks)
+            assert found.task.train is not None
             resumed = resume_run(
                 job,
                 run,
                 layout=self._layout,
                 train=found.task.train,
                 report=log.warn_user,
-                plan=None if found.n_machines is None else load(run.plan_file),
+                plans=[load(found.plans[n]) for n in ranks],
             )
             self._previous, self._store = resumed.previous, resumed.store
             for line in resumed.notes:
@@ -374,6 +383,8 @@ class Trainer:
     def _take_over(self, live: LiveRun) -> None:
         """Get ready to go on with the roles of a supervisor that was killed."""
         self._live, self._preflight = live, live.found
+        if live.found.costs:
+            self._preflight = live.found.formed(live.handover.ranks)
         directory, _ = newest_checkpoint_set(self._run)
         self._store = store = store_of(self._run, directory, report=self._log.warn_user)
         n_shards, handover = self._job.cluster.shards, live.handover
@@ -420,10 +431,11 @@ class Trainer:
             spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
             cluster, files_at = None, ""
             if hosting is not None:
-                plan = None if spec.plan is None else Path(spec.plan)
                 server = stack.enter_context(self._file_server(spec, reach))
                 files_at = server.endpoint
-                cluster = hosting.cluster(self._job, spec, plan=plan, files=files_at)
+                cluster = hosting.cluster(
+                    self._job, spec, files=files_at, costs=self._preflight.costs, forms=self._forms
+                )
                 if live is not None:
                     cluster = replace(cluster, run=live.handover.run)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
@@ -473,13 +485,17 @@ class Trainer:
         log.show(partial(self._display.update, view), key="view")
         for record in supervisor.take_records():
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
+        if self._forms and supervisor.scheduler.formed:
+            self._forms, self._status_at = False, 0.0  # the handover has other roles now
+            self._preflight = self._preflight.formed(supervisor.scheduler.formed)
+            log.disk.write(log.warned(self._keep_formed))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
+            if self._hand_over is not None:
+                log.disk.renew("handover", log.warned(self._hand_over()))
             log.disk.renew(
                 "status", log.warned(partial(self._run.write_status, self._status(view)))
             )
-            if self._hand_over is not None:
-                log.disk.renew("handover", log.warned(self._hand_over()))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
@@ -490,6 +506,14 @@ class Trainer:
         if self._source is not None:
             for text in self._source.news(now):
                 log.announce(text)
+
+    def _keep_formed(self) -> None:
+        """Note the ranks of replicas that were formed: a resumed run keeps them."""
+        found = self._preflight
+        plans = [load(found.plans[n]) for n in found.ranks]
+        directory, _ = newest_checkpoint_set(self._run)
+        assert found.task.train is not None
+        write_checkpoint_set(directory, checkpoint_set_of(self._job, found.task.train, plans))
 
     def _status(self, view: JobView, *, ended: bool = False) -> Status:
         return Status(
@@ -511,9 +535,9 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        n_machines = self._preflight.n_machines or 1
+        n_ranks = sum(self._preflight.ranks) or self._job.cluster.n_replicas
         log = partial(self._log.log, "info")
-        self._source = source = hosting.source(self._job, n_machines=n_machines, log=log)
+        self._source = source = hosting.source(self._job, n_ranks=n_ranks, log=log)
         if source is not None:
             stack.callback(source.close)
             source.start(str(address), directory=self._run.path.absolute() / "joined")
@@ -671,6 +695,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             job = load_job(job)
         hosting = None if hosting is None else hosting.checked()
         if hosting is None:
+            job.cluster.check_formed()
             cluster = job.cluster.fitted(len(os.sched_getaffinity(0)))
             job = msgspec.structs.replace(job, cluster=cluster)
         FileMemory.sweep()

@@ -75,6 +75,7 @@ def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: b
         content = {
             "directory": str(run.path),
             "running": pid is not None,
+            "without_supervisor": pid is None and run.live_memory() is not None,
             "age_seconds": age,
             "status": last,
         }
@@ -104,6 +105,9 @@ def _remark(
         return f"{run.path}: {how}, {old} ago", "dim"
     if pid is None:
         seen = "" if last is None else f"; last status {old} ago"
+        if run.live_memory() is not None:
+            text = f"{run.path}: its supervisor was killed, and its roles train on for a while{seen}"
+            return f"{text}. To take over: distbelief train --resume {run.path}", "yellow"
         text = f"{run.path}: not running, and did not end properly{seen}"
         return f"{text}. To resume: distbelief train --resume {run.path}", "yellow"
     if age is None:

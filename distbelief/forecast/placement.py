@@ -51,8 +51,9 @@ from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.network import WITHIN_HOST
 from distbelief.simulation.placement import drawn_outages, options_for
 from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
-from distbelief.supervisor.membership import Membership
-from distbelief.supervisor.placement import Placement, place_roles, takes_slots
+from distbelief.supervisor.membership import Membership, RoleRecord
+from distbelief.supervisor.placement import Placement, form_replicas, place_roles, takes_slots
+from distbelief.worker.build import roster_of
 
 
 VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch buffer
@@ -69,7 +70,7 @@ class PlacedCluster:
 
     def placement(self, prepared: PreparedJob) -> dict[Address, int]:
         """Return the machine of each role; the last one used is the supervisor's own."""
-        job, n_used = prepared.job, self.n_needed(prepared)
+        n_used = self.n_needed(prepared)
         if self.together:
             return dict.fromkeys(prepared.kinds, 0)
         if n_used > len(self.cluster):
@@ -82,8 +83,10 @@ class PlacedCluster:
                 "supervisor and other small roles. Lower [cluster] replicas or partitions, or "
                 f"{larger}"
             )
-        config = ClusterConfig.of(job, prepared.layout, slots_here=0)
-        hosts, members = hosts_of(self.cluster.first(n_used), config), Membership(prepared.roster)
+        config, members = self._config(prepared), Membership(prepared.roster)
+        hosts = hosts_of(self.cluster.first(n_used), config)
+        if config.costs:
+            form_replicas(members, hosts, config)
         waiting = {record.name: 1 for record in members}
         places = {SUPERVISOR: n_used - 1}
         for name, host in place_roles(members, waiting, hosts, Placement.of(config)).items():
@@ -91,10 +94,37 @@ class PlacedCluster:
             places[name] = n_used - 1 if host is hosts.here else int(host.label)
         return places
 
+    def _config(self, prepared: PreparedJob) -> ClusterConfig:
+        config = ClusterConfig.of(prepared.job, prepared.layout, slots_here=0)
+        return replace(config, costs=prepared.preflight.costs)
+
+    def formed(self, prepared: PreparedJob) -> PreparedJob:
+        """Return the job with the ranks that its replicas have on this cluster."""
+        if not prepared.preflight.costs:
+            return prepared
+        if self.together:
+            prepared.job.cluster.check_formed()
+        config, members = self._config(prepared), Membership(prepared.roster)
+        groups = form_replicas(members, hosts_of(self.cluster, config), config)
+        if len(groups) < len(members.of("replica")):
+            raise JobError(
+                f"cluster {self.cluster.name!r}: its machines hold {len(groups)} replicas, and "
+                f"[cluster] replicas = {prepared.job.cluster.n_replicas}: use fewer, a larger max "
+                "of partitions, or a larger cluster"
+            )
+        ranks = tuple(map(len, groups))
+        return replace(
+            prepared,
+            preflight=prepared.preflight.formed(ranks),
+            roster=tuple(roster_of(prepared.job, ranks=ranks)),
+        )
+
     def n_needed(self, prepared: PreparedJob) -> int:
         """Return how many machines the job uses: more than there are if it does not fit."""
         if self.together:
             return 1
+        if prepared.preflight.costs:
+            return len(self.cluster)
         members = Membership(prepared.roster)
         n_needed = 1 + sum(map(takes_slots, members))
         apart = prepared.job.cluster.placement == "spread"
@@ -153,7 +183,7 @@ def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
             label=str(index),
             endpoint="",
             cores=config.threads,
-            memory_bytes=0,
+            memory_bytes=int(min(machine.memory, 1e18)),
             devices=(config.device,),
             flops=machine.flops / machine.cores,
         )
@@ -177,19 +207,21 @@ def vectors_of_shard(rule: UpdateRule | None, *, n_clients: int, by_blocks: bool
 
 def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
-    layout, kinds, cluster = prepared.layout, prepared.kinds, prepared.job.cluster
+    layout, cluster = prepared.layout, prepared.job.cluster
     rule: UpdateRule | None = getattr(prepared.job.algorithm, "rule", None)
     n_vectors = vectors_of_shard(rule, n_clients=cluster.n_replicas, by_blocks=by_blocks)
-    itemsize = layout.dtype.itemsize
-    n_shards, n_split = layout.n_shards, prepared.preflight.n_machines or 1
+    n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
-    bytes_of = {
-        "shard": n_vectors * whole / n_shards,
-        "replica": VECTORS_OF_REPLICA * whole / n_split,
-        "machine": VECTORS_OF_REPLICA * whole / n_split,
-        "evaluator": whole / n_split,
-    }
-    return {name: bytes_of.get(kind, 0.0) for name, kind in kinds.items()}
+
+    def n_bytes(record: RoleRecord) -> float:
+        if record.kind == "shard":
+            return n_vectors * whole / n_shards
+        if record.kind == "coordinator":
+            return 0.0
+        return (VECTORS_OF_REPLICA if record.trains else 1) * whole / record.ranks
+
+    found = {record.name: n_bytes(record) for record in Membership(prepared.roster)}
+    return {SUPERVISOR: 0.0, **found}
 
 
 def _at_cost(

@@ -8,8 +8,9 @@ and pushes overlap the steps of Downpour SGD.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, NamedTuple, Protocol, final
+from typing import Final, Literal, NamedTuple, Protocol, Self, final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -88,6 +89,21 @@ def _received(compiled: Compiled) -> Iterator[tuple[int, int]]:
 
 def _n_elements(regions: Sequence[Region]) -> int:
     return sum(region.n_elements for region in regions)
+
+
+class PlanCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan asks of the hosts of its ranks, as far as the planner knows."""
+
+    memory_bytes: int  # of the rank that holds most, with buffers for pushes and fetches
+    seconds: float  # of a step, on machines with so many
+    flops: float  # floating point operations a second
+
+    @classmethod
+    def of(cls, compiled: Compiled, *, micro_batches: int, seconds: float, flops: float) -> Self:
+        totals = list(memory(compiled, micro_batches=micro_batches))
+        for machine, n_bytes in _tensors(compiled):  # accumulated gradients, fetched values
+            totals[machine] += n_bytes
+        return cls(memory_bytes=max(totals), seconds=seconds, flops=flops)
 
 
 # --- breakdown of a step ---

@@ -12,6 +12,7 @@ self-scheduling: Polychronopoulos and Kuck 1987). Where samples are dealt, a rep
 it was dealt, and the `Dealer` gives as much of it as here.
 """
 
+import math
 from typing import Final, final
 
 from distbelief.protocol import Progress, StartTraining
@@ -22,10 +23,13 @@ from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 
 
-# A replica holds at least what it trains in this time, up to its share. With many replicas,
-# which report less often, it is the second constant times their number.
+# A replica holds at least what it trains in this time, up to its share, and at most what it trains
+# in the longest: its share may be wrong, and what it holds nobody else trains. With many replicas,
+# which report less often, it is the last constant times their number.
 AHEAD_SECONDS: Final = 2.0
+AHEAD_SECONDS_MAX: Final = 30.0
 AHEAD_SECONDS_EACH: Final = 0.01
+N_BATCHES_FIRST: Final = 64  # dealt at most to a replica before any speed is known
 
 
 @final
@@ -150,7 +154,10 @@ class Allowances:
         seconds = max(AHEAD_SECONDS, AHEAD_SECONDS_EACH * len(replicas))
         # Never more than its share: a short job would leave the others without work.
         fair = share * self._left
-        wanted = max(min(max(fair / 2, own * seconds), fair), 1.0)
+        most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf
+        if not own and self.dealer is not None:  # others may be about to come
+            most = float(N_BATCHES_FIRST * self._batch_size)
+        wanted = max(min(max(fair / 2, own * seconds), fair, most), 1.0)
         return -int(-wanted // self._batch_size) * self._batch_size
 
     @property

@@ -5,6 +5,7 @@ their incarnations. Where they listen, they say themselves: they join again.
 """
 
 import math
+from collections import Counter
 from typing import Final, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Evaluations
 from distbelief.supervisor.scheduler import Scheduler
 from distbelief.supervisor.view import JobView
+from distbelief.worker.group import group_rank_of
 
 
 LOST: Final = "supervisor:lost:"  # prefix of the timer after which a role counts as dead
@@ -56,6 +58,12 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""  # as hosts know it
     files: str = ""  # where roles on other hosts find checkpoints
     alive: dict[Address, int] = {}  # incarnations of the roles whose processes live on this host
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of each replica, where replicas are split."""
+        places = [place for role in self.roles if (place := group_rank_of(role.name))]
+        return tuple(Counter(p.replica for p in places if p.replica is not None).values())
 
 
 class Parts(Protocol):
@@ -103,6 +111,7 @@ def handover_of(supervisor: Parts, config: SupervisorConfig, view: JobView) -> H
 def start_roles(supervisor: Parts, handover: Handover | None, now: Seconds) -> None:
     """Start the roles of a supervisor that begins; it goes on with those that run already."""
     if handover is None:
+        supervisor.scheduler.form_replicas()
         for record in supervisor.members:
             record.begin_incarnation(record.incarnation, now)
             supervisor.scheduler.launch(record)

@@ -9,6 +9,9 @@ With "spread" and "beside replicas" the two copies of a shard are on different h
 any, and the evaluator goes to a host with room. With each of them, replicas go to the fastest hosts
 with free slots, and the coordinator stays on the supervisor's host.
 
+With `[cluster] partitions = { max = N }` replicas are formed once, from the hosts that are there
+when the job begins: `replica_groups`.
+
 Shards and evaluator take no slot: a slot is what a process of a replica keeps busy all the time, a
 shard works in short bursts. If it took one, a job with as many replicas as cores would not begin.
 """
@@ -22,7 +25,8 @@ from distbelief.config.job import ShardPlacement
 from distbelief.parameter_server.config import other_copy, shard_of
 from distbelief.roles.role import Address
 from distbelief.supervisor.hosts import ALIKE, ClusterConfig, Host, HostTable
-from distbelief.supervisor.membership import RoleRecord
+from distbelief.supervisor.membership import Membership, RoleRecord
+from distbelief.worker.group import member_names
 
 
 FIRST: Final = "replica-0"  # all other replicas wait for it
@@ -87,18 +91,25 @@ class Placement:
 
     shards: ShardPlacement = "here"
     shard_bytes: Mapping[Address, int] = field(default_factory=dict)  # 1 without an entry
+    forms: ClusterConfig | None = None  # if replicas are formed by hosts
 
     @classmethod
     def of(cls, cluster: ClusterConfig | None) -> Self:
         if cluster is None:
             return cls()
-        return cls(shards=cluster.placement, shard_bytes=cluster.shard_bytes)
+        return cls(
+            shards=cluster.placement,
+            shard_bytes=cluster.shard_bytes,
+            forms=cluster if cluster.costs else None,
+        )
 
     def place(
         self, role: Sequence[RoleRecord], hosts: HostTable, *, begun: bool
     ) -> Sequence[Host] | None:
         first, names = role[0], [record.name for record in role]
         if takes_slots(first):
+            if self.forms is not None:
+                return _apart(role, hosts, self.forms)
             # Replica 0 stays here if it fits: no network in between.
             if first.group == FIRST and hosts.here.free >= len(role):
                 return [hosts.here] * len(role)
@@ -133,6 +144,91 @@ class Placement:
             return n_bytes / rate, grade, host.used / max(host.slots, 1), host is hosts.here
 
         return min(allowed, key=load)
+
+
+def _apart(
+    role: Sequence[RoleRecord], hosts: HostTable, cluster: ClusterConfig
+) -> list[Host] | None:
+    # Each rank where its replica was formed, or on another host that no replica has, and that can
+    # hold it: a rank is one of a host's own.
+    found: list[Host] = []
+    for record in role:
+        free = [host for host in hosts.usable if host.slots and not _has_replica(host)]
+        fits = [host for host in free if host not in found and cluster.holds(host, record.ranks)]
+        if not fits:
+            return None
+        before, n = hosts.was_at(record.name), record.ranks
+        best = min(fits, key=lambda host: (host is not before, cluster.rank_seconds(host, n)))
+        found.append(best)
+    return found
+
+
+ACROSS: Final = 0.9  # what a step counts of a replica in several domains: it is lost with each
+
+_Formed = tuple[float, Sequence[Host], "_Formed | None"]  # steps a second, a group, the others
+
+
+def replica_groups(
+    hosts: Iterable[Host], n_max: int, cluster: ClusterConfig
+) -> list[Sequence[Host]]:
+    """Return the hosts of each of `n_max` replicas, or of as many as they can hold.
+
+    As many replicas as possible, then as many steps a second as possible of all together. Ranks
+    have like shares and the slowest decides, so hosts are ranked by speed, and neighbours that can
+    hold a rank form a group; of hosts that are alike, those of one domain are neighbours.
+    """
+    most = max(cluster.costs)
+
+    def rank(host: Host) -> tuple[int, str, int, Address]:
+        grade = round(math.log(max(cluster.rank_seconds(host, most), 1e-9)) / ALIKE)
+        return grade, host.offer.domain, -host.offer.memory_bytes, host.name
+
+    ranked = sorted((host for host in hosts if host.slots), key=rank)
+    holding: dict[int, list[int]] = {n: [] for n in cluster.costs}  # hosts that hold such ranks
+    # Row i, column r: the best r replicas of the first i hosts.
+    rows: list[list[_Formed]] = [[(0.0, (), None)]]
+    for index, host in enumerate(ranked):
+        row = list(rows[-1])
+        for n, places in holding.items():
+            if not cluster.holds(host, n):
+                continue
+            places.append(index)
+            if len(places) < n:
+                continue
+            group = [ranked[place] for place in places[-n:]]
+            is_across = len({each.offer.domain for each in group}) > 1
+            seconds = max(cluster.rank_seconds(each, n) for each in group)
+            rate = (ACROSS if is_across else 1.0) / max(seconds, 1e-9)
+            for r, others in enumerate(rows[places[-n]][:n_max], start=1):
+                formed = others[0] + rate, group, others
+                if r == len(row):
+                    row.append(formed)
+                elif formed[0] > row[r][0]:
+                    row[r] = formed
+        rows.append(row)
+    found: list[Sequence[Host]] = []
+    chain: _Formed | None = rows[-1][-1]
+    while chain is not None and chain[1]:
+        found.append(chain[1])
+        chain = chain[2]
+    return found[::-1]
+
+
+def form_replicas(
+    members: Membership, hosts: HostTable, cluster: ClusterConfig
+) -> list[Sequence[Host]]:
+    """Give each replica the ranks that its hosts make, and return the hosts of each.
+
+    Replicas without hosts have most ranks, and wait for hosts.
+    """
+    n_replicas, most = len(members.of("replica")), max(cluster.costs)
+    groups = replica_groups(hosts.usable, n_replicas, cluster)
+    n_ranks = [len(group) for group in groups] + [most] * (n_replicas - len(groups))
+    members.keep_ranks(n_ranks)
+    for replica, group in enumerate(groups):
+        for name, host in zip(member_names(f"replica-{replica}", len(group)), group, strict=True):
+            hosts.reserve(name, host)
+    return groups
 
 
 def apart_from(other: Host | None, hosts: Sequence[Host]) -> Sequence[Host]:

@@ -27,7 +27,13 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.placement import FIRST, PlacementPolicy, place_roles, takes_slots
+from distbelief.supervisor.placement import (
+    FIRST,
+    PlacementPolicy,
+    form_replicas,
+    place_roles,
+    takes_slots,
+)
 from distbelief.supervisor.view import Phase
 
 
@@ -35,6 +41,9 @@ HostToSupervisor = wire.Offer | wire.FileRequest | wire.HostReport
 
 DEATHS_MAX: Final = 3  # early deaths in a row on one host, after which it gets no more roles
 N_HOSTS_MAX: Final = 1024
+# Silence of all hosts, after which this one seems cut off; and for how long it then waits for them
+CUT_OFF_SECONDS: Final = 2.0
+CUT_OFF_SECONDS_MAX: Final = 60.0
 OFFER_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
 
 _DONE: Final = ("samples", "evaluations", "pushes_applied")  # counters of work that a role has done
@@ -154,10 +163,16 @@ class Scheduler:
         self._failover = failover
         self._cluster = cluster
         self._policy = policy
-        self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
+        self.hosts = (
+            HostTable(slots_here=_UNLIMITED)
+            if cluster is None
+            else HostTable(slots_here=cluster.slots_here, memory_here=cluster.memory_here)
+        )
+        self.formed: tuple[int, ...] = ()  # ranks of each replica, if they follow from the hosts
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
+        self._cut_off_at: rl.Seconds | None = None
         self._told_together = False  # that both copies of a shard are on one host
 
     # --- start
@@ -178,6 +193,20 @@ class Scheduler:
         limit = cluster.hosts_seconds_max
         self._out.log(LogEvent("hosts_missing", n=n_ready, total=cluster.n_hosts, limit=limit))
         return True
+
+    def form_replicas(self) -> None:
+        """Choose the ranks of replicas by the hosts that are there, if the job asks for that."""
+        if self._cluster is None or not self._cluster.forms:
+            return
+        groups = form_replicas(self._members, self.hosts, self._cluster)
+        replicas = self._members.of("replica")
+        self.formed = tuple(record.ranks for record in replicas)
+        for index, record in enumerate(replicas):
+            detail = f"waits for {record.ranks} hosts"
+            if index < len(groups):
+                labels = (host.full_label if host.label else HERE for host in groups[index])
+                detail = f"is formed of {', '.join(labels)}"
+            self._out.log(LogEvent("replica_formed", record.group, detail=detail))
 
     # --- roles
 
@@ -248,7 +277,7 @@ class Scheduler:
             self._tell_together(record, host)
         record.begins = host.name != HERE
         if host.name == HERE:
-            self._out.add(rl.Launch(name=name, incarnation=incarnation))
+            self._out.add(rl.Launch(name=name, incarnation=incarnation, ranks=record.ranks))
 
     def _tell_together(self, record: RoleRecord, host: Host) -> None:
         together = record.kind == "shard" and self.hosts.at(other_copy(record.name)) is host
@@ -330,7 +359,9 @@ class Scheduler:
         assert self._cluster is not None
         host.changed = False
         assigned = tuple(
-            wire.RoleAssignment(name=name, incarnation=n) for name, n in host.roles.items()
+            wire.RoleAssignment(name=name, incarnation=n, ranks=record.ranks)
+            for name, n in host.roles.items()
+            if (record := self._members.get(name)) is not None
         )
         incarnation, run = host.offer.incarnation, self._cluster.run
         message = wire.Assignments(incarnation=incarnation, run=run, assignments=assigned)
@@ -513,6 +544,22 @@ class Scheduler:
         self._lose_role(name, f"{how} with {host.label if host else name}")
 
     # --- time
+
+    def seems_cut_off(self) -> bool:
+        """Return whether all hosts are silent at once, and some have shards: wait for them.
+
+        It may be our own link. If all were given up, acknowledged pushes would be lost.
+        """
+        hosts = [host for host in self.hosts.joined.values() if host.present]
+        now, has_shards = self._out.now, any(r.startswith("shard-") for h in hosts for r in h.roles)
+        silent = all(host.silence.silent(now) > CUT_OFF_SECONDS for host in hosts)
+        if len(hosts) < 2 or not (silent and has_shards):
+            self._cut_off_at = None
+            return False
+        if self._cut_off_at is None:
+            self._cut_off_at = now
+            self._out.log(LogEvent("cut_off", n=len(hosts), limit=CUT_OFF_SECONDS_MAX))
+        return now - self._cut_off_at < CUT_OFF_SECONDS_MAX
 
     def tick(self, *, late: rl.Seconds) -> None:
         """Look for silent hosts, and for roles that do not leave in time; called every tick."""

@@ -179,11 +179,13 @@ class Supervisor:
 
     def _tick(self) -> None:
         late = self._clock.woke(self._now)
-        if late > TICK_SECONDS:  # this process was suspended: the roles may not be silent at all
+        if late <= TICK_SECONDS:
+            late = TICK_SECONDS if self.scheduler.seems_cut_off() else 0.0
+        if late:  # this process was suspended, or cut off: the roles may not be silent at all
             self.members.add_delay(late)
             self.shutdown.add_delay(late)
         self._set_tick()
-        self.scheduler.tick(late=late if late > TICK_SECONDS else 0.0)
+        self.scheduler.tick(late=late)
         if self.shutdown.stage < ShutdownStage.CLOSE and not self.shutdown.interrupted:
             for record in self.failover.tick():
                 self._handle_death(record, f"silent for {self._now - record.heard_at:.1f} s")

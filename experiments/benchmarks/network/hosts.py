@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -68,6 +69,14 @@ class Lan:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         counts = json.loads(done.stdout)[0]["stats64"]
         return int(counts["rx"]["bytes"]), int(counts["tx"]["bytes"])
+
+    def kill(self, host: Host) -> None:
+        """Kill every process that runs at a host, as if its power were gone."""
+        command = ["ip", "netns", "pids", host.name]
+        while pids := subprocess.run(command, capture_output=True, check=True).stdout.split():
+            for pid in map(int, pids):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def limit(self, host: Host, *, bits_per_second: float) -> None:
         """Set what the host's card carries each way."""

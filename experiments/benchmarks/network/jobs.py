@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.network.hosts import Host
@@ -33,26 +33,39 @@ def lay_out(folder: Path, job: str, *, n_hosts: int) -> None:
         other.allow(server)
 
 
+def begin(
+    folder: Path,
+    hosts: Sequence[Host],
+    index: int,
+    *options: str,
+    imports: str,
+    output: IO[str] | int = subprocess.PIPE,
+) -> "subprocess.Popen[str]":
+    """Start `distbelief train` at the first host, or `join` at another one, with one core.
+
+    `lay_out` has made the folder. Hosts that join may import `imports` for the job.
+    """
+    at = f"tcp://{hosts[0].address}:7700"
+    job = () if "--resume" in options else ("job.toml",)
+    join = ("join", at, *KEYS, "--allow-import", imports)
+    words = join if index else ("train", *job, "--listen", at, *KEYS)
+    return subprocess.Popen(
+        [*hosts[index].prefix, COMMAND, *words, *options],
+        cwd=folder / f"{index}",
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def start(
     folder: Path, hosts: Sequence[Host], *options: str, imports: str, stack: ExitStack
 ) -> list["subprocess.Popen[str]"]:
-    """Start `distbelief train` at the first host, and `join` at the others, one core each.
-
-    `lay_out` has made the folder; hosts may import `imports` for the job, which has these options.
-    The stack kills all of them when it is closed.
-    """
-    at = f"tcp://{hosts[0].address}:7700"
-    train = ["train", "job.toml", "--listen", at, *KEYS, "--hosts", f"{len(hosts) - 1}", *options]
-    join = ["join", at, *KEYS, "--allow-import", imports]
+    """Start a job with these options over all hosts; the stack kills it when it is closed."""
     processes = []
-    for index, host in enumerate(hosts):
-        process = subprocess.Popen(
-            [*host.prefix, COMMAND, *(join if index else train)],
-            cwd=folder / f"{index}",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    for index in range(len(hosts)):
+        words = () if index else ("--hosts", f"{len(hosts) - 1}", *options)
+        process = begin(folder, hosts, index, *words, imports=imports)
         stack.callback(process.communicate)
         stack.callback(process.kill)
         processes.append(process)

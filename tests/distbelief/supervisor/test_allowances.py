@@ -55,6 +55,20 @@ def test_a_fast_replica_of_a_short_job_leaves_the_others_their_share() -> None:
     assert (told["replica-0"] or 0) <= 440 + share + BATCH
 
 
+def test_a_replica_holds_no_more_than_it_soon_trains() -> None:
+    """All stood still; one's speed was from before, and it got a third of the job: they waited."""
+    desk = a_job(StopTable(samples=1_000_000))
+    desk.join()
+    for step in range(1, 25):
+        desk.now += 10.0
+        for name in REPLICAS:
+            report(desk, name, 10_000 * step)
+    desk.now += 30.0
+    report(desk, "replica-1", 240_000 + BATCH)
+    told = bounds(desk.beat("replica-0", samples=240_000))
+    assert told["replica-0"] == 240_000 + 30 * 1000
+
+
 def test_a_bound_that_is_not_heard_of_is_said_again() -> None:
     desk = a_job()
     bound = bounds(desk.join())["replica-0"]

@@ -201,6 +201,30 @@ def test_a_host_that_was_cut_off_is_used_again(seconds: float) -> None:
     assert any("is lost" in text for text in town.said) == (seconds > 8.0)
 
 
+@pytest.mark.parametrize("seconds", [40.0, 80.0])
+def test_a_supervisor_whose_own_link_is_cut_waits_for_its_hosts(seconds: float) -> None:
+    """It gave all of them up at once, and with both copies of a shard acknowledged pushes."""
+    both: list[tuple[str, Kind]] = [("shard-0", "shard"), ("shard-0b", "shard"), *roster(3)[1:]]
+    town = Town(both, replace(config_of(n_hosts=2), placement="spread"))
+    hosts = [town.come(name, patience=600.0) for name in "ab"]
+    town.pass_time(5.0)
+    before = town.runs()
+    assert all({"shard-0", "shard-0b"} & {*machine.processes} for machine in hosts)
+    for machine in hosts:
+        machine.is_cut = True
+    town.pass_time(seconds)
+    for machine in hosts:
+        machine.is_cut = False
+    town.pass_time(5.0)
+    assert "all 2 hosts are silent: waiting for them for 60 s at most" in town.said
+    assert any("is lost" in text for text in town.said) == (seconds > 60.0)
+    if seconds < 60.0:
+        assert town.runs() == before
+        town.kill(hosts[0])  # alone: its own fault
+        town.pass_time(10.0)
+        assert any("a (host-a) is lost (silent for 8" in text for text in town.said)
+
+
 def test_a_role_that_dies_on_a_host_is_started_there_again() -> None:
     town, machine = one_host(2, config_of(n_hosts=1, slots_here=0))
     town.pass_time(5.0)
