@@ -3,8 +3,9 @@
     run directory -> fork server -> get_ready -> supervise -> conclude -> final table
 
 At the end there is no process left and no shared memory; what a power loss leaves is removed at the
-next start. This process never holds the training data or a gradient, runs none of the user's code
-but callbacks, and no torch threads.
+next start. If this process is killed, roles go on for a while, and another one takes over
+(`LiveRun`). It never holds the training data or a gradient, runs none of the user's code but
+callbacks, and no torch threads.
 """
 
 import os

@@ -39,6 +39,8 @@ from distbelief.forecast.calibration import (
 )
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.protocol import Offer
@@ -60,7 +62,6 @@ from distbelief.supervisor.placement import (
 from distbelief.worker.build import roster_of
 
 
-VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers
 VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch buffer
 
 
@@ -136,13 +137,14 @@ class PlacedCluster:
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return the options of the simulation; JobError if the job does not fit the cluster."""
+        shares = prepared.job.cluster.shared_memory
         try:
             options = options_for(
                 self.cluster,
                 self.placement(prepared),
                 threads=prepared.job.cluster.threads,
-                memory=memory_of(prepared),
-                share_memory=prepared.job.cluster.shared_memory,
+                memory=memory_of(prepared, by_blocks=not (self.together and shares)),
+                share_memory=shares,
             )
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
@@ -196,14 +198,27 @@ def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
     return hosts
 
 
-def memory_of(prepared: PreparedJob) -> dict[Address, float]:
+def vectors_of_shard(rule: UpdateRule | None, *, n_clients: int, by_blocks: bool) -> int:
+    """Return how many vectors a shard holds: values, the rule's state, push buffers, lent copies.
+
+    `by_blocks`: clients on other hosts read copies; otherwise they read the values.
+    """
+    rules = () if rule is None else rule.rules
+    n_state = len({name for one in rules for name in one.state(0, "f")})
+    n_lent = min(n_clients, ShardConfig.n_copies) if by_blocks else 0
+    return 1 + n_state + 2 * n_clients + n_lent
+
+
+def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
-    layout, kinds = prepared.layout, prepared.kinds
+    layout, kinds, job = prepared.layout, prepared.kinds, prepared.job
+    rule: UpdateRule | None = getattr(job.algorithm, "rule", None)
+    n_vectors = vectors_of_shard(rule, n_clients=job.cluster.n_replicas, by_blocks=by_blocks)
     n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
     ranks = {record.name: record.ranks for record in Membership(prepared.roster)}
     bytes_of = {
-        "shard": VECTORS_OF_SHARD * whole / n_shards,
+        "shard": n_vectors * whole / n_shards,
         "replica": VECTORS_OF_REPLICA * whole,
         "machine": VECTORS_OF_REPLICA * whole,
         "evaluator": whole,

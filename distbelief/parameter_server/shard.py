@@ -311,7 +311,7 @@ class Shard:
             if told == applied and now - at < TELL_AGAIN_SECONDS:
                 return [timer]
         self._told = applied, now
-        message = ms.SamplesApplied(spans=applied.to_wire())
+        message = ms.SamplesApplied(spans=applied.to_wire()[: 2 * ms.N_SPANS_MAX])
         return [timer, rl.Send(receiver=rl.SUPERVISOR, message=message)]
 
     def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
