@@ -361,8 +361,6 @@ _N_AHEAD: Final = 4096  # samples computed at once; a whole pass at once would s
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """The data of one replica."""
-
     n_samples: int  # of the whole data set
     _: KW_ONLY
     replica_index: int

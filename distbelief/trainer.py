@@ -3,8 +3,9 @@
     run directory -> fork server -> get_ready -> supervise -> conclude -> final table
 
 At the end there is no process left and no shared memory; what a power loss leaves is removed at the
-next start. This process never holds the training data or a gradient, runs none of the user's code
-but callbacks, and no torch threads.
+next start. If this process is killed, roles go on for a while, and another one takes over
+(`LiveRun`). It never holds the training data or a gradient, runs none of the user's code but
+callbacks, and no torch threads.
 """
 
 import os
@@ -64,10 +65,13 @@ from distbelief.run.model_file import write_model
 from distbelief.run.resume import (
     PreviousRun,
     check_same,
+    checkpoint_set_of,
+    formed_before,
     newest_checkpoint_set,
     resume_run,
     start_from_scratch,
     store_of,
+    write_checkpoint_set,
 )
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
@@ -104,9 +108,9 @@ Around = Callable[[Role], Role]
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
-    """Reject more replicas than there are samples."""
-    train = answer.task.train
-    if train is not None and 1 < job.cluster.n_replicas > train.n_samples:
+    """Reject more replicas than there are samples, where each has a part of its own."""
+    train, is_dealt = answer.task.train, getattr(job.algorithm, "order", "parts") == "dealt"
+    if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
             f"has {train.n_samples} samples: each replica needs at least one"
@@ -125,7 +129,7 @@ def supervisor_config(
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
     return SupervisorConfig(
-        roster=tuple(roster_of(job, n_machines=answer.n_machines)),
+        roster=tuple(roster_of(job, ranks=answer.ranks)),
         stop=StopRules(
             job.stop,
             n_train=n_train,
@@ -316,6 +320,7 @@ class Trainer:
         self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
+        self._forms = False  # whether replicas are still to be formed
         self._previous = PreviousRun()
         self._layout: Layout | None = None
         self._metrics = MetricsFile(run.metrics_file)
@@ -353,18 +358,23 @@ class Trainer:
                     tell=status.update,
                 )
             check_data(job, found)
-            assert found.task.train is not None
             n_shards = job.cluster.shards
             self._layout = Layout.of(found.tensors, n_shards=n_shards, dtype=found.dtype)
             if from_scratch:
                 log.announce(start_from_scratch(job, run))
+            ranks = found.ranks
+            if found.costs:  # the hosts that join form replicas, unless they were formed before
+                ranks = formed_before(job, run, found.plans)
+                self._forms = not ranks
+                self._preflight = found = found.formed(ranks or found.ranks)
+            assert found.task.train is not None
             resumed = resume_run(
                 job,
                 run,
                 layout=self._layout,
                 train=found.task.train,
                 report=log.warn_user,
-                plan=None if found.n_machines is None else load(run.plan_file),
+                plans=[load(found.plans[n]) for n in ranks],
             )
             self._previous, self._store = resumed.previous, resumed.store
             for line in resumed.notes:
@@ -373,8 +383,10 @@ class Trainer:
 
     def _take_over(self, live: LiveRun) -> None:
         """Get ready to go on with the roles of a supervisor that was killed."""
-        self._live, self._preflight = live, live.found
-        directory, _ = newest_checkpoint_set(self._run)
+        directory, was = newest_checkpoint_set(self._run)
+        formed = live.found.costs and was is not None and was.ranks
+        self._live, self._preflight = live, live.found.formed(formed) if formed else live.found
+        self._forms = bool(live.found.costs) and not formed
         self._store = store = store_of(self._run, directory, report=self._log.warn_user)
         n_shards, handover = self._job.cluster.shards, live.handover
         self._layout = Layout.of(live.found.tensors, n_shards=n_shards, dtype=live.found.dtype)
@@ -420,10 +432,10 @@ class Trainer:
             spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
             cluster, files_at = None, ""
             if hosting is not None:
-                plan = None if spec.plan is None else Path(spec.plan)
                 server = stack.enter_context(self._file_server(spec, reach))
                 files_at = server.endpoint
-                cluster = hosting.cluster(self._job, spec, plan=plan, files=files_at)
+                cluster = hosting.cluster(self._job, spec, files=files_at)
+                cluster = replace(cluster, costs=self._preflight.costs, forms=self._forms)
                 if live is not None:
                     cluster = replace(cluster, run=live.handover.run)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
@@ -473,13 +485,18 @@ class Trainer:
         log.show(partial(self._display.update, view), key="view")
         for record in supervisor.take_records():
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
+        if self._forms and supervisor.has_begun:
+            self._forms, self._status_at = False, 0.0  # the handover has other roles now
+            ranks = tuple(record.ranks for record in supervisor.members.of("replica"))
+            self._preflight = self._preflight.formed(ranks)
+            log.disk.write(log.warned(self._keep_formed))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
+            if self._hand_over is not None:
+                log.disk.renew("handover", log.warned(self._hand_over()))
             log.disk.renew(
                 "status", log.warned(partial(self._run.write_status, self._status(view)))
             )
-            if self._hand_over is not None:
-                log.disk.renew("handover", log.warned(self._hand_over()))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
@@ -490,6 +507,14 @@ class Trainer:
         if self._source is not None:
             for text in self._source.news(now):
                 log.announce(text)
+
+    def _keep_formed(self) -> None:
+        """Note the ranks of replicas that were formed: a resumed run keeps them."""
+        found = self._preflight
+        plans = [load(found.plans[n]) for n in found.ranks]
+        directory, _ = newest_checkpoint_set(self._run)
+        assert found.task.train is not None
+        write_checkpoint_set(directory, checkpoint_set_of(self._job, found.task.train, plans))
 
     def _status(self, view: JobView, *, ended: bool = False) -> Status:
         return Status(
@@ -511,9 +536,9 @@ class Trainer:
             tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        n_machines = self._preflight.n_machines or 1
+        n_ranks = sum(self._preflight.ranks) or self._job.cluster.n_replicas
         log = partial(self._log.log, "info")
-        self._source = source = hosting.source(self._job, n_machines=n_machines, log=log)
+        self._source = source = hosting.source(self._job, n_ranks=n_ranks, log=log)
         if source is not None:
             stack.callback(source.close)
             source.start(str(address), directory=self._run.path.absolute() / "joined")
@@ -671,6 +696,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             job = load_job(job)
         hosting = None if hosting is None else hosting.checked()
         if hosting is None:
+            job.cluster.check_formed()
             cluster = job.cluster.fitted(len(os.sched_getaffinity(0)))
             job = msgspec.structs.replace(job, cluster=cluster)
         FileMemory.sweep()

@@ -20,8 +20,6 @@ COORDINATOR: Final = Address("coordinator")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSizes:
-    """Sizes of chunks, fixed for a job."""
-
     mini_batch_size: int  # examples of a mini-batch; the last of a batch may have fewer
     mini_batches_per_chunk: int = 1  # mini-batches that are summed before they are pushed
 

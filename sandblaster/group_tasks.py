@@ -38,8 +38,6 @@ _SILENT_PERIODS: Final = 4.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """Settings of a worker."""
-
     chunk_sizes: ChunkSizes  # how batches are divided; the coordinator must have the same
     retry_seconds: Seconds = 0.5  # seconds after which a busy worker repeats its report
     retry_seconds_max: Seconds = 4.0  # seconds after which an idle worker does
@@ -123,15 +121,9 @@ class ChunkAttempt:
     is_pushed: bool = False  # of the only rank: its memory is free for another sum
     staged: bool = False
 
-    @property
-    def is_computed(self) -> bool:
-        return self.loss is not None
-
 
 @final
 class ChunkAttempts:
-    """All attempts of one worker at the chunks of one evaluation."""
-
     def __init__(self, chunk_sizes: ChunkSizes) -> None:
         self._chunk_sizes = chunk_sizes
         self._version = 0
@@ -193,7 +185,7 @@ class ChunkAttempts:
     def to_compute(self) -> Sequence[ChunkAttempt]:
         if sum(not one.is_pushed for one in self.held) >= N_CHUNKS_HELD:
             return ()
-        return [one for one in self if not one.is_computed]
+        return [one for one in self if one.loss is None]
 
     def report(self, generation: int = 0) -> wire.WorkReport:
         results = tuple(

@@ -80,7 +80,7 @@ def run_simulated_chaos(
     progress.end()
     view, simulation = run.view, run.simulation
     error = simulation.halted[SUPERVISOR]
-    counts_steps = "coordinator" not in prepared.kinds.values() and prepared.preflight.plan is None
+    counts_steps = "coordinator" not in prepared.kinds.values() and not prepared.preflight.plans
     report = ChaosReport(
         job=prepared.job.name,
         seed=seed,

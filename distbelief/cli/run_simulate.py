@@ -71,6 +71,7 @@ def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
     job = load_job(job_file, overrides=overrides)
+    job.cluster.check_formed()
     if real:
         report = run_local_chaos(job, seed=seed, console=aside)
     else:

@@ -117,7 +117,7 @@ class HostAgent:
         self._to_prepare = False  # as soon as an older process has ended
         self._refusal: str | None = None
         self._leaves_at: rl.Seconds | None = None  # deadline, once it was asked to leave
-        self._assigned: dict[rl.Address, int] = {}
+        self._assigned: dict[rl.Address, wire.RoleAssignment] = {}
         self._running: dict[rl.Address, int] = {}  # also of earlier incarnations, until they end
         # Kept until they are no longer assigned.
         self._ended: dict[rl.Address, wire.RoleEnded] = {}
@@ -223,7 +223,7 @@ class HostAgent:
         silent = self._silence.silent(now)
         if not self.is_supervisor_silent(now) or silent < self._config.over_seconds:
             return []
-        if any(self._assigned.get(name) == n for name, n in self._running.items()):
+        if any(self._is_wanted(name, n) for name, n in self._running.items()):
             return []  # they end by themselves, after they have saved
         return [_said("supervisor_gone", reason=event.reason), *self._exit(None)]
 
@@ -248,13 +248,13 @@ class HostAgent:
         if self._run is None:
             self._run, self.was_taken = message.run, True
             return [_said("taken", detail=message.run), self._begin_download(PROBE, now)]
-        assigned: dict[rl.Address, int] = {}
+        assigned: dict[rl.Address, wire.RoleAssignment] = {}
         for role in message.assignments:
             if _NAME.fullmatch(role.name) is None or role.name == PREPARE:
                 raise RemoteProtocolError(f"a host cannot run a role {role.name!r:.80}")
-            assigned[rl.Address(role.name)] = role.incarnation
+            assigned[rl.Address(role.name)] = role
         self._assigned = assigned
-        self._ended = {n: e for n, e in self._ended.items() if assigned.get(n) == e.incarnation}
+        self._ended = {n: e for n, e in self._ended.items() if self._is_wanted(n, e.incarnation)}
         return self._reconcile()
 
     def _released(self, message: wire.Release, now: rl.Seconds) -> list[rl.Action]:
@@ -336,7 +336,7 @@ class HostAgent:
         del self._running[name]
         if name == PREPARE:
             return self._prepared(incarnation)
-        if self._assigned.get(name) != incarnation:
+        if not self._is_wanted(name, incarnation):
             return self._reconcile()
         reason = event.reason[:_REASON_MAX]
         self._ended[name] = wire.RoleEnded(name=name, incarnation=incarnation, reason=reason)
@@ -348,11 +348,15 @@ class HostAgent:
     # process is started, once. So a lost message costs half a second. A process may outlive its
     # assignment; no other one of its name starts before it has ended.
 
-    def _start_role(self, name: rl.Address, incarnation: int) -> list[rl.Action]:
+    def _start_role(self, name: rl.Address, incarnation: int, ranks: int = 1) -> list[rl.Action]:
         if name in self._running:
             return []
         self._running[name] = incarnation
-        return [rl.Launch(name=name, incarnation=incarnation)]
+        return [rl.Launch(name=name, incarnation=incarnation, ranks=ranks)]
+
+    def _is_wanted(self, name: rl.Address, incarnation: int) -> bool:
+        role = self._assigned.get(name)
+        return role is not None and role.incarnation == incarnation
 
     def _reconcile(self) -> list[rl.Action]:
         if not self._ready:
@@ -360,11 +364,11 @@ class HostAgent:
         actions: list[rl.Action] = [
             rl.Terminate(name=name)
             for name, incarnation in self._running.items()
-            if self._assigned.get(name) != incarnation
+            if not self._is_wanted(name, incarnation)
         ]
-        for name, incarnation in self._assigned.items():
+        for name, role in self._assigned.items():
             if name not in self._ended:
-                actions += self._start_role(name, incarnation)
+                actions += self._start_role(name, role.incarnation, role.ranks)
         return actions
 
     def _drop_roles(self) -> list[rl.Action]:
@@ -410,16 +414,15 @@ class AgentStorage:
             directory = files.make_numbered(self.directory, "")
             (directory / "logs").mkdir()
         memory = self.memory = FileMemory.make()
-        plan = None
-        if received.plan is not None:
-            plan = memory.directory / ".plan.json"
-            files.write(plan, received.plan.encode())
+        plans = {n: memory.directory / f".plan-{n}.json" for n in received.plans}
+        for n, plan in plans.items():
+            files.write(plan, received.plans[n].encode())
         spec = msgspec.structs.replace(
             received.spec,
             job=job,
             supervisor=self.supervisor,
             memory=str(received.memory_here or memory.directory) if received.shares else "",
-            plan=None if plan is None else str(plan),
+            plans={n: str(plan) for n, plan in plans.items()},
             reach=self.reach,
             allowed=self.allowed,
         )
@@ -428,7 +431,7 @@ class AgentStorage:
         self.spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
         self.launcher.serve(
-            spec=self.spec, log_of=lambda name: logs / f"{name}.log", has_ranks=plan is not None
+            spec=self.spec, log_of=lambda name: logs / f"{name}.log", has_ranks=bool(plans)
         )
         return patience + END_SECONDS_MAX  # first its roles end by themselves
 

@@ -88,7 +88,7 @@ class JobAddress:
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     spec: RoleSpec  # as for roles of the supervisor's host
-    plan: str | None = None  # text of the plan, if replicas are split over several ranks
+    plans: dict[int, str] = {}  # texts of `RoleSpec.plans`
     shares: bool = True  # whether roles of one host share memory
     # The supervisor's machine and shared memory, which hosts on that machine use as well: through
     # TCP and encryption, a step there would take longer
@@ -106,9 +106,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-def write_job_spec(
-    spec: RoleSpec, *, plan: Path | None, files: str = "", snapshots: str = ""
-) -> bytes:
+def write_job_spec(spec: RoleSpec, *, files: str = "", snapshots: str = "") -> bytes:
     """Encode the job spec; `snapshots` is where all hosts reach the checkpoints, if anywhere."""
     portable = msgspec.structs.replace(
         spec,
@@ -116,14 +114,14 @@ def write_job_spec(
         memory="",
         snapshots=snapshots,
         files=files,
-        plan=None,
+        plans={},
         initial_file=None if spec.initial_file is None else "",
         reach=ListenConfig(),
     )
-    text = None if plan is None else plan.read_text()
+    plans = {n: Path(plan).read_text() for n, plan in spec.plans.items()}
     shares = bool(spec.memory)
     made = JobSpec(
-        spec=portable, plan=text, shares=shares, machine=this_machine(), memory=spec.memory
+        spec=portable, plans=plans, shares=shares, machine=this_machine(), memory=spec.memory
     )
     return msgspec.json.encode(made)
 

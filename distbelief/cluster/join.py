@@ -189,13 +189,12 @@ def _input_has_ended() -> bool:
 def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:
     torch.set_num_threads(1)  # of this process, which computes nothing else
     cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     offer = Offer(
         incarnation=0,
         label=socket.gethostname()[:100] or "nameless",
         endpoint=endpoint,
         cores=options.cores or cores,
-        memory_bytes=options.memory_bytes or memory,
+        memory_bytes=options.memory_bytes or int(profiling.memory()),
         devices=options.devices,
         flops=profiling.flops(),
         domain=options.domain,

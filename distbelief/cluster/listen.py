@@ -15,6 +15,7 @@ from distbelief.cluster.ray import RayHosts, connect
 from distbelief.config.job import Job
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
+from distbelief.partition.profiling.this_host import memory
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.transport.address import ANYWHERE, Endpoint, own_address
@@ -54,16 +55,15 @@ class JoinServer:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def cluster(
-        self, job: Job, spec: RoleSpec, *, plan: Path | None, files: str = ""
-    ) -> ClusterConfig:
+    def cluster(self, job: Job, spec: RoleSpec, *, files: str = "") -> ClusterConfig:
         snapshots = spec.snapshots if job.cluster.checkpoints is not None else ""
         return replace(
             ClusterConfig.of(job, Layout(spec.layout), slots_here=self.slots_here(job)),
             run=secrets.token_hex(4),
-            job_spec=write_job_spec(spec, plan=plan, files=files, snapshots=snapshots),
+            job_spec=write_job_spec(spec, files=files, snapshots=snapshots),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
+            memory_here=int(memory()),
         )
 
     def slots_here(self, job: Job) -> int:
@@ -84,16 +84,14 @@ class JoinServer:
             ssh.check(ssh.parse(self.on), is_local=self.reach.is_local)
         return replace(self, reach=self.reach.pinned())
 
-    def source(self, job: Job, *, n_machines: int, log: Callable[[str], None]) -> HostSource | None:
+    def source(self, job: Job, *, n_ranks: int, log: Callable[[str], None]) -> HostSource | None:
         """Return what starts hosts for this job, if anything does."""
         keys = "" if self.reach.keys is None else self.reach.keys.directory
         if not self.on:
             return None
         if self.on == "ray":
             n_hosts, here = max(1, self.n_hosts), self.slots_here(job)
-            return RayHosts.of(
-                job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys=keys
-            )
+            return RayHosts.of(job, n_hosts=n_hosts, n_processes=n_ranks - here, keys=keys)
         return ssh.SshHosts.of(job, ssh.parse(self.on), command=self.remote, keys=keys, log=log)
 
     def lines(self, address: JobAddress) -> list[str]:

@@ -104,10 +104,9 @@ class RayHosts:
         self._look_at: Seconds = 0.0
 
     @classmethod
-    def of(cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str) -> Self:
-        """Return as many hosts, for what this job needs beyond the supervisor's own host."""
-        n_processes = max(1, job.cluster.n_replicas * n_machines - slots_here)
-        cores = ceil(n_processes / n_hosts) * job.cluster.threads
+    def of(cls, job: Job, *, n_hosts: int, n_processes: int, keys: str) -> Self:
+        """Return as many hosts, for the processes beyond those on the supervisor's own host."""
+        cores = ceil(max(1, n_processes) / n_hosts) * job.cluster.threads
         return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=modules_of(job))
 
     def start(self, address: str, *, directory: Path) -> None:

@@ -74,8 +74,6 @@ def check(hosts: tuple[str, ...], *, is_local: bool) -> None:
 @final
 @dataclass(kw_only=True, eq=False)
 class _Link:
-    """The ssh to one host."""
-
     host: str
     process: "subprocess.Popen[bytes] | None" = None
     unread: bytes = b""  # the beginning of a line of its output

@@ -49,6 +49,12 @@ class Elastic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise JobFileError(f"min = {self.min} and max = {self.max}: wants no more than max")
 
 
+class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Value of [cluster] partitions: each replica has the ranks that suit the hosts that joined."""
+
+    max: Processes  # ranks of a replica
+
+
 class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicas: Processes | Elastic = 1  # each with its own part of the data, unless it is dealt
     shards: Processes = 1
@@ -56,9 +62,9 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # and no acknowledged push is lost.
     shard_copies: Copies = 1
     threads: Threads = 1  # of torch, in each process of a replica
-    # Ranks per replica; with more than one, each computes its part of the model. The planner
-    # chooses the parts (plan.json in the run directory).
-    partitions: Processes = 1
+    # Ranks per replica, or of each in turn, or at most; with more than one, each computes its part
+    # of the model. The planner chooses the parts (plan.json in the run directory).
+    partitions: Processes | tuple[Processes, ...] | Fit = 1
     plan: str | None = None  # path of a plan.json to use instead of `partitions`
     pins: tuple[
         str, ...
@@ -94,7 +100,19 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"pins = {list(self.pins)!r} and plan = {self.plan!r}: the plan already "
                 "says how layers are split; leave one of them out"
             )
-        if self.pins and self.partitions == 1:
+        said, counts = f"partitions = {self.partitions_text}", self.partitions
+        if isinstance(counts, tuple) and len(counts) != self.replicas:
+            replicas = toml.excerpt(msgspec.to_builtins(self.replicas))
+            raise JobFileError(
+                f"{said} is for {len(counts)} replicas, and replicas = {replicas}: list as many "
+                "numbers as there are replicas, or write one number for all"
+            )
+        if self.plan is not None and not isinstance(counts, int):
+            raise JobFileError(
+                f"{said} and plan = {self.plan!r}: one plan splits every replica alike; leave one "
+                "of them out"
+            )
+        if self.pins and self.partitions_max == 1:
             raise JobFileError(
                 f"pins = {list(self.pins)!r} with partitions = 1, which splits nothing: "
                 "use more partitions, or leave pins out"
@@ -108,6 +126,34 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise JobFileError(
                     f"pins has {name!r} twice, {places[name]!r} and {split!r}: keep one"
                 )
+
+    @property
+    def partitions_max(self) -> int:
+        return max(self.partitions_wanted)
+
+    @property
+    def partitions_wanted(self) -> tuple[int, ...]:
+        """The numbers of ranks that a replica may have."""
+        match self.partitions:
+            case Fit(max=most):
+                return tuple(range(1, most + 1))
+            case tuple():
+                return tuple(sorted({*self.partitions}))
+            case count:
+                return (count,)
+
+    @property
+    def partitions_text(self) -> str:
+        """The value of `partitions` as it stands in a job file."""
+        return toml.excerpt(msgspec.to_builtins(self.partitions))
+
+    def check_formed(self) -> None:
+        """Raise JobFileError if the ranks of replicas follow from hosts, and none may join."""
+        if isinstance(self.partitions, Fit):
+            raise JobFileError(
+                f"[cluster] partitions = {self.partitions_text} chooses by the hosts that join: "
+                "add --listen (simulate: --cluster), or give a number or a list"
+            )
 
     @property
     def n_replicas(self) -> int:
@@ -129,7 +175,7 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_split(self) -> bool:
-        return self.plan is not None or self.partitions > 1 or self.device != DEVICES[0]
+        return self.plan is not None or self.partitions_max > 1 or self.device != DEVICES[0]
 
 
 class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -158,10 +158,11 @@ def _wanted(kind: inspect.Type) -> str:
 def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
     # Before msgspec, which does not know the nearest key. Values of another type are its business.
     options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    if isinstance(value, str):
+    if isinstance(value, str | float):
         literals = (option for option in options if isinstance(option, inspect.LiteralType))
         words = [str(word) for literal in literals for word in literal.values]
-        if words and value not in words:
+        takes_floats = any(isinstance(option, inspect.FloatType) for option in options)
+        if words and value not in words and not (takes_floats and isinstance(value, float)):
             takes_number = any(isinstance(option, inspect.IntType) for option in options)
             wanted = ("a whole number or " if takes_number else "") + _either(words)
             place = f"{header(path[:-1])} {path[-1]}"

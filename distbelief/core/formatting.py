@@ -19,7 +19,6 @@ def without_control_characters(text: str) -> str:
 
 
 def is_share(metric_name: str) -> bool:
-    """Return whether this metric is shown in percent."""
     return metric_name in _SHARES
 
 

@@ -61,7 +61,6 @@ class Silence:
     timer_at: float | None = None  # when our own timer fires; None if it does not run
 
     def start(self, now: float) -> None:
-        """Begin to wait."""
         self.heard_at = self.progress_at = now
 
     def heard(self, now: float, *, progress: bool = True) -> None:

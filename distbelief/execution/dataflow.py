@@ -66,7 +66,6 @@ def dataflow(
     outputs: frozenset[str] = frozenset(),  # layers whose outputs are wanted at the end
     seeds: frozenset[str] | None = None,  # layers where gradients begin; by default the loss
 ) -> ops.Dataflow:
-    """Return what one rank computes."""
     if seeds is None:
         seeds = frozenset() if loss is None else frozenset({loss})
     builder = _FlowBuilder(

@@ -26,8 +26,6 @@ Known = Sequence[tuple[int, Region]]  # slots, and the region that each holds
 
 
 class Piece(NamedTuple):
-    """What one slot contributes."""
-
     slot: int
     source: Slices | None  # the part of the slot's value; None: all of it
     target: Slices | None  # the part of the result; None: all of it

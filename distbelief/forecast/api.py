@@ -58,8 +58,6 @@ class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `simulate`."""
-
     job: Job  # of the first variant
     cluster: str
     constants: tuple[tuple[str, str], ...]  # name and value, of the model
@@ -135,13 +133,10 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
         check_place(request.trace)
     n_runs = len(chosen) * len(request.seeds)
     with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
+        placed = [hosts.hosting(job, tell=progress.say) for job in jobs]
         trials = [
-            Trial(
-                settings=settings,
-                job=preparation.stage(job),
-                host=hosts.hosting(job, tell=progress.say),
-            )
-            for job, settings in zip(jobs, chosen, strict=True)
+            Trial(settings=settings, job=host.formed(preparation.stage(job)), host=host)
+            for job, settings, host in zip(jobs, chosen, placed, strict=True)
         ]
         # Check that all variants fit before the first of the long runs.
         planned = [(trial, _planned(request, trial)) for trial in trials]

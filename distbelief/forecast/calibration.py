@@ -165,14 +165,6 @@ WAITING_SHARE_MIN: Final = 0.2  # of the time of a kind of work: less is noise o
 QUEUE: Final = Path("/proc/thread-self/schedstat")
 
 
-def _never() -> rl.Seconds:
-    return 0.0
-
-
-def _stay(kind: str) -> None:
-    del kind
-
-
 @final
 class Stopwatch:
     """Times work.
@@ -188,8 +180,8 @@ class Stopwatch:
         self,
         clock: Callable[[], rl.Seconds] = time.thread_time,
         *,
-        idle: Callable[[], rl.Seconds] = _never,
-        move: Callable[[str], None] = _stay,
+        idle: Callable[[], rl.Seconds] = lambda: 0.0,
+        move: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._clock = clock
         self._idle = idle
@@ -297,10 +289,12 @@ def measure(job: Job, *, n_processes: int) -> Rates:
 
 
 def _alone(job: Job) -> Job:
-    # One replica, and no end: the measurement stops it.
+    # One replica of each kind, and no end: the measurement stops it.
+    kinds = job.cluster.partitions_wanted
+    parts = {"replicas": len(kinds), "partitions": kinds if len(kinds) > 1 else kinds[0]}
     return msgspec.structs.replace(
         job,
-        cluster=msgspec.structs.replace(job.cluster, replicas=1, shard_copies=1),
+        cluster=msgspec.structs.replace(job.cluster, shard_copies=1, **parts),
         stop=StopTable(seconds=1e9),
         evaluation=msgspec.structs.replace(job.evaluation, every=1.0),
     )

@@ -39,6 +39,8 @@ from distbelief.forecast.calibration import (
 )
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.protocol import Offer
@@ -50,10 +52,16 @@ from distbelief.simulation.network import WITHIN_HOST
 from distbelief.simulation.placement import drawn_outages, options_for
 from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership
-from distbelief.supervisor.placement import Placement, place_roles, takes_slots
+from distbelief.supervisor.placement import (
+    Placement,
+    form_replicas,
+    place_roles,
+    replica_groups,
+    takes_slots,
+)
+from distbelief.worker.build import roster_of
 
 
-VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers
 VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch buffer
 
 
@@ -68,7 +76,7 @@ class PlacedCluster:
 
     def placement(self, prepared: PreparedJob) -> dict[Address, int]:
         """Return the machine of each role; the last one used is the supervisor's own."""
-        job, n_used = prepared.job, self.n_needed(prepared)
+        n_used = self.n_needed(prepared)
         if self.together:
             return dict.fromkeys(prepared.kinds, 0)
         if n_used > len(self.cluster):
@@ -81,8 +89,10 @@ class PlacedCluster:
                 "supervisor and other small roles. Lower [cluster] replicas or partitions, or "
                 f"{larger}"
             )
-        config = ClusterConfig.of(job, prepared.layout, slots_here=0)
-        hosts, members = hosts_of(self.cluster.first(n_used), config), Membership(prepared.roster)
+        config, members = self._config(prepared), Membership(prepared.roster)
+        hosts = hosts_of(self.cluster.first(n_used), config)
+        if config.costs:
+            form_replicas(members, hosts, config)
         waiting = {record.name: 1 for record in members}
         places = {SUPERVISOR: n_used - 1}
         for name, host in place_roles(members, waiting, hosts, Placement.of(config)).items():
@@ -90,10 +100,35 @@ class PlacedCluster:
             places[name] = n_used - 1 if host is hosts.here else int(host.label)
         return places
 
+    def _config(self, prepared: PreparedJob) -> ClusterConfig:
+        config = ClusterConfig.of(prepared.job, prepared.layout, slots_here=0)
+        return replace(config, costs=prepared.preflight.costs)
+
+    def formed(self, prepared: PreparedJob) -> PreparedJob:
+        """Return the job with the ranks that its replicas have on this cluster."""
+        if not prepared.preflight.costs:
+            return prepared
+        if self.together:
+            prepared.job.cluster.check_formed()
+        job, config = prepared.job, self._config(prepared)
+        groups = replica_groups(
+            hosts_of(self.cluster, config).usable, job.cluster.n_replicas, config
+        )
+        if len(groups) < job.cluster.n_replicas:
+            raise JobError(
+                f"cluster {self.cluster.name!r}: its machines hold {len(groups)} replicas, and "
+                f"[cluster] replicas = {job.cluster.n_replicas}: use fewer, a larger max of "
+                "partitions, or a larger cluster"
+            )
+        found = prepared.preflight.formed(tuple(map(len, groups)))
+        return replace(prepared, preflight=found, roster=tuple(roster_of(job, ranks=found.ranks)))
+
     def n_needed(self, prepared: PreparedJob) -> int:
         """Return how many machines the job uses: more than there are if it does not fit."""
         if self.together:
             return 1
+        if prepared.preflight.costs:
+            return len(self.cluster)
         members = Membership(prepared.roster)
         n_needed = 1 + sum(map(takes_slots, members))
         apart = prepared.job.cluster.placement == "spread"
@@ -102,13 +137,14 @@ class PlacedCluster:
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return the options of the simulation; JobError if the job does not fit the cluster."""
+        shares = prepared.job.cluster.shared_memory
         try:
             options = options_for(
                 self.cluster,
                 self.placement(prepared),
                 threads=prepared.job.cluster.threads,
-                memory=memory_of(prepared),
-                share_memory=prepared.job.cluster.shared_memory,
+                memory=memory_of(prepared, by_blocks=not (self.together and shares)),
+                share_memory=shares,
             )
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
@@ -151,7 +187,7 @@ def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
             label=str(index),
             endpoint="",
             cores=config.threads,
-            memory_bytes=0,
+            memory_bytes=int(min(machine.memory, 1e18)),
             devices=(config.device,),
             flops=machine.flops / machine.cores,
         )
@@ -162,19 +198,32 @@ def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
     return hosts
 
 
-def memory_of(prepared: PreparedJob) -> dict[Address, float]:
+def vectors_of_shard(rule: UpdateRule | None, *, n_clients: int, by_blocks: bool) -> int:
+    """Return how many vectors a shard holds: values, the rule's state, push buffers, lent copies.
+
+    `by_blocks`: clients on other hosts read copies; otherwise they read the values.
+    """
+    rules = () if rule is None else rule.rules
+    n_state = len({name for one in rules for name in one.state(0, "f")})
+    n_lent = min(n_clients, ShardConfig.n_copies) if by_blocks else 0
+    return 1 + n_state + 2 * n_clients + n_lent
+
+
+def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
-    layout, kinds = prepared.layout, prepared.kinds
-    itemsize = layout.dtype.itemsize
-    n_shards, n_split = layout.n_shards, prepared.preflight.n_machines or 1
+    layout, kinds, job = prepared.layout, prepared.kinds, prepared.job
+    rule: UpdateRule | None = getattr(job.algorithm, "rule", None)
+    n_vectors = vectors_of_shard(rule, n_clients=job.cluster.n_replicas, by_blocks=by_blocks)
+    n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
+    ranks = {record.name: record.ranks for record in Membership(prepared.roster)}
     bytes_of = {
-        "shard": VECTORS_OF_SHARD * whole / n_shards,
-        "replica": VECTORS_OF_REPLICA * whole / n_split,
-        "machine": VECTORS_OF_REPLICA * whole / n_split,
-        "evaluator": whole / n_split,
+        "shard": n_vectors * whole / n_shards,
+        "replica": VECTORS_OF_REPLICA * whole,
+        "machine": VECTORS_OF_REPLICA * whole,
+        "evaluator": whole,
     }
-    return {name: bytes_of.get(kind, 0.0) for name, kind in kinds.items()}
+    return {name: bytes_of.get(kind, 0.0) / ranks.get(name, 1) for name, kind in kinds.items()}
 
 
 def _at_cost(

@@ -24,6 +24,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.driver import Builder
 from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.membership import Membership
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare_data
 from distbelief.trainer import check_data, supervisor_config
@@ -99,12 +100,12 @@ class PreparedJob:
         config = self.config()
         algorithm = load(find(self.job.algorithm_name))
         spec = self.preflight.role_spec(self.job, self.layout)
-        context = replace(
-            context_of(spec, self.job, PrivateMemory()), layout=self.layout, datasets=self.datasets
-        )
         builders: dict[Address, Builder] = {SUPERVISOR: lambda _: Supervisor(config)}
-        for entry in self.roster:
-            builders[Address(entry.name)] = self._member(entry.name, algorithm, context)
+        for record in Membership(self.roster):
+            own = msgspec.structs.replace(spec, ranks=record.ranks)
+            context = context_of(own, self.job, PrivateMemory())
+            context = replace(context, layout=self.layout, datasets=self.datasets)
+            builders[record.name] = self._member(record.name, algorithm, context)
         return builders
 
     def _member(self, name: str, algorithm: Algorithm, context: BuildContext) -> Builder:
@@ -149,7 +150,7 @@ class Preparation:
             job=job,
             preflight=preflight,
             layout=layout,
-            roster=tuple(roster_of(job, n_machines=preflight.n_machines)),
+            roster=tuple(roster_of(job, ranks=preflight.ranks)),
             datasets=self._data(job),
         )
 

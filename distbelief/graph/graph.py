@@ -34,8 +34,6 @@ class GraphError(JobError):
 
 @final
 class TensorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of the model that a layer uses."""
-
     name: str  # key in the module's `state_dict`; layers that share a tensor use the same name
     shape: Shape
     trains: bool = True  # whether it has a gradient

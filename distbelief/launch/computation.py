@@ -58,9 +58,7 @@ def compute(
     supervisor = Supervisor(
         SupervisorConfig(
             roster=tuple(
-                roster(
-                    n_replicas=1, n_shards=0, evaluates=False, n_machines=plan.cluster.n_machines
-                )
+                roster(n_replicas=1, n_shards=0, evaluates=False, ranks=(plan.cluster.n_machines,))
             ),
             stop=None,
             import_seconds_max=IMPORT_SECONDS_MAX,
@@ -82,7 +80,7 @@ def compute(
             supervisor=transport.endpoint,
             snapshots=str(folder),
             layout=Layout.of([], n_shards=1).spec,
-            plan=str(folder / "plan.json"),
+            plans={plan.cluster.n_machines: str(folder / "plan.json")},
             sample=Sample.of(inputs),
             reach=reach,
             computation=computation,

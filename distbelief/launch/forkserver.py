@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal, NoReturn
@@ -75,6 +76,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     program: Program
     name: str
     incarnation: int
+    ranks: int = 1  # of the role's group
     spec: str  # file with everything else
     log: str  # file that its output is appended to
     # How long it waits for another supervisor if this one is killed; None: it ends at once.
@@ -387,7 +389,7 @@ def _run(start: Start, *, parent: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_with_parent(parent, signal.SIGKILL)
         _redirect(start.log)
-        status = _program(start.program)(start.name, start.incarnation, start.spec)
+        status = _program(start)(start.name, start.incarnation, start.spec)
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else 1
     except BaseException:  # noqa: BLE001 -- every error goes to the log
@@ -400,11 +402,12 @@ def _run(start: Start, *, parent: int) -> NoReturn:
         os._exit(status)
 
 
-def _program(program: Program) -> Callable[[str, int, str], int]:
+def _program(start: Start) -> Callable[[str, int, str], int]:
     from distbelief.launch import preflight, role_process  # noqa: PLC0415 -- imported long ago
 
-    check, prepare = preflight.check_main, preflight.prepare_main
-    return {"role": role_process.main, "check": check, "prepare": prepare}[program]
+    if start.program == "role":
+        return partial(role_process.main, ranks=start.ranks)
+    return preflight.check_main if start.program == "check" else preflight.prepare_main
 
 
 def _redirect(log: str) -> None:

@@ -167,8 +167,9 @@ class LocalLauncher:
         for end in ends:
             os.close(end)
 
-    def launch(self, name: Address, incarnation: int) -> None:
-        self._start("prepare" if name == PREPARE else "role", name, incarnation, self._spec)
+    def launch(self, name: Address, incarnation: int, ranks: int = 1) -> None:
+        program: forkserver.Program = "prepare" if name == PREPARE else "role"
+        self._start(program, name, incarnation, self._spec, ranks)
 
     def check(self, name: Address, question: Path) -> None:
         self._start("check", name, 1, question)
@@ -191,7 +192,12 @@ class LocalLauncher:
         return events
 
     def _start(
-        self, program: forkserver.Program, name: Address, incarnation: int, spec: Path
+        self,
+        program: forkserver.Program,
+        name: Address,
+        incarnation: int,
+        spec: Path,
+        ranks: int = 1,
     ) -> None:
         if self._server is None:
             self.start()
@@ -200,6 +206,7 @@ class LocalLauncher:
             program=program,
             name=name,
             incarnation=incarnation,
+            ranks=ranks,
             spec=str(spec),
             log=str(self._log_of(name).absolute()),
             patience=self._patience if program == "role" else None,

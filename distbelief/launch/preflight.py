@@ -16,7 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distbelief.config.job import Job
+from distbelief.config.job import Fit, Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
 from distbelief.core.tensor_files import TensorFile
@@ -26,6 +26,7 @@ from distbelief.launch.role_process import RoleSpec, check_allowed, import_from,
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule, check_groups
+from distbelief.program.step_cost import PlanCost
 from distbelief.run.folders import folder_at
 from distbelief.run.summary import DataFacts, TaskFacts
 from distbelief.task import task as tasks
@@ -43,7 +44,7 @@ ANSWER_BYTES_MAX: Final = 1 << 26
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
     job: msgspec.Raw  # as JSON
     initial_file: str  # file for the module's initial values, if they are needed
-    plan: str  # file for the plan, if replicas are split; its picture goes beside it
+    plan: str  # file for the plan, if replicas are split; its picture, and others, go beside it
 
 
 class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +59,16 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     metric_name: str = "accuracy"  # the held-out metric
     higher_is_better: bool = True
     task: TaskFacts = TaskFacts()  # facts for the summary
-    n_machines: int | None = None  # ranks of each replica; None if replicas are not split
-    plan: str | None = None  # file of the plan; None if replicas are not split
-    sample: Sample | None = None  # shapes and types of the data, for the plan
+    ranks: tuple[int, ...] = ()  # of each replica; empty if replicas are not split
+    plans: dict[int, str] = {}  # file of the plan for each number of ranks
+    costs: dict[int, PlanCost] = {}  # of each plan, if ranks are chosen by the hosts that join
+    sample: Sample | None = None  # shapes and types of the data, for the plans
+
+    def formed(self, ranks: tuple[int, ...]) -> "PreflightResult":
+        """Return the result for replicas of these ranks."""
+        n_machines = ranks[0] if len({*ranks}) == 1 else ranks
+        task = msgspec.structs.replace(self.task, n_machines=n_machines)
+        return msgspec.structs.replace(self, ranks=ranks, task=task)
 
     def role_spec(self, job: Job, layout: Layout) -> RoleSpec:
         """Return the settings of all roles of a job, as far as they do not depend on the run."""
@@ -69,7 +77,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
             layout=layout.spec,
             initials=self.initials,
             initial_file=self.initial_file,
-            plan=self.plan,
+            plans=self.plans,
             sample=self.sample,
             n_train=None if self.task.train is None else self.task.train.n_samples,
             marks=(self.task.train and self.task.train.marks) or None,
@@ -159,11 +167,11 @@ def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
         return _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
-    from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
+    from distbelief.partition.choose import cost_of, draw, plans_for_job  # noqa: PLC0415 -- split jobs only
 
     check_device(cluster.device, "leave device out, or use device = 'cpu'")
     datasets = tasks.datasets_of(task)
-    n_readers = cluster.partitions if cluster.plan is None else 2  # at least
+    n_readers = cluster.partitions_max if cluster.plan is None else 2  # at least
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
     captured = tasks.capture_for(task, sample)
     check_evaluation(task, sample)
@@ -174,16 +182,21 @@ def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
         with torch.device("meta"):
             model = FlatModel(tasks.build_model(task.model))
     answer = _found(job, initial_file, model, datasets)
-    made = plan_for_job(job, captured.graph, kept=Path(plan))
-    draw(made, captured.graph, Path(plan).with_suffix(".png"))
-    n_machines = made.cluster.n_machines
-    return msgspec.structs.replace(
+    made = plans_for_job(job, captured.graph, kept=Path(plan))
+    most = made[Path(plan)]
+    draw(most, captured.graph, Path(plan).with_suffix(".png"))
+    counts = cluster.partitions
+    answer = msgspec.structs.replace(
         answer,
-        n_machines=n_machines,
-        plan=plan,
+        plans={plan.cluster.n_machines: str(file) for file, plan in made.items()},
+        costs={
+            plan.cluster.n_machines: cost_of(plan, job, captured.graph)
+            for plan in (made.values() if isinstance(counts, Fit) else ())
+        },
         sample=sample,
-        task=msgspec.structs.replace(answer.task, n_machines=n_machines),
     )
+    same = (most.cluster.n_machines,) * cluster.n_replicas
+    return answer.formed(counts if isinstance(counts, tuple) else same)
 
 
 def check_device(device: str, fix: str) -> None:

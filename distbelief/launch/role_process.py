@@ -105,8 +105,10 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
     # File of the initial values, if they do not; with a file server, it has the file.
     initial_file: str | None = None
-    plan: str | None = None  # file of the plan by which replicas are split; None if they are not
-    sample: Sample | None = None  # shapes and types of the data, for that plan
+    # File of the plan for each number of ranks that a replica has; none if replicas are not split
+    plans: dict[int, str] = {}
+    ranks: int = 1  # of the group of this role
+    sample: Sample | None = None  # shapes and types of the data, for these plans
     n_train: int | None = None  # training samples
     marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
     reach: ListenConfig = ListenConfig()  # where these processes listen
@@ -120,9 +122,9 @@ def read_spec(path: str) -> RoleSpec:
         return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=RoleSpec)
 
 
-def main(name: str, incarnation: int, path: str) -> int:
-    """Run the role `name` until it ends; return the process's exit status."""
-    spec = read_spec(path)
+def main(name: str, incarnation: int, path: str, *, ranks: int = 1) -> int:
+    """Run the role `name`, of a group of so many ranks, until it ends; return the exit status."""
+    spec = msgspec.structs.replace(read_spec(path), ranks=ranks)
     job = job_from_json(bytes(spec.job))
     import_from(job)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
@@ -244,7 +246,7 @@ def context_of(
         initial_file=initial,
         evaluation_subset=job.evaluation.subset,
         shard_copies=job.cluster.shard_copies,
-        plan=spec.plan,
+        plan=spec.plans.get(spec.ranks),
         sample=spec.sample,
         device=job.cluster.device,
         n_train=spec.n_train,

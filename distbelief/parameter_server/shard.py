@@ -311,7 +311,7 @@ class Shard:
             if told == applied and now - at < TELL_AGAIN_SECONDS:
                 return [timer]
         self._told = applied, now
-        message = ms.SamplesApplied(spans=applied.to_wire())
+        message = ms.SamplesApplied(spans=applied.to_wire()[: 2 * ms.N_SPANS_MAX])
         return [timer, rl.Send(receiver=rl.SUPERVISOR, message=message)]
 
     def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
@@ -561,7 +561,7 @@ class Shard:
             self._work = _Work.SAVE
             # The snapshot shares the arrays, so no work runs until it is written; pushes queue.
             return [rl.Persist(snapshot=commands.with_vectors(self._snapshot(label)))]
-        may_copy = bool(self._versions.waiting) and self._versions.wants_copy and not is_stopping
+        may_copy = self._versions.wants_copy and not is_stopping
         # Copies and pushes alternate, so neither fetches nor pushes starve.
         if may_copy and not self._copied_last:
             return self._begin_copy()

@@ -1,21 +1,25 @@
 """Chooses the plan of a job with partitioned replicas.
 
     partitions = 4            the planner makes one, for machines like this one
+    partitions = [1, 4]       one for each number of ranks that a replica has
+    partitions = { max = 4 }  one for each number of ranks that it may have
     pins = ["conv1=rows:4"]   required splits of some layers
     plan = "plan.json"        this plan, or an error if it is for another model, batch or loss
     --resume                  the plan of the previous run, if it still fits
 
-The plan is saved as plan.json in the run directory, with a picture. No process here builds the
-model: it is captured on the meta device.
+The plan is saved as plan.json in the run directory, with a picture; with several plans, that is
+the one with most ranks, and plan-N.json is for N ranks. No process here builds the model: it is
+captured on the meta device.
 """
 
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from distbelief.config.cluster_file import load_cluster
-from distbelief.config.job import Job
+from distbelief.config.job import Fit, Job
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.partition.api import pins, planning_result
@@ -23,10 +27,11 @@ from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, here
 from distbelief.partition.report import lack
-from distbelief.partition.search import Notify, PlanningRequest
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan, load, packed
+from distbelief.program.step_cost import PlanCost, memory
 
 
 SOLVER_SECONDS: Final = 5.0
@@ -36,18 +41,39 @@ SOLVER_SECONDS: Final = 5.0
 LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5, handling=HANDLING)
 
 
-def plan_for_job(
-    job: Job, graph: LayerGraph, *, kept: Path, notify: Notify = lambda _: None
-) -> Plan:
-    """Return the plan of a job; it is written to `kept`.
+def plans_for_job(job: Job, graph: LayerGraph, *, kept: Path) -> dict[Path, Plan]:
+    """Return the plans of a job by the files that they are written to, `kept` first."""
+    made = {kept: plan_for_job(job, graph, kept=kept)}
+    for count in job.cluster.partitions_wanted[:-1]:
+        file = kept.with_stem(f"{kept.stem}-{count}")
+        # A pin may need more ranks: then no replica has so few.
+        with suppress(JobError) if isinstance(job.cluster.partitions, Fit) else nullcontext():
+            made[file] = plan_for_job(job, graph, kept=file, count=count)
+    return made
+
+
+def cost_of(plan: Plan, job: Job, graph: LayerGraph) -> PlanCost:
+    """Return what a plan of the planner asks of a host."""
+    n, n_ranks, predicted = plan.micro_batches, plan.cluster.n_machines, plan.predicted
+    compiled = compile_plan(graph, plan.placements, batch=-(-plan.batch // n), n_machines=n_ranks)
+    return PlanCost(
+        memory_bytes=max(memory(compiled, micro_batches=n, copies=2)),  # and push, and fetch
+        seconds=0.0 if predicted is None else predicted.step_seconds,
+        flops=_cluster(job, n_ranks).machines[0].flops,
+    )
+
+
+def plan_for_job(job: Job, graph: LayerGraph, *, kept: Path, count: int | None = None) -> Plan:
+    """Return the plan of a job for replicas of `count` (or most) ranks; it is written to `kept`.
 
     JobError if there is no such plan, it is for another job, or none can be made. StorageError if
     it cannot be written.
     """
+    count = count or job.cluster.partitions_max
     if job.cluster.plan is not None:
         plan = _given(job, graph, Path(job.cluster.plan))
     else:
-        plan = _of_before(job, graph, kept) or _made(job, graph, notify)
+        plan = _of_before(job, graph, kept, count) or _made(job, graph, count)
     # A plan of an older version has no graph.
     plan = msgspec.structs.replace(plan, captured=packed(graph))
     plan.save(kept)
@@ -65,7 +91,7 @@ def draw(plan: Plan, graph: LayerGraph, path: Path) -> None:
 
 
 def _given(job: Job, graph: LayerGraph, path: Path) -> Plan:
-    wanted, machines = job.cluster.partitions, job.cluster.machines
+    wanted, machines = job.cluster.partitions_max, job.cluster.machines
     try:
         plan = load(path)
         cluster = None if machines == HERE else load_cluster(machines)
@@ -81,7 +107,7 @@ def _given(job: Job, graph: LayerGraph, path: Path) -> Plan:
     return plan
 
 
-def _of_before(job: Job, graph: LayerGraph, kept: Path) -> Plan | None:
+def _of_before(job: Job, graph: LayerGraph, kept: Path, count: int) -> Plan | None:
     # The plan of the previous run, if it still fits.
     if not kept.is_file():
         return None
@@ -90,13 +116,11 @@ def _of_before(job: Job, graph: LayerGraph, kept: Path) -> Plan | None:
         plan.check(graph, batch=job.batch_size, loss=job.loss, cluster=None)
     except GraphError:
         return None  # the planner makes another
-    return plan if plan.cluster.n_machines == job.cluster.partitions else None
+    return plan if plan.cluster.n_machines == count else None
 
 
-def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
-    count, batch = job.cluster.partitions, job.batch_size
-    notify(f"planning for {count} machine{'' if count == 1 else 's'}")
-    cluster = _cluster(job, count)
+def _made(job: Job, graph: LayerGraph, count: int) -> Plan:
+    cluster, batch = _cluster(job, count), job.batch_size
     request = PlanningRequest(
         graph=graph,
         model=job.model.factory,
@@ -105,16 +129,16 @@ def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
         batch=batch,
         costs=AnalyticCosts(cluster, batch=batch, single=single_sample(graph)),
         micro_batches=True,
-        pins=pins(job.cluster.pins),
+        pins=pins(job.cluster.pins) if count > 1 else {},
         exactly=True,
         solver_seconds=SOLVER_SECONDS,
     )
     try:
-        result = planning_result(request, [count], notify=lambda what: notify(f"planning: {what}"))
+        result = planning_result(request, [count])
     except GraphError as error:
         raise JobError(f"[cluster] {_asked(job)}: {error}") from error
     # Without a cluster file, hosts with more memory may join.
-    if job.cluster.machines != HERE and not result.fits:
+    if not (job.cluster.machines == HERE or isinstance(job.cluster.partitions, Fit) or result.fits):
         raise JobError(
             f"[cluster] {_asked(job)}: no plan fits the machines of {job.cluster.machines!r}: "
             f"{lack(result.planned[-1])}. Use more partitions or smaller batches, or correct the "
@@ -126,7 +150,7 @@ def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
 def _asked(job: Job) -> str:
     # The request as it stands in the job file.
     wanted = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
-    return f"partitions = {job.cluster.partitions}{wanted}"
+    return f"partitions = {job.cluster.partitions_text}{wanted}"
 
 
 def _cluster(job: Job, count: int) -> Cluster:
@@ -134,6 +158,13 @@ def _cluster(job: Job, count: int) -> Cluster:
     if machines == HERE:
         return here(count, network=LOOPBACK)
     try:
-        return load_cluster(machines).first(count)
+        cluster = load_cluster(machines)
+        first = cluster.first(count)
     except GraphError as error:
         raise JobError(f"[cluster] machines = {machines!r}: {error}") from error
+    if count == 1 or len(job.cluster.partitions_wanted) == 1:
+        return first
+    # Which machines a replica gets is known later, so all shares are for the slowest one.
+    slowest = min(cluster.machines, key=lambda machine: machine.flops)
+    least = msgspec.structs.replace(slowest, memory=min(each.memory for each in cluster.machines))
+    return msgspec.structs.replace(first, machines=(least,) * count)

@@ -181,7 +181,6 @@ class PlanSimulator:
     def cost(
         self, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
     ) -> StepCost:
-        """Return the cost of a plan on the first `n_machines` machines."""
         request, batch = self._request, self._request.batch // micro_batches
         if micro_batches not in self._costs:
             self._costs[micro_batches] = request.costs.with_batch(batch)

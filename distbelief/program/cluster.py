@@ -42,8 +42,6 @@ class Outages(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """One outage of one machine."""
-
     at: float
     machine: int
     away: float

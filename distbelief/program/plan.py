@@ -199,7 +199,6 @@ def load(path: Path | str) -> Plan:
 
 
 def encode(plan: Plan) -> bytes:
-    """Return the content of the plan file."""
     placements = [
         b"%s: %s" % (msgspec.json.encode(name), msgspec.json.encode(placement))
         for name, placement in plan.placements.items()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, NamedTuple, Protocol, final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,16 +27,16 @@ from distbelief.program.traffic import Traffic
 # --- memory ---
 
 
-def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
+def memory(compiled: Compiled, *, micro_batches: int = 1, copies: int = 1) -> tuple[int, ...]:
     """Return the bytes that each rank holds at the end of the forward pass.
 
     Tensors, inputs, states (owned and received) and contributions to sums, and the gradients of
     those that have one; of all micro-batches, which may be in memory at the same time. Temporary
-    memory of an operator is not known, and not counted.
+    memory of an operator is not known, and not counted. There may be several copies of tensors.
     """
     totals = [0] * compiled.n_machines
     for machine, n_bytes in _tensors(compiled):
-        totals[machine] += n_bytes
+        totals[machine] += copies * n_bytes
     # The states of all micro-batches may be in memory at the same time (GPipe).
     for held in (_states(compiled), _received(compiled)):
         for machine, n_bytes in held:
@@ -88,6 +89,14 @@ def _received(compiled: Compiled) -> Iterator[tuple[int, int]]:
 
 def _n_elements(regions: Sequence[Region]) -> int:
     return sum(region.n_elements for region in regions)
+
+
+class PlanCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan asks of the hosts of its ranks, as far as the planner knows."""
+
+    memory_bytes: int  # of the rank that holds most, with buffers for pushes and fetches
+    seconds: float  # of a step, on machines with so many
+    flops: float  # floating point operations a second
 
 
 # --- breakdown of a step ---

@@ -101,7 +101,6 @@ def written_by(layer: Layer, region: Region) -> Region:
 
 
 def work_of(layer: Layer, region: Region, *, partial: bool) -> Work:
-    """Return the work of a task for one sample."""
     kind = operator_of(layer)
     if not partial:
         return kind.work(layer, region)

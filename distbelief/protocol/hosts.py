@@ -51,10 +51,9 @@ class Offer(AnyMessage, frozen=True):
 
 
 class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """One incarnation of one role."""
-
     name: Name
     incarnation: Count
+    ranks: Count = 1  # of its group
 
 
 class Assignments(AnyMessage, frozen=True):

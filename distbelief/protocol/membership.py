@@ -1,12 +1,13 @@
 """Messages between the supervisor and every role: join, heartbeat, start, stop, report."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from distbelief.protocol.fields import AnyMessage, Count, Name, Text
 
 
+N_SPANS_MAX: Final = 4096  # in a message
 Warnings = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
 
 
@@ -98,10 +99,13 @@ class Progress(AnyMessage, frozen=True):
 class SamplesApplied(AnyMessage, frozen=True):
     """Shard -> supervisor: my values contain the pushes of these positions, where data are dealt.
 
-    Sent when it begins to serve, and while that changes. A restored shard may have fewer.
+    Sent when it begins to serve, and while that changes. A restored shard may have fewer. With more
+    spans than the limit these are the first: what lies between them is dealt first, and joins them.
     """
 
-    spans: tuple[Count, ...]  # [start, stop, start, stop, ...), rising
+    spans: Annotated[
+        tuple[Count, ...], msgspec.Meta(max_length=2 * N_SPANS_MAX)
+    ]  # start, stop, ...
 
 
 class Evaluate(AnyMessage, frozen=True):

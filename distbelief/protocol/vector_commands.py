@@ -146,7 +146,6 @@ def reads(command: Command) -> tuple[VectorName, ...]:
 
 
 def writes(command: Command) -> tuple[VectorName, ...]:
-    """Return the vectors that `command` creates or changes."""
     return () if isinstance(command, Dot | Gram | Norm) else (command.target,)
 
 

@@ -21,6 +21,7 @@ _TEXTS: Final[Mapping[Level, Mapping[str, str]]] = {
         "hosts_awaited": "waiting for hosts: {n}",
         "host_joined": "{host} has joined: {n} cores, {detail}",
         "host_ready": "{host} is ready: {detail}",
+        "replica_formed": "{role} {detail}",
         "host_given": "{roles}: on {host}",
         "host_leaving": "{host} is leaving",
         "host_left": "{host} has left",

@@ -88,16 +88,12 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
-    """A message arrived."""
-
     sender: Address
     incarnation: int  # of the sender, when it sent this
     message: Message
 
 
 class TimerFired(msgspec.Struct, frozen=True, kw_only=True):
-    """A timer is due."""
-
     name: str
 
 
@@ -209,6 +205,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Address
     incarnation: int
+    ranks: int = 1  # of its group
 
 
 class AssignName(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The run directory: every file that a job leaves behind, and its lock.
 
-    job.toml, plan.json, plan.png     the job as it ran; plan of split replicas
+    job.toml, plan.json, plan.png     the job as it ran; plan of split replicas (plan-N.json: of
+                                      those of N ranks, if others have more)
     status.json, metrics.jsonl        the latest view (once a second); the curve
     snapshots/ROLE/, logs/ROLE.log    checkpoints of shards; log of each role
     snapshots/place                   where checkpoints are instead, with [cluster] checkpoints
@@ -107,17 +108,16 @@ class RunDirectory:
 
     @contextmanager
     def plan_kept(self) -> Iterator[None]:
-        """Restore plan and picture if the block raises: the run still predicts with them."""
-        files_of_plan = (self.plan_file, self.plan_file.with_suffix(".png"))
-        before = {f: f.read_bytes() if f.is_file() else None for f in files_of_plan}
+        """Restore plans and picture if the block raises: the run still predicts with them."""
+        before = {f: f.read_bytes() for f in self.path.glob("plan*") if f.is_file()}
         try:
             yield
         except BaseException:
-            for file, content in before.items():
-                if content is None:
+            for file in {*before, *self.path.glob("plan*")}:
+                if file not in before:
                     file.unlink(missing_ok=True)
-                elif not file.is_file() or file.read_bytes() != content:
-                    files.write(file, content)
+                elif not file.is_file() or file.read_bytes() != before[file]:
+                    files.write(file, before[file])
             raise
 
     def log_file(self, role: str) -> Path:

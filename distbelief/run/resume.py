@@ -19,7 +19,7 @@ import hashlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -68,9 +68,19 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
 
     n_shards: Processes  # shards that together hold the model
     n_replicas: Processes  # replicas among which the data were divided
-    n_machines: Processes | None = None  # ranks of each replica; None if replicas are not split
-    plan: str | None = None  # hash of the placement in a split replica (`mark_of`)
+    # Ranks of each replica, or of each in turn; None if replicas are not split
+    n_machines: Processes | tuple[Processes, ...] | None = None
+    plan: str | None = None  # hash of the placements in split replicas (`mark_of`)
     train: DataFacts | None = None  # the training data, as far as known
+
+    def __post_init__(self) -> None:
+        if self.ranks and len(self.ranks) != self.n_replicas:
+            raise ValueError(f"n_machines is {self.n_machines} for {self.n_replicas} replicas")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        n = self.n_machines or ()
+        return n if isinstance(n, tuple) else (n,) * self.n_replicas
 
     def has_same_clients(self, other: "CheckpointSet") -> bool:
         """Return whether each client of one finds in the other what it needs.
@@ -92,21 +102,59 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
 
     @override
     def __str__(self) -> str:
-        ranks = f" of {self.n_machines} ranks" if self.n_machines else ""
+        ranks = f" of {_ranks(self)} ranks" if self.n_machines else ""
         return f"{self.n_shards} shards and {self.n_replicas} replicas{ranks}"
 
     def clients(self, places: Mapping[str, int]) -> dict[str, int]:
         """Return the data position of each client, given that of each of `replicas`."""
         if self.n_machines is None:
             return dict(places)
-        numbered = [(r, place) for r, place in enumerate(places.values())]
-        return {rank_name(r, m): place for r, place in numbered for m in range(self.n_machines)}
+        numbered = enumerate(zip(places.values(), self.ranks, strict=True))
+        return {rank_name(r, m): place for r, (place, n) in numbered for m in range(n)}
+
+
+def _ranks(cut: CheckpointSet) -> str:
+    n = cut.n_machines or 1
+    return ", ".join(map(str, n)) if isinstance(n, tuple) else str(n)
 
 
 def mark_of(plan: Plan) -> str:
     """Return a hash that is equal for plans with equal placements."""
     placed = [[name, plan.placements[name]] for name in sorted(plan.placements)]
     return hashlib.blake2b(msgspec.json.encode(placed), digest_size=8).hexdigest()
+
+
+def checkpoint_set_of(job: Job, train: DataFacts, plans: Sequence[Plan]) -> CheckpointSet:
+    """Return the set of a job with these plans of its replicas; none if they are not split."""
+    ranks = tuple(plan.cluster.n_machines for plan in plans)
+    return CheckpointSet(
+        n_shards=job.cluster.shards,
+        n_replicas=job.cluster.n_replicas,
+        n_machines=ranks[0] if len({*ranks}) == 1 else ranks or None,
+        plan=",".join(dict.fromkeys(map(mark_of, plans))) or None,
+        train=train,
+    )
+
+
+def formed_before(job: Job, run: RunDirectory, counts: Collection[int]) -> tuple[int, ...]:
+    """Return the ranks of replicas that were formed in a previous session; () if none were.
+
+    JobError if the run has other replicas, or of numbers of ranks that are not in `counts`.
+    """
+    directory, was = newest_checkpoint_set(run)
+    if was is None:
+        return ()
+    store = store_of(run, directory, report=lambda _: None)
+    if not any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
+        return ()
+    is_other = was.n_replicas != job.cluster.n_replicas or not was.ranks
+    if is_other or not {*was.ranks} <= {*counts}:
+        raise JobError(
+            f"--resume {run.path}: [cluster] partitions = {job.cluster.partitions_text} forms "
+            f"replicas of a new run only, and this one has {was}: use partitions = [...] with "
+            "the ranks of each replica"
+        )
+    return was.ranks
 
 
 def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None]:
@@ -422,7 +470,7 @@ def resume_run(
     layout: Layout,
     train: DataFacts,
     report: Report,
-    plan: Plan | None = None,
+    plans: Sequence[Plan] = (),  # of each replica, if replicas are split
 ) -> Resumed:
     """Prepare a run, new or not, so that the job can start in it.
 
@@ -431,13 +479,7 @@ def resume_run(
     cannot be read or written; the run is unchanged.
     """
     directory, was = newest_checkpoint_set(run)
-    now = CheckpointSet(
-        n_shards=job.cluster.shards,
-        n_replicas=job.cluster.n_replicas,
-        n_machines=None if plan is None else plan.cluster.n_machines,
-        plan=None if plan is None else mark_of(plan),
-        train=train,
-    )
+    now = checkpoint_set_of(job, train, plans)
     if was is None:
         was = now
         _choose_place(job, run)
@@ -599,8 +641,8 @@ def _notes(
         )
     if was.n_machines != now.n_machines:
         yield (
-            f"ranks of each replica: {was.n_machines or 1} before, "
-            f"{now.n_machines or 1} now; each replica keeps its position in its data"
+            f"ranks of each replica: {_ranks(was)} before, {_ranks(now)} now; each replica keeps "
+            "its position in its data"
         )
     elif was.plan != now.plan and was.n_machines:
         yield "plan: another one than before; each replica keeps its position in its data"

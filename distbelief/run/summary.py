@@ -41,7 +41,8 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of model and data; None where unknown."""
 
     n_parameters: int | None = None
-    n_machines: int | None = None  # ranks of each replica; None if replicas are not split
+    # Ranks of each replica, or of each in turn; None if replicas are not split
+    n_machines: int | tuple[int, ...] | None = None
     train: DataFacts | None = None
     test: DataFacts | None = None  # the held-out data, if there are any
 
@@ -56,7 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     n_replicas: int
     n_shards: int
     shard_copies: int = 1
-    n_machines: int | None = None
+    n_machines: int | tuple[int, ...] | None = None
     stop_reason: str | None
     error: str | None = None
     # why no model was written, if none was; the file of an earlier session may still exist
@@ -175,8 +176,11 @@ class _ValueTable:
 
 def _what(summary: Summary) -> str:
     replicas = _number(summary.n_replicas, "replica")
-    if summary.n_machines is not None:
-        replicas += f" of {_number(summary.n_machines, 'rank')}"
+    n_ranks = summary.n_machines
+    if isinstance(n_ranks, tuple):
+        replicas += f" of {', '.join(map(str, n_ranks))} ranks"
+    elif n_ranks is not None:
+        replicas += f" of {_number(n_ranks, 'rank')}"
     shards = _number(summary.n_shards, "shard")
     if summary.shard_copies > 1:
         shards += f" in {summary.shard_copies} copies"

@@ -57,8 +57,6 @@ PROGRESS_SECONDS: Final = 30.0  # between two lines of progress, if there were p
 
 
 class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a parameter server."""
-
     tensors: tuple[TensorSpec, ...]
     rule: UpdateRule
     exchange: ExchangePolicy = DOWNPOUR
@@ -76,7 +74,6 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.directory) / "initial.safetensors"
 
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Write the initial values."""
         values = {
             spec.name: parameter.detach().contiguous().clone()
             for spec, parameter in zip(self.tensors, parameters, strict=True)

@@ -67,8 +67,6 @@ class Job(msgspec.Struct, eq=False):
 @final
 @dataclass(slots=True, eq=False)
 class Host:
-    """The work in progress on one host."""
-
     event_queue: EventQueue
     processor: Processor = UNLIMITED
     _jobs: list[Job] = field(default_factory=list)

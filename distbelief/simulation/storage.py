@@ -106,8 +106,6 @@ class _Lease:
 
 
 class HostMemory:
-    """The shared memory regions of one host."""
-
     def __init__(self, host: str, *, n_bytes_max: int) -> None:
         self.host = host
         self.regions = PrivateMemory(host=host, poison=True)
@@ -124,8 +122,6 @@ class HostMemory:
 
 
 class LentMemory:
-    """The `Memory` of one simulated process."""
-
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
 

@@ -11,7 +11,9 @@ import msgspec
 
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds, SetTimer
+from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.dealer import Hand
 from distbelief.supervisor.failover import ShardFailover, ShardState
 from distbelief.supervisor.hosts import HERE
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
@@ -52,6 +54,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[RoleState, ...]
     hosts: tuple[HostState, ...]  # that have joined, and are ready
     shards: dict[str, ShardState]
+    hands: dict[Address, Hand]  # of replicas, where data are dealt
     # What only the driver knows.
     run: str = ""  # as hosts know it
     files: str = ""  # where roles on other hosts find checkpoints
@@ -67,6 +70,7 @@ class Parts(Protocol):
     failover: ShardFailover
     evaluations: Evaluations
     scheduler: Scheduler
+    allowances: Allowances
 
 
 def handover_of(supervisor: Parts, config: SupervisorConfig, view: JobView) -> Handover:
@@ -97,12 +101,14 @@ def handover_of(supervisor: Parts, config: SupervisorConfig, view: JobView) -> H
             if host.present and host.ready
         ),
         shards=supervisor.failover.states(),
+        hands=dealer.hands if (dealer := supervisor.allowances.dealer) is not None else {},
     )
 
 
 def start_roles(supervisor: Parts, handover: Handover | None, now: Seconds) -> None:
     """Start the roles of a supervisor that begins; it goes on with those that run already."""
     if handover is None:
+        supervisor.scheduler.form_replicas()
         for record in supervisor.members:
             record.begin_incarnation(record.incarnation, now)
             supervisor.scheduler.launch(record)
@@ -110,6 +116,8 @@ def start_roles(supervisor: Parts, handover: Handover | None, now: Seconds) -> N
     supervisor.metrics.adopt(handover.view, handover.samples, now)
     supervisor.evaluations.n_requests = handover.n_evaluations
     supervisor.failover.adopt(handover.shards)
+    if supervisor.allowances.dealer is not None:
+        supervisor.allowances.dealer.adopt(handover.hands)
     for host in handover.hosts:
         supervisor.scheduler.adopt_host(Address(host.name), host.offer, host.bandwidth)
     known = {role.name: role for role in handover.roles}

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self, final
 
+import msgspec
+
 from distbelief.config.job import Job, ShardPlacement
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
 from distbelief.parameter_server.layout import Layout
+from distbelief.program.step_cost import PlanCost
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
@@ -67,6 +70,10 @@ class ClusterConfig:
     step: StepTime = field(default_factory=StepTime)  # cost of a replica's step, to rank hosts
     placement: ShardPlacement = "here"  # of shards
     shard_bytes: Mapping[Address, int] = field(default_factory=dict)
+    # Of the plan for each number of ranks, if replicas are formed by the hosts that have joined
+    costs: Mapping[int, PlanCost] = field(default_factory=dict)
+    forms: bool = False  # whether that is still to be done
+    memory_here: int = 0  # bytes of the supervisor's own host
     # After which a host gets nothing more: less than until the backup of a silent primary takes
     # over, so that the new incarnation does not go to a host that is lost
     silent_seconds: Seconds = 0.75
@@ -98,6 +105,18 @@ class ClusterConfig:
         if self.device != "cpu":  # only CPU cores were measured
             return None
         return self.step.grade(flops=offer.flops * self.threads, bandwidth=bandwidth)
+
+    def holds(self, host: "Host", n_ranks: int) -> bool:
+        """Return whether a host has memory for one of so many ranks."""
+        return host.offer.memory_bytes >= self.costs[n_ranks].memory_bytes
+
+    def rank_seconds(self, host: "Host", n_ranks: int) -> float:
+        """Return the time of a step of so many ranks on hosts like this, with fetch and push."""
+        cost = self.costs[n_ranks]
+        flops = host.offer.flops * self.threads if self.device == "cpu" else 0.0
+        n_bytes = sum(self.shard_bytes.values()) * self.step.n_bytes / _BYTES / n_ranks
+        moved = n_bytes / host.bandwidth if host.bandwidth else 0.0
+        return max(cost.seconds * cost.flops / (flops or cost.flops) + moved, 1e-9)
 
     def admit(self, host: "Host", bandwidth: float) -> None:
         """Note that a host is ready, and what it has to offer this job."""
@@ -208,8 +227,9 @@ class Host:
 class HostTable:
     """All hosts of a job, and which role runs on which."""
 
-    def __init__(self, *, slots_here: int) -> None:
-        self.here = Host(name=HERE, slots=slots_here, ready=True)
+    def __init__(self, *, slots_here: int, memory_here: int = 0) -> None:
+        offer = msgspec.structs.replace(_NO_OFFER, memory_bytes=memory_here)
+        self.here = Host(name=HERE, offer=offer, slots=slots_here, ready=True)
         self.joined: dict[Address, Host] = {}  # those that are gone included
         self._at: dict[Address, tuple[Host, int]] = {}  # host of each role that runs, its slots
         self._was_at: dict[Address, Host] = {}  # a restarted role goes back if there is a slot
@@ -225,6 +245,10 @@ class HostTable:
     def usable(self) -> list[Host]:
         """The supervisor's own host and those joined ones that may get roles now."""
         return [host for host in (self.here, *self.joined.values()) if host.takes_roles]
+
+    def reserve(self, role: Address, host: Host) -> None:
+        """Let a role start as if it had been on this host before."""
+        self._was_at[role] = host
 
     def put(self, role: Address, incarnation: int, host: Host, *, slots: int) -> None:
         self.leave(role)

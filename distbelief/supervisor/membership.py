@@ -11,7 +11,7 @@ Where hosts may join, an incarnation may wait for a slot before it is launched. 
 model-parallel group is its "replica" or "evaluator"; the other ranks are "machine"s.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -100,6 +100,7 @@ class RoleRecord:
     progressed: bool = False  # the first `Progress` came
     step: int = 0
 
+    ranks: int = 1  # of its group
     shard: Address = field(init=False)  # of which it is a copy; for other roles its own name
     group: str = field(init=False)  # of which it is a rank; for other roles its own name
     trains: bool = field(init=False)
@@ -191,6 +192,9 @@ class Membership:
         self._admits_guests = admits_guests
         for name, kind in roster:
             self._add(Address(name), kind, incarnation=incarnation)
+        n_ranks = Counter(record.group for record in self)
+        for record in self:
+            record.ranks = n_ranks[record.group]
 
     def __iter__(self) -> Iterator[RoleRecord]:
         return iter(self._records.values())
@@ -249,6 +253,16 @@ class Membership:
             gone = [other.name for other in self.ranks_with(record) if not other.is_alive]
         entries = tuple(other.entry for other in needed if other.entry is not None)
         return Peers(entries=entries, gone=tuple(gone))
+
+    def keep_ranks(self, n_ranks: Sequence[int]) -> None:
+        """Leave each replica so many ranks, and the evaluator as many as the largest."""
+        for record in list(self):
+            place = group_rank_of(record.name)
+            if place is not None:
+                n = max(n_ranks) if place.replica is None else n_ranks[place.replica]
+                record.ranks = n
+                if place.machine >= n:
+                    self.leave(record)
 
     def add_delay(self, seconds: Seconds) -> None:
         """Shift all clocks by a time in which the supervisor itself was suspended."""

@@ -9,6 +9,9 @@ With "spread" and "beside replicas" the two copies of a shard are on different h
 any, and the evaluator goes to a host with room. With each of them, replicas go to the fastest hosts
 with free slots, and the coordinator stays on the supervisor's host.
 
+With `[cluster] partitions = { max = N }` replicas are formed once, from the hosts that are there
+when the job begins: `replica_groups`.
+
 Shards and evaluator take no slot: a slot is what a process of a replica keeps busy all the time, a
 shard works in short bursts. If it took one, a job with as many replicas as cores would not begin.
 """
@@ -22,7 +25,8 @@ from distbelief.config.job import ShardPlacement
 from distbelief.parameter_server.config import other_copy, shard_of
 from distbelief.roles.role import Address
 from distbelief.supervisor.hosts import ALIKE, ClusterConfig, Host, HostTable
-from distbelief.supervisor.membership import RoleRecord
+from distbelief.supervisor.membership import Membership, RoleRecord
+from distbelief.worker.group import rank_name
 
 
 FIRST: Final = "replica-0"  # all other replicas wait for it
@@ -87,18 +91,25 @@ class Placement:
 
     shards: ShardPlacement = "here"
     shard_bytes: Mapping[Address, int] = field(default_factory=dict)  # 1 without an entry
+    forms: ClusterConfig | None = None  # if replicas are formed by hosts
 
     @classmethod
     def of(cls, cluster: ClusterConfig | None) -> Self:
         if cluster is None:
             return cls()
-        return cls(shards=cluster.placement, shard_bytes=cluster.shard_bytes)
+        return cls(
+            shards=cluster.placement,
+            shard_bytes=cluster.shard_bytes,
+            forms=cluster if cluster.costs else None,
+        )
 
     def place(
         self, role: Sequence[RoleRecord], hosts: HostTable, *, begun: bool
     ) -> Sequence[Host] | None:
         first, names = role[0], [record.name for record in role]
         if takes_slots(first):
+            if self.forms is not None:
+                return _apart(role, hosts, self.forms)
             # Replica 0 stays here if it fits: no network in between.
             if first.group == FIRST and hosts.here.free >= len(role):
                 return [hosts.here] * len(role)
@@ -133,6 +144,91 @@ class Placement:
             return n_bytes / rate, grade, host.used / max(host.slots, 1), host is hosts.here
 
         return min(allowed, key=load)
+
+
+def _apart(
+    role: Sequence[RoleRecord], hosts: HostTable, cluster: ClusterConfig
+) -> list[Host] | None:
+    # Each rank on a host that no replica has: where it was formed, else the fastest that holds it.
+    found: list[Host] = []
+    n, free = role[0].ranks, [host for host in hosts.usable if not _has_replica(host)]
+    fits = [host for host in free if host.slots and cluster.holds(host, n)]
+    for before in (hosts.was_at(record.name) for record in role[: len(fits)]):
+        best = min(fits, key=lambda host: (host is not before, cluster.rank_seconds(host, n)))
+        fits.remove(best)
+        found.append(best)
+    return found if len(found) == len(role) else None
+
+
+ACROSS: Final = 0.9  # what a step counts of a replica in several domains: it is lost with each
+
+_Groups = tuple[Sequence[Host], "_Groups"] | tuple[()]
+
+
+def replica_groups(
+    hosts: Iterable[Host], n_max: int, cluster: ClusterConfig
+) -> list[Sequence[Host]]:
+    """Return the hosts of each of `n_max` replicas, or of as many as they can hold.
+
+    As many replicas as possible, then as many steps a second as possible of all together. Ranks
+    have like shares and the slowest decides, so hosts are ranked by speed, and neighbours that can
+    hold a rank form a group; of hosts that are alike, those of one domain are neighbours. Where it
+    makes more, or faster ones, they are ranked by memory.
+    """
+
+    def speed(host: Host) -> tuple[int, str, int, Address]:
+        grade = round(math.log(cluster.rank_seconds(host, max(cluster.costs))) / ALIKE)
+        return grade, host.offer.domain, -host.offer.memory_bytes, host.name
+
+    by_speed = sorted((host for host in hosts if host.slots), key=speed)
+    by_memory = sorted(by_speed, key=lambda host: -host.offer.memory_bytes)
+    rows = [_grouped(ranked, n_max, cluster) for ranked in (by_speed, by_memory)]
+    _, chain = max(rows, key=lambda row: (len(row), row[-1][0]))[-1]
+    found: list[Sequence[Host]] = []
+    while chain:
+        found.append(chain[0])
+        chain = chain[1]
+    return sorted(found, key=lambda group: min(map(speed, group)))
+
+
+def _grouped(
+    ranked: Sequence[Host], n_max: int, cluster: ClusterConfig
+) -> list[tuple[float, _Groups]]:
+    # The best 0, 1, 2, ... replicas, by their steps a second; row i is of the first i hosts.
+    holding: dict[int, list[int]] = {n: [] for n in cluster.costs}  # hosts that hold such ranks
+    rows: list[list[tuple[float, _Groups]]] = [[(0.0, ())]]
+    for index, host in enumerate(ranked):
+        row = list(rows[-1])
+        for n in (n for n in holding if cluster.holds(host, n)):
+            holding[n].append(index)
+            group = [ranked[place] for place in holding[n][-n:]]
+            weight = ACROSS if len({each.offer.domain for each in group}) > 1 else 1.0
+            rate = weight / max(cluster.rank_seconds(each, n) for each in group)
+            before = rows[holding[n][-n]][:n_max] if len(group) == n else []
+            for r, (others, chain) in enumerate(before, start=1):
+                if r == len(row):
+                    row.append((rate + others, (group, chain)))
+                elif rate + others > row[r][0]:
+                    row[r] = rate + others, (group, chain)
+        rows.append(row)
+    return rows[-1]
+
+
+def form_replicas(
+    members: Membership, hosts: HostTable, cluster: ClusterConfig
+) -> list[Sequence[Host]]:
+    """Give each replica the ranks that its hosts make, and return the hosts of each.
+
+    Replicas without hosts have most ranks, and wait for hosts.
+    """
+    n_replicas, most = len(members.of("replica")), max(cluster.costs)
+    groups = replica_groups(hosts.usable, n_replicas, cluster)
+    n_ranks = [len(group) for group in groups] + [most] * (n_replicas - len(groups))
+    members.keep_ranks(n_ranks)
+    for replica, group in enumerate(groups):
+        for rank, host in enumerate(group):
+            hosts.reserve(rank_name(replica, rank), host)
+    return groups
 
 
 def apart_from(other: Host | None, hosts: Sequence[Host]) -> Sequence[Host]:

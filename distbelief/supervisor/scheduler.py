@@ -27,7 +27,13 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.placement import FIRST, PlacementPolicy, place_roles, takes_slots
+from distbelief.supervisor.placement import (
+    FIRST,
+    PlacementPolicy,
+    form_replicas,
+    place_roles,
+    takes_slots,
+)
 from distbelief.supervisor.view import Phase
 
 
@@ -157,7 +163,10 @@ class Scheduler:
         self._failover = failover
         self._cluster = cluster
         self._policy = policy
-        self.hosts = HostTable(slots_here=_UNLIMITED if cluster is None else cluster.slots_here)
+        slots, memory = (
+            (_UNLIMITED, 0) if cluster is None else (cluster.slots_here, cluster.memory_here)
+        )
+        self.hosts = HostTable(slots_here=slots, memory_here=memory)
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
@@ -182,6 +191,17 @@ class Scheduler:
         limit = cluster.hosts_seconds_max
         self._out.log(LogEvent("hosts_missing", n=n_ready, total=cluster.n_hosts, limit=limit))
         return True
+
+    def form_replicas(self) -> None:
+        """Choose the ranks of replicas by the hosts that are there, if the job asks for that."""
+        if self._cluster is None or not self._cluster.forms:
+            return
+        groups = form_replicas(self._members, self.hosts, self._cluster)
+        for index, record in enumerate(self._members.of("replica")):
+            group = groups[index] if index < len(groups) else ()
+            labels = ", ".join(host.full_label if host.label else HERE for host in group)
+            detail = f"is formed of {labels}" if group else f"waits for {record.ranks} hosts"
+            self._out.log(LogEvent("replica_formed", record.group, detail=detail))
 
     # --- roles
 
@@ -252,7 +272,7 @@ class Scheduler:
             self._tell_together(record, host)
         record.begins = host.name != HERE
         if host.name == HERE:
-            self._out.add(rl.Launch(name=name, incarnation=incarnation))
+            self._out.add(rl.Launch(name=name, incarnation=incarnation, ranks=record.ranks))
 
     def _tell_together(self, record: RoleRecord, host: Host) -> None:
         together = record.kind == "shard" and self.hosts.at(other_copy(record.name)) is host
@@ -334,7 +354,9 @@ class Scheduler:
         assert self._cluster is not None
         host.changed = False
         assigned = tuple(
-            wire.RoleAssignment(name=name, incarnation=n) for name, n in host.roles.items()
+            wire.RoleAssignment(name=name, incarnation=n, ranks=record.ranks)
+            for name, n in host.roles.items()
+            if (record := self._members.get(name)) is not None
         )
         incarnation, run = host.offer.incarnation, self._cluster.run
         message = wire.Assignments(incarnation=incarnation, run=run, assignments=assigned)

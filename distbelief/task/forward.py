@@ -24,8 +24,6 @@ from distbelief.task.losses import Loss, scores_path
 
 @final
 class Entry(msgspec.Struct, frozen=True):
-    """One tensor of a sample."""
-
     path: Path  # in a batch: ("inputs",), ("targets", "boxes"), ("batch", "mask")
     spec: InputSpec
 

@@ -49,7 +49,6 @@ def resolve(path: str, *, table: str = "job") -> Importable:
 
 
 def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> object:
-    """Call the factory of this path with keyword arguments and return the result."""
     factory = resolve(path, table=table)
     _check_arguments(factory, arguments, path=path, table=f"{table}.arguments")
     try:

@@ -54,8 +54,6 @@ _BYTE_ORDER_MARK: Final = "\ufeff"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """The key pair of one user on one host."""
-
     public: str  # 64 hexadecimal digits
     secret: bytes = field(repr=False)
 

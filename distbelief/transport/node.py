@@ -138,7 +138,7 @@ class CheckpointStorage(Protocol):
 class Launcher(Protocol):
     """Starts and ends the processes of other roles without waiting for them."""
 
-    def launch(self, name: rl.Address, incarnation: int) -> None:
+    def launch(self, name: rl.Address, incarnation: int, ranks: int) -> None:
         """Start a role, or raise `DistBeliefError` if it cannot be started."""
 
     def terminate(self, name: rl.Address) -> None:
@@ -234,7 +234,6 @@ class RoleRunner:
         self._waker.wake()
 
     def fail(self, error: str, trace: str = "") -> None:
-        """End the role with this error."""
         self._log("error", f"{self._name} failed: {error}")
         if trace:
             self._log("error", trace)
@@ -384,7 +383,7 @@ class RoleRunner:
     def _launch(self, action: rl.Launch) -> None:
         assert self._launcher is not None
         try:
-            self._launcher.launch(action.name, action.incarnation)
+            self._launcher.launch(action.name, action.incarnation, action.ranks)
         except DistBeliefError as error:
             lost = rl.PeerLost(peer=action.name, incarnation=action.incarnation, reason=str(error))
             self._posted.append(lost)

@@ -48,8 +48,6 @@ Log = Callable[[str, str], None]  # level, text
 @final
 @dataclass(frozen=True, slots=True)
 class PeerSocket:
-    """The link to one incarnation of one peer."""
-
     incarnation: int  # process generation of the peer
     endpoint: str  # the endpoint that the peer announced
     socket: auth.Socket  # socket for messages to the peer

@@ -201,8 +201,6 @@ N_AHEAD: Final = 2  # slices read or held: of the current step and the next
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSlice:
-    """What one rank needs of a batch."""
-
     generation: int  # generation of the group in which it was read
     step: int
     samples: BatchIndices = BatchIndices(position=0, indices=np.empty(0, dtype=np.int64))

@@ -63,35 +63,35 @@ def roster(
     n_shards: int,
     shard_copies: int = 1,
     evaluates: bool = True,
-    n_machines: int | None = None,
+    ranks: Sequence[int] = (),
     coordinator: str | None = None,
 ) -> list[RosterEntry]:
     """Return the roles of a job: shards first, since all others need them.
 
-    If a plan splits the model, replicas and evaluator have `n_machines` ranks each.
+    If plans split the model, each replica has so many `ranks`, and the evaluator as the largest.
     """
     entries = [RosterEntry(name, "shard") for name in shard_names(n_shards, shard_copies)]
     if coordinator is not None:
         entries.append(RosterEntry(coordinator, "coordinator"))
     groups: list[tuple[str, Kind]] = [(f"replica-{r}", "replica") for r in range(n_replicas)]
     groups += [(EVALUATORS, "evaluator")] * evaluates
-    for group, kind in groups:
-        if n_machines is None:
+    for index, (group, kind) in enumerate(groups):
+        if not ranks:
             entries.append(RosterEntry(group, kind))
             continue
-        leader, *others = member_names(group, n_machines)
+        leader, *others = member_names(group, [*ranks, max(ranks)][index])
         entries += [RosterEntry(leader, kind), *(RosterEntry(name, "machine") for name in others)]
     return entries
 
 
-def roster_of(job: Job, *, n_machines: int | None = None) -> list[RosterEntry]:
-    """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
+def roster_of(job: Job, *, ranks: Sequence[int] = ()) -> list[RosterEntry]:
+    """Return the roles of a job; `ranks` are those of each replica, if replicas are split."""
     return roster(
         n_replicas=job.cluster.n_replicas,
         n_shards=job.cluster.shards,
         shard_copies=job.cluster.shard_copies,
         evaluates=job.data.test is not None,
-        n_machines=n_machines,
+        ranks=ranks,
         coordinator=coordinator_of(job),
     )
 

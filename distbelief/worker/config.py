@@ -136,6 +136,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number above 0, or leave it out")
+        if not any(rule.learning_rate for rule in self.rule.rules):
+            raise ValueError(f"rule {self.rule.name!r}: learning_rate is 0; use a number above 0")
         if self.inner is not None:
             check_inner(self.inner)
         if not 0.0 < self.epoch_share <= 1.0:

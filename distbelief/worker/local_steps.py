@@ -40,6 +40,8 @@ def _built(
     keywords = {key: value for key, value in table.items() if key != "schedule"}
     optimizer = _make(keywords, torch.optim, Optimizer, parameters, where="inner")
     assert isinstance(optimizer, Optimizer)
+    if keywords.get("lr") == 0:
+        raise ValueError("inner.lr is 0: no local step would move anything; use a number above 0")
     schedule = table.get("schedule")
     return optimizer, None if schedule is None else _schedule(schedule, optimizer)
 
@@ -79,6 +81,9 @@ def _make(table: Table, module: object, base: type, argument: object, *, where: 
         return kind(**keywords) if name == "ChainedScheduler" else kind(argument, **keywords)
     except (TypeError, ValueError, AssertionError, IndexError) as error:
         text = str(error).replace(f"{name}.__init__() ", "")
+        if isinstance(error, TypeError) and text == str(error):  # of an operation on a value
+            given = ", ".join(f"{key} = {value!r}" for key, value in keywords.items())
+            text = f"torch does not accept {given}: use values of the types that it documents"
         raise ValueError(f"{where} {name}: {text or type(error).__name__}") from None
 
 

@@ -94,6 +94,7 @@ class JobMember:
         self.reported_failure = False
         self._save_by: rl.Seconds | None = None  # once the supervisor is lost
         self._is_stopped = False  # for want of a supervisor
+        self._label = 0  # of the newest checkpoint that it was asked for, or began with
         self._warnings: list[str] = []
 
     def warn(self, text: str) -> None:
@@ -124,6 +125,8 @@ class JobMember:
 
     def _start(self, event: rl.Started, now: rl.Seconds) -> list[rl.Action]:
         self._started = event
+        if event.restored is not None:
+            self._note_label(event.restored.label)
         self._silence.start(now)
         return [rl.Compute(name=BUILD, work=self._build), *self._heartbeat(now)]
 
@@ -161,8 +164,11 @@ class JobMember:
         if self._is_stopped or self._config.name.startswith("shard-"):
             return []
         self._is_stopped = True
-        stop = rl.Received(sender=rl.SUPERVISOR, incarnation=0, message=wire.Stop(reason=text))
-        return self._forward(stop, now)
+        message: wire.Message = wire.Stop(reason=text)
+        if self._config.name == "coordinator":  # only it knows when its shards can be saved
+            message = wire.SaveCheckpoint(label=f"{self._label + 1:05d}")
+        last = rl.Received(sender=rl.SUPERVISOR, incarnation=0, message=message)
+        return self._forward(last, now)
 
     def _supervisor_lost(self, reason: str, now: rl.Seconds) -> Sequence[rl.Action]:
         # No process outlives its job; a shard saves its values first.
@@ -182,10 +188,17 @@ class JobMember:
                 return []
             case wire.Peers():
                 return self._update_peers(event.message, now)
+            case wire.SaveCheckpoint(label=label):
+                self._note_label(label)
+                return self._forward(event, now)
             case wire.Stop() if not self._runs:  # nothing to finish
                 return [_to_supervisor(wire.Finished(counters={})), rl.Exit()]
             case _:
                 return self._forward(event, now)
+
+    def _note_label(self, label: str) -> None:
+        if label.isdecimal():
+            self._label = max(self._label, int(label))
 
     def _update_peers(self, message: wire.Peers, now: rl.Seconds) -> Sequence[rl.Action]:
         before = self._peers or {}

@@ -214,7 +214,7 @@ def _job_spec(text: str = JOB) -> RoleSpec:
 
 
 def _spec() -> Decoder:
-    content = write_job_spec(_job_spec(), plan=None)
+    content = write_job_spec(_job_spec())
 
     def read(data: bytes) -> None:
         brief = read_job_spec(data)

@@ -84,8 +84,6 @@ CoordinatorMessage = (
 @final
 @dataclass(slots=True, kw_only=True)
 class CoordinatorMetrics:
-    """Metrics of all epochs together."""
-
     iterated: base.IterationDone | None = None  # the newest iteration
     offset: int = 0  # iterations before the optimizer last restarted
     samples: int = 0  # examples of all finished evaluations
@@ -159,7 +157,6 @@ class Coordinator:
         self.reason: Reason | None = None  # why the run ended, once it has
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        """Return the actions that `event` calls for."""
         if self._has_ended:
             return []
         self._now = now

@@ -92,7 +92,6 @@ class CommandBroadcast:
         return self._send()
 
     def receive(self, event: Received, message: wire.CommandDone, now: Seconds) -> None:
-        """Take an answer."""
         shard, command = event.sender, self._command
         self._note_incarnation(shard, event.incarnation)
         if event.incarnation < self._newest[shard]:

@@ -25,8 +25,6 @@ _NEWEST_WEIGHT: Final = 0.3
 @final
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """Settings of a coordinator."""
-
     chunk_sizes: ChunkSizes  # how batches are divided; every worker must have the same
     # Chunks beyond the oldest unfinished one that may be assigned. It bounds the memory of the
     # shards: half as many vectors at most; mostly a few.
@@ -48,8 +46,6 @@ class CoordinatorConfig:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Chunk:
-    """One chunk of the batch."""
-
     index: int
     start: int  # its first position
     n_examples: int
@@ -75,8 +71,6 @@ class Attempt:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
-    """One worker."""
-
     name: Address
     generation: tuple[int, int]  # incarnation of its process (its leader's), restart within it
     version: int  # of the last assignment sent
@@ -107,8 +101,6 @@ class WorkerState:
 
 @final
 class WorkerPool:
-    """All workers that are there."""
-
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self._workers: dict[Address, WorkerState] = {}

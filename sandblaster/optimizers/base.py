@@ -125,8 +125,6 @@ class Result(IterationDone):
 
 
 class Runnable(Protocol):
-    """The settings of a method."""
-
     def steps(self, state: str | None = None) -> "Steps[Result]": ...
 
 

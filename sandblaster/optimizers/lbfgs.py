@@ -53,8 +53,6 @@ _CURVATURE_MIN = 1e-14  # of the cosine between s and y
 
 @final
 class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
-    """Settings of L-BFGS."""
-
     history: int = 10  # m, the number of corrections remembered: 2 m + 2 more vectors
     sufficient_decrease: float = 1e-3  # c1 of the line search
 

@@ -66,8 +66,6 @@ class WolfeConditions:
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a search."""
-
     best: Sample  # if its step is 0, no step is better than none
     satisfied: bool  # whether it satisfies both conditions
 
@@ -260,8 +258,6 @@ class Trial:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """Result of a search."""
-
     trial: Trial | None  # the trial to accept, if any is better than the start
     satisfied: bool  # whether it satisfies all conditions
     n_evaluations: int  # of the search

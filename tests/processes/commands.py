@@ -25,6 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 MODULE = '''
 import os
+import time
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ from torch import nn
 class Frames:
     """Three classes that lines separate."""
 
-    def __init__(self, n, seed):
+    def __init__(self, n, seed, pause=0.0):
+        self.pause = pause
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(n, 10, generator=generator)
         lines = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
@@ -46,11 +48,12 @@ class Frames:
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, indices):
+        time.sleep(self.pause)
         return self.inputs[indices], self.targets[indices]
 
 
-def frames(n=2000, seed=0):
-    return Frames(n, seed)
+def frames(n=2000, seed=0, pause=0.0):
+    return Frames(n, seed, pause)
 
 
 def fragile(n=2000, seed=0):
@@ -119,6 +122,8 @@ def sets(*overrides: str) -> list[str]:
 
 
 LONG = sets("stop.epochs=1000000")
+# The same, for a test of what starts and ends beside it: training leaves the cores to that.
+SLOW = [*LONG, *sets("data.train.arguments={ pause = 0.02 }")]
 
 
 def ended(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import distbelief
-from tests.processes.commands import LONG, Command, poll, sets, train
+from tests.processes.commands import SLOW, Command, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -42,7 +42,7 @@ def test_lost_leaders_cost_nothing(folder: Path, blow: signal.Signals, shared_me
     options = sets(
         "cluster.shard_copies=2", "cluster.shards=1", f"cluster.shared_memory={shared_memory}"
     )
-    with train(folder, *LONG, *options) as command:
+    with train(folder, *SLOW, *options) as command:
         leader = leader_of(command)
         other = copies(command)["backup"]
         before = command.samples()

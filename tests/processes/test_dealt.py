@@ -95,7 +95,7 @@ def write(folder: Path, job: str) -> None:
 def test_replicas_come_and_go_with_hosts(tmp_path: Path) -> None:
     """One leaves as it was asked to, one is killed; a third place is never filled."""
     land = Land(tmp_path / "here", tmp_path / "there")
-    job = JOB.replace("replicas = 3", "replicas = { min = 2, max = 3 }").replace("= 4", "= 8")
+    job = JOB.replace("replicas = 3", "replicas = { min = 2, max = 3 }").replace("= 4", "= 6")
     for folder in (land.here, land.there):
         folder.mkdir()
         KeyFiles(folder / "keys").make()
@@ -107,7 +107,7 @@ def test_replicas_come_and_go_with_hosts(tmp_path: Path) -> None:
         poll(lambda: "replica 1 waits for a host" in command.told())
         assert command.samples() == 0  # it has fewer than two
         with land.joined(command) as machine:
-            poll(lambda: command.samples() > N_SAMPLES)
+            poll(lambda: command.samples() > N_SAMPLES // 2)
             machine.process.terminate()
             assert machine.wait() == 128 + signal.SIGTERM, machine.said
         before = command.samples()
@@ -116,7 +116,7 @@ def test_replicas_come_and_go_with_hosts(tmp_path: Path) -> None:
             poll(lambda: command.samples() > 4 * N_SAMPLES)
             machine.kill()
         command.ends(seconds=120.0)
-    assert (counts(command) == 8.0).all(), (counts(command) - 8.0).unique(return_counts=True)
+    assert (counts(command) == 6.0).all(), (counts(command) - 6.0).unique(return_counts=True)
 
 
 def counts(command: Command) -> torch.Tensor:

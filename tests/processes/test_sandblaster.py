@@ -4,7 +4,6 @@ import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -159,40 +158,6 @@ def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(folder: Path
     assert Reason.NOT_FINITE.sentence in " ".join(run.output.split())
 
 
-@pytest.mark.untraced
-def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) -> None:
-    """A run that had converged, resumed with l2 = 1, was "done" without evaluating.
-
-    Resumed by another method, it could not read what the first had written down.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 3, dtype=torch.float64, generator=generator)
-    y = (x[:, 0] + torch.randn(60, generator=generator) > 0).long()
-    model, run = nn.Linear(3, 2).double(), tmp_path / "run"
-
-    def ends(
-        l2: float,
-        method: Literal["l-bfgs", "gradient-descent"] = "l-bfgs",
-        directory: Path | None = None,
-        resume: Path | None = None,
-    ) -> int:
-        result = sandblaster.minimize(
-            model, "cross_entropy", (x, y), method=method, l2=l2, directory=directory, resume=resume
-        )
-        assert result.reason is Reason.CONVERGED_GRADIENT, result.message
-        model.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        (loss + l2 / 2 * sum((p**2).sum() for p in model.parameters())).backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            assert parameter.grad.abs().max() <= 1.1e-5
-        return int(result.nfev)
-
-    assert ends(l2=0.1, directory=run) < ends(l2=1.0, method="gradient-descent", resume=run)
-    log = (run / "logs" / "coordinator.log").read_text()
-    assert log.count("the method restarts at the saved parameters") == 1
-
-
 def plain_objective(
     net: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor, *, l2: float = 0.0
 ) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
@@ -212,11 +177,15 @@ def plain_objective(
 
 
 @pytest.mark.untraced
-def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
+def test_minimize_finds_what_scipy_finds_and_begins_anew_with_another_goal(tmp_path: Path) -> None:
+    """A run that had converged, resumed with l2 = 1, was "done" without evaluating.
+
+    Resumed by another method, it could not read what the first had written down.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, dtype=torch.float64, generator=generator)
     y = (x[:, 0] + 0.5 * torch.randn(400, generator=generator) > 0).long()
-    model = nn.Linear(6, 2).double()
+    model, run = nn.Linear(6, 2).double(), tmp_path / "run"
     initial = parameters_to_vector(model.parameters()).detach().numpy().copy()
 
     function = plain_objective(lambda: nn.Linear(6, 2).double(), x, y, l2=0.1)
@@ -231,7 +200,7 @@ def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
         l2=0.1,
         portion=50,
         callback=seen.append,
-        directory=tmp_path / "run",
+        directory=run,
     )
     assert result.success, result.message
     assert result.reason is Reason.CONVERGED_GRADIENT
@@ -242,7 +211,18 @@ def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     assert result.model is model
     assert result.nfev >= result.nit > 0
     assert seen
-    assert (tmp_path / "run" / "summary.json").is_file()
+    assert (run / "summary.json").is_file()
+
+    again = sandblaster.minimize(
+        model, "cross_entropy", (x, y), method="gradient-descent", l2=1.0, shards=2, resume=run
+    )
+    assert again.reason is Reason.CONVERGED_GRADIENT, again.message
+    own = parameters_to_vector(model.parameters()).detach().numpy()
+    _, gradient = plain_objective(lambda: nn.Linear(6, 2).double(), x, y, l2=1.0)(own)
+    assert np.abs(gradient).max() <= 1.1e-5
+    assert again.nfev > result.nfev
+    log = (run / "logs" / "coordinator.log").read_text()
+    assert log.count("the method restarts at the saved parameters") == 1
 
 
 @pytest.mark.soak

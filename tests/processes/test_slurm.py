@@ -13,7 +13,7 @@ import pytest
 from distbelief.transport.keys import KeyFiles
 from tests.processes.commands import (
     COMMAND,
-    LONG,
+    SLOW,
     Command,
     alive,
     ended,
@@ -91,7 +91,7 @@ def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Pat
         program.write_text(text)
         program.chmod(0o755)
     script = tmp_path / "tiny.sbatch"
-    script.write_text(script_of(tmp_path, "--nodes", "2", *LONG, *sets("cluster.replicas=2")))
+    script.write_text(script_of(tmp_path, "--nodes", "2", *SLOW, *sets("cluster.replicas=2")))
     done = 0
     for turn in (1, 2):
         with submitted(tmp_path, script) as command:

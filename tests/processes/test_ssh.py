@@ -15,8 +15,8 @@ import pytest
 
 from tests.processes.commands import (
     COMMAND,
-    LONG,
     MODULE,
+    SLOW,
     Command,
     alive,
     poll,
@@ -95,7 +95,7 @@ def parent(pid: int) -> int:
 def test_hosts_start_by_ssh_and_end_with_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with over_ssh(tmp_path, monkeypatch, *LONG) as (command, there):
+    with over_ssh(tmp_path, monkeypatch, *SLOW) as (command, there):
         poll(command.is_training)
         secret = (command.run / "address").read_text().strip().partition("?secret=")[2]
         lines = [content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
@@ -116,7 +116,8 @@ def test_hosts_start_by_ssh_and_end_with_the_job(
 
 @pytest.mark.soak
 def test_hosts_end_when_the_job_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with over_ssh(tmp_path, monkeypatch, *LONG) as (command, there):
+    patience = sets("cluster.patience=2 s")
+    with over_ssh(tmp_path, monkeypatch, *SLOW, *patience) as (command, there):
         poll(command.is_training)
         command.signal(signal.SIGKILL)
         poll(lambda: not alive(joined(there)))

@@ -1,17 +1,21 @@
 """A supervisor that is killed, and another that takes over: processes, pushes, counts."""
 
-import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.processes.commands import LONG, Command, alive, poll, sets, train, write_job
+from tests.processes.commands import poll, train
 from tests.processes.test_dealt import JOB, N_SAMPLES, counts, write
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.untraced,
+    pytest.mark.timeout(240),
+]
 
 
 def test_another_supervisor_takes_over_and_each_sample_counts_once(tmp_path: Path) -> None:
@@ -32,3 +36,4 @@ def test_another_supervisor_takes_over_and_each_sample_counts_once(tmp_path: Pat
     summary = command.summary()
     assert (summary["samples"], summary["pushes_lost"]) == (8 * N_SAMPLES, 0), again.output
     assert (counts(command) == 8.0).all(), (counts(command) - 8.0).unique(return_counts=True)
+    assert not command.shared_memory()

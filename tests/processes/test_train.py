@@ -15,7 +15,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.run.checkpoints import CheckpointStore
-from tests.processes.commands import LONG, SHARED_MEMORY, Command, alive, ended, poll, sets, train
+from tests.processes.commands import (
+    LONG,
+    SHARED_MEMORY,
+    SLOW,
+    Command,
+    alive,
+    ended,
+    poll,
+    sets,
+    train,
+)
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -82,7 +92,7 @@ def test_two_runs_at_once_do_not_meet(folder: Path) -> None:
 
 @pytest.mark.untraced
 def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
-    with train(folder, *LONG) as command:
+    with train(folder, *SLOW) as command:
         command.trains(1000)
         command.signal(signal.SIGINT)
         assert poll(lambda: not alive(command.all_pids()) and not command.shared_memory()) < 2.0
@@ -99,7 +109,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
         assert "changed [model]: the checkpoints are of another model" in command.output
     # A little more than was done: had it begun anew, it would take longer.
     goal = sets(f"stop.samples={first['samples'] + 1000}")
-    with train(folder, *resume, *goal, *LONG, job=()) as command:
+    with train(folder, *resume, *goal, *SLOW, job=()) as command:
         assert command.wait() == 0, command.output
     second = command.summary()
     assert second["samples"] >= first["samples"] + 1000
@@ -115,7 +125,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
 @pytest.mark.untraced
 def test_the_job_survives_the_death_of_any_role_and_ends_in_order_with_all(folder: Path) -> None:
     """After SIGTERM to all, shards saved and left at once: what they had applied since was lost."""
-    with train(folder, *LONG) as command:
+    with train(folder, *SLOW) as command:
         poll(command.is_training)
         poll((command.run / "snapshots" / "shard-0").is_dir)
         for role in ("replica-1", "shard-0", "evaluator"):
@@ -139,7 +149,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(folder
     Then all roles ended with it, at once; now they train on for a while.
     """
     patience = ("output.snapshot_every=1000 s", "cluster.patience=2 s")
-    with train(folder, *LONG, *sets(*patience)) as command:
+    with train(folder, *SLOW, *sets(*patience)) as command:
         command.trains(1000)
         pids = command.all_pids()
         command.signal(signal.SIGKILL)

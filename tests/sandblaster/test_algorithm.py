@@ -147,7 +147,7 @@ def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None
 def test_a_replica_may_have_several_ranks() -> None:
     read = job("[cluster]\npartitions = 2")
     assert read.cluster.is_split
-    assert wb.roster_of(read, n_machines=2) == [
+    assert wb.roster_of(read, ranks=(2,)) == [
         ("shard-0", "shard"),
         ("coordinator", "coordinator"),
         ("replica-0.0", "replica"),

@@ -10,6 +10,7 @@ from distbelief.parameter_server import checkpoint, shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import membership
 from distbelief.roles.role import SUPERVISOR, Address, Snapshot
 from distbelief.simulation.faults import Drop, Fault, Kill, Pause, Slow
 from distbelief.supervisor.dealer import Dealer
@@ -56,6 +57,15 @@ def test_what_a_restored_shard_has_lost_is_dealt_anew() -> None:
     shard = job.job.member("shard-1").role
     assert shard is not None
     assert shard.status()[1]["clock"] > 130  # pushes: those dealt twice arrived twice
+
+
+def test_a_job_goes_on_when_shards_tell_only_their_first_spans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message with all spans had no bound."""
+    monkeypatch.setattr(membership, "N_SPANS_MAX", 1)
+    slow = Slow(at=0.0, role=REPLICAS[2], factor=10.0, seconds=20.0)
+    DealtJob(n_epochs=4, faults=[slow, Kill(at=2.0, role=REPLICAS[1])]).run()
 
 
 def test_a_takeover_loses_no_sample() -> None:

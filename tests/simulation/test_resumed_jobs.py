@@ -120,7 +120,7 @@ def test_a_warm_start_counts_short_batches_as_the_replica_does() -> None:
 
 
 INNER = {"name": "SGD", "lr": 0.05, "schedule": {"name": "StepLR", "step_size": 7, "gamma": 0.8}}
-EXACT = {
+EXACT: dict[str, dict[str, Any]] = {
     "schedule of the shards": {
         "rule": Momentum(learning_rate=0.05, schedule=Cosine(n_pushes=60, n_warm_up=10))
     },
@@ -152,7 +152,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> Non
     assert same(values_of(again), values_of(whole))
 
 
-PUSHES = {
+PUSHES: dict[str, dict[str, Any]] = {
     "gradients": {"n_push": 3},
     "local steps": {**EXACT["schedule of local steps"], "blocking": False},
 }

@@ -159,7 +159,6 @@ def _dims(arguments: Mapping[str, Any], along: str | Sequence[int], n_dims: int)
 
 
 def detached(builder: Builder, value: Value, name: str = "detach") -> Value:
-    """Return a value without a gradient."""
     if value.layer.is_integer:
         return value
     shape, target = value.layer.shape, torch.ops.aten.detach.default

@@ -167,7 +167,6 @@ MODULES: Final[dict[object, ModuleRule]] = {}  # by type, or by what recognises 
 
 
 def module_rule(module: nn.Module) -> ModuleRule | None:
-    """Return the rule of a module that becomes one operation."""
     return MODULES.get(is_experts if is_experts(module) else type(module))
 
 

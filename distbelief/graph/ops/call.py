@@ -116,7 +116,6 @@ class TorchCall(Operator):
 
 
 def is_module(layer: Layer) -> bool:
-    """Return whether a layer is a module that is computed whole."""
     return layer.kind == TorchCall.name and "module" in layer.options
 
 

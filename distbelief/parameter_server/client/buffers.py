@@ -84,8 +84,6 @@ PushBuffers = tuple[Vector, Vector]  # each of what the client holds: (n_element
 
 @final
 class ShardMemory:
-    """The memory of one shard that its client has attached."""
-
     def __init__(self, memory: Memory, view: PartialView, index: int) -> None:
         self._memory = memory
         self._slice, self._size = view.slices[index], view.layout.shard_size(index)

@@ -114,7 +114,7 @@ def measured(*, clock: Clock = busy_seconds) -> Figures:
             flops=2.0 * _WIDTH**3 / median(products),
             memory_rate=_memory_rate(clock),
             message_rate=_message_rate(clock),
-            memory=_memory(),
+            memory=memory(),
             overhead=_overhead(clock),
             jitter=spread(products),
         )
@@ -183,7 +183,8 @@ def _overhead(clock: Clock) -> float:
     return median(_times(pass_through, clock)) / 2
 
 
-def _memory() -> float:
+def memory() -> float:
+    """Return the bytes of this machine, or of the container."""
     n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no container, or "max": no limit
         n_bytes = min(n_bytes, int(_CONTAINER.read_text(encoding="ascii")))

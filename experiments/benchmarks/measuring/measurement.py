@@ -40,9 +40,14 @@ def options_of(
     parser.add_argument(
         "--small", action="store_true", help="the least of everything, to see it run"
     )
-    if parser.parse_args(arguments).small:
-        parser.set_defaults(**small)
-    return parser.parse_args(arguments)
+    if not parser.parse_args(arguments).small:
+        return parser.parse_args(arguments)
+    parser.set_defaults(**dict.fromkeys(small))  # argparse would append to a default
+    options = parser.parse_args(arguments)
+    for name, value in small.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
 def turns(contestants: Sequence[Name], *, n_rounds: int) -> Iterator[Name]:

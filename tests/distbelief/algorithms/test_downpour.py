@@ -48,6 +48,9 @@ def test_the_table_of_a_job_file_is_read() -> None:
     msgspec.convert(USUAL | {"n_fetch": 5, "local_learning_rate": 0.01}, DOWNPOUR.config)
 
 
+DELTA = {"rule": {"name": "sgd", "learning_rate": 1}, "exchange": {"send": "delta"}}
+
+
 @pytest.mark.parametrize(
     ("table", "claim"),
     [
@@ -58,6 +61,10 @@ def test_the_table_of_a_job_file_is_read() -> None:
         ({"seed": -1}, "seed is -1; use 0 or more"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0; use a number above 0"),
         ({"local_learning_rate": 0.0}, "local_learning_rate is 0.0; use a number"),
+        ({"rule": {"name": "sgd", "learning_rate": 0}}, "rule 'sgd': learning_rate is 0; use"),
+        (DELTA | {"inner": {"name": "SGD", "lr": 0}}, "inner.lr is 0: no local step would move"),
+        (DELTA | {"inner": {"name": "SGD", "lr": "fast"}}, "torch does not accept lr = 'fast':"),
+        (DELTA | {"inner": {"name": "SGD", "lrr": 1}}, "got an unexpected keyword argument 'lrr'"),
         ({"n_fetch": 5}, "n_fetch is 5 and rule 'adagrad' adapts its rate on the shar"),
         ({"n_fetch": 5}, "give local_learning_rate, or use n_fetch = 1"),
     ],

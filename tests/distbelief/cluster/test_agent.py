@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from distbelief.cluster.agent import AgentStorage
@@ -57,7 +58,9 @@ def told(storage: AgentStorage, code: Path) -> str | None:
     plan = code / "plan.json"
     plan.write_text("{}")
     overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
-    storage.store_job_spec(write_job_spec(spec_of(*overrides), plan=plan))
+    storage.store_job_spec(
+        write_job_spec(msgspec.structs.replace(spec_of(*overrides), plans={2: str(plan)}))
+    )
     assert preflight.prepare_main("prepare", 1, str(storage.spec)) == 0
     return storage.verdict()
 
@@ -66,7 +69,7 @@ def test_two_hosts_may_join_from_one_folder(code: Path, monkeypatch: pytest.Monk
     """Both looked for the next free number, and the second to make it was refused."""
     monkeypatch.setattr(Path, "exists", lambda _: False)  # as if both looked at once
     sites = [site_of(code, "letters") for _ in range(2)]
-    brief = write_job_spec(spec_of(*FACTORIES), plan=None)
+    brief = write_job_spec(spec_of(*FACTORIES))
     for storage in sites:
         storage.store_job_spec(brief)
         storage.clear()
@@ -80,8 +83,8 @@ def test_what_roles_read_is_of_this_host(code: Path) -> None:
     assert spec.supervisor == "tcp://127.0.0.1:7"
     assert spec.allowed == ("letters",)
     assert spec.snapshots == ""  # the file server has them
-    assert spec.plan is not None
-    assert Path(spec.plan).read_text() == "{}"
+    assert spec.plans
+    assert Path(spec.plans[2]).read_text() == "{}"
     assert Path(spec.memory) == storage.spec.parent
     assert storage.spec.parent.stat().st_mode & 0o777 == 0o700
     storage.clear()
@@ -97,7 +100,7 @@ def test_a_host_that_cannot_reach_the_checkpoints_is_refused(
 ) -> None:
     storage = site_of(code, "letters")
     overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
-    storage.store_job_spec(write_job_spec(spec_of(*overrides), plan=None, snapshots=place))
+    storage.store_job_spec(write_job_spec(spec_of(*overrides), snapshots=place))
     assert preflight.prepare_main("prepare", 1, str(storage.spec)) == 0
     assert why in str(storage.verdict())
     storage.clear()

@@ -119,7 +119,7 @@ def test_only_hosts_on_the_supervisors_machine_use_its_memory(
 ) -> None:
     """A replica that Ray started on the same machine sent every step through TCP: 0.70 as fast."""
     memory = FileMemory.make(root=tmp_path)
-    received = read_job_spec(write_job_spec(spec_of(memory=str(memory.directory)), plan=None))
+    received = read_job_spec(write_job_spec(spec_of(memory=str(memory.directory))))
 
     def found() -> Path | None:
         return received.memory_here
@@ -134,7 +134,7 @@ def test_only_hosts_on_the_supervisors_machine_use_its_memory(
         assert msgspec.structs.replace(received, machine="").memory_here is None
     memory.remove_all()
     assert found() is None
-    unshared = read_job_spec(write_job_spec(spec_of(memory=""), plan=None))
+    unshared = read_job_spec(write_job_spec(spec_of(memory="")))
     assert unshared.memory_here is None
 
 
@@ -150,21 +150,22 @@ def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> RoleSpec:
         layout=layout.spec,
         initials={},
         initial_file="/home/ada/weights.safetensors",
-        plan="/home/ada/plan.json",
     )
 
 
 def test_a_job_spec_has_the_plan_and_no_path_of_the_supervisors(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text("{}")
-    received = read_job_spec(write_job_spec(spec_of(), plan=plan))
-    assert received.plan == "{}"
+    received = read_job_spec(
+        write_job_spec(msgspec.structs.replace(spec_of(), plans={3: str(plan)}))
+    )
+    assert received.plans == {3: "{}"}
     assert received.shares
     assert not any((received.spec.memory, received.spec.snapshots, received.spec.supervisor))
-    assert received.spec.plan is None
+    assert not received.spec.plans
     assert received.spec.initial_file == ""  # the file server has it
     assert received.spec.files == ""
-    assert not read_job_spec(write_job_spec(spec_of(memory=""), plan=None)).shares
+    assert not read_job_spec(write_job_spec(spec_of(memory=""))).shares
 
 
 @pytest.mark.parametrize(
@@ -175,16 +176,14 @@ def test_hosts_save_at_the_file_server_unless_the_job_names_a_place(
     overrides: tuple[str, ...], snapshots: str
 ) -> None:
     job, files = speech(*overrides), "tcp://0.0.0.0:7"
-    cluster = JoinServer(reach=ListenConfig()).cluster(
-        job, spec_of(*overrides), plan=None, files=files
-    )
+    cluster = JoinServer(reach=ListenConfig()).cluster(job, spec_of(*overrides), files=files)
     spec = read_job_spec(cluster.job_spec).spec
     assert (spec.files, spec.snapshots) == (files, snapshots)
 
 
 def test_a_job_spec_says_where_hosts_find_checkpoints_and_initial_values() -> None:
     files, shared = "tcp://0.0.0.0:7", "s3://b/x"
-    content = write_job_spec(spec_of(), plan=None, files=files, snapshots=shared)
+    content = write_job_spec(spec_of(), files=files, snapshots=shared)
     spec = read_job_spec(content).spec
     assert (spec.files, spec.snapshots, spec.initial_file) == (files, shared, "")
 

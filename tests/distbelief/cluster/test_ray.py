@@ -20,7 +20,7 @@ from tests.distbelief.jobs import speech
 )
 def test_ray_adds_what_a_host_lacks(n_hosts: int, n_machines: int, here: int, cores: int) -> None:
     job = speech("cluster.replicas=8", "cluster.threads=2")
-    wanted = RayHosts.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
+    wanted = RayHosts.of(job, n_hosts=n_hosts, n_processes=8 * n_machines - here, keys="")
     assert wanted.cores == cores
     assert wanted.allowed == ("speech.model", "speech.data")
 

@@ -274,6 +274,7 @@ def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
         ("algorithm.criterion=mse", "Did you mean 'loss'?"),
         # ill-typed values
         ("algorithm.n_push=x", '[algorithm] n_push = "x": wants a whole number'),
+        ("algorithm.exchange.every=1.5", 'every = 1.5: wants a whole number or "auto"'),
         ("algorithm.n_push=1.5", "[algorithm] n_push = 1.5: wants a whole number"),
         ("cluster.shared_memory=1", "shared_memory = 1: wants true or false"),
         ("model.factory=3", "[model] factory = 3: wants text in quotes"),

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.forecast.placement import PlacedCluster
+from distbelief.forecast.placement import PlacedCluster, memory_of, vectors_of_shard
 from distbelief.forecast.prepare import Preparation, PreparedJob
+from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, Momentum
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.roles import role as rl
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.worker.config import DownpourSettings
 from tests.distbelief.forecast.jobs import small
 
 
@@ -127,3 +129,29 @@ def test_shards_beside_replicas_take_turns(preparation: Preparation) -> None:
     found = forecast_of(cluster_of(*[1e8] * 6), preparation.stage(job))
     assert [found[f"shard-{k}"] for k in range(4)] == [0, 1, 0, 1]
     assert found["evaluator"] == found["supervisor"] == 2
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2, 20])
+def test_a_shard_holds_two_push_buffers_of_each_replica(
+    preparation: Preparation, n_replicas: int
+) -> None:
+    """Its memory was foretold as if it had one replica: 16 bytes a parameter, not 8 + 8 R."""
+    job = small(f"cluster.replicas={n_replicas}", "cluster.shards=2")
+    prepared = preparation.stage(job)
+    assert isinstance(prepared.job.algorithm, DownpourSettings)
+    n_state = len(prepared.job.algorithm.rule.state(0, "f"))
+    n_bytes = 4 * sum(prepared.layout.shard_size(k) for k in range(2)) / 2
+    shard = rl.Address("shard-0")
+    together, apart = (memory_of(prepared, by_blocks=each)[shard] for each in (False, True))
+    assert together == (1 + n_state + 2 * n_replicas) * n_bytes
+    assert apart == together + min(n_replicas, 2) * n_bytes
+
+
+def test_the_state_of_all_rules_counts() -> None:
+    rule = Momentum(learning_rate=1.0, groups={"*.bias": Adam(learning_rate=1.0)})
+    assert (
+        vectors_of_shard(rule, n_clients=1, by_blocks=False)
+        == 1 + len(rule.state(0, "f")) + len(Adam(learning_rate=1.0).state(0, "f")) + 2
+    )
+    assert vectors_of_shard(SGD(learning_rate=1.0), n_clients=4, by_blocks=False) == 9
+    assert vectors_of_shard(Adagrad(learning_rate=1.0), n_clients=4, by_blocks=True) == 12

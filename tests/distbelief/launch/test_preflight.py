@@ -105,7 +105,7 @@ def test_roles_are_built_from_all_that_the_check_found(tmp_path: Path) -> None:
         tensors=(TensorSpec(name="w", shape=(300,)),),
         initials={"w": Initial(distribution="constant", value=1.0)},
         initial_file="initial.safetensors",
-        plan="plan.json",
+        plans={1: "plan.json"},
         sample=a_sample((2,)),
         task=TaskFacts(train=DataFacts(n_samples=7)),
     )
@@ -114,7 +114,8 @@ def test_roles_are_built_from_all_that_the_check_found(tmp_path: Path) -> None:
     context = context_of(spec, job, PrivateMemory())
     assert context.initial_file is not None
     assert context.initial_file.place == "./initial.safetensors"
-    for name in ("initials", "plan", "sample"):
+    assert context.plan == "plan.json"
+    for name in ("initials", "sample"):
         assert getattr(context, name) == getattr(spec, name) == getattr(found, name), name
     assert context.n_train == spec.n_train == 7
     assert spec.layout == layout.spec

@@ -27,6 +27,9 @@ from distbelief.run.resume import (
     CheckpointSet,
     Resumed,
     check_same,
+    checkpoint_set_in,
+    checkpoint_set_of,
+    formed_before,
     making_checkpoint_set,
     newest_checkpoint_set,
     resume_run,
@@ -75,7 +78,9 @@ class Run:
         self.directory = RunDirectory.create(path)
         self.reports: list[str] = []
 
-    def take_up(self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | None = None) -> Resumed:
+    def take_up(
+        self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | tuple[Plan, ...] = ()
+    ) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
         resumed = resume_run(
             job,
@@ -83,7 +88,7 @@ class Run:
             layout=layout(job.cluster.shards),
             train=train,
             report=self.reports.append,
-            plan=plan,
+            plans=plan if isinstance(plan, tuple) else (plan,) * job.cluster.n_replicas,
         )
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
@@ -197,6 +202,50 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
     assert again.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     assert run.take_up(job(3, 2)).previous.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_replicas_may_go_on_with_different_numbers_of_ranks(run: Run) -> None:
+    run.begun()
+    before = values(run.take_up(job()).store, 2)
+    plans = plan_of(1, 0), plan_of(2, 0, 1)
+    mixed = run.take_up(job(), plan=plans)
+    assert mixed.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert mixed.notes[0].startswith("ranks of each replica: 1 before, 1, 2 now; each replica")
+    assert values(mixed.store, 2) == before
+    clients = json.loads(newest(mixed.store, 1).facts["clients"])
+    samples = {"replica-0.0": 40, "replica-1.0": 52, "replica-1.1": 52}
+    assert {name: client["samples"] for name, client in clients.items()} == samples
+    assert run.take_up(job(), plan=plans).notes == ()
+    assert run.take_up(job(), plan=plans[::-1]).notes[0].startswith("ranks of each replica: 1, 2")
+    directory, cut = newest_checkpoint_set(run.directory)
+    assert cut is not None
+    content = msgspec.json.encode(cut).replace(b"[2,1]", b"[2,1,1]")
+    with pytest.raises(StorageError, match=r"n_machines is .* for 2 replicas"):
+        checkpoint_set_in(content, directory / "cut.json")
+
+
+def test_replicas_that_hosts_have_formed_stay_as_they_are(run: Run) -> None:
+    fit = job(2, 2, "cluster.partitions={max=2}")
+    assert formed_before(fit, run.directory, {1, 2}) == ()
+    plans = plan_of(1, 0), plan_of(2, 0, 1)
+    resumed = run.take_up(fit)  # before they are formed
+    directory, _ = newest_checkpoint_set(run.directory)
+    write_checkpoint_set(directory, checkpoint_set_of(fit, TRAIN, plans))
+    assert formed_before(fit, run.directory, {1, 2}) == ()  # nothing was saved: form them anew
+    run.train(resumed, 40, 52, 52, names=("replica-0.0", "replica-1.0", "replica-1.1"))
+    assert formed_before(fit, run.directory, {1, 2}) == (1, 2)
+    assert run.take_up(fit, plan=plans).notes == ()
+    three = job(2, 3, "cluster.partitions={max=2}")
+    for other, counts in ((three, {1, 2}), (fit, {1})):
+        with pytest.raises(JobError, match="this one has 2 shards and 2 replicas of 1, 2 ranks"):
+            formed_before(other, run.directory, counts)
+
+
+def test_replicas_of_one_process_are_not_formed_anew(run: Run) -> None:
+    """They would begin at the start of their data: no shard knows their ranks."""
+    run.begun()
+    with pytest.raises(JobError, match="forms replicas of a new run only"):
+        formed_before(job(2, 2, "cluster.partitions={max=2}"), run.directory, {1, 2})
 
 
 def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:

@@ -84,11 +84,14 @@ class Town:
         name: str,
         *,
         cores: int = 2,
+        memory_bytes: int = 1 << 30,
         wrong: str | None = None,
         config: HostAgentConfig | None = None,
         patience: float = 15.0,
     ) -> Machine:
-        config = config or HostAgentConfig(offer=offer_of(name, cores=cores))
+        config = config or HostAgentConfig(
+            offer=offer_of(name, cores=cores, memory_bytes=memory_bytes)
+        )
         host = HostAgent(config, storage=Site(wrong, patience=patience))
         machine = self._begin(rl.Address(f"host-{name}"), host)
         self.pass_time(2.0)

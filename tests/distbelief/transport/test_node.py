@@ -685,7 +685,7 @@ class Fleet:
         self.answers = True
         self._events: list[rl.Event] = []
 
-    def launch(self, name: rl.Address, incarnation: int) -> None:
+    def launch(self, name: rl.Address, incarnation: int, ranks: int) -> None:  # noqa: ARG002 -- as the protocol says
         if name == "impossible":
             raise JobError("no such role")
         self.asked.append(f"launch {name} {incarnation}")

@@ -243,6 +243,18 @@ def test_a_role_without_supervisor_completes_its_step_before_it_exits(driver: Dr
     assert exits(driver.beat()) == ["no message from the supervisor for 25.5 s"]  # it does not end
 
 
+def test_a_coordinator_without_supervisor_saves_before_it_exits() -> None:
+    """Under the next label: what it and its shards have done since the last one would be lost."""
+    driver = Driver(name="coordinator").running()
+    driver.say(wire.SaveCheckpoint(label="00011"))
+    driver.inner.events.clear()
+    driver.beat(n=31)
+    (save,) = driver.inner.events
+    assert isinstance(save, rl.Received)
+    assert isinstance(save.message, wire.SaveCheckpoint)
+    assert save.message.label == "00012"
+
+
 def test_a_role_joins_again_when_its_supervisor_is_silent(driver: Driver) -> None:
     """Another one may have taken over, and does not know where it listens."""
     driver.running()

@@ -1,0 +1,130 @@
+"""Replicas of different numbers of ranks, which push to the same shards: jobs in virtual time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distbelief.config.job import Job
+from distbelief.core.vectors import Vector
+from distbelief.errors import JobFileError
+from distbelief.forecast.placement import HostCosts
+from distbelief.forecast.prepare import Preparation
+from distbelief.forecast.run import FinishedRun, run_simulated
+from distbelief.parameter_server.checkpoint import restore
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.roles.role import Address
+from distbelief.simulation.faults import Fault, Kill
+from tests.distbelief.forecast.jobs import small
+
+
+RACK = """
+latency = "60 us"
+[[machines]]
+count = 8
+flops = "200 kFLOP/s"
+memory_rate = "10 MB/s"
+bandwidth = "1 Gbit/s"
+memory = "1 GiB"
+"""
+RULE = SGD(learning_rate=0.1)
+# Every step is one mean of all replicas: how long each takes makes no difference.
+TOGETHER = (
+    "algorithm.preset=horovod",
+    "algorithm.rule={name='sgd', learning_rate=0.1}",
+    "algorithm.max_steps=10",
+    "model.initial=seed",
+    "stop.samples=1000",
+)
+
+
+@pytest.fixture
+def rack(tmp_path: Path) -> str:
+    (tmp_path / "rack.toml").write_text(RACK)
+    return str(tmp_path / "rack.toml")
+
+
+@pytest.fixture
+def preparation() -> Iterator[Preparation]:
+    with Preparation() as made:
+        yield made
+
+
+def job(partitions: str, *overrides: str) -> Job:
+    return small(*TOGETHER, f"cluster.partitions={partitions}", *overrides)
+
+
+def run(a_job: Job, preparation: Preparation, rack: str, *faults: Fault) -> FinishedRun:
+    hosts = HostCosts(rack, machines=None, measures=False)
+    prepared = preparation.stage(a_job)
+    return run_simulated(prepared, hosts.hosting(a_job, tell=print), seed=0, faults=faults)
+
+
+def values(found: FinishedRun, a_job: Job, preparation: Preparation) -> Vector:
+    """Return what the shards' last checkpoints have."""
+    vectors, layout = [], preparation.stage(a_job).layout
+    for k in range(layout.n_shards):
+        snapshot = found.simulation.disk.newest(Address(f"shard-{k}"))
+        assert snapshot is not None
+        config = ShardConfig(index=k, layout=layout, rule=RULE)
+        vectors.append(restore(snapshot, config=config, incarnation=99).values)
+    return np.concatenate(vectors)
+
+
+@pytest.mark.slow
+def test_replicas_of_any_ranks_learn_the_same(preparation: Preparation, rack: str) -> None:
+    whole = run(job("1"), preparation, rack)
+    expected = values(whole, job("1"), preparation)
+    for partitions in ("[1, 1]", "[1, 2]", "[3, 1]"):
+        mixed = run(job(partitions), preparation, rack)
+        assert mixed.outcome.error is None
+        assert mixed.view.samples == whole.view.samples == 80
+        found = values(mixed, job(partitions), preparation)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6, err_msg=partitions)
+        # Each replica pushes the whole gradient, whichever ranks have its parts.
+        pushed = [mixed.simulation.traffic.between(f"replica-{r}", "shard") for r in range(2)]
+        assert pushed[0] == pytest.approx(pushed[1], rel=0.05), partitions
+
+
+def test_a_lost_rank_restarts_and_no_rank_of_another_replica(
+    preparation: Preparation, rack: str
+) -> None:
+    mixed = run(job("[1, 2]"), preparation, rack, Kill(at=0.56, role=Address("replica-1.1")))
+    restarts = {role.name: role.restarts for role in mixed.view.roles if role.restarts}
+    assert restarts == {"replica-1.1": 1}
+    assert mixed.view.samples == 80
+
+
+def test_each_replica_has_its_machines_in_the_forecast(preparation: Preparation, rack: str) -> None:
+    a_job = job("[1, 3]")
+    hosting = HostCosts(rack, machines=None, measures=False).hosting(a_job, tell=print)
+    places = hosting.placement(preparation.stage(a_job))
+    ranks = [place for name, place in places.items() if name.startswith("replica")]
+    assert sorted(ranks) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("cluster.partitions=[1, 2, 3]",),
+            "partitions = [1, 2, 3] is for 3 replicas, and replicas = 2: list as many",
+        ),
+        (
+            ("cluster.partitions=[1, 2]", "cluster.plan='plan.json'"),
+            "partitions = [1, 2] and plan = ",
+        ),
+        (
+            ("cluster.partitions=[1, 2]", "cluster.replicas={min=2, max=2}"),
+            "partitions = [1, 2] is for 2 replicas, and replicas = ",
+        ),
+        (("cluster.partitions=[]",), "partitions = [] is for 0 replicas"),
+        (("cluster.partitions=[1, 0]",), "partitions"),
+    ],
+)
+def test_lists_that_fit_no_job_are_refused(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(JobFileError) as caught:
+        small(*overrides)
+    assert said in str(caught.value), caught.value
