@@ -261,8 +261,12 @@ def test_another_launcher_takes_over_the_children_of_one_that_was_killed(
             files.lock(tmp_path)
         vars(launcher)["_server"].stdin.close()
         vars(launcher)["_server"].stdout.close()
-    # By the user; one that comes before it has noticed that the launcher is gone does not count.
-    poll(lambda: server.send_signal(signal.SIGTERM) or server.poll() is not None)
+
+    def is_terminated() -> bool:  # by the user
+        server.send_signal(signal.SIGTERM)  # too early if it has not noticed the launcher's end
+        return server.poll() is not None
+
+    poll(is_terminated)
     assert (tmp_path / "shard-0.log").read_text().endswith("saved\n")
     os.close(files.lock(tmp_path))
 
