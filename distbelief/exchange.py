@@ -144,7 +144,7 @@ class Exchange(ServerLoop):
         self._n_steps += 1
         self._n_unsent += 1
         self._samples += samples
-        with torch.no_grad(), self._session.background:
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
             if self._n_steps > 1:
                 self._compute_seconds += self._session.now() - self._left_at
             self._enter()
@@ -189,7 +189,7 @@ class Exchange(ServerLoop):
     def finish(self) -> None:
         if self._session.closed:
             return
-        with torch.no_grad(), self._session.background:
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
             follow(self._parameters(), self._session.values, user="Exchange")
             if self._n_unsent:
                 self._exchange()

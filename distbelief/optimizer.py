@@ -147,13 +147,16 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     "finish(), and make a new DownpourSGD"
                 )
         samples = number_of_samples(samples, "DownpourSGD")
-        with torch.no_grad(), self._session.background:
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")
             self._enter()
+            is_due = self._n_steps % self._n_push == 0
+            if is_due:  # before anything is taken: a step that fails here can be repeated
+                self._await_room()
             self._is_finished = False
             self._samples += samples
             self._accrue()
-            push = self._stage_accrued() if self._n_steps % self._n_push == 0 else None
+            push = self._stage_accrued() if is_due else None
             if push is not None and not self._fetches_ahead:
                 self._issue(push)
             if (self._n_steps + 1) % self._n_fetch == 0:
@@ -176,7 +179,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     def finish(self) -> None:
         if self._session.closed:
             return
-        with torch.no_grad(), self._session.background:
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
             follow(self._parameters, self._session.values, user="DownpourSGD")
             if self._n_accrued:
                 self._issue(self._stage_accrued())
@@ -228,12 +231,15 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
 
     def _stage_accrued(self) -> StagedPush:
-        accrued, n_gradients = self._accrued, self._n_accrued
+        push = self._stage(
+            self._accrued,
+            n_gradients=self._n_accrued,
+            samples=self._samples,
+            clocks=self._accrued_clocks,
+        )
         self._n_accrued = 0
         self._accrued = [None] * len(self._parameters)
-        return self._stage(
-            accrued, n_gradients=n_gradients, samples=self._samples, clocks=self._accrued_clocks
-        )
+        return push
 
     def _fetch_and_repeat(self) -> None:
         if self._policy.staleness is not None:

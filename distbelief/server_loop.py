@@ -5,7 +5,8 @@
 
 Between steps a thread runs the role, so that blocks travel while the user computes. It never
 touches the user's tensors: those change only in `step` and `finish`. With shared memory there are
-no blocks and no thread; the few messages wait in the socket.
+no blocks and no thread; the few messages wait in the socket. Ctrl+C acts between changes: while
+`step` and `finish` wait, or at their end, so that the loop can still finish.
 """
 
 import atexit
@@ -24,6 +25,7 @@ from typing import final
 import torch
 
 from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.core.signals import HeldInterrupt
 from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig, Numbers
@@ -112,6 +114,7 @@ class ClientSession:
         if self.moves_blocks:
             self._thread = BackgroundRunner(self.node, name=f"{user}-blocks")
         self.background: AbstractContextManager[None] = self._thread or nullcontext()
+        self.uninterrupted = HeldInterrupt(self.node.wake)
 
     @property
     def closed(self) -> bool:
@@ -131,11 +134,19 @@ class ClientSession:
             self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
 
     def check(self) -> None:
-        """Raise PeerLostError if the session is closed, or its role has ended in the thread."""
+        """Raise PeerLostError if the session is closed, or its role has ended in the thread.
+
+        JobError if the server has refused these parameters.
+        """
         if self.closed:
             raise PeerLostError(f"{self._user} is closed: make a new one to continue")
         if self.node.error is not None:
-            raise PeerLostError(f"{self._user}: server {self.address.endpoint}: {self.node.error}")
+            kind, _, text = self.node.error.partition(": ")
+            text = f"{self._user}: server {self.address.endpoint}: {text}"
+            if kind != JobError.__name__:
+                raise PeerLostError(text)
+            hint = "" if "layout" not in text else ", with the parameters in the same order"
+            raise JobError(text + hint)
 
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
         """Run the role until `until()` is true; PeerLostError, with `what`, if it never is.
@@ -144,6 +155,7 @@ class ClientSession:
         """
 
         def is_decided() -> bool:
+            self.uninterrupted.check()
             # ZeroMQ has given up for good: say it of whatever the loop waits for from now on.
             self._is_refused |= self._transport.has_failed(SUPERVISOR, REFUSED)
             if self._is_refused:
@@ -262,6 +274,9 @@ class ServerLoop:
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)
 
+    def _await_room(self) -> None:
+        self._wait(lambda: self._session.client.can_push, "room for a push")
+
     def _await_pushes(self) -> None:
         client = self._session.client
         # A round may wait for other workers, for as long as the server answers.
@@ -300,7 +315,7 @@ class ServerLoop:
         One tensor for each parameter; None: it does not move, as in torch.
         """
         session = self._session
-        self._wait(lambda: session.client.can_push, "room for a push")
+        self._await_room()
         outcome = session.client.stage(
             tensors, session.values, fetched_clocks=clocks, skip_missing=True
         )()

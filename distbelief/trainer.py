@@ -3,8 +3,9 @@
     run directory -> fork server -> get_ready -> supervise -> conclude -> final table
 
 At the end there is no process left and no shared memory; what a power loss leaves is removed at the
-next start. This process never holds the training data or a gradient, runs none of the user's code
-but callbacks, and no torch threads.
+next start. If this process is killed, roles go on for a while, and another one takes over
+(`LiveRun`). It never holds the training data or a gradient, runs none of the user's code but
+callbacks, and no torch threads.
 """
 
 import os
@@ -382,10 +383,10 @@ class Trainer:
 
     def _take_over(self, live: LiveRun) -> None:
         """Get ready to go on with the roles of a supervisor that was killed."""
-        self._live, self._preflight = live, live.found
-        if live.found.costs:
-            self._preflight = live.found.formed(live.handover.ranks)
-        directory, _ = newest_checkpoint_set(self._run)
+        directory, was = newest_checkpoint_set(self._run)
+        formed = live.found.costs and was is not None and was.ranks
+        self._live, self._preflight = live, live.found.formed(formed) if formed else live.found
+        self._forms = bool(live.found.costs) and not formed
         self._store = store = store_of(self._run, directory, report=self._log.warn_user)
         n_shards, handover = self._job.cluster.shards, live.handover
         self._layout = Layout.of(live.found.tensors, n_shards=n_shards, dtype=live.found.dtype)
@@ -433,9 +434,8 @@ class Trainer:
             if hosting is not None:
                 server = stack.enter_context(self._file_server(spec, reach))
                 files_at = server.endpoint
-                cluster = hosting.cluster(
-                    self._job, spec, files=files_at, costs=self._preflight.costs, forms=self._forms
-                )
+                cluster = hosting.cluster(self._job, spec, files=files_at)
+                cluster = replace(cluster, costs=self._preflight.costs, forms=self._forms)
                 if live is not None:
                     cluster = replace(cluster, run=live.handover.run)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
@@ -485,9 +485,10 @@ class Trainer:
         log.show(partial(self._display.update, view), key="view")
         for record in supervisor.take_records():
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
-        if self._forms and supervisor.scheduler.formed:
+        if self._forms and supervisor.has_begun:
             self._forms, self._status_at = False, 0.0  # the handover has other roles now
-            self._preflight = self._preflight.formed(supervisor.scheduler.formed)
+            ranks = tuple(record.ranks for record in supervisor.members.of("replica"))
+            self._preflight = self._preflight.formed(ranks)
             log.disk.write(log.warned(self._keep_formed))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now

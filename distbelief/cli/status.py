@@ -105,11 +105,11 @@ def _remark(
         return f"{run.path}: {how}, {old} ago", "dim"
     if pid is None:
         seen = "" if last is None else f"; last status {old} ago"
+        what, fix = "not running, and did not end properly", "resume"
         if run.live_memory() is not None:
-            text = f"{run.path}: its supervisor was killed, and its roles train on for a while{seen}"
-            return f"{text}. To take over: distbelief train --resume {run.path}", "yellow"
-        text = f"{run.path}: not running, and did not end properly{seen}"
-        return f"{text}. To resume: distbelief train --resume {run.path}", "yellow"
+            what, fix = "its supervisor was killed, and its roles train on for a while", "take over"
+        text = f"{run.path}: {what}{seen}"
+        return f"{text}. To {fix}: distbelief train --resume {run.path}", "yellow"
     if age is None:
         return f"{run.path}: starting (process {pid}), no status yet", "dim"
     if age > STALE_SECONDS:

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self, final
@@ -16,7 +16,6 @@ from distbelief.config.job import Job
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
 from distbelief.partition.profiling.this_host import memory
-from distbelief.program.step_cost import PlanCost
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.transport.address import ANYWHERE, Endpoint, own_address
@@ -56,15 +55,7 @@ class JoinServer:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def cluster(
-        self,
-        job: Job,
-        spec: RoleSpec,
-        *,
-        files: str = "",
-        costs: Mapping[int, PlanCost] | None = None,
-        forms: bool = False,
-    ) -> ClusterConfig:
+    def cluster(self, job: Job, spec: RoleSpec, *, files: str = "") -> ClusterConfig:
         snapshots = spec.snapshots if job.cluster.checkpoints is not None else ""
         return replace(
             ClusterConfig.of(job, Layout(spec.layout), slots_here=self.slots_here(job)),
@@ -72,9 +63,7 @@ class JoinServer:
             job_spec=write_job_spec(spec, files=files, snapshots=snapshots),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
-            costs=costs or {},
-            forms=forms,
-            memory_here=int(memory()) if costs else 0,
+            memory_here=int(memory()),
         )
 
     def slots_here(self, job: Job) -> int:

@@ -100,8 +100,18 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"pins = {list(self.pins)!r} and plan = {self.plan!r}: the plan already "
                 "says how layers are split; leave one of them out"
             )
-        if not isinstance(self.partitions, int):
-            self._check_partitions(self.partitions)
+        said, counts = f"partitions = {self.partitions_text}", self.partitions
+        if isinstance(counts, tuple) and len(counts) != self.replicas:
+            replicas = toml.excerpt(msgspec.to_builtins(self.replicas))
+            raise JobFileError(
+                f"{said} is for {len(counts)} replicas, and replicas = {replicas}: list as many "
+                "numbers as there are replicas, or write one number for all"
+            )
+        if self.plan is not None and not isinstance(counts, int):
+            raise JobFileError(
+                f"{said} and plan = {self.plan!r}: one plan splits every replica alike; leave one "
+                "of them out"
+            )
         if self.pins and self.partitions_max == 1:
             raise JobFileError(
                 f"pins = {list(self.pins)!r} with partitions = 1, which splits nothing: "
@@ -116,24 +126,6 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise JobFileError(
                     f"pins has {name!r} twice, {places[name]!r} and {split!r}: keep one"
                 )
-
-    def _check_partitions(self, counts: tuple[int, ...] | Fit) -> None:
-        said = f"partitions = {self.partitions_text}"
-        if isinstance(self.replicas, Elastic):
-            raise JobFileError(
-                f"{said}, and replicas has min and max: such partitions need a fixed number of "
-                "replicas"
-            )
-        if isinstance(counts, tuple) and len(counts) != self.replicas:
-            raise JobFileError(
-                f"{said} is for {len(counts)} replicas, and replicas = {self.replicas}: list as "
-                "many numbers as there are replicas, or write one number for all"
-            )
-        if self.plan is not None:
-            raise JobFileError(
-                f"{said} and plan = {self.plan!r}: one plan splits every replica alike; leave one "
-                "of them out"
-            )
 
     @property
     def partitions_max(self) -> int:

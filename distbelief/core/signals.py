@@ -68,6 +68,41 @@ def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
     raise _Terminated(number)
 
 
+@final
+class HeldInterrupt:
+    """Ctrl+C waits for the end of the block, or for `check`: nothing is left half done.
+
+    Does nothing outside the main thread. Not to be nested.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake  # called at once: ends a wait whose end checks
+        self._handler: Callable[[int, FrameType | None], object] | None = None
+        self._held: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if _is_main_thread() and callable(handler):
+            signal.signal(signal.SIGINT, self._hold)
+            self._handler = handler
+
+    def __exit__(self, *_error: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self.check()
+            self._handler = None
+
+    def check(self) -> None:
+        """Do now what a held Ctrl+C does: usually raise KeyboardInterrupt."""
+        held, self._held = self._held, None
+        if held is not None and self._handler is not None:
+            self._handler(*held)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._held = number, frame
+        self._wake()
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack, as Ctrl+C does, so that cleanup code runs."""

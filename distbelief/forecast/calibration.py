@@ -291,15 +291,10 @@ def measure(job: Job, *, n_processes: int) -> Rates:
 def _alone(job: Job) -> Job:
     # One replica of each kind, and no end: the measurement stops it.
     kinds = job.cluster.partitions_wanted
-    cluster = msgspec.structs.replace(
-        job.cluster,
-        replicas=len(kinds),
-        partitions=kinds if len(kinds) > 1 else kinds[0],
-        shard_copies=1,
-    )
+    parts = {"replicas": len(kinds), "partitions": kinds if len(kinds) > 1 else kinds[0]}
     return msgspec.structs.replace(
         job,
-        cluster=cluster,
+        cluster=msgspec.structs.replace(job.cluster, shard_copies=1, **parts),
         stop=StopTable(seconds=1e9),
         evaluation=msgspec.structs.replace(job.evaluation, every=1.0),
     )

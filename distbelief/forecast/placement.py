@@ -51,8 +51,14 @@ from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.network import WITHIN_HOST
 from distbelief.simulation.placement import drawn_outages, options_for
 from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
-from distbelief.supervisor.membership import Membership, RoleRecord
-from distbelief.supervisor.placement import Placement, form_replicas, place_roles, takes_slots
+from distbelief.supervisor.membership import Membership
+from distbelief.supervisor.placement import (
+    Placement,
+    form_replicas,
+    place_roles,
+    replica_groups,
+    takes_slots,
+)
 from distbelief.worker.build import roster_of
 
 
@@ -104,20 +110,18 @@ class PlacedCluster:
             return prepared
         if self.together:
             prepared.job.cluster.check_formed()
-        config, members = self._config(prepared), Membership(prepared.roster)
-        groups = form_replicas(members, hosts_of(self.cluster, config), config)
-        if len(groups) < len(members.of("replica")):
+        job, config = prepared.job, self._config(prepared)
+        groups = replica_groups(
+            hosts_of(self.cluster, config).usable, job.cluster.n_replicas, config
+        )
+        if len(groups) < job.cluster.n_replicas:
             raise JobError(
                 f"cluster {self.cluster.name!r}: its machines hold {len(groups)} replicas, and "
-                f"[cluster] replicas = {prepared.job.cluster.n_replicas}: use fewer, a larger max "
-                "of partitions, or a larger cluster"
+                f"[cluster] replicas = {job.cluster.n_replicas}: use fewer, a larger max of "
+                "partitions, or a larger cluster"
             )
-        ranks = tuple(map(len, groups))
-        return replace(
-            prepared,
-            preflight=prepared.preflight.formed(ranks),
-            roster=tuple(roster_of(prepared.job, ranks=ranks)),
-        )
+        found = prepared.preflight.formed(tuple(map(len, groups)))
+        return replace(prepared, preflight=found, roster=tuple(roster_of(job, ranks=found.ranks)))
 
     def n_needed(self, prepared: PreparedJob) -> int:
         """Return how many machines the job uses: more than there are if it does not fit."""
@@ -207,21 +211,19 @@ def vectors_of_shard(rule: UpdateRule | None, *, n_clients: int, by_blocks: bool
 
 def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
-    layout, cluster = prepared.layout, prepared.job.cluster
-    rule: UpdateRule | None = getattr(prepared.job.algorithm, "rule", None)
-    n_vectors = vectors_of_shard(rule, n_clients=cluster.n_replicas, by_blocks=by_blocks)
+    layout, kinds, job = prepared.layout, prepared.kinds, prepared.job
+    rule: UpdateRule | None = getattr(job.algorithm, "rule", None)
+    n_vectors = vectors_of_shard(rule, n_clients=job.cluster.n_replicas, by_blocks=by_blocks)
     n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
-
-    def n_bytes(record: RoleRecord) -> float:
-        if record.kind == "shard":
-            return n_vectors * whole / n_shards
-        if record.kind == "coordinator":
-            return 0.0
-        return (VECTORS_OF_REPLICA if record.trains else 1) * whole / record.ranks
-
-    found = {record.name: n_bytes(record) for record in Membership(prepared.roster)}
-    return {SUPERVISOR: 0.0, **found}
+    ranks = {record.name: record.ranks for record in Membership(prepared.roster)}
+    bytes_of = {
+        "shard": n_vectors * whole / n_shards,
+        "replica": VECTORS_OF_REPLICA * whole,
+        "machine": VECTORS_OF_REPLICA * whole,
+        "evaluator": whole,
+    }
+    return {name: bytes_of.get(kind, 0.0) / ranks.get(name, 1) for name, kind in kinds.items()}
 
 
 def _at_cost(

@@ -405,13 +405,9 @@ def _run(start: Start, *, parent: int) -> NoReturn:
 def _program(start: Start) -> Callable[[str, int, str], int]:
     from distbelief.launch import preflight, role_process  # noqa: PLC0415 -- imported long ago
 
-    match start.program:
-        case "role":
-            return partial(role_process.main, ranks=start.ranks)
-        case "check":
-            return preflight.check_main
-        case "prepare":
-            return preflight.prepare_main
+    if start.program == "role":
+        return partial(role_process.main, ranks=start.ranks)
+    return preflight.check_main if start.program == "check" else preflight.prepare_main
 
 
 def _redirect(log: str) -> None:

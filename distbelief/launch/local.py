@@ -169,7 +169,7 @@ class LocalLauncher:
 
     def launch(self, name: Address, incarnation: int, ranks: int = 1) -> None:
         program: forkserver.Program = "prepare" if name == PREPARE else "role"
-        self._start(program, name, incarnation, self._spec, ranks=ranks)
+        self._start(program, name, incarnation, self._spec, ranks)
 
     def check(self, name: Address, question: Path) -> None:
         self._start("check", name, 1, question)
@@ -197,7 +197,6 @@ class LocalLauncher:
         name: Address,
         incarnation: int,
         spec: Path,
-        *,
         ranks: int = 1,
     ) -> None:
         if self._server is None:

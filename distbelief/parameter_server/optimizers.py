@@ -58,8 +58,9 @@ def _check(
     """Raise ValueError if one of these fields, of those that the struct has, does not fit."""
     for field in fields.split():
         value = getattr(struct, field, None)
-        if value is not None and not fits(value):
-            raise ValueError(f"{user}: {field} is {value}; use {use}")
+        is_number = isinstance(value, int | float)
+        if value is not None and not (is_number and fits(value)):
+            raise ValueError(f"{user}: {field} is {value!r}; use {use}")
 
 
 class _Schedule(

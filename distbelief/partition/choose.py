@@ -27,11 +27,11 @@ from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, here
 from distbelief.partition.report import lack
-from distbelief.partition.search import Notify, PlanningRequest
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan, load, packed
-from distbelief.program.step_cost import PlanCost
+from distbelief.program.step_cost import PlanCost, memory
 
 
 SOLVER_SECONDS: Final = 5.0
@@ -43,9 +43,8 @@ LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5, ha
 
 def plans_for_job(job: Job, graph: LayerGraph, *, kept: Path) -> dict[Path, Plan]:
     """Return the plans of a job by the files that they are written to, `kept` first."""
-    *fewer, _ = job.cluster.partitions_wanted
     made = {kept: plan_for_job(job, graph, kept=kept)}
-    for count in fewer:
+    for count in job.cluster.partitions_wanted[:-1]:
         file = kept.with_stem(f"{kept.stem}-{count}")
         # A pin may need more ranks: then no replica has so few.
         with suppress(JobError) if isinstance(job.cluster.partitions, Fit) else nullcontext():
@@ -55,27 +54,17 @@ def plans_for_job(job: Job, graph: LayerGraph, *, kept: Path) -> dict[Path, Plan
 
 def cost_of(plan: Plan, job: Job, graph: LayerGraph) -> PlanCost:
     """Return what a plan of the planner asks of a host."""
-    n, n_ranks = plan.micro_batches, plan.cluster.n_machines
-    assert plan.predicted is not None
-    return PlanCost.of(
-        compile_plan(graph, plan.placements, batch=-(-plan.batch // n), n_machines=n_ranks),
-        micro_batches=n,
-        seconds=plan.predicted.step_seconds,
+    n, n_ranks, predicted = plan.micro_batches, plan.cluster.n_machines, plan.predicted
+    compiled = compile_plan(graph, plan.placements, batch=-(-plan.batch // n), n_machines=n_ranks)
+    return PlanCost(
+        memory_bytes=max(memory(compiled, micro_batches=n, copies=2)),  # and push, and fetch
+        seconds=0.0 if predicted is None else predicted.step_seconds,
         flops=_cluster(job, n_ranks).machines[0].flops,
     )
 
 
-def plan_for_job(
-    job: Job,
-    graph: LayerGraph,
-    *,
-    kept: Path,
-    count: int | None = None,
-    notify: Notify = lambda _: None,
-) -> Plan:
-    """Return the plan of a job for replicas of `count` ranks; it is written to `kept`.
-
-    Without `count` it is the plan for most ranks.
+def plan_for_job(job: Job, graph: LayerGraph, *, kept: Path, count: int | None = None) -> Plan:
+    """Return the plan of a job for replicas of `count` (or most) ranks; it is written to `kept`.
 
     JobError if there is no such plan, it is for another job, or none can be made. StorageError if
     it cannot be written.
@@ -84,7 +73,7 @@ def plan_for_job(
     if job.cluster.plan is not None:
         plan = _given(job, graph, Path(job.cluster.plan))
     else:
-        plan = _of_before(job, graph, kept, count) or _made(job, graph, count, notify)
+        plan = _of_before(job, graph, kept, count) or _made(job, graph, count)
     # A plan of an older version has no graph.
     plan = msgspec.structs.replace(plan, captured=packed(graph))
     plan.save(kept)
@@ -130,10 +119,8 @@ def _of_before(job: Job, graph: LayerGraph, kept: Path, count: int) -> Plan | No
     return plan if plan.cluster.n_machines == count else None
 
 
-def _made(job: Job, graph: LayerGraph, count: int, notify: Notify) -> Plan:
-    batch = job.batch_size
-    notify(f"planning for {count} machine{'' if count == 1 else 's'}")
-    cluster = _cluster(job, count)
+def _made(job: Job, graph: LayerGraph, count: int) -> Plan:
+    cluster, batch = _cluster(job, count), job.batch_size
     request = PlanningRequest(
         graph=graph,
         model=job.model.factory,
@@ -147,7 +134,7 @@ def _made(job: Job, graph: LayerGraph, count: int, notify: Notify) -> Plan:
         solver_seconds=SOLVER_SECONDS,
     )
     try:
-        result = planning_result(request, [count], notify=lambda what: notify(f"planning: {what}"))
+        result = planning_result(request, [count])
     except GraphError as error:
         raise JobError(f"[cluster] {_asked(job)}: {error}") from error
     # Without a cluster file, hosts with more memory may join.

@@ -8,7 +8,7 @@ and pushes overlap the steps of Downpour SGD.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, NamedTuple, Protocol, Self, final
+from typing import Final, Literal, NamedTuple, Protocol, final
 
 import msgspec
 import numpy as np
@@ -27,16 +27,16 @@ from distbelief.program.traffic import Traffic
 # --- memory ---
 
 
-def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
+def memory(compiled: Compiled, *, micro_batches: int = 1, copies: int = 1) -> tuple[int, ...]:
     """Return the bytes that each rank holds at the end of the forward pass.
 
     Tensors, inputs, states (owned and received) and contributions to sums, and the gradients of
     those that have one; of all micro-batches, which may be in memory at the same time. Temporary
-    memory of an operator is not known, and not counted.
+    memory of an operator is not known, and not counted. There may be several copies of tensors.
     """
     totals = [0] * compiled.n_machines
     for machine, n_bytes in _tensors(compiled):
-        totals[machine] += n_bytes
+        totals[machine] += copies * n_bytes
     # The states of all micro-batches may be in memory at the same time (GPipe).
     for held in (_states(compiled), _received(compiled)):
         for machine, n_bytes in held:
@@ -97,13 +97,6 @@ class PlanCost(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int  # of the rank that holds most, with buffers for pushes and fetches
     seconds: float  # of a step, on machines with so many
     flops: float  # floating point operations a second
-
-    @classmethod
-    def of(cls, compiled: Compiled, *, micro_batches: int, seconds: float, flops: float) -> Self:
-        totals = list(memory(compiled, micro_batches=micro_batches))
-        for machine, n_bytes in _tensors(compiled):  # accumulated gradients, fetched values
-            totals[machine] += n_bytes
-        return cls(memory_bytes=max(totals), seconds=seconds, flops=flops)
 
 
 # --- breakdown of a step ---

@@ -74,13 +74,13 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
     train: DataFacts | None = None  # the training data, as far as known
 
     def __post_init__(self) -> None:
-        if len(self.ranks) != self.n_replicas:
+        if self.ranks and len(self.ranks) != self.n_replicas:
             raise ValueError(f"n_machines is {self.n_machines} for {self.n_replicas} replicas")
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        n = self.n_machines
-        return n if isinstance(n, tuple) else (n or 0,) * self.n_replicas
+        n = self.n_machines or ()
+        return n if isinstance(n, tuple) else (n,) * self.n_replicas
 
     def has_same_clients(self, other: "CheckpointSet") -> bool:
         """Return whether each client of one finds in the other what it needs.
@@ -147,7 +147,8 @@ def formed_before(job: Job, run: RunDirectory, counts: Collection[int]) -> tuple
     store = store_of(run, directory, report=lambda _: None)
     if not any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
         return ()
-    if was.n_replicas != job.cluster.n_replicas or not {*was.ranks} <= {*counts}:
+    is_other = was.n_replicas != job.cluster.n_replicas or not was.ranks
+    if is_other or not {*was.ranks} <= {*counts}:
         raise JobError(
             f"--resume {run.path}: [cluster] partitions = {job.cluster.partitions_text} forms "
             f"replicas of a new run only, and this one has {was}: use partitions = [...] with "

@@ -4,8 +4,9 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal, Self, final
+from typing import Final, Literal, Self, cast, final
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from distbelief.transport.shared_memory import FileMemory
 
 
 CLOSE_SECONDS_MAX: Final = 10.0
+END_SECONDS_MAX: Final = 5.0  # of a process that has closed its output
 
 
 @final
@@ -70,11 +72,13 @@ class ParameterServer:
         snapshot_every: float = 30.0,
         start_seconds_max: float = 60.0,
     ) -> None:
-        if not 1 <= shards <= SHARDS_MAX:
-            raise JobError(f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}")
-        if not 1 <= shard_copies <= COPIES_MAX:
+        limits = {"shards": (shards, SHARDS_MAX), "shard_copies": (shard_copies, COPIES_MAX)}
+        for name, (value, most) in limits.items():
+            if type(value) is not int or not 1 <= value <= most:
+                raise JobError(f"ParameterServer: {name} is {value!r}; use 1 to {most}")
+        if not isinstance(cast("object", snapshot_every), int | float) or not snapshot_every > 0:
             raise JobError(
-                f"ParameterServer: shard_copies is {shard_copies}; use 1, or 2 for backups"
+                f"ParameterServer: snapshot_every is {snapshot_every!r}; use seconds, more than 0"
             )
         exchange = exchange_policy(
             "ParameterServer",
@@ -189,6 +193,9 @@ class ParameterServer:
         ready, _, _ = select.select([process.stdout], [], [], self._start_seconds_max)
         line = process.stdout.readline() if ready else b""
         if not line:
+            if ready:  # it has ended, or does so now
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS_MAX)
             status = process.poll()
             how = f"ended with status {status}"
             if status is None:

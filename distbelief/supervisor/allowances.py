@@ -84,6 +84,8 @@ class Allowances:
                 begins.append((record.name, ranges or StartTraining(ranges=())))
                 continue
             self._bounds.pop(record.name, None)  # a new incarnation holds nothing yet
+            if 0.0 <= (allowed := record.counters.get("samples_allowed", -1.0)) < 2.0**53:
+                self._bounds[record.name] = int(allowed)  # by another supervisor
             self._raise_bound(record)
             begins.append((record.name, StartTraining(samples=self._bounds.get(record.name))))
         return begins
@@ -129,7 +131,7 @@ class Allowances:
         if self._total is None or record.kind != "replica":
             return False
         name, samples = record.name, self._samples(record)
-        if name in self._bounds and samples < self._low[name]:
+        if name in self._bounds and samples < self._low.get(name, 0):
             return False
         before = self._bounds.get(name)
         bound = max(self._bounds.setdefault(name, samples), samples)

@@ -12,7 +12,7 @@ A replica is dealt more before it has read what it holds: as much as `Allowances
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -28,9 +28,10 @@ N_RANGES_MAX: Final = 64  # in a message, and so at most dealt at once
 
 
 @dataclass(slots=True)
-class _Hand:
+class Hand:
     """What one incarnation of a replica was dealt."""
 
+    incarnation: int
     n_dealt: int = 0  # ranges
     unheard: list[Span] = field(default_factory=list)  # the last ones, until it reports them
     held: dict[int, Span] = field(default_factory=dict)  # by number
@@ -50,7 +51,7 @@ class Dealer:
         self._applied: dict[Address, Spans] = {}  # of each shard, as told last
         self._in_no_push = NOTHING  # skipped, or left out
         self._done = NOTHING
-        self._hands: dict[Address, _Hand] = {}
+        self.hands: dict[Address, Hand] = {}
 
     @property
     def knows_all(self) -> bool:
@@ -81,9 +82,24 @@ class Dealer:
             self._in_no_push |= more
             self._count()
 
+    def adopt(self, hands: Mapping[Address, Hand]) -> None:
+        """Go on where another supervisor has come to."""
+        self.hands = dict(hands)
+        for hand in self.hands.values():
+            hand.read_at.clear()  # by another clock
+
     def began(self, record: RoleRecord) -> None:
         """Forget what earlier incarnations of this replica held."""
-        self._hands.pop(record.name, None)
+        if self._hand_of(record).incarnation != record.incarnation:
+            del self.hands[record.name]
+
+    def _hand_of(self, record: RoleRecord) -> Hand:
+        # Another supervisor may have dealt to it just before it was killed: numbers go on, and what
+        # that was may be dealt to another replica, too.
+        n = int(_count(record, "ranges"))
+        hand = self.hands.setdefault(record.name, Hand(record.incarnation))
+        hand.n_dealt = max(hand.n_dealt, n)
+        return hand
 
     def deal(
         self, record: RoleRecord, wanted: Callable[[], int], *, repeats: bool
@@ -92,10 +108,7 @@ class Dealer:
 
         `repeats`: also what it was dealt and has not reported.
         """
-        # Numbers go on if another supervisor dealt to this incarnation. What it holds of that is
-        # not known: it may be dealt to another replica, too.
-        first = _Hand(n_dealt=int(_count(record, "ranges")))
-        hand = self._hands.setdefault(record.name, first)
+        hand = self._hand_of(record)
         self._heard(hand, record)
         n_before = hand.n_dealt
         if self.knows_all:
@@ -106,7 +119,7 @@ class Dealer:
             return None
         return StartTraining(ranges=tuple(hand.unheard), n_before=n_heard)
 
-    def _heard(self, hand: _Hand, record: RoleRecord) -> None:
+    def _heard(self, hand: Hand, record: RoleRecord) -> None:
         n_unheard = hand.n_dealt - int(_count(record, "ranges"))
         del hand.unheard[: max(len(hand.unheard) - max(n_unheard, 0), 0)]
         n_read, now = int(_count(record, "ranges_done")), record.heard_at
@@ -118,7 +131,7 @@ class Dealer:
                 del hand.held[number]
                 hand.read_at.pop(number, None)
 
-    def _fill(self, hand: _Hand, wanted: int) -> None:
+    def _fill(self, hand: Hand, wanted: int) -> None:
         n_held = len(Spans(hand.held.values()) - self._done)
         if n_held > wanted // 2:
             return
@@ -151,7 +164,7 @@ class Dealer:
     def _pool(self) -> Spans:
         held: list[Span] = []
         for record in self._members.of("replica"):
-            hand = self._hands.get(record.name)
+            hand = self.hands.get(record.name)
             # If it is only silent and goes on, its pushes of what others have pushed do not count.
             if hand and (record.silence_reported or record.presence is not Presence.PRESENT):
                 hand.held.clear()

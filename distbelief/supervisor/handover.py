@@ -5,14 +5,15 @@ their incarnations. Where they listen, they say themselves: they join again.
 """
 
 import math
-from collections import Counter
 from typing import Final, Protocol
 
 import msgspec
 
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds, SetTimer
+from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.dealer import Hand
 from distbelief.supervisor.failover import ShardFailover, ShardState
 from distbelief.supervisor.hosts import HERE
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
@@ -21,7 +22,6 @@ from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Evaluations
 from distbelief.supervisor.scheduler import Scheduler
 from distbelief.supervisor.view import JobView
-from distbelief.worker.group import group_rank_of
 
 
 LOST: Final = "supervisor:lost:"  # prefix of the timer after which a role counts as dead
@@ -54,16 +54,11 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[RoleState, ...]
     hosts: tuple[HostState, ...]  # that have joined, and are ready
     shards: dict[str, ShardState]
+    hands: dict[Address, Hand]  # of replicas, where data are dealt
     # What only the driver knows.
     run: str = ""  # as hosts know it
     files: str = ""  # where roles on other hosts find checkpoints
     alive: dict[Address, int] = {}  # incarnations of the roles whose processes live on this host
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of each replica, where replicas are split."""
-        places = [place for role in self.roles if (place := group_rank_of(role.name))]
-        return tuple(Counter(p.replica for p in places if p.replica is not None).values())
 
 
 class Parts(Protocol):
@@ -75,6 +70,7 @@ class Parts(Protocol):
     failover: ShardFailover
     evaluations: Evaluations
     scheduler: Scheduler
+    allowances: Allowances
 
 
 def handover_of(supervisor: Parts, config: SupervisorConfig, view: JobView) -> Handover:
@@ -105,6 +101,7 @@ def handover_of(supervisor: Parts, config: SupervisorConfig, view: JobView) -> H
             if host.present and host.ready
         ),
         shards=supervisor.failover.states(),
+        hands=dealer.hands if (dealer := supervisor.allowances.dealer) is not None else {},
     )
 
 
@@ -119,6 +116,8 @@ def start_roles(supervisor: Parts, handover: Handover | None, now: Seconds) -> N
     supervisor.metrics.adopt(handover.view, handover.samples, now)
     supervisor.evaluations.n_requests = handover.n_evaluations
     supervisor.failover.adopt(handover.shards)
+    if supervisor.allowances.dealer is not None:
+        supervisor.allowances.dealer.adopt(handover.hands)
     for host in handover.hosts:
         supervisor.scheduler.adopt_host(Address(host.name), host.offer, host.bandwidth)
     known = {role.name: role for role in handover.roles}

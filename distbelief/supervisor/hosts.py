@@ -114,9 +114,9 @@ class ClusterConfig:
         """Return the time of a step of so many ranks on hosts like this, with fetch and push."""
         cost = self.costs[n_ranks]
         flops = host.offer.flops * self.threads if self.device == "cpu" else 0.0
-        seconds = cost.seconds * cost.flops / flops if flops else cost.seconds
         n_bytes = sum(self.shard_bytes.values()) * self.step.n_bytes / _BYTES / n_ranks
-        return seconds + (n_bytes / host.bandwidth if host.bandwidth else 0.0)
+        moved = n_bytes / host.bandwidth if host.bandwidth else 0.0
+        return max(cost.seconds * cost.flops / (flops or cost.flops) + moved, 1e-9)
 
     def admit(self, host: "Host", bandwidth: float) -> None:
         """Note that a host is ready, and what it has to offer this job."""

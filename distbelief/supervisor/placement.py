@@ -26,7 +26,7 @@ from distbelief.parameter_server.config import other_copy, shard_of
 from distbelief.roles.role import Address
 from distbelief.supervisor.hosts import ALIKE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, RoleRecord
-from distbelief.worker.group import member_names
+from distbelief.worker.group import rank_name
 
 
 FIRST: Final = "replica-0"  # all other replicas wait for it
@@ -149,23 +149,20 @@ class Placement:
 def _apart(
     role: Sequence[RoleRecord], hosts: HostTable, cluster: ClusterConfig
 ) -> list[Host] | None:
-    # Each rank where its replica was formed, or on another host that no replica has, and that can
-    # hold it: a rank is one of a host's own.
+    # Each rank on a host that no replica has: where it was formed, else the fastest that holds it.
     found: list[Host] = []
-    for record in role:
-        free = [host for host in hosts.usable if host.slots and not _has_replica(host)]
-        fits = [host for host in free if host not in found and cluster.holds(host, record.ranks)]
-        if not fits:
-            return None
-        before, n = hosts.was_at(record.name), record.ranks
+    n, free = role[0].ranks, [host for host in hosts.usable if not _has_replica(host)]
+    fits = [host for host in free if host.slots and cluster.holds(host, n)]
+    for before in (hosts.was_at(record.name) for record in role[: len(fits)]):
         best = min(fits, key=lambda host: (host is not before, cluster.rank_seconds(host, n)))
+        fits.remove(best)
         found.append(best)
-    return found
+    return found if len(found) == len(role) else None
 
 
 ACROSS: Final = 0.9  # what a step counts of a replica in several domains: it is lost with each
 
-_Formed = tuple[float, Sequence[Host], "_Formed | None"]  # steps a second, a group, the others
+_Groups = tuple[Sequence[Host], "_Groups"] | tuple[()]
 
 
 def replica_groups(
@@ -175,43 +172,46 @@ def replica_groups(
 
     As many replicas as possible, then as many steps a second as possible of all together. Ranks
     have like shares and the slowest decides, so hosts are ranked by speed, and neighbours that can
-    hold a rank form a group; of hosts that are alike, those of one domain are neighbours.
+    hold a rank form a group; of hosts that are alike, those of one domain are neighbours. Where it
+    makes more, or faster ones, they are ranked by memory.
     """
-    most = max(cluster.costs)
 
-    def rank(host: Host) -> tuple[int, str, int, Address]:
-        grade = round(math.log(max(cluster.rank_seconds(host, most), 1e-9)) / ALIKE)
+    def speed(host: Host) -> tuple[int, str, int, Address]:
+        grade = round(math.log(cluster.rank_seconds(host, max(cluster.costs))) / ALIKE)
         return grade, host.offer.domain, -host.offer.memory_bytes, host.name
 
-    ranked = sorted((host for host in hosts if host.slots), key=rank)
+    by_speed = sorted((host for host in hosts if host.slots), key=speed)
+    by_memory = sorted(by_speed, key=lambda host: -host.offer.memory_bytes)
+    rows = [_grouped(ranked, n_max, cluster) for ranked in (by_speed, by_memory)]
+    _, chain = max(rows, key=lambda row: (len(row), row[-1][0]))[-1]
+    found: list[Sequence[Host]] = []
+    while chain:
+        found.append(chain[0])
+        chain = chain[1]
+    return sorted(found, key=lambda group: min(map(speed, group)))
+
+
+def _grouped(
+    ranked: Sequence[Host], n_max: int, cluster: ClusterConfig
+) -> list[tuple[float, _Groups]]:
+    # The best 0, 1, 2, ... replicas, by their steps a second; row i is of the first i hosts.
     holding: dict[int, list[int]] = {n: [] for n in cluster.costs}  # hosts that hold such ranks
-    # Row i, column r: the best r replicas of the first i hosts.
-    rows: list[list[_Formed]] = [[(0.0, (), None)]]
+    rows: list[list[tuple[float, _Groups]]] = [[(0.0, ())]]
     for index, host in enumerate(ranked):
         row = list(rows[-1])
-        for n, places in holding.items():
-            if not cluster.holds(host, n):
-                continue
-            places.append(index)
-            if len(places) < n:
-                continue
-            group = [ranked[place] for place in places[-n:]]
-            is_across = len({each.offer.domain for each in group}) > 1
-            seconds = max(cluster.rank_seconds(each, n) for each in group)
-            rate = (ACROSS if is_across else 1.0) / max(seconds, 1e-9)
-            for r, others in enumerate(rows[places[-n]][:n_max], start=1):
-                formed = others[0] + rate, group, others
+        for n in (n for n in holding if cluster.holds(host, n)):
+            holding[n].append(index)
+            group = [ranked[place] for place in holding[n][-n:]]
+            weight = ACROSS if len({each.offer.domain for each in group}) > 1 else 1.0
+            rate = weight / max(cluster.rank_seconds(each, n) for each in group)
+            before = rows[holding[n][-n]][:n_max] if len(group) == n else []
+            for r, (others, chain) in enumerate(before, start=1):
                 if r == len(row):
-                    row.append(formed)
-                elif formed[0] > row[r][0]:
-                    row[r] = formed
+                    row.append((rate + others, (group, chain)))
+                elif rate + others > row[r][0]:
+                    row[r] = rate + others, (group, chain)
         rows.append(row)
-    found: list[Sequence[Host]] = []
-    chain: _Formed | None = rows[-1][-1]
-    while chain is not None and chain[1]:
-        found.append(chain[1])
-        chain = chain[2]
-    return found[::-1]
+    return rows[-1]
 
 
 def form_replicas(
@@ -226,8 +226,8 @@ def form_replicas(
     n_ranks = [len(group) for group in groups] + [most] * (n_replicas - len(groups))
     members.keep_ranks(n_ranks)
     for replica, group in enumerate(groups):
-        for name, host in zip(member_names(f"replica-{replica}", len(group)), group, strict=True):
-            hosts.reserve(name, host)
+        for rank, host in enumerate(group):
+            hosts.reserve(rank_name(replica, rank), host)
     return groups
 
 

@@ -163,12 +163,10 @@ class Scheduler:
         self._failover = failover
         self._cluster = cluster
         self._policy = policy
-        self.hosts = (
-            HostTable(slots_here=_UNLIMITED)
-            if cluster is None
-            else HostTable(slots_here=cluster.slots_here, memory_here=cluster.memory_here)
+        slots, memory = (
+            (_UNLIMITED, 0) if cluster is None else (cluster.slots_here, cluster.memory_here)
         )
-        self.formed: tuple[int, ...] = ()  # ranks of each replica, if they follow from the hosts
+        self.hosts = HostTable(slots_here=slots, memory_here=memory)
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
@@ -199,13 +197,10 @@ class Scheduler:
         if self._cluster is None or not self._cluster.forms:
             return
         groups = form_replicas(self._members, self.hosts, self._cluster)
-        replicas = self._members.of("replica")
-        self.formed = tuple(record.ranks for record in replicas)
-        for index, record in enumerate(replicas):
-            detail = f"waits for {record.ranks} hosts"
-            if index < len(groups):
-                labels = (host.full_label if host.label else HERE for host in groups[index])
-                detail = f"is formed of {', '.join(labels)}"
+        for index, record in enumerate(self._members.of("replica")):
+            group = groups[index] if index < len(groups) else ()
+            labels = ", ".join(host.full_label if host.label else HERE for host in group)
+            detail = f"is formed of {labels}" if group else f"waits for {record.ranks} hosts"
             self._out.log(LogEvent("replica_formed", record.group, detail=detail))
 
     # --- roles

@@ -104,7 +104,7 @@ class Supervisor:
             cluster=cluster,
             policy=policy or Placement.of(cluster),
         )
-        self._has_begun = False
+        self.has_begun = False
         self._clock = Silence()  # our own tick, and the progress of all replicas
         self._requested_end: str | None = None
         self._report_at: rl.Seconds = 0.0
@@ -165,14 +165,13 @@ class Supervisor:
         self._set_tick()
 
     def _begin_if_due(self) -> None:
-        if self._has_begun or not self._runs or not (self._handover or self.scheduler.may_begin()):
+        if self.has_begun or not self._runs or not (self._handover or self.scheduler.may_begin()):
             return
-        self._has_begun = True
+        self.has_begun = True
         self.metrics.started_at = self._now
         self._clock.heard(self._now)
         self._report_at = self._now + self._config.report_every
         start_roles(self, self._handover, self._now)
-        self._handover = None  # it may be large
 
     def _set_tick(self) -> None:
         self.out.add(rl.SetTimer(name=_TICK, at=self._clock.expect(self._now + TICK_SECONDS)))
@@ -782,7 +781,7 @@ class Supervisor:
             works = record.begun and (record.progressed or record.state == "computing")
             if works and record.presence is Presence.PRESENT:
                 return "training" if self.allowances.warm_start_is_over else "warm start"
-        if self._config.stop is None and self._has_begun and self.failover.all_have_primary:
+        if self._config.stop is None and self.has_begun and self.failover.all_have_primary:
             return "training"  # a standalone parameter server that is ready
         alive = [replica for replica in replicas if replica.is_alive]
         if alive and all(r.presence is Presence.WAITING for r in alive):

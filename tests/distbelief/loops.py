@@ -16,6 +16,7 @@ from torch import nn
 
 import distbelief
 from distbelief.core.memory import Memory
+from distbelief.core.signals import HeldInterrupt
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig, Numbers, ShardConfig
@@ -221,6 +222,7 @@ class SimulatedSession:
         self.closed = False
         self.node = self
         self.background = nullcontext()
+        self.uninterrupted = HeldInterrupt(lambda: None)
         self.moves_blocks = not server.host
         self.now = lambda: server.simulation.now
         self._server = server

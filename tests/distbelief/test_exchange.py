@@ -2,6 +2,7 @@
 
 import copy
 import math
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distbelief
+from distbelief.parameter_server.client import buffers as bf
 from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.serve.address import ServerAddress
@@ -23,6 +25,8 @@ SUM = distbelief.SGD(learning_rate=1.0)
 both_data_paths = pytest.mark.parametrize("host", ["host-0", ""])
 
 Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
+
+IN_CLIENT = ["put_all", "install"]  # while it copies
 
 INNER: Optimizers = {
     "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=RATE),
@@ -195,6 +199,37 @@ def test_a_value_that_is_not_finite_is_not_pushed(
         exchange.step()
     for one, other in zip(before, server.values(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("place", ["torch._foreach_sub_", "torch._foreach_copy_", *IN_CLIENT])
+def test_ctrl_c_within_an_exchange_leaves_nothing_half_done(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """One between x - a and x + a' left zeros in the model, which `finish` then pushed to all."""
+    parameter = nn.Parameter(torch.full((4,), 100.0))
+    server = Server([parameter], rule=SUM, host="")
+    exchange = server.exchange(monkeypatch, torch.optim.SGD([parameter], lr=1.0), every=1)
+    *_, name = place.split(".")
+    owner = torch if place.startswith("torch") else bf.PushDraft if name == "put_all" else bf
+    work = getattr(owner, name)
+
+    def interrupted(*args: object, **options: object) -> object:
+        result = work(*args, **options)
+        monkeypatch.setattr(owner, name, work)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    for step in range(1, 5):
+        parameter.grad = torch.full((4,), 1.0)
+        if step == 3:  # every step after the first merges a fetch
+            monkeypatch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                exchange.step()
+        else:
+            exchange.step()
+    exchange.finish()
+    assert parameter.tolist() == [96.0] * 4
+    assert server.values()[0].tolist() == [96.0] * 4
 
 
 def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:

@@ -252,6 +252,40 @@ def test_sparse_gradients_are_those_of_a_dense_embedding(
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("n_push", [1, 3])
+def test_gradients_that_found_no_room_in_time_are_pushed_later(
+    monkeypatch: pytest.MonkeyPatch, n_push: int
+) -> None:
+    """They were dropped: the next `finish` ended without error, and without them."""
+    parameter = nn.Parameter(torch.zeros(4))
+    server = Server([parameter], rule=distbelief.SGD(learning_rate=1.0), host="host-0")
+    optimizer = server.optimizer(monkeypatch, [parameter], n_push=n_push)
+    session, wait = optimizer._session, optimizer._session.wait
+
+    def silent(until: Callable[[], bool], what: str, seconds: float) -> None:
+        if what == "room for a push":
+            raise distbelief.PeerLostError(what)
+        wait(until, what, seconds)
+
+    def step() -> None:
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+
+    for _ in range(n_push):
+        step()
+    monkeypatch.setattr(session, "wait", silent)
+    with pytest.raises(distbelief.PeerLostError):
+        step()
+    if n_push > 1:
+        with pytest.raises(distbelief.PeerLostError):
+            optimizer.finish()
+    monkeypatch.setattr(session, "wait", wait)
+    optimizer.step()  # the same again
+    optimizer.finish()
+    assert server.values()[0].tolist() == [-(n_push + 1.0)] * 4
+    assert parameter.tolist() == [-(n_push + 1.0)] * 4
+
+
 # ------------------------------------------------------- what belongs to the server
 
 

@@ -341,7 +341,7 @@ def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(folder: Path)
         return " ".join((done.stdout + done.stderr).split())
 
     assert "no run found in" in say("status")
-    with train(folder, *LONG) as command:
+    with train(folder, *LONG, *sets("cluster.patience=2 s")) as command:
         poll(command.is_training, seconds=60.0)
         poll(lambda: list(command.run.glob("snapshots/*/*")), seconds=60.0)
         assert f"process {command.process.pid}" in say("status")
@@ -349,6 +349,7 @@ def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(folder: Path)
         left = command.shared_memory()
         command.signal(signal.SIGKILL)
         command.wait()
+        assert "its supervisor was killed, and its roles train on" in say("status")
         poll(lambda: not alive(command.all_pids()), seconds=60.0)
     assert "not running, and did not end properly" in say("status")
     assert "no such directory" in say("status", "runs/nowhere")

@@ -285,6 +285,7 @@ bandwidth = "1 Gbit/s"
 """
 
 
+@pytest.mark.soak
 def test_hosts_of_unlike_memory_form_unlike_replicas(land: Land) -> None:
     """A large one holds the whole net, 281 kB; two small ones a half each, 142 kB."""
     (land.here / "slow.toml").write_text(SLOW_MACHINES)

@@ -116,7 +116,8 @@ def test_hosts_start_by_ssh_and_end_with_the_job(
 
 @pytest.mark.soak
 def test_hosts_end_when_the_job_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with over_ssh(tmp_path, monkeypatch, *SLOW) as (command, there):
+    patience = sets("cluster.patience=2 s")
+    with over_ssh(tmp_path, monkeypatch, *SLOW, *patience) as (command, there):
         poll(command.is_training)
         command.signal(signal.SIGKILL)
         poll(lambda: not alive(joined(there)))

@@ -36,3 +36,4 @@ def test_another_supervisor_takes_over_and_each_sample_counts_once(tmp_path: Pat
     summary = command.summary()
     assert (summary["samples"], summary["pushes_lost"]) == (8 * N_SAMPLES, 0), again.output
     assert (counts(command) == 8.0).all(), (counts(command) - 8.0).unique(return_counts=True)
+    assert not command.shared_memory()

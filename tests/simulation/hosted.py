@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from typing_extensions import override
 
@@ -83,11 +84,9 @@ class HostedJob(JobCluster):
         seed: int,
         placement: ShardPlacement,
         n_hosts: int,
-        shard_copies: int = 2,
-        n_replicas: int = 3,
-        n_shards: int = 2,
         slots_here: int = 1,
         domains: Sequence[str] = (),
+        **options: object,
     ) -> None:
         names = [Address(f"{HOST}{k}") for k in range(N_HOSTS_MAX)]
         places = Places()
@@ -97,13 +96,15 @@ class HostedJob(JobCluster):
             domain = domains[index] if index < len(domains) else ""
             return Agent(name, self, cores=2, domain=domain)
 
+        usual: dict[str, Any] = {
+            "stop": StopTable(seconds=1e6),
+            "n_replicas": 3,
+            "shard_copies": 2,
+            "snapshot_every": 1e3,
+        }
         super().__init__(
-            stop=StopTable(seconds=1e6),
+            **(usual | options),
             seed=seed,
-            n_replicas=n_replicas,
-            n_shards=n_shards,
-            shard_copies=shard_copies,
-            snapshot_every=1e3,
             cluster=ClusterConfig(
                 run="r", job_spec=b"j", n_hosts=n_hosts, slots_here=slots_here, placement=placement
             ),
@@ -112,6 +113,7 @@ class HostedJob(JobCluster):
         )
         places.job = self
         self.n_hosts = 0
+        self.n_awaited = n_hosts
         self.acknowledged = Acknowledged()
         self.simulation.observe(self.acknowledged)
         self.simulation.observe(CopiesApart(self))

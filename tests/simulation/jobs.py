@@ -111,6 +111,7 @@ class JobCluster:
         task: TaskSpec = TASK,
         tasks: dict[str, TaskSpec] | None = None,
         n_replicas: int = 2,
+        replicas_min: int = 1,
         n_shards: int = 2,
         shard_copies: int = 1,
         seed: int = 0,
@@ -171,6 +172,7 @@ class JobCluster:
             stop=StopRules(stop, n_train=n_train),
             dealt=settings.epochs(n_train),
             epoch_share=settings.epoch_share,
+            replicas_min=replicas_min,
             warm_start_steps=warm.warm_start_left(
                 sum(before.samples.values()), n_samples=n_train, n_replicas=n_replicas
             ),

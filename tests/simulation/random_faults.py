@@ -46,7 +46,7 @@ def random_faults(
         _draw_one(stream, roles, horizon=horizon, restarts=restarts)
         for _ in range(int(stream.poisson(intensity * len(roles))))
     ]
-    drawn += _draw_for_messages(stream, horizon=horizon, intensity=intensity)
+    drawn += message_faults(stream, horizon=horizon, intensity=intensity)
     return tuple(sorted(drawn, key=lambda fault: fault.at))
 
 
@@ -85,9 +85,10 @@ def _draw_one(
             return TornSnapshot(at=at, role=role)
 
 
-def _draw_for_messages(
+def message_faults(
     stream: np.random.Generator, *, horizon: Seconds, intensity: float
 ) -> list[Fault]:
+    """Draw when messages are lost, late or come twice."""
     late = 0.05 * horizon
     faults: list[Fault] = []
     for index in range(3):

@@ -77,7 +77,6 @@ def values(found: FinishedRun, a_job: Job, preparation: Preparation) -> Vector:
 def test_replicas_of_any_ranks_learn_the_same(preparation: Preparation, rack: str) -> None:
     whole = run(job("1"), preparation, rack)
     expected = values(whole, job("1"), preparation)
-    pushed = whole.simulation.traffic.between("replica-0", "shard")
     for partitions in ("[1, 1]", "[1, 2]", "[3, 1]"):
         mixed = run(job(partitions), preparation, rack)
         assert mixed.outcome.error is None
@@ -85,9 +84,8 @@ def test_replicas_of_any_ranks_learn_the_same(preparation: Preparation, rack: st
         found = values(mixed, job(partitions), preparation)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6, err_msg=partitions)
         # Each replica pushes the whole gradient, whichever ranks have its parts.
-        for replica in ("replica-0", "replica-1"):
-            n_bytes = mixed.simulation.traffic.between(replica, "shard")
-            assert n_bytes == pytest.approx(pushed, rel=0.35), (partitions, replica)
+        pushed = [mixed.simulation.traffic.between(f"replica-{r}", "shard") for r in range(2)]
+        assert pushed[0] == pytest.approx(pushed[1], rel=0.05), partitions
 
 
 def test_a_lost_rank_restarts_and_no_rank_of_another_replica(
@@ -120,7 +118,7 @@ def test_each_replica_has_its_machines_in_the_forecast(preparation: Preparation,
         ),
         (
             ("cluster.partitions=[1, 2]", "cluster.replicas={min=2, max=2}"),
-            "partitions = [1, 2], and replicas has min and max: a list of partitions needs a fixed",
+            "partitions = [1, 2] is for 2 replicas, and replicas = ",
         ),
         (("cluster.partitions=[]",), "partitions = [] is for 0 replicas"),
         (("cluster.partitions=[1, 0]",), "partitions"),

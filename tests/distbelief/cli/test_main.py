@@ -21,6 +21,7 @@ from distbelief.cli.options import (
     reported as reported_command,
     reported_errors,
 )
+from distbelief.core import files
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.supervisor.view import JobView, RoleView
@@ -248,6 +249,12 @@ def test_a_run_that_no_longer_runs_says_why_and_how_to_go_on() -> None:
     assert "speech-demo  was training" in said
     assert "not running, and did not end properly; last status 1 m 00 s ago" in said
     assert "distbelief train --resume runs/demo" in said  # unbroken: to be copied
+    with files.scratch() as memory:  # which is locked: its roles live
+        Path("runs/demo/memory").write_text(str(memory))
+        said = status("runs/demo")
+        assert "its supervisor was killed, and its roles train on for a while" in said
+        assert "To take over: distbelief train --resume runs/demo" in said
+    assert "not running, and did not end properly" in status("runs/demo")
     a_run("runs/done", age=60.0, ended=True).close()
     assert "runs/done: ended, 1 m 00 s ago" in status("runs/done")
     a_run("runs/bad", age=60.0, ended=True, error="no space").close()

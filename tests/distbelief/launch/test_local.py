@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 import pytest
 
+from distbelief.core import files
 from distbelief.launch import forkserver
 from distbelief.launch.local import LocalLauncher
 from distbelief.roles.role import Address, Event, PeerJoined, PeerLost
@@ -158,10 +160,13 @@ def close(server: Server, pids: list[int]) -> None:
     assert alive(pids) == []
 
 
-def start(server: Server, folder: Path, name: str) -> int:
+def start(server: Server, folder: Path, name: str, *, patience: float | None = None) -> int:
     """Start a child; return its process once it has written to its log."""
-    log = folder / f"{name}.log"
-    ask(server, forkserver.Start(program="role", name=name, incarnation=2, spec="S", log=str(log)))
+    log, spec = folder / f"{name}.log", "S" if patience is None else str(folder / "spec")
+    request = forkserver.Start(
+        program="role", name=name, incarnation=2, spec=spec, log=str(log), patience=patience
+    )
+    ask(server, request)
     begun = answer(server)
     assert isinstance(begun, forkserver.Begun)
     poll(lambda: log.exists() and log.read_text().endswith("\n"))
@@ -238,6 +243,47 @@ def test_told_to_leave_the_server_ends_children_at_once(server: Server, tmp_path
     ask(server, forkserver.Leave())
     close(server, [pid])
     assert "saved" not in (tmp_path / "shard-0.log").read_text()
+
+
+def test_another_launcher_takes_over_the_children_of_one_that_was_killed(
+    server: Server, tmp_path: Path
+) -> None:
+    role = start(server, tmp_path, "shard-0", patience=60.0)
+    check = start(server, tmp_path, "check")
+    assert server.stdin is not None
+    server.stdin.close()
+    poll(lambda: not alive([check]))  # it is of no use to another
+    for _ in range(2):  # the second after the first was killed, too
+        launcher = LocalLauncher(log_of=lambda name: tmp_path / f"{name}.log")
+        poll(partial(launcher.adopt, tmp_path))
+        assert (launcher.pid(ONE), alive([role])) == (role, [role])
+        with pytest.raises(BlockingIOError):  # nobody sweeps it
+            files.lock(tmp_path)
+        vars(launcher)["_server"].stdin.close()
+        vars(launcher)["_server"].stdout.close()
+    # By the user; one that comes before it has noticed that the launcher is gone does not count.
+    poll(lambda: server.send_signal(signal.SIGTERM) or server.poll() is not None)
+    assert (tmp_path / "shard-0.log").read_text().endswith("saved\n")
+    os.close(files.lock(tmp_path))
+
+
+def test_a_launcher_that_took_over_starts_and_ends_processes(
+    server: Server, tmp_path: Path
+) -> None:
+    role = start(server, tmp_path, "shard-0", patience=60.0)
+    assert server.stdin is not None
+    server.stdin.close()
+    with LocalLauncher(log_of=lambda name: tmp_path / f"{name}.log") as launcher:
+        poll(lambda: launcher.adopt(tmp_path))
+        launcher.terminate(ONE)
+        (lost,) = next_losses(launcher)
+        assert (lost.peer, lost.incarnation, alive([role])) == (ONE, 2, [])
+        launcher.launch(TWO, 5)
+        poll(lambda: launcher.events() == [PeerJoined(peer=TWO, incarnation=5)])
+        pid = launcher.pid(TWO)
+        assert pid is not None
+    assert not alive([pid])
+    assert server.wait(30.0) == 0
 
 
 def test_sigterm_is_the_supervisors_business_while_it_lives(server: Server, tmp_path: Path) -> None:

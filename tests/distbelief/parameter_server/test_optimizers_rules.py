@@ -475,6 +475,11 @@ def test_a_wrong_rule_is_refused_by_name_and_value(table: dict[str, object], mes
         msgspec.convert(table, UpdateRule)
 
 
+def test_a_rate_in_quotes_is_refused_as_any_other_wrong_rate() -> None:
+    with pytest.raises(ValueError, match=r"rule 'sgd': learning_rate is '0.1'; use a finite num"):
+        SGD(learning_rate="0.1")  # type: ignore[arg-type]
+
+
 def test_a_schedule_by_its_name_alone_is_refused() -> None:
     with pytest.raises(ValueError, match=r"schedule is 'cosine'; use one of .*Cosine"):
         SGD(learning_rate=1.0, schedule="cosine")  # type: ignore[arg-type]

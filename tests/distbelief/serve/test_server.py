@@ -1,6 +1,8 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +132,22 @@ def test_what_a_killed_server_left_in_memory_is_swept(
         server._process.kill()
     server.close()
     assert len(swept) == is_killed
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"shards": 1.5}, "shards is 1.5; use 1 to 4096"),
+        ({"shards": "2"}, "shards is '2'; use 1 to 4096"),
+        ({"shard_copies": 3}, "shard_copies is 3; use 1 to 2"),
+        ({"snapshot_every": "fast"}, "snapshot_every is 'fast'; use seconds, more than 0"),
+        ({"snapshot_every": 0}, "snapshot_every is 0; use seconds, more than 0"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_before_anything_starts(
+    options: dict[str, Any], error: str
+) -> None:
+    """The process printed a traceback; the error then was "not ready after 60 s", after 6."""
+    net = nn.Linear(2, 1)
+    with pytest.raises(JobError, match=re.escape(error)):
+        ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), **options)

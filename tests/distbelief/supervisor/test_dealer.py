@@ -86,6 +86,28 @@ def test_who_holds_enough_is_dealt_no_more() -> None:
     assert table.ranges[A] == [(0, 24), (24, 40)]
 
 
+def test_another_dealer_goes_on_where_this_one_was_killed() -> None:
+    """It dealt anew what replicas held: they read most of two epochs twice."""
+    table = begun()
+    table.deal(A, 24)
+    table.deal(B, 24)
+    other = begun()
+    other.members, other.ranges = table.members, table.ranges
+    other.dealer = Dealer(
+        table.members, Epochs(n_samples=50, batch_size=4, n_push=2), total=100, epoch_share=1.0
+    )
+    other.dealer.adopt(table.dealer.hands)
+    other.applied()
+    for name in (A, B):
+        other.dealer.began(other.replica(name))  # it is told to begin, which it has
+    held = list(table.ranges[A])
+    other.deal(A, 24)
+    assert table.ranges[A] == held
+    other.deal(A, 100)
+    assert not Spans(table.ranges[A]) & Spans(table.ranges[B])
+    assert Spans([*table.ranges[A], *table.ranges[B]]) == Spans([(0, 100)])
+
+
 def test_what_did_not_arrive_is_dealt_again() -> None:
     table = begun()
     lost, repeated = table.deal(A, 8, arrives=False), table.deal(A, 8)

@@ -1,0 +1,263 @@
+"""Elastic jobs with dealt data: hosts join, leave and die with shards and replicas on them.
+
+ExactlyOnceBySample and NoSampleLost (`dealt`), CopiesApart and OnThoseThere (`hosted`).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TypeVar, cast
+
+import numpy as np
+import pytest
+
+from distbelief.config.job import ShardPlacement
+from distbelief.core.spans import NOTHING, Spans
+from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.store import ShardStore
+from distbelief.roles.role import SUPERVISOR
+from distbelief.simulation.faults import CutOff, Pause
+from distbelief.supervisor import placement as placement_module
+from distbelief.supervisor.dealer import Dealer
+from distbelief.supervisor.hosts import ClusterConfig
+from distbelief.supervisor.membership import RoleRecord
+from distbelief.supervisor.scheduler import Scheduler, ShutdownStage
+from tests.simulation.dealt import DealtJob
+from tests.simulation.hosted import N_HOSTS_MAX, HostedJob
+from tests.simulation.random_faults import message_faults
+from tests.simulation.test_seeds import chunks, name, play_seeds
+from tests.simulation.variants import Patch, Variant, assert_noticed, failure_of
+
+
+T = TypeVar("T")
+
+FILE = "tests/simulation/test_elastic.py"
+PLACEMENTS: tuple[ShardPlacement, ...] = ("spread", "beside replicas")
+HORIZON = 12.0  # until then messages are lost, late or doubled
+SECONDS_MAX = 200.0
+
+
+def elastic_job(seed: int, stream: np.random.Generator) -> DealtJob:
+    """Return a job whose replicas, shards, hosts, data and exchange are drawn."""
+
+    def pick(*choices: T) -> T:
+        return choices[int(stream.integers(len(choices)))]
+
+    n_hosts, slots_here = pick(0, 1, 2, 3), pick(1, 2)
+    exchange = pick(
+        ExchangePolicy(),
+        ExchangePolicy(),
+        ExchangePolicy(staleness=pick(0, 2)),
+        ExchangePolicy(staleness=0, round=Round(quorum=pick(1.0, 0.5))),
+    )
+    return DealtJob(
+        seed=seed,
+        cluster=partial(
+            HostedJob,
+            placement=pick(*PLACEMENTS),
+            n_hosts=n_hosts,
+            slots_here=slots_here,
+            replicas_min=pick(1, min(2, slots_here)),
+        ),
+        n_samples=pick(130, 260, 401),
+        n_epochs=pick(2, 3.5, 5),
+        batch_size=pick(4, 8, 12),
+        n_push=pick(1, 1, 2),
+        n_replicas=pick(1, 2, 4, 6),
+        n_shards=pick(1, 2, 3),
+        shard_copies=pick(1, 2, 2),
+        snapshot_every=pick(0.7, 1.5, 5.0),
+        exchange=exchange,
+        faults=message_faults(stream, horizon=HORIZON, intensity=pick(0.0, 0.0, 0.5)),
+    )
+
+
+def play(seed: int) -> DealtJob:
+    """Let a job be struck a few times, whatever state it is in; it ends, and no sample is lost."""
+    stream = np.random.default_rng([seed, 0xE1A5])
+    dealt = elastic_job(seed, stream)
+    job = cast("HostedJob", dealt.job)
+    job.run_until(lambda: job.view.phase == "training")
+    for _ in range(int(stream.integers(1, 7))):
+        _strike_in(float(stream.exponential(1.0)), dealt, stream)
+    if stream.random() < 0.3:
+        job.run_until(lambda: dealt.is_over, within=SECONDS_MAX)
+        for _ in range(2):  # between the last sample and the last checkpoint
+            _strike_in(float(stream.exponential(0.02)), dealt, stream)
+    job.run_until(lambda: SUPERVISOR in job.simulation.halted, within=SECONDS_MAX)
+    assert job.simulation.halted[SUPERVISOR] is None, job.simulation.halted[SUPERVISOR]
+    dealt.check_end(Spans([(0, dealt.total)]))
+    dealt.check_saved()
+    return dealt
+
+
+def _strike_in(seconds: float, dealt: DealtJob, stream: np.random.Generator) -> None:
+    """Let a host join, leave, die, stand still or be cut off, or let a role die."""
+    job = cast("HostedJob", dealt.job)
+    simulation = job.simulation
+    simulation.run(until=simulation.now + seconds)
+    if SUPERVISOR in simulation.halted:
+        return
+    hosts, seconds = job.hosts, float(stream.exponential(3.0))
+    host = hosts[int(stream.integers(len(hosts)))] if hosts else None
+    role = [*job.copies, *job.replicas][int(stream.integers(len(job.copies + job.replicas)))]
+    struck = () if host is None else (host, *job.roles_on(host))
+    what = int(stream.integers(8))
+    if what == 6:
+        struck = (role,) if simulation.is_alive(role) else ()
+    if what in {2, 3} and host is not None:
+        job.leave(host)
+    elif what == 7 or not struck:
+        if job.n_hosts < N_HOSTS_MAX:
+            job.come()
+    else:
+        dealt.struck |= {(name, simulation.incarnation(name)) for name in struck}
+        for name in struck:
+            if what == 4:
+                simulation.inject(Pause(at=simulation.now, role=name, seconds=seconds))
+            elif what == 5:
+                cut = CutOff(at=simulation.now, a=name, seconds=seconds, loses=True)
+                simulation.inject(cut)
+            else:
+                simulation.kill(name)
+
+
+TOLD = {
+    "hosts lost with roles": "lost with it",
+    "hosts left": "has left",
+    "roles waited for a host": "waits for a host",
+    "backups moved": "moves to another host",
+    "takeovers": "takes over",
+    "shards restored": "restarting it from",
+    "roles silent": "silent for",
+}
+SELDOM = (*TOLD, "two copies", "hosts joined later")
+
+
+def sights(seed: int) -> Mapping[str, int]:
+    """Play a seed; return what happened in it."""
+    dealt = play(seed)
+    job = cast("HostedJob", dealt.job)
+    told = " ".join(job.told)
+    return {
+        **{what: text in told for what, text in TOLD.items()},
+        "two copies": len(job.copies) > len(job.shards),
+        "hosts joined later": job.n_hosts - job.n_awaited,
+        "shards without a copy after the end": len(dealt.fell_back),
+    }
+
+
+def play_all(seeds: range) -> None:
+    play_seeds(seeds, sights, file=FILE, seldom=SELDOM, share=0.03)
+
+
+@pytest.mark.parametrize("seeds", [range(4)], ids=name)
+def test_whatever_befalls_an_elastic_job_each_sample_counts_once(seeds: range) -> None:
+    play_all(seeds)
+
+
+def hosts_leave_at_the_end() -> None:
+    """When the last sample is trained, and no checkpoint has it, all hosts but one leave."""
+    cluster = partial(HostedJob, placement="spread", n_hosts=2)
+    dealt = DealtJob(n_samples=130, cluster=cluster, shard_copies=1, snapshot_every=1e3)
+    dealt.job.run_until(lambda: dealt.is_over, within=SECONDS_MAX)
+    job = cast("HostedJob", dealt.job)
+    for host in job.hosts:
+        job.leave(host)
+    assert job.run() is None
+    dealt.check_saved()
+    assert not dealt.fell_back
+
+
+def test_hosts_that_leave_at_the_end_save_first() -> None:
+    hosts_leave_at_the_end()
+
+
+def test_samples_are_lost_only_with_both_copies_before_the_last_checkpoint() -> None:
+    """Seen in random runs: what both copies had, and no checkpoint, is gone for good."""
+    cluster = partial(HostedJob, placement="spread", n_hosts=2)
+    dealt = DealtJob(n_samples=130, cluster=cluster, shard_copies=2, snapshot_every=1e3)
+    dealt.job.run_until(lambda: dealt.is_over, within=SECONDS_MAX)
+    both = {(name, dealt.job.simulation.incarnation(name)) for name in dealt.job.copies[:2]}
+    for copy, _ in both:
+        dealt.job.simulation.kill(copy)
+    assert dealt.job.run() is None
+    assert dealt.fell_back == {"shard-0": NOTHING}
+    with pytest.raises(AssertionError, match="ended with samples not saved"):
+        dealt.check_saved()
+    dealt.struck |= both
+    dealt.check_saved()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", chunks(range(10_000), 100), ids=name)
+def test_each_sample_counts_once_for_ten_thousand_seeds(seeds: range) -> None:
+    play_all(seeds)
+
+
+# ------------------------------------------------------------------- broken variants
+
+
+def copies_on_one_host(patch: Patch) -> None:
+    patch.setattr(placement_module, "apart_from", lambda _other, hosts: hosts)
+
+
+def done_when_one_shard_has_it(patch: Patch) -> None:
+    patch.setattr(Spans, "__and__", Spans.__or__)
+
+
+def ranges_of_those_who_left_are_not_dealt_again(patch: Patch) -> None:
+    """What a replica holds stays with it when it is gone, and when it begins anew."""
+    patch.setattr(Dealer, "began", lambda *_: None)
+    pool = Dealer._pool
+
+    def keep(self: Dealer) -> Spans:
+        held = [span for hand in self._hands.values() for span in hand.held.values()]
+        return pool(self) - Spans(held)
+
+    patch.setattr(Dealer, "_pool", keep)
+
+
+def host_leaves_with_the_last_samples(patch: Patch) -> None:
+    """After the job's end, a shard leaves with its host before its checkpoint is saved."""
+    whole = Scheduler._ends_in_order
+
+    def ends(self: Scheduler, record: RoleRecord, cluster: ClusterConfig) -> bool:
+        return self._shutdown.stage is ShutdownStage.RUN and whole(self, record, cluster)
+
+    patch.setattr(Scheduler, "_ends_in_order", ends)
+
+
+def backup_does_not_know_the_positions(patch: Patch) -> None:
+    start_sync = ShardStore.start_sync
+
+    def forget(self: ShardStore, **all_: object) -> None:
+        start_sync(self, **(all_ | {"applied": NOTHING}))  # type: ignore[arg-type]
+
+    patch.setattr(ShardStore, "start_sync", forget)
+
+
+_ALL: tuple[Variant, ...] = (
+    copies_on_one_host,
+    done_when_one_shard_has_it,
+    ranges_of_those_who_left_are_not_dealt_again,
+    backup_does_not_know_the_positions,
+)
+VARIANTS = {variant.__name__.replace("_", " "): variant for variant in _ALL}
+CAUGHT_BY = {
+    "copies on one host": 1,
+    "done when one shard has it": 13,
+    "ranges of those who left are not dealt again": 0,
+    "backup does not know the positions": 20,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # a changed scene makes the test search for a new seed
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_broken_rule_is_noticed(name: str) -> None:
+    assert_noticed(name, VARIANTS[name], play, CAUGHT_BY)
+
+
+def test_samples_that_leave_with_a_host_are_noticed() -> None:
+    assert failure_of(host_leaves_with_the_last_samples, hosts_leave_at_the_end)
