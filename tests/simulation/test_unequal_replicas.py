@@ -76,10 +76,11 @@ def values(found: FinishedRun, a_job: Job, preparation: Preparation) -> Vector:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_replicas_of_any_ranks_learn_the_same(preparation: Preparation, rack: str) -> None:
     whole = run(job("1"), preparation, rack)
     expected = values(whole, job("1"), preparation)
-    for partitions in ("[1, 1]", "[1, 2]", "[3, 1]"):
+    for partitions in ("[1, 2]", "[3, 1]"):
         mixed = run(job(partitions), preparation, rack)
         assert mixed.outcome.error is None
         assert mixed.view.samples == whole.view.samples == 80
