@@ -36,6 +36,10 @@ FIGURES: dict[str, set[str]] = {
         "standstill_after_shard_fault_p50_seconds",
         "standstill_after_shard_fault_p95_seconds",
     },
+    "cluster_chaos": {
+        *("chaos_throughput_kept", "chaos_acknowledged_lost", "chaos_samples_not_once"),
+        *("chaos_hangs", "chaos_faults"),
+    },
     "downpour": {
         *("downpour_bs8", "ddp_bs8", "downpour_bs8_over_kept"),
         *(
@@ -173,7 +177,7 @@ def test_a_parameter_server_is_measured() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
-    if name in {"lan", "links"} and (why := obstacle()) is not None:
+    if name in {"cluster_chaos", "lan", "links"} and (why := obstacle()) is not None:
         pytest.skip(why)
     if name == "ray_hosts":
         pytest.importorskip("ray", reason="ray, an extra, is missing")
