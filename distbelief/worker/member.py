@@ -93,7 +93,7 @@ class JobMember:
         self._silence = Silence()  # of the supervisor
         self.reported_failure = False
         self._save_by: rl.Seconds | None = None  # once the supervisor is lost
-        self._is_stopped = False  # for want of a supervisor
+        self._stopped: str | None = None  # why, for want of a supervisor
         self._label = 0  # of the newest checkpoint that it was asked for, or began with
         self._warnings: list[str] = []
 
@@ -102,6 +102,18 @@ class JobMember:
         self._warnings.append(text[:_TEXT_MAX])
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        actions = self._handle(event, now)
+        return actions if self._stopped is None else self._unfinished(actions, self._stopped)
+
+    def _unfinished(self, actions: Sequence[rl.Action], reason: str) -> Sequence[rl.Action]:
+        # A supervisor that was only paused must start the role again, and not count it as done.
+        return [
+            rl.Exit(error=reason) if isinstance(one, rl.Exit) and one.error is None else one
+            for one in actions
+            if not (isinstance(one, rl.Send) and isinstance(one.message, wire.Finished))
+        ]
+
+    def _handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
             case rl.Started():
                 return self._start(event, now)
@@ -161,9 +173,9 @@ class JobMember:
         text = f"no message from the supervisor for {silent:.1f} s"
         if late > min(LAST_STEP_SECONDS, self._config.patience_seconds) or not self._runs:
             return self._supervisor_lost(text, now)
-        if self._is_stopped or self._config.name.startswith("shard-"):
+        if self._stopped is not None or self._config.name.startswith("shard-"):
             return []
-        self._is_stopped = True
+        self._stopped = text
         message: wire.Message = wire.Stop(reason=text)
         if self._config.name == "coordinator":  # only it knows when its shards can be saved
             message = wire.SaveCheckpoint(label=f"{self._label + 1:05d}")

@@ -388,27 +388,32 @@ def test_shards_save_before_they_end_without_a_supervisor(shard_copies: int, hos
     n_alive = len(job.copies) + len(job.replicas) + 1
     assert job.n_alive == n_alive  # they work on
     assert acknowledged.n_missing(job.simulation.disk) > 100
-    job.simulation.run(until=5.0 + 7.0)
+    job.simulation.run(until=5.0 + 9.0)
+    assert job.n_alive == len(job.copies)  # which wait for last pushes, as long again
+    job.simulation.run(until=5.0 + 12.0)
     assert job.n_alive == 0
     assert acknowledged.n_missing(job.simulation.disk) == 0
-    for name in (Address("replica-0"), *job.copies):
+    for name, seconds in [(Address("replica-0"), 5), *[(copy, 10) for copy in job.copies]]:
         halted = job.simulation.halted[name] or ""
-        assert halted.startswith("no message from the supervisor for 5.")
+        assert halted.startswith(f"no message from the supervisor for {seconds}.")
 
 
 @copies
 def test_a_job_goes_on_after_a_silence_beyond_its_patience(shard_copies: int) -> None:
-    """Their next incarnations have everything that the shards had acknowledged."""
+    """Their next incarnations have everything that the shards had acknowledged.
+
+    Replicas that had ended in order counted as done, and a job without a goal was over.
+    """
     job = JobCluster(
         stop=StopTable(samples=2500),
-        faults=[Pause(at=5.0, role=SUPERVISOR, seconds=10.0)],
+        faults=[Pause(at=5.0, role=SUPERVISOR, seconds=20.0)],
         shard_copies=shard_copies,
         patience=5.0,
         snapshot_every=1e3,
     )
     acknowledged = Acknowledged()
     job.simulation.observe(acknowledged)
-    job.simulation.run(until=14.0)
+    job.simulation.run(until=24.0)
     assert {role.restarts for role in job.view.roles} == {0}
     assert acknowledged.n_missing(job.simulation.disk) == 0
     n_acknowledged = acknowledged.n
@@ -425,7 +430,7 @@ def test_a_checkpoint_without_a_request_is_never_ahead_of_the_next_one() -> None
     """If it took the next number, a shard that ended so twice in a row would be two
     ahead of its supervisor, whose next checkpoint would look older."""
     pauses = [Pause(at=at, role=SUPERVISOR, seconds=8.0) for at in (5.0, 18.0)]
-    job = JobCluster(stop=LONG, faults=pauses, patience=4.0, snapshot_every=30.0)
+    job = JobCluster(stop=LONG, faults=pauses, patience=3.0, snapshot_every=30.0)
     job.simulation.run(until=29.0)
     assert job.restarts("shard-0") == 2
     (only,) = job.simulation.disk.snapshots(job.shards[0])
