@@ -29,7 +29,6 @@ from distbelief.supervisor.metrics import JobMetrics
 AHEAD_SECONDS: Final = 2.0
 AHEAD_SECONDS_MAX: Final = 30.0
 AHEAD_SECONDS_EACH: Final = 0.01
-N_BATCHES_FIRST: Final = 64  # dealt at most to a replica before any speed is known
 
 
 @final
@@ -157,8 +156,6 @@ class Allowances:
         # Never more than its share: a short job would leave the others without work.
         fair = share * self._left
         most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf
-        if not own and self.dealer is not None:  # others may be about to come
-            most = float(N_BATCHES_FIRST * self._batch_size)
         wanted = max(min(max(fair / 2, own * seconds), fair, most), 1.0)
         return -int(-wanted // self._batch_size) * self._batch_size
 

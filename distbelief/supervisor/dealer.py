@@ -24,6 +24,7 @@ from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 
 # For shards to tell of the last pushes of a range; then what is missing is dealt anew.
 SETTLE_SECONDS: Final = 3.0
+N_BATCHES_FIRST: Final = 64  # that a replica holds at first at most; later twice what it held
 N_RANGES_MAX: Final = 64  # in a message, and so at most dealt at once
 
 
@@ -33,6 +34,7 @@ class Hand:
 
     incarnation: int
     n_dealt: int = 0  # ranges
+    n_most: int = 0  # samples that it has held at once
     unheard: list[Span] = field(default_factory=list)  # the last ones, until it reports them
     held: dict[int, Span] = field(default_factory=dict)  # by number
     read_at: dict[int, Seconds] = field(default_factory=dict)  # when it had pushed all of them
@@ -133,6 +135,10 @@ class Dealer:
 
     def _fill(self, hand: Hand, wanted: int) -> None:
         n_held = len(Spans(hand.held.values()) - self._done)
+        # What is wanted may be far too much: by a speed that was measured in messages which had
+        # waited for another supervisor, or as those that come soon are not there yet.
+        most = max(2 * hand.n_most, N_BATCHES_FIRST * self._epochs.batch_size)
+        wanted = min(wanted, most)
         if n_held > wanted // 2:
             return
         cuts = self._cuts()
@@ -146,6 +152,7 @@ class Dealer:
                 hand.unheard.append((at, end))
                 hand.n_dealt += 1
                 n_held, at = n_held + end - at, end
+        hand.n_most = max(hand.n_most, n_held)
 
     def _cuts(self) -> list[int]:
         """Return where ranges must end within a push: shards had applied pushes cut otherwise.

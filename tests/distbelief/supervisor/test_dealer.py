@@ -1,11 +1,12 @@
 """The dealer alone: what shards have applied in, ranges out."""
 
+import itertools
 from collections.abc import Iterable
 
 from distbelief.core.spans import Epochs, Span, Spans
 from distbelief.protocol import StartTraining
 from distbelief.roles.role import Address
-from distbelief.supervisor.dealer import SETTLE_SECONDS, Dealer
+from distbelief.supervisor.dealer import N_BATCHES_FIRST, SETTLE_SECONDS, Dealer
 from distbelief.supervisor.membership import Kind, Membership, Presence, RoleRecord
 
 
@@ -84,6 +85,18 @@ def test_who_holds_enough_is_dealt_no_more() -> None:
     table.applied((0, 16))
     table.deal(A, 24)
     assert table.ranges[A] == [(0, 24), (24, 40)]
+
+
+def test_a_replica_never_holds_more_than_twice_what_it_held() -> None:
+    """The first one that was heard after a takeover was dealt all that was left, for 300 s."""
+    table = begun(total=10_000)
+    ends = [0]
+    for _ in range(3):
+        table.applied((0, ends[-1]))
+        table.deal(A, 10_000)
+        ends.append(table.ranges[A][-1][1])
+    dealt = [end - begin for begin, end in itertools.pairwise(ends)]
+    assert dealt == [4 * N_BATCHES_FIRST + 2, 516, 1034]  # up to where a push ends
 
 
 def test_another_dealer_goes_on_where_this_one_was_killed() -> None:
