@@ -158,7 +158,8 @@ class DealtJob:
         if not shard._serves or shard._stopped_by is not None:
             return
         found = values.vector.copy()
-        if not self.is_over:  # a shard that falls back later stays so
+        # A shard that falls back later stays so; a former primary may only be cut off (seed 479).
+        if not self.is_over and self._leads(happening):
             self._newest[shard._config.index] = found
         before = self._last.get(shard._config.name)
         if before is not None and before[0] == values.applied and (before[1] == found).all():
@@ -166,6 +167,12 @@ class DealtJob:
         self.n_looks += 1
         self._last[shard._config.name] = values.applied, found
         self._check(happening.name, values.applied, found, shard._config.index)
+
+    def _leads(self, happening: HandledEvent) -> bool:
+        supervisor = self.job.supervisor
+        record = supervisor.members.get(happening.name)
+        is_now = record is not None and record.incarnation == happening.incarnation
+        return is_now and record is not None and supervisor.failover.is_primary(record)
 
     def _check(self, name: str, applied: Spans, found: np.ndarray, index: int) -> None:
         wrong = found - self.expected(applied, index)
