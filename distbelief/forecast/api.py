@@ -67,7 +67,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     def plain(self) -> dict[str, object]:
         """Return what `distbelief simulate --json` prints."""
-        names = ("settings", "n_machines", "spreads", "outcomes", "left_out")
+        names = ("settings", "n_machines", "spreads", "outcomes", "left_out", "replicas")
         return {
             "job": self.job.name,
             "cluster": self.cluster,

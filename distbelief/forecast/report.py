@@ -124,6 +124,10 @@ def details_of(variant: Variant) -> RenderableType:
             f"{ends} {formatting.size(n_bytes)}" for ends, n_bytes in outcome.traffic.items()
         )
         lines.append(Text(f"messages: {sent}"))
+    lines += [
+        Text(f"{formatting.role(name)} on machines {', '.join(map(str, machines))}")
+        for name, machines in variant.replicas.items()
+    ]
     notes = []
     if outcome.pushes_lost:
         notes.append(f"{outcome.pushes_lost:,} pushes lost")

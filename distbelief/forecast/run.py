@@ -229,15 +229,24 @@ class Trial:
     def variant(self, *, machines: int | None = None) -> Variant:
         """Return the variant without outcomes; `left_out` says why if it cannot be run."""
         n_machines, left_out = self.host.n_needed(self.job), None
+        replicas: dict[str, list[int]] = {}
         if machines is not None and n_machines > machines:
             left_out = f"needs {n_machines} machines"
         else:
             try:
                 self.host.options(self.job)
+                if len({*self.job.preflight.ranks}) > 1:
+                    for name, place in self.host.placement(self.job).items():
+                        if name.startswith("replica"):
+                            replicas.setdefault(name.partition(".")[0], []).append(place)
             except JobError as error:
                 left_out = str(error)
         return Variant(
-            settings=self.settings, job=self.job.job, n_machines=n_machines, left_out=left_out
+            settings=self.settings,
+            job=self.job.job,
+            n_machines=n_machines,
+            left_out=left_out,
+            replicas=replicas,
         )
 
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:

@@ -180,6 +180,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     n_machines: int
     outcomes: tuple[Outcome, ...] = ()  # one per seed
     left_out: str | None = None  # why it is not run
+    replicas: dict[str, list[int]] = {}  # machines of the ranks of each, if these are not as many
 
     @property
     def failure(self) -> str | None:

@@ -97,11 +97,8 @@ class Placement:
     def of(cls, cluster: ClusterConfig | None) -> Self:
         if cluster is None:
             return cls()
-        return cls(
-            shards=cluster.placement,
-            shard_bytes=cluster.shard_bytes,
-            forms=cluster if cluster.costs else None,
-        )
+        forms = cluster if cluster.costs else None
+        return cls(shards=cluster.placement, shard_bytes=cluster.shard_bytes, forms=forms)
 
     def place(
         self, role: Sequence[RoleRecord], hosts: HostTable, *, begun: bool

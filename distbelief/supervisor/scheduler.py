@@ -163,10 +163,8 @@ class Scheduler:
         self._failover = failover
         self._cluster = cluster
         self._policy = policy
-        slots, memory = (
-            (_UNLIMITED, 0) if cluster is None else (cluster.slots_here, cluster.memory_here)
-        )
-        self.hosts = HostTable(slots_here=slots, memory_here=memory)
+        place = (_UNLIMITED, 0) if cluster is None else (cluster.slots_here, cluster.memory_here)
+        self.hosts = HostTable(slots_here=place[0], memory_here=place[1])
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf

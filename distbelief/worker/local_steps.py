@@ -31,7 +31,19 @@ OF_WHOLE_TENSORS: Final = {"Adafactor"}  # the others treat each element by itse
 
 def check_inner(table: Table) -> None:
     """Raise ValueError unless this table makes an optimizer, and a schedule if it has one."""
-    _built(table, [nn.Parameter(torch.zeros(1))])
+    _, schedule = _built(table, [nn.Parameter(torch.zeros(1))])
+    if schedule is not None:
+        try:
+            _advance(schedule, 1)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ValueError(f"inner.schedule {type(schedule).__name__}: {error}") from None
+
+
+def _advance(schedule: LRScheduler, n_steps: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a schedule that is repeated without steps
+        for _ in range(n_steps):
+            schedule.step()
 
 
 def _built(
@@ -79,7 +91,7 @@ def _make(table: Table, module: object, base: type, argument: object, *, where: 
     try:
         # A chain of schedulers gets its optimizer from them.
         return kind(**keywords) if name == "ChainedScheduler" else kind(argument, **keywords)
-    except (TypeError, ValueError, AssertionError, IndexError) as error:
+    except (TypeError, ValueError, AssertionError, IndexError, RuntimeError) as error:
         text = str(error).replace(f"{name}.__init__() ", "")
         if isinstance(error, TypeError) and text == str(error):  # of an operation on a value
             given = ", ".join(f"{key} = {value!r}" for key, value in keywords.items())
@@ -132,10 +144,7 @@ class LocalSteps:
             self._n_scheduled = 0
         optimizer, schedule = self._optimizer
         if schedule is not None and self._n_scheduled < number:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a schedule that is repeated without steps
-                for _ in range(self._n_scheduled, number):
-                    schedule.step()
+            _advance(schedule, number - self._n_scheduled)
             self._n_scheduled = number
         for item, parameter in self._parameters.items():
             gradient = gradients.get(item)

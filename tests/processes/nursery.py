@@ -48,14 +48,18 @@ def context() -> ForkServerContext:
 
 
 class Forked:
-    """`distbelief WORDS...` from the nursery: of `subprocess.Popen`, what tests use."""
+    """`distbelief WORDS...` from the nursery: of `subprocess.Popen`, what tests use.
 
-    def __init__(self, words: Sequence[str], *, folder: Path) -> None:
+    With `leads`, it is the first of a process group of its own.
+    """
+
+    def __init__(self, words: Sequence[str], *, folder: Path, leads: bool = False) -> None:
         self._output = tempfile.NamedTemporaryFile("ab")  # noqa: SIM115 -- as it lives
         self._n_read = 0
         self._process = context().Process(
             target=run,
             args=(list(words), str(folder), dict(os.environ), self._output.name),
+            kwargs={"leads": leads},
             daemon=True,
         )
         self._process.start()
@@ -68,12 +72,17 @@ class Forked:
         assert code is not None, "it has not ended"
         return code
 
+    @property
+    def said(self) -> str:
+        """All that it has written so far."""
+        return Path(self._output.name).read_text()
+
     def communicate(self, timeout: float = 60.0) -> tuple[str, None]:
         """Wait for its end; return what it has written since the last call."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("distbelief", timeout)
-        written = Path(self._output.name).read_text()[self._n_read :]
+        written = self.said[self._n_read :]
         self._n_read += len(written)
         return written, None
 
@@ -93,8 +102,12 @@ class Forked:
         self._output.close()
 
 
-def run(words: list[str], folder: str, environment: dict[str, str], output: str) -> None:
+def run(
+    words: list[str], folder: str, environment: dict[str, str], output: str, *, leads: bool
+) -> None:
     """Be the command: never return."""
+    if leads:
+        os.setpgid(0, 0)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

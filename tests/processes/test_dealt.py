@@ -108,7 +108,7 @@ def test_replicas_come_and_go_with_hosts(tmp_path: Path) -> None:
         assert command.samples() == 0  # it has fewer than two
         with land.joined(command) as machine:
             poll(lambda: command.samples() > N_SAMPLES // 2)
-            machine.process.terminate()
+            machine.process.send_signal(signal.SIGTERM)
             assert machine.wait() == 128 + signal.SIGTERM, machine.said
         before = command.samples()
         poll(lambda: command.samples() > before + 300)

@@ -6,27 +6,16 @@ The other "machine" is another directory with keys of its own, and nothing share
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from distbelief.transport.keys import Allowed, KeyFiles
-from tests.processes.commands import (
-    COMMAND,
-    LONG,
-    MODULE,
-    SLOW,
-    Command,
-    alive,
-    poll,
-    sets,
-    train,
-    write_job,
-)
+from tests.processes.commands import MODULE, SLOW, Command, alive, poll, sets, train, write_job
+from tests.processes.nursery import Forked
 
 
 pytestmark = [
@@ -41,19 +30,19 @@ pytestmark = [
 class Machine:
     """One that joins, or has joined."""
 
-    process: "subprocess.Popen[str]"
-    output: Path
+    process: Forked
 
     @property
     def said(self) -> str:
-        return self.output.read_text()
+        return self.process.said
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.wait()
 
     def wait(self, seconds: float = 60.0) -> int:
-        return self.process.wait(seconds)
+        self.process.communicate(seconds)
+        return self.process.returncode
 
 
 @dataclass(frozen=True)
@@ -75,25 +64,14 @@ class Land:
         """Let a machine join; nothing of it is left after the block."""
         find = find_address if has_keys else find_secret_address
         poll(lambda: find(command))
-        words = [str(COMMAND), "join", find(command)]
+        words = ["join", find(command)]
         words += ["--keys", "keys"] if has_keys else []
         words += ["--cores", str(cores), "--allow-import", allow, *options]
-        output = self.there / f"said-{len(list(self.there.glob('said-*')))}"
-        with (
-            output.open("wb") as file,
-            subprocess.Popen(
-                words,
-                cwd=self.there,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            ) as process,
-        ):
+        with Forked(words, folder=self.there, leads=True) as process:
             try:
-                yield Machine(process, output)
+                yield Machine(process)
             finally:
-                if process.poll() is None:
+                with suppress(ProcessLookupError):  # it has ended
                     os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -165,10 +143,10 @@ def _refused(land: Land, command: Command) -> None:
     ):
         assert for_imports.wait() == 1, for_imports.said
         assert for_data.wait() == 1, for_data.said
-    (land.there / "tiny.py").write_text(MODULE)
-    assert for_imports.said.count("--allow-import tiny") == 1  # it was told twice
+        assert for_imports.said.count("--allow-import tiny") == 1  # it was told twice
+        assert "has 2,000 other samples here than where the job began" in for_data.said
     assert "cannot take part: [model] 'tiny:net'" in command.told()
-    assert "has 2,000 other samples here than where the job began" in for_data.said
+    (land.there / "tiny.py").write_text(MODULE)
 
 
 @pytest.mark.soak
@@ -289,7 +267,7 @@ bandwidth = "1 Gbit/s"
 def test_hosts_of_unlike_memory_form_unlike_replicas(land: Land) -> None:
     """A large one holds the whole net, 281 kB; two small ones a half each, 142 kB."""
     (land.here / "slow.toml").write_text(SLOW_MACHINES)
-    options = [*sets("cluster.partitions={max=2}", "cluster.machines=slow.toml"), *LONG]
+    options = [*sets("cluster.partitions={max=2}", "cluster.machines=slow.toml"), *SLOW]
     options += sets("model.arguments.width=512", "model.initial=seed")
     with (
         listening(land, *options, "--cores", "0", "--hosts", "3", replicas=2) as command,

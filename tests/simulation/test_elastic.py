@@ -212,7 +212,7 @@ def ranges_of_those_who_left_are_not_dealt_again(patch: Patch) -> None:
     pool = Dealer._pool
 
     def keep(self: Dealer) -> Spans:
-        held = [span for hand in self._hands.values() for span in hand.held.values()]
+        held = [span for hand in self.hands.values() for span in hand.held.values()]
         return pool(self) - Spans(held)
 
     patch.setattr(Dealer, "_pool", keep)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from distbelief.config.job import Job
 from distbelief.core.vectors import Vector
 from distbelief.errors import JobFileError
+from distbelief.forecast.api import SimulationRequest, run_request
 from distbelief.forecast.placement import HostCosts
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.run import FinishedRun, run_simulated
@@ -97,12 +99,19 @@ def test_a_lost_rank_restarts_and_no_rank_of_another_replica(
     assert mixed.view.samples == 80
 
 
-def test_each_replica_has_its_machines_in_the_forecast(preparation: Preparation, rack: str) -> None:
-    a_job = job("[1, 3]")
-    hosting = HostCosts(rack, machines=None, measures=False).hosting(a_job, tell=print)
-    places = hosting.placement(preparation.stage(a_job))
-    ranks = [place for name, place in places.items() if name.startswith("replica")]
-    assert sorted(ranks) == [0, 1, 2, 3]
+@pytest.mark.parametrize("partitions", ["[1, 3]", "{max=3}"])
+def test_a_forecast_shows_the_machines_of_unlike_replicas(partitions: str, rack: str) -> None:
+    """One machine of the rack is large; the last one is the supervisor's."""
+    latency, _, machines = RACK.partition("[[machines]]")
+    large = machines.replace("count = 8", "count = 1").replace("200 k", "600 k")
+    others = machines.replace("count = 8", "count = 3").replace("1 GiB", "1900 B")
+    ones = machines.replace("count = 8", "count = 1")
+    Path(rack).write_text(f"{latency}[[machines]]{large}[[machines]]{others}[[machines]]{ones}")
+    a_job = job(partitions, f"cluster.machines={rack}", "cluster.placement=here")
+    asked = SimulationRequest(job=a_job, cluster=rack, measures=False)
+    (variant,) = run_request(asked, console=Console(quiet=True)).variants
+    found = {name: sorted(machines) for name, machines in variant.replicas.items()}
+    assert found == {"replica-0": [0], "replica-1": [1, 2, 3]}
 
 
 @pytest.mark.parametrize(

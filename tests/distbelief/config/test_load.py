@@ -134,6 +134,16 @@ def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() 
         ("inner.lr=-1", "inner AdamW: Invalid learning rate: -1"),
         ("inner.schedule=3", "inner.schedule is 3; use a table, such as { name = "),
         ('inner.schedule={name="StepLR"}', "inner.schedule StepLR: missing 1 required "),
+        # These two ended the job after its start: at the first local step.
+        ('inner.schedule={name="StepLR", step_size=0}', "inner.schedule StepLR: integer modulo"),
+        (
+            'inner.schedule={name="CosineAnnealingLR", T_max="x"}',
+            "inner.schedule CosineAnnealingLR: unsupported operand",
+        ),
+        (
+            "inner={foreach=true, fused=true}",
+            "inner AdamW: `fused` and `foreach` cannot be `True` together",
+        ),
         ("inner=3", "[algorithm] inner = 3: wants a table: { ... }"),
         ("exchange.evry=3", "[algorithm.exchange] has no key 'evry'. Did you mean 'every'?"),
         ("exchange.round={quorm=1}", "[algorithm.exchange.round] has no key 'quorm'. Did you mean"),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -1011,7 +1012,7 @@ def test_an_answer_to_an_earlier_entry_does_not_tell_that_the_client_has_left() 
     """Others would wait for it for ever: it would not say so again."""
     alone = Alone(welcome=False)
 
-    def opened(**ticks: int) -> pf.SessionOpened:
+    def opened(entries: pf.Ticks, tick: pf.Ticks = msgspec.UNSET) -> pf.SessionOpened:
         return pf.SessionOpened(
             shard_incarnation=1,
             clock=0,
@@ -1021,16 +1022,17 @@ def test_an_answer_to_an_earlier_entry_does_not_tell_that_the_client_has_left() 
             parameters_region="",
             push_buffers_region="",
             floor=0,
-            **ticks,
+            entries=entries,
+            tick=tick,
         )
 
-    alone.receive(opened())
+    alone.receive(opened(msgspec.UNSET))
     assert [one.entries for one in sent(alone.client.enter(0.0), pf.OpenSession)] == [1]
-    alone.receive(opened(entries=1, tick=0))
+    alone.receive(opened(1, 0))
     alone.client.enter(0.0)
     assert alone.client.may_begin
     assert [one.entries for one in sent(alone.client.leave(0.0), pf.OpenSession)] == [2]
-    alone.receive(opened(entries=1, tick=0))  # late
+    alone.receive(opened(1, 0))  # late
     assert [one.entries for one in sent(alone.timer(5.0), pf.OpenSession)] == [2]
-    alone.receive(opened(entries=2))
+    alone.receive(opened(2))
     assert sent(alone.timer(60.0), pf.OpenSession) == []
