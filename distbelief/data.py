@@ -392,22 +392,6 @@ class DataShard:
             return positions  # one replica reads everything anyway
         return shuffled(positions, n_samples=self.n_samples, seed=self.seed)
 
-    def n_batches(self, start: int, stop: int, batch_size: int) -> int:
-        """Return how many batches (`BatchCursor`) there are from one position to another."""
-        n_samples = len(self)
-        left = n_samples - start % n_samples
-        if stop - start <= left:
-            return _n_within(left, stop - start, batch_size)
-        n_passes, rest = divmod(stop - start - left, n_samples)
-        n_whole = n_passes * _n_within(n_samples, n_samples, batch_size)
-        return _n_within(left, left, batch_size) + n_whole + _n_within(n_samples, rest, batch_size)
-
-
-def _n_within(left: int, n_samples: int, size: int) -> int:
-    is_long = left % size == 1 and left > size > 1  # the last batch takes one more
-    n_left = left // size if is_long else -(-left // size)
-    return min(-(-max(n_samples, 0) // size), n_left)
-
 
 def dealt_samples(start: int, stop: int, *, n_samples: int, seed: int) -> Indices:
     """Return the samples at these positions of an endless sequence of epochs; they are of one."""

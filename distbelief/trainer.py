@@ -730,6 +730,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
+        sys.stdout.flush()  # before an error, in one file too
         # After an interrupt, do not spend time on the curve.
         if trainer.exit_code not in EXIT_CODES.values():
             trainer.draw()

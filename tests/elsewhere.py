@@ -42,6 +42,7 @@ def answers(module: str, question: str) -> list[str]:
 def ended(program: str, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":  # noqa: ANN401
     """Run a program of this checkout to its end; `options` are those of `subprocess.run`."""
     environment = os.environ | {"PYTHONPATH": ROOT}
+    environment.pop("PYTHONUNBUFFERED", None)  # with it, a full disk is noticed earlier
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(command, env=environment, text=True, check=False, **options)

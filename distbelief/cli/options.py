@@ -1,6 +1,7 @@
 """Arguments and options shared by commands, exit codes, and the report of errors."""
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -44,7 +45,11 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback:
             raise
-        typer.echo(_output_refused(error) or _pointer(error), err=True)
+        refused = _output_refused(error)
+        if refused is not None:  # Python would try it again at its end, and complain itself
+            with Path(os.devnull).open("wb") as null:
+                os.dup2(null.fileno(), sys.stdout.fileno())
+        typer.echo(refused or _pointer(error), err=True)
         raise typer.Exit(FAILED) from None
 
 

@@ -561,7 +561,7 @@ class Shard:
             self._work = _Work.SAVE
             # The snapshot shares the arrays, so no work runs until it is written; pushes queue.
             return [rl.Persist(snapshot=commands.with_vectors(self._snapshot(label)))]
-        may_copy = self._versions.wants_copy and not is_stopping
+        may_copy = bool(self._versions.waiting) and self._versions.wants_copy and not is_stopping
         # Copies and pushes alternate, so neither fetches nor pushes starve.
         if may_copy and not self._copied_last:
             return self._begin_copy()

@@ -74,7 +74,7 @@ class TrainingPlan:
 
     def __init__(self, data_shard: DataShard, *, batch_size: int) -> None:
         self._cursor = BatchCursor(data_shard)
-        self._data_shard = data_shard
+        self._n_samples = len(data_shard)
         self._batch_size = batch_size
         self._batches: dict[int, BatchIndices] = {}
         self._next = 0
@@ -95,7 +95,20 @@ class TrainingPlan:
 
     def n_steps(self, start: int, stop: int) -> int:
         """Return how many steps there are from one position to another."""
-        return self._data_shard.n_batches(start, stop, self._batch_size)
+        left = self._n_samples - start % self._n_samples
+        if stop - start <= left:
+            return self._n_within(left, stop - start)
+        n_passes, rest = divmod(stop - start - left, self._n_samples)
+        n_whole = self._n_within(self._n_samples, self._n_samples)
+        return (
+            self._n_within(left, left) + n_passes * n_whole + self._n_within(self._n_samples, rest)
+        )
+
+    def _n_within(self, left: int, n_samples: int) -> int:
+        size = self._batch_size
+        is_long = left % size == 1 and left > size > 1  # the last batch takes one more
+        n_left = left // size if is_long else -(-left // size)
+        return min(-(-max(n_samples, 0) // size), n_left)
 
 
 @final

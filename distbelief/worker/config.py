@@ -11,6 +11,7 @@ from distbelief.core.spans import Epochs
 from distbelief.data import DataShard
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.local_steps import check_inner
 
 
@@ -190,7 +191,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Return the steps left of the warm start once so many samples are done: by replica 0."""
         n_parts = 1 if self.order == "dealt" else n_replicas
         part = DataShard(n_samples, replica_index=0, n_replicas=n_parts, seed=self.seed)
-        return max(0, self.warm_start_steps - part.n_batches(0, n_done, self.batch_size))
+        plan = TrainingPlan(part, batch_size=self.batch_size)
+        return max(0, self.warm_start_steps - plan.n_steps(0, n_done))
 
     @property
     def pace(self) -> Pace:
