@@ -226,7 +226,7 @@ class Exchange(ServerLoop):
         self._pushed_at = self._session.now()
         if self._policy.staleness is None:
             self._receive()
-        else:  # nor is there a local step before the next tick, which begins with a fetch
+        else:  # a tick begins with a fetch: no local step before it
             self._await_turn()
             self._end_exchange()
 

@@ -106,7 +106,7 @@ class Mark(NamedTuple):
 
 
 class Arena:
-    """A job over hosts, and whoever attacks them."""
+    """A job over hosts, and the faults that they meet."""
 
     def __init__(self, part: Part, lan: Lan, folder: Path, *, seed: int) -> None:
         self._part = part

@@ -1,6 +1,7 @@
 """Dealt data in real processes: each sample of an epoch counts once, even if processes die."""
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,10 +124,14 @@ def counts(command: Command) -> torch.Tensor:
     return load_file(command.run / "model.safetensors")["weight"]
 
 
+def has_passed(command: Command, n_samples: int) -> bool:
+    return command.samples() > n_samples
+
+
 def kill_each(command: Command, *roles: str) -> None:
     """Kill one after the other, as the job goes on."""
     for number, role in enumerate(roles, 1):
-        poll(lambda n=number: command.samples() > n * N_SAMPLES // 2)  # type: ignore[misc]
+        poll(partial(has_passed, command, number * N_SAMPLES // 2))
         command.kill(role)
 
 

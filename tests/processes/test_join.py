@@ -143,7 +143,7 @@ def _refused(land: Land, command: Command) -> None:
     ):
         assert for_imports.wait() == 1, for_imports.said
         assert for_data.wait() == 1, for_data.said
-        assert for_imports.said.count("--allow-import tiny") == 1  # it was told twice
+        assert for_imports.said.count("--allow-import tiny") == 1  # it used to be printed twice
         assert "has 2,000 other samples here than where the job began" in for_data.said
     assert "cannot take part: [model] 'tiny:net'" in command.told()
     (land.there / "tiny.py").write_text(MODULE)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,10 @@ def has_hosts(command: Command, n_runs: int) -> bool:
     return command.told().count("replica 1: on ") == n_runs
 
 
+def trains_beyond(command: Command, n_samples: int) -> bool:
+    return command.is_training() and command.samples() > n_samples
+
+
 def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Path) -> None:
     for name, text in (("scontrol", NODES), ("srun", SRUN.format(place=tmp_path))):
         program = tmp_path / "bin" / name
@@ -95,8 +100,8 @@ def test_a_job_under_slurm_saves_before_its_time_limit_and_goes_on(tmp_path: Pat
     done = 0
     for turn in (1, 2):
         with submitted(tmp_path, script) as command:
-            poll(lambda: has_hosts(command, turn), seconds=90.0)  # noqa: B023
-            poll(lambda: command.is_training() and command.samples() > done)  # noqa: B023
+            poll(partial(has_hosts, command, turn), seconds=90.0)
+            poll(partial(trains_beyond, command, done))
             command.signal(signal.SIGTERM)  # to the script alone, as --signal=B:TERM does
             assert command.wait() == 143, command.output
         assert command.summary()["samples"] > done

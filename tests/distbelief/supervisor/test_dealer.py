@@ -112,7 +112,7 @@ def test_another_dealer_goes_on_where_this_one_was_killed() -> None:
     other.dealer.adopt(table.dealer.hands)
     other.applied()
     for name in (A, B):
-        other.dealer.began(other.replica(name))  # it is told to begin, which it has
+        other.dealer.began(other.replica(name))  # which has begun already
     held = list(table.ranges[A])
     other.deal(A, 24)
     assert table.ranges[A] == held
