@@ -51,8 +51,8 @@ def urgent(compiled: Compiled) -> frozenset[str]:
     return frozenset(found)
 
 
-# Operators whose gradients of inputs and of tensors share no work.
-SEPARABLE: Final = frozenset({"linear", "convolution", "locally_connected"})
+# Operators whose gradients of inputs and of tensors share no work, or hardly any.
+SEPARABLE: Final = frozenset({"linear", "convolution", "locally_connected", "gates", "recurrent"})
 
 _ONCE_KINDS: Final = frozenset({"parameter", "parameter_gradient"})
 
@@ -135,6 +135,7 @@ class _FlowBuilder:
         self._operations: list[ops.Operation] = []
         self._once: list[bool] = []
         self._added: set[int] = set()
+        self._sums: dict[tuple[bytes, str, Region], int] = {}
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._items: dict[tuple[str, Region], int] = {}
@@ -359,11 +360,11 @@ class _FlowBuilder:
         for place, (name, where) in enumerate((*needs.reads, *needs.uses)):
             if forward.needs_gradient[place]:
                 is_state = place < forward.n_inputs
-                kind: MessageKind = "gradient" if is_state else "parameter_gradient"
-                slot = writes[place] = self._slot(once=not is_state)
-                self._known[kind, name].append((slot, where))
-                if not is_state:
-                    self._added.add(slot)
+                if is_state:
+                    slot = writes[place] = self._slot()
+                    self._known["gradient", name].append((slot, where))
+                else:
+                    writes[place] = self._added_slot(layer, name, where)
         parts = [tuple(writes)]
         # Split, so that the gradients of inputs can be sent first.
         if layer.kind in SEPARABLE and layer.name in self._urgent:
@@ -383,6 +384,15 @@ class _FlowBuilder:
                     can_wait=part is not parts[0],
                 )
             )
+
+    def _added_slot(self, layer: Layer, name: str, where: Region) -> int:
+        # For the gradient of a tensor: the steps of a recurrent layer add to the same one.
+        key = (layer.signature, name, where)
+        if key not in self._sums:
+            slot = self._sums[key] = self._slot(once=True)
+            self._known["parameter_gradient", name].append((slot, where))
+            self._added.add(slot)
+        return self._sums[key]
 
     def _complete_gradient(self, layer: Layer) -> None:
         # All consumers of a combined output have written their gradients by now.

@@ -1,4 +1,4 @@
-"""A rank's program: operations on slots, each slot written once.
+"""A rank's program: operations on slots, each written once or, if a gradient, added to.
 
     operation                         reads                   writes
     InputOp: fetch, read, receive     nothing                 one slot per region

@@ -55,6 +55,7 @@ class MicroBatchSchedule:
                 for each in every
             }
 
+        last: dict[int, int] = {}  # the instance that added to a slot before
         outputs = [slot for _, _, slot in flow.outputs]
         for micro_batch in range(n_micro):
             for slot in (*flow.losses, *flow.averages.values(), *outputs):
@@ -69,8 +70,10 @@ class MicroBatchSchedule:
                     waits |= read(slot, micro_batch)
                 if isinstance(operation, ops.BackwardOp):
                     waits.add(micro_batch * n + operation.forward)
-                    if micro_batch:  # gradients are summed in a fixed order, for the same bits
-                        waits.add(instance - n)
+                    for slot in flow.added.intersection(operation.writes):
+                        # Gradients are summed in a fixed order, for the same bits.
+                        waits |= {last[slot]} if slot in last else set()
+                        last[slot] = instance
                     if operation.can_wait:  # after the one that writes its input gradients
                         waits.add(instance - 1)
                 n_predecessors.append(len(waits))

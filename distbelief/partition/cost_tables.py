@@ -375,7 +375,7 @@ class Tables:
         return sum(each, np.zeros(()))
 
     def _shared(self, layer: Layer, placements: Sequence[Placement]) -> NodeCosts:
-        key = (layer.signature, tuple(placements))
+        key = (layer.signature, layer.options.get("step"), tuple(placements))
         return _once(self._alike, key, lambda: NodeCosts(layer, placements))
 
     def _computing(self, layer: Layer) -> Floats:

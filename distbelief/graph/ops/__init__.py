@@ -10,6 +10,7 @@ from distbelief.graph.ops import (
     locally_connected as locally_connected,
     losses as losses,
     norms as norms,
+    recurrent as recurrent,
     reductions as reductions,
     views as views,
     windows as windows,

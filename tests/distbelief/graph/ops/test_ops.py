@@ -32,6 +32,7 @@ from tests.distbelief.graph.reference import Partials, evaluate
 
 
 IMAGE: Shape = (4, 6, 8)
+WORDS: dict[str, Shape] = {"weight": (4,), "bias": ()}
 
 
 def reading(
@@ -91,6 +92,12 @@ def examples() -> list[Layer]:
         call_of("aten.where.self", IMAGE, (6, 1), IMAGE, (4, 6, 8)),
         elementwise_loss_layer("logistic", (x, labels), function="mse_loss"),
         *cross_entropy_layers("cross_entropy", (x, labels)),
+        layer_of("gates", (5, 3, 4), (5, 6), words={f"weight{i}": (12, 6) for i in range(3)}),
+        layer_of(
+            *("recurrent", (2, 4), (5, 4, 4), (2, 4), (2, 4)), cell="lstm", step=2,
+            words={f"{word}{i}": (16, *n) for i in range(4) for word, n in WORDS.items()},
+        ),
+        layer_of("states", (3, 4), (2, 4), (2, 4), (2, 4)),
         layer_of("routing", (5, 4), (5, 2), (5, 2)),
         layer_of("experts", (5, 6), (5, 4), (5, 6), (5, 2), words={"w": (4, 6, 6)}, module="m"),
         reading("call", (7,), name="whole", words={"w": (3, 3)}, module="m"),

@@ -13,7 +13,12 @@ from distbelief.graph.region import Shape
 from tests.distbelief.graph.zoo.branching import DenseNet, Inception, ResNet, UNet
 from tests.distbelief.graph.zoo.local import LocalNet
 from tests.distbelief.graph.zoo.plain import AlexNet, MobileNet, Vgg16
-from tests.distbelief.graph.zoo.sequences import LstmTagger, TorchEncoder, VisionTransformer
+from tests.distbelief.graph.zoo.sequences import (
+    Dictation,
+    LstmTagger,
+    TorchEncoder,
+    VisionTransformer,
+)
 
 
 @final
@@ -92,8 +97,9 @@ ZOO: Final[Mapping[str, Case]] = {
         make=LstmTagger,
         shape=(5,),
         n_values=11,
-        whole=dict.fromkeys(["lstm", "lstm.2"], "lstm has no split rule"),
+        whole=dict.fromkeys(["lstm", "lstm.2"], "it has fewer than 256 units"),
     ),
+    "dictation": Case(make=Dictation, shape=(3, 3)),
     "encoder": Case(
         make=lambda: TorchEncoder(padded=True),
         shape=(5,),

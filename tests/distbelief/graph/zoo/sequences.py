@@ -1,4 +1,4 @@
-"""Nets over sequences: an LSTM, torch's encoder, and two hand-written ones."""
+"""Nets over sequences: recurrent ones, torch's encoder, and two hand-written ones."""
 
 import torch
 from torch import nn
@@ -20,6 +20,21 @@ class LstmTagger(nn.Module):
     def forward(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
         x, (hidden, _) = self.lstm(self.words(words))
         return {"tags": self.tags(x), "sentence": self.sentence(hidden[-1])}
+
+
+class Dictation(nn.Module):
+    """A GRU that begins with the last states of an LSTM in both directions, steps first."""
+
+    def __init__(self, *, size: int = 3, n_units: int = 256) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(size, n_units, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(2 * n_units, n_units)
+
+    @override
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        states, (hidden, cells) = self.lstm(x)
+        y, _ = self.gru(states.transpose(0, 1), hidden[1:])
+        return {"y": y.transpose(0, 1), "cell": cells[0]}
 
 
 class TorchEncoder(nn.Module):

@@ -1,0 +1,163 @@
+"""Recurrent layers (LSTM, GRU, tanh, relu) as one layer per time step, split by units.
+
+    x (steps, size) --> gates (steps, n_gates, units)
+                          |            |            |
+                        step 0 ----> step 1 ----> step 2      state (1 or 2, units)
+                          |            |            |
+                          '------------+------------'--> states (steps, units)
+
+A part is some of the units: their rows of each gate's weight, their row of the gates, and the whole
+hidden state of the step before, which ranks exchange. The cell of an LSTM stays where it is.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Final, final
+
+import torch
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.graph import Layer, TensorUse
+from distbelief.graph.operator import Call, Cut, Operator, Work
+from distbelief.graph.region import Interval, Region
+
+
+N_GATES: Final = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def by_gate(tensors: Mapping[str, TensorUse], n_gates: int) -> dict[str, TensorUse]:
+    """Return tensors of all gates, one after the other, once for each gate: weight0, weight1."""
+    return {f"{word}{i}": use for word, use in tensors.items() for i in range(n_gates)}
+
+
+def _rows(layer: Layer, units: Interval) -> dict[str, Region]:
+    # Some rows of each gate, or all in one box.
+    n_units, found = layer.shape[-1], {}
+    for word, use in layer.tensors.items():
+        whole, gate = Region.of(*use.shape), int(word[-1])
+        if units != (0, n_units):
+            rows = (gate * n_units + units[0], gate * n_units + units[1])
+            found[word] = whole.replaced(0, rows)
+        elif not gate:
+            found[word] = whole
+    return found
+
+
+def _product(call: Call, x: torch.Tensor) -> torch.Tensor:
+    # x W^T + b: (batch, ..., n_gates, units).
+    found = [
+        torch.cat(parts) if len(parts) > 1 else parts[0]
+        for start in ("weight", "bias")
+        if (parts := [part for word, part in call.tensors.items() if word.startswith(start)])
+    ]
+    return functional.linear(x, *found).unflatten(-1, (-1, len(range(*call.region.intervals[-1]))))
+
+
+@final
+class Gates(Operator):
+    """What the inputs of all steps add to the gates: x W^T + b."""
+
+    # input     x (steps, size)
+    # tensors   weight0, ... (n_gates * units, size), bias0, ...: each has all gates; bias optional
+    # output    (steps, n_gates, units)
+    name: ClassVar[str] = "gates"
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return (Cut(0), Cut(2))
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return (Region((output.intervals[0], (0, layer.input_shapes[0][1]))),)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        return _rows(layer, output.intervals[-1])
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return self.product_work(layer, output, 2.0 * output.n_elements * layer.input_shapes[0][1])
+
+    @override
+    def compute(self, call: Call) -> torch.Tensor:
+        return _product(call, call.inputs[0])
+
+
+@final
+class RecurrentStep(Operator):
+    """The state after one step: the hidden state, and the cell of an LSTM."""
+
+    # inputs    gates (steps, n_gates, units); the state before (..., units), twice for an LSTM: the
+    #           hidden state is its first row, the cell its last one; no state: zeros
+    # tensors   weight0, ... (n_gates * units, units), bias0, ...: each has all gates; bias optional
+    # options   cell: a key of `N_GATES`; step: its row of the gates
+    # output    (1, units); of an LSTM (2, units)
+    name: ClassVar[str] = "recurrent"
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return (Cut(1),)
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        (_, n_gates, n_units), *states = layer.input_shapes
+        step, units = layer.integer("step"), output.intervals[1]
+        reads = [Region(((step, step + 1), (0, n_gates), units))]
+        if states:
+            reads.append(Region(((0, 1), (0, n_units))))
+        if len(states) > 1:
+            n_rows = states[1][0]
+            reads.append(Region(((n_rows - 1, n_rows), units)))
+        return tuple(reads)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        return _rows(layer, output.intervals[1])
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        _, n_gates, n_units = layer.input_shapes[0]
+        start, stop = output.intervals[1]
+        return self.product_work(layer, output, 2.0 * n_gates * (stop - start) * n_units)
+
+    @override
+    def compute(self, call: Call) -> torch.Tensor:
+        gates, *states = call.inputs
+        shape = (gates.shape[0], call.layer.shape[1])
+        hidden = states[0].squeeze(1) if states else gates.new_zeros(shape)
+        given, added = gates.squeeze(1), _product(call, hidden)
+        cell = call.layer.text("cell")
+        if cell == "gru":
+            reset, update = torch.sigmoid(given[:, :2] + added[:, :2]).unbind(1)
+            new = torch.tanh(given[:, 2] + reset * added[:, 2])
+            own = hidden[:, slice(*call.region.intervals[1])]
+            return (new + update * (own - new)).unsqueeze(1)
+        sums = given + added
+        if cell != "lstm":
+            return torch.tanh(sums) if cell == "rnn_tanh" else torch.relu(sums)
+        enters, keeps, new, leaves = sums.unbind(1)
+        memory = torch.sigmoid(enters) * torch.tanh(new)
+        if states:
+            memory = memory + torch.sigmoid(keeps) * states[1].squeeze(1)
+        return torch.stack([torch.sigmoid(leaves) * torch.tanh(memory), memory], 1)
+
+
+@final
+class States(Operator):
+    """The hidden states of all steps."""
+
+    # inputs    a state for each step (1 or 2, units)
+    # output    (steps, units)
+    name: ClassVar[str] = "states"
+    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        (start, stop), units = output.intervals
+        return tuple(
+            Region(((0, int(start <= step < stop)), units)) for step in range(len(layer.inputs))
+        )
+
+    @override
+    def compute(self, call: Call) -> torch.Tensor:
+        return torch.cat(list(call.inputs), 1)

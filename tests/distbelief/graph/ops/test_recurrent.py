@@ -1,0 +1,137 @@
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from typing_extensions import override
+
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
+from distbelief.graph.lowering import recurrent
+from distbelief.graph.operator import Step, operator_of
+from distbelief.graph.region import Region
+from tests.distbelief.graph.ops.comparison import check, close, leaf, random, randomised, values_of
+
+
+N_STEPS, SIZE, N_UNITS = 3, 4, 5
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
+}
+
+
+class Recurrent(nn.Module):
+    """All results of a recurrent layer, side by side; with `begins`, of states that are given."""
+
+    def __init__(self, layer: nn.RNNBase, *, begins: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.begins = begins
+
+    @override
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        first = self.layer.batch_first
+        x = x if first else x.transpose(0, 1)
+        state: object = None
+        if self.begins:
+            n = self.layer.num_layers * (1 + self.layer.bidirectional)
+            state = given.transpose(0, 1)[:n]
+            state = (state, state.sin()) if isinstance(self.layer, nn.LSTM) else state
+        y, last = self.layer(x, state)
+        y = y if first else y.transpose(0, 1)
+        lasts = last if isinstance(last, tuple) else (last,)
+        return torch.cat([y.flatten(1), *(z.transpose(0, 1).flatten(1) for z in lasts)], 1)
+
+
+@cache
+def captured(kind: str, *, begins: bool, **options: bool | int) -> tuple[nn.Module, LayerGraph]:
+    layer = KINDS[kind](SIZE, N_UNITS, **options)
+    model = Recurrent(layer, begins=begins).double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrent, "N_UNITS_MIN", 1)
+        specs = [InputSpec(shape=(N_STEPS, SIZE)), InputSpec(shape=(4, N_UNITS))]
+        return model, capture(model, specs)
+
+
+CASES = [
+    {"kind": kind, "begins": begins, "num_layers": n, "bidirectional": n + both == 2}
+    for kind, begins, n, both in product(KINDS, [False, True], [1, 2], [0, 1])
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@given(data=st.data())
+@settings(max_examples=3)
+def test_recurrent_layers_in_any_parts_are_torchs(
+    data: st.DataObject, case: dict[str, bool | int]
+) -> None:
+    options = {word: data.draw(st.booleans(), word) for word in ("batch_first", "bias")}
+    model, graph = captured(**case, **options)
+    layers = [layer for layer in graph.layers if layer.kind != INPUT]
+    assert not any(layer.whole for layer in layers)
+    assert "recurrent" in {layer.kind for layer in layers}
+    inputs = {"x": leaf(random(2, N_STEPS, SIZE)), "given": leaf(random(2, 4, N_UNITS, seed=1))}
+    check(data, layers, model(**inputs), inputs, dict(model.named_parameters()))
+
+
+def test_ranks_exchange_hidden_states_and_keep_the_cells() -> None:
+    _, graph = captured("lstm", begins=False, batch_first=True)
+    step = graph["layer.0.step1"]
+    units = (2, 4)
+    assert operator_of(step).reads(step, step.region.replaced(1, units)) == (
+        Region(((1, 2), (0, 4), units)),
+        Region(((0, 1), (0, N_UNITS))),
+        Region(((1, 2), units)),
+    )
+
+
+def dropped(x: torch.Tensor, graph: LayerGraph, model: nn.Module, step: Step) -> torch.Tensor:
+    layers = [layer for layer in graph.layers if layer.kind != INPUT]
+    inputs, tensors = {graph.layers[0].name: x}, dict(model.named_parameters())
+    return values_of(layers, inputs, tensors, step=step)[graph.outputs[0]]
+
+
+def test_states_between_layers_are_dropped_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "N_UNITS_MIN", 1)
+    model = randomised(nn.Sequential(nn.GRU(4, 5, 2, dropout=0.5, batch_first=True), First()))
+    graph = capture(model, [InputSpec(shape=(3, 4))])
+    assert [layer.kind for layer in graph.layers].count("dropout") == 1
+    x = random(2, 3, 4)
+    one, other = (dropped(x, graph, model, Step(training=True, seed=seed)) for seed in (1, 2))
+    assert not torch.allclose(one, other)
+    close(dropped(x, graph, model, Step()), model.eval()(x))
+
+
+class First(nn.Module):
+    @override
+    def forward(self, given: tuple[torch.Tensor, object]) -> torch.Tensor:
+        return given[0]
+
+
+def normed(layer: nn.Module) -> nn.Module:
+    return weight_norm(layer, "weight_hh_l0")
+
+
+WHOLE = [
+    (nn.GRU(4, 255, batch_first=True), 3, "fewer than 256 units"),
+    (nn.LSTM(4, 256, batch_first=True), 129, "more than 128 steps"),
+    (nn.LSTM(4, 256, proj_size=8, batch_first=True), 3, "projects its states"),
+    (normed(nn.RNN(4, 256, batch_first=True)), 3, "weights are computed"),
+]
+
+
+@pytest.mark.parametrize(("layer", "n_steps", "reason"), WHOLE)
+def test_what_is_not_split_says_why(layer: nn.Module, n_steps: int, reason: str) -> None:
+    graph = capture(nn.Sequential(layer, First()), [InputSpec(shape=(n_steps, 4))])
+    assert [reason in layer.whole for layer in graph.layers if layer.whole] == [True]
+
+
+def test_a_batch_in_place_of_the_steps_is_refused() -> None:
+    with pytest.raises(GraphError, match="batch_first=True"):
+        capture(nn.Sequential(nn.LSTM(4, 256), First()), [InputSpec(shape=(3, 4))])
