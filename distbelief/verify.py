@@ -87,7 +87,9 @@ class SharedDropoutMasks(TorchDispatchMode):
         kept = self._mask(layer, drawn)
         if kept.numel() != drawn.numel() or (func is _DRAW and probability != left):
             raise _refusal(repr(layer.name))  # the mask of another layer
-        drawn.copy_(kept.view_as(drawn) != 0)
+        # Steps may come before samples, as inside of torch's recurrent layers.
+        at = layer.integer("batch") if "batch" in layer.options else 0
+        drawn.copy_(kept.movedim(0, at).reshape(drawn.shape) != 0)
         return drawn if func is _DRAW else drawn * (1 - left / 2)
 
     def _mask(self, layer: Layer, like: torch.Tensor) -> torch.Tensor:

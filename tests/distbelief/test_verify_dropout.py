@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.lowering.recurrent import N_UNITS_MIN
 from distbelief.graph.operator import Step
 from distbelief.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
@@ -62,12 +63,31 @@ class Folded(nn.Module):
         return y.view(x.shape).sum(1)
 
 
+class StepsFirst(nn.Module):
+    """Dropout of steps before samples, and inside of a recurrent layer, which has them so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, N_UNITS_MIN, 2, batch_first=True, dropout=0.3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        y, _ = self.gru(x)
+        return functional.dropout(y.transpose(0, 1), 0.4, self.training).sum(0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8))])
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8)), (StepsFirst, (6, 8))],
+)
 def test_one_process_draws_the_masks_of_the_ranks(
     net: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Once rejected: "chance differs from process to process"."""
+    """Once rejected: "chance differs from process to process".
+
+    Masks of steps before samples were those of samples before steps.
+    """
     torch.manual_seed(0)
     model = net().to(dtype)
     x = torch.rand(6, *shape, dtype=dtype)

@@ -39,7 +39,7 @@ def recurrent(op: Operation) -> object:
     x, ends = value.layer, list[Layer]()
     for number in range(op["num_layers"]):
         if number and op["train"] and op["dropout"]:
-            options: dict[str, Option] = {"probability": op["dropout"], "n_shared": 0}
+            options: dict[str, Option] = {"probability": op["dropout"], "n_shared": 0, "batch": 1}
             x = op.builder.add(f"{op.name}.dropout", "dropout", [x], x.shape, options=options)
         found = []
         for back in range(n_directions):
