@@ -32,12 +32,7 @@ from distbelief.roles.role import SUPERVISOR
 from distbelief.transport import authenticator as auth
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import ListenConfig
-from distbelief.transport.zmq_transport import (
-    ZAP_ENDPOINT,
-    Log,
-    authenticate,
-    cannot_bind,
-)
+from distbelief.transport.zmq_transport import ZAP_ENDPOINT, Log, authenticate, cannot_bind
 
 
 INITIAL: Final = "initial.safetensors"  # the name of the file of initial values
