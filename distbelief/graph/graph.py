@@ -84,7 +84,9 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def signature(self) -> bytes:
         # Everything that its costs depend on: all but names, and which of several steps it is.
         tensors = {argument: (use.shape, use.trains) for argument, use in self.tensors.items()}
-        options = {name: value for name, value in self.options.items() if name not in {"module", "step"}}
+        options = {
+            name: value for name, value in self.options.items() if name not in {"module", "step"}
+        }
         inputs = [self.inputs.index(name) for name in self.inputs]
         return msgspec.json.encode(
             (self.kind, self.shape, self.input_shapes, inputs, options, tensors, bool(self.whole)),

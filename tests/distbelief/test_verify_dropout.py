@@ -78,8 +78,7 @@ class StepsFirst(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("net", "shape"),
-    [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8)), (StepsFirst, (6, 8))],
+    ("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8)), (StepsFirst, (6, 8))]
 )
 def test_one_process_draws_the_masks_of_the_ranks(
     net: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype

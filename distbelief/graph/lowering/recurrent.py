@@ -23,7 +23,7 @@ def recurrent(op: Operation) -> object:
     value, n_directions = op.value("input"), 1 + op["bidirectional"]
     refuse_integers(op, value)
     if value != Value(value.layer, batch=0 if op["batch_first"] else 1) or value.n_dims != 3:
-        raise NotSplitError("the batch is not where its input has it")
+        raise NotSplitError("its input has the batch elsewhere")
     if value.layer.shape[0] > N_STEPS_MAX:
         raise NotSplitError(f"it has more than {N_STEPS_MAX} steps")
     params, n_params = op["params"], 4 if op["has_biases"] else 2
@@ -35,7 +35,7 @@ def recurrent(op: Operation) -> object:
     before = [] if all(isinstance(x, Filled) and not x.number for x in given) else given
     values = [op.context.as_value(x) for x in before]
     if any(x != Value(x.layer, batch=1) for x in values):
-        raise NotSplitError("the batch is not the second dimension of its first state")
+        raise NotSplitError("its first state has the batch elsewhere")
     x, ends = value.layer, list[Layer]()
     for number in range(op["num_layers"]):
         if number and op["train"] and op["dropout"]:
@@ -68,27 +68,16 @@ def _steps(
     tensors = [param.use for param in params if isinstance(param, Held) and not param.turned]
     if len(tensors) != len(params):
         raise NotSplitError("its weights are computed")
-    cell = plain_name(op.target).partition(".")[0]
+    cell, add = plain_name(op.target).partition(".")[0], op.builder.add
     n_units, n_gates, n_rows = tensors[1].shape[1], N_GATES[cell], 1 + (cell == "lstm")
-    of_inputs, of_states = (
-        by_gate(dict(zip(("weight", "bias"), uses, strict=False)), n_gates)
-        for uses in (tensors[::2], tensors[1::2])
-    )
-    shape = (x.shape[0], n_gates, n_units)
-    gates = op.builder.add(f"{name}.gates", "gates", [x], shape, tensors=of_inputs)
-    found = []
-    order = range(x.shape[0])
-    for step in reversed(order) if backwards else order:
-        options: dict[str, Option] = {"cell": cell, "step": step}
-        shape = (n_rows, n_units)
-        layer = op.builder.add(
-            f"{name}.step{step}",
-            "recurrent",
-            [gates, *state],
-            shape,
-            options=options,
-            tensors=of_states,
-        )
-        state = [layer] * n_rows
+    of_inputs, of_states = (by_gate(tensors[i::2], n_gates) for i in (0, 1))
+    n_steps, shape = x.shape[0], (n_rows, n_units)
+    gates = add(f"{name}.gates", "gates", [x], (n_steps, n_gates, n_units), tensors=of_inputs)
+    found: list[Layer] = []
+    for step in reversed(range(n_steps)) if backwards else range(n_steps):
+        which: dict[str, Option] = {"cell": cell, "step": step}
+        read, title = [gates, *state], f"{name}.step{step}"
+        layer = add(title, "recurrent", read, shape, options=which, tensors=of_states)
         found.append(layer)
+        state = [layer] * n_rows
     return found[::-1] if backwards else found

@@ -10,7 +10,7 @@ A part is some of the units: their rows of each gate's weight, their row of the 
 hidden state of the step before, which ranks exchange. The cell of an LSTM stays where it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, final
 
 import torch
@@ -25,9 +25,10 @@ from distbelief.graph.region import Interval, Region
 N_GATES: Final = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
-def by_gate(tensors: Mapping[str, TensorUse], n_gates: int) -> dict[str, TensorUse]:
-    """Return tensors of all gates, one after the other, once for each gate: weight0, weight1."""
-    return {f"{word}{i}": use for word, use in tensors.items() for i in range(n_gates)}
+def by_gate(tensors: Sequence[TensorUse], n_gates: int) -> dict[str, TensorUse]:
+    """Return a weight, and its bias, once for each gate, whose rows follow each other in it."""
+    words = zip(("weight", "bias"), tensors, strict=False)
+    return {f"{word}{i}": use for word, use in words for i in range(n_gates)}
 
 
 def _rows(layer: Layer, units: Interval) -> dict[str, Region]:
@@ -50,7 +51,9 @@ def _product(call: Call, x: torch.Tensor) -> torch.Tensor:
         for start in ("weight", "bias")
         if (parts := [part for word, part in call.tensors.items() if word.startswith(start)])
     ]
-    return functional.linear(x, *found).unflatten(-1, (-1, len(range(*call.region.intervals[-1]))))
+    first, last = call.region.intervals[-1]
+    gates: torch.Tensor = functional.linear(x, *found).unflatten(-1, (-1, last - first))
+    return gates
 
 
 @final
@@ -59,7 +62,7 @@ class Gates(Operator):
 
     # input     x (steps, size)
     # tensors   weight0, ... (n_gates * units, size), bias0, ...: each has all gates; bias optional
-    # output    (steps, n_gates, units)
+    # output    shape (steps, n_gates, units)
     name: ClassVar[str] = "gates"
 
     @override
@@ -91,7 +94,7 @@ class RecurrentStep(Operator):
     #           hidden state is its first row, the cell its last one; no state: zeros
     # tensors   weight0, ... (n_gates * units, units), bias0, ...: each has all gates; bias optional
     # options   cell: a key of `N_GATES`; step: its row of the gates
-    # output    (1, units); of an LSTM (2, units)
+    # output    shape (1, units); of an LSTM (2, units)
     name: ClassVar[str] = "recurrent"
 
     @override
@@ -147,7 +150,7 @@ class States(Operator):
     """The hidden states of all steps."""
 
     # inputs    a state for each step (1 or 2, units)
-    # output    (steps, units)
+    # output    shape (steps, units)
     name: ClassVar[str] = "states"
     per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 

@@ -1,6 +1,7 @@
-"""Which gradients other ranks wait for, and so come first."""
+"""Which gradients other ranks wait for, and so come first; where they are added up."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from torch import nn
 
@@ -8,9 +9,10 @@ from distbelief.execution.dataflow import dataflow, urgent
 from distbelief.execution.operations import BackwardOp, ForwardOp
 from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import INPUT
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.placement import Placement
-from tests.distbelief.program.plans import chain
+from tests.distbelief.program.plans import captured, chain
 
 
 def on(machine: int) -> Placement:
@@ -65,3 +67,23 @@ def test_a_gradient_that_travels_itself_does_not_wait_for_a_path() -> None:
     whole = Placement(cuts=((), (), ()), machines=(0,))
     places = {"0": whole, "1": bands, "2": bands}
     assert urgent(compile_plan(graph, places, batch=3, n_machines=2)) == {"1"}
+
+
+def test_steps_of_a_recurrent_layer_add_to_one_gradient_in_a_fixed_order() -> None:
+    """A gradient of all weights was kept for each step until the end of the pass."""
+    _, graph = captured("dictation")
+    places = {
+        layer.name: Placement.whole(len(layer.shape), 0)
+        for layer in graph.layers
+        if layer.kind != INPUT
+    }
+    alone = compile_plan(graph, places, batch=4, n_machines=1)
+    flow = dataflow(alone, 0, seeds=frozenset(graph.outputs))
+    backs = [(i, op) for i, op in enumerate(flow.operations) if isinstance(op, BackwardOp)]
+    writers = [[i for i, op in backs if slot in op.writes] for slot in flow.added]
+    assert max(map(len, writers)) == 3  # the GRU's weight
+    schedule, n = MicroBatchSchedule.of(flow, 2), len(flow.operations)
+    for each in writers:
+        in_order = [micro_batch * n + i for micro_batch in range(2) for i in each]
+        for one, other in pairwise(in_order):
+            assert other in schedule.successors[one]

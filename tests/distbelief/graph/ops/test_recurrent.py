@@ -114,15 +114,11 @@ class First(nn.Module):
         return given[0]
 
 
-def normed(layer: nn.Module) -> nn.Module:
-    return weight_norm(layer, "weight_hh_l0")
-
-
 WHOLE = [
     (nn.GRU(4, 255, batch_first=True), 3, "fewer than 256 units"),
     (nn.LSTM(4, 256, batch_first=True), 4, "more than 3 steps"),
     (nn.LSTM(4, 256, proj_size=8, batch_first=True), 3, "projects its states"),
-    (normed(nn.RNN(4, 256, batch_first=True)), 3, "weights are computed"),
+    (weight_norm(nn.RNN(4, 256, batch_first=True), "weight_hh_l0"), 3, "weights are computed"),
 ]
 
 
