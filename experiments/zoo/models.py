@@ -1,4 +1,4 @@
-"""Models of transformers, torchvision and timm, from their configurations: nothing is downloaded.
+"""Models of public libraries, from their configurations: nothing is downloaded.
 
 `models.toml` lists them. Each has two sizes: the published one (of large models with fewer layers),
 which is planned without its memory, and a small one, which is run: "experiments.zoo.models:gpt2".
@@ -55,6 +55,21 @@ class Scores(nn.Module):
         return scores.transpose(1, -1)
 
 
+class Steps(nn.Module):
+    """A recurrent layer, and scores of 40 sounds for each step: (batch, sounds, steps)."""
+
+    def __init__(self, inner: nn.RNNBase) -> None:
+        super().__init__()
+        self.inner = inner
+        self.last = nn.Linear(inner.hidden_size * (1 + inner.bidirectional), 40)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.inner(x)
+        scores: torch.Tensor = self.last(states)
+        return scores.transpose(1, 2)
+
+
 # What small models of transformers have, where the table says nothing else.
 _SMALL: Final = {
     "vocab_size": 96,
@@ -86,6 +101,8 @@ def _make(entry: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
         found = library("torchvision.models").get_model(
             entry["torchvision"], weights=None, **options
         )
+    elif "torch" in entry:
+        found = Steps(getattr(nn, entry["torch"])(batch_first=True, **options))
     else:
         found_in = library("transformers")
         model, config = (getattr(found_in, name) for name in entry["classes"].split())
@@ -104,7 +121,9 @@ def _input(text: str, *, n_words: int) -> InputSpec:
 def _model(entry: Mapping[str, Any]) -> Model:
     of_transformers = "classes" in entry
     published = entry.get("published", {})
-    less = _SMALL if of_transformers else {"num_classes": 10, **published}
+    less = _SMALL if of_transformers else published
+    if "timm" in entry or "torchvision" in entry:
+        less = {"num_classes": 10, **published}
     if "sizes" in entry:
         sizes = entry["sizes"]
     elif entry.get("inputs") == ["pixel_values"]:

@@ -48,8 +48,8 @@ def recurrent(op: Operation) -> object:
             name = f"{op.name}.{len(ends)}"
             steps = _steps(op, name, x, own, state, backwards=bool(back))
             ends.append(steps[0 if back else -1])
-            shape = (len(steps), steps[0].shape[1])
-            found.append(op.builder.add(f"{name}.states", "states", steps, shape))
+            shape, rows = (len(steps), steps[0].shape[1]), {"dim": 0, "each": 1}
+            found.append(op.builder.add(f"{name}.states", "cat", steps, shape, options=rows))
         x = joined(op, found, 1) if len(found) > 1 else found[0]
 
     def make(index: int) -> Value:

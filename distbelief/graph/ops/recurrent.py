@@ -4,7 +4,7 @@
                           |            |            |
                         step 0 ----> step 1 ----> step 2      state (1 or 2, units)
                           |            |            |
-                          '------------+------------'--> states (steps, units)
+                          '------------+------------'--> cat: hidden states (steps, units)
 
 A part is some of the units: their rows of each gate's weight, their row of the gates, and the whole
 hidden state of the step before, which ranks exchange. The cell of an LSTM stays where it is.
@@ -143,24 +143,3 @@ class RecurrentStep(Operator):
         if states:
             memory = memory + torch.sigmoid(keeps) * states[1].squeeze(1)
         return torch.stack([torch.sigmoid(leaves) * torch.tanh(memory), memory], 1)
-
-
-@final
-class States(Operator):
-    """The hidden states of all steps."""
-
-    # inputs    a state for each step (1 or 2, units)
-    # output    shape (steps, units)
-    name: ClassVar[str] = "states"
-    per_element: ClassVar[Work | None] = Work(n_elements=2.0)
-
-    @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        (start, stop), units = output.intervals
-        return tuple(
-            Region(((0, int(start <= step < stop)), units)) for step in range(len(layer.inputs))
-        )
-
-    @override
-    def compute(self, call: Call) -> torch.Tensor:
-        return torch.cat(list(call.inputs), 1)

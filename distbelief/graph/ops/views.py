@@ -254,6 +254,7 @@ class Cat(Operator):
 
     # inputs    any number; their extents differ in dimension `dim` only
     # options   dim: without the batch, from 0
+    #           each: how many there it takes of each input, the first ones; all if absent
     name: ClassVar[str] = "cat"
     per_element: ClassVar[Work | None] = Work(n_elements=2.0)
 
@@ -263,7 +264,7 @@ class Cat(Operator):
         start, stop = output.intervals[dim]
         reads, offset = [], 0
         for shape in layer.input_shapes:
-            extent = shape[dim]
+            extent = layer.integer("each") if "each" in layer.options else shape[dim]
             low = min(max(start - offset, 0), extent)
             high = max(min(stop - offset, extent), low)
             reads.append(output.replaced(dim, (low, high)))

@@ -97,7 +97,7 @@ def examples() -> list[Layer]:
             *("recurrent", (2, 4), (5, 4, 4), (2, 4), (2, 4)), cell="lstm", step=2,
             words={f"{word}{i}": (16, *n) for i in range(4) for word, n in WORDS.items()},
         ),
-        layer_of("states", (3, 4), (2, 4), (2, 4), (2, 4)),
+        layer_of("cat", (3, 4), (2, 4), (2, 4), (2, 4), name="rows", dim=0, each=1),
         layer_of("routing", (5, 4), (5, 2), (5, 2)),
         layer_of("experts", (5, 6), (5, 4), (5, 6), (5, 2), words={"w": (4, 6, 6)}, module="m"),
         reading("call", (7,), name="whole", words={"w": (3, 3)}, module="m"),
