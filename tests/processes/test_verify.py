@@ -39,6 +39,16 @@ def net():
 
 def doubles():
     return net().double()
+
+
+class Last(nn.Module):
+    def forward(self, given):
+        return given[0][:, -1]
+
+
+def steps():
+    lstm = nn.LSTM(8, 256, 2, batch_first=True, dropout=0.3, bidirectional=True)
+    return nn.Sequential(lstm, Last(), nn.Linear(512, 5))
 """
 
 
@@ -61,6 +71,20 @@ def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None
     for link in found["links"]:
         assert link["sent_bytes"] == link["predicted_bytes"]
     assert found["measured_seconds"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.untraced
+def test_ranks_send_each_other_the_states_of_recurrent_layers(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    words = ["partition", "tiny:steps", "--input", "6x8", "--batch", "8", "--machines", "2"]
+    words += ["--loss", "cross_entropy", "--exactly", "--pin", "0.0.step2=units:2", "--verify"]
+    found = json.loads(said(tmp_path, *words, "--json"))["verified"]
+    assert found["passed"]
+    assert max(each["plan"] for each in found["errors"].values()) < 1e-5
+    assert min(link["sent_bytes"] for link in found["links"]) > 0
+    for link in found["links"]:
+        assert link["sent_bytes"] == link["predicted_bytes"]
 
 
 def net() -> nn.Module:

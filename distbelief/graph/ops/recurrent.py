@@ -11,9 +11,10 @@ hidden state of the step before, which ranks exchange. The cell of an LSTM stays
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, Protocol, final
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
 
@@ -44,15 +45,90 @@ def _rows(layer: Layer, units: Interval) -> dict[str, Region]:
     return found
 
 
-def _product(call: Call, x: torch.Tensor) -> torch.Tensor:
-    # x W^T + b: (batch, ..., n_gates, units).
+# --- products ---
+
+# torch's own LSTM uses it. MKL, which all else uses, takes twice as long on processors of AMD.
+_ONEDNN: Final = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T + b."""
+    if _ONEDNN is None or x.device.type != "cpu" or x.dtype != torch.float32:
+        return functional.linear(x, weight, bias)
+    rows = x.flatten(0, -2).contiguous()
+    # Each gradient is computed only if it is asked for.
+    product: torch.Tensor = _Product.apply(rows, weight.detach())  # type: ignore[no-untyped-call]
+    biases: torch.Tensor = _Biases.apply(weight, bias, rows.detach())  # type: ignore[no-untyped-call]
+    return (product + biases).unflatten(0, x.shape[:-1])
+
+
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    assert _ONEDNN is not None
+    found: torch.Tensor = _ONEDNN(x, weight, None, "none", [], "")
+    return found
+
+
+class _Context(Protocol):
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
+@final
+class _Product(torch.autograd.Function):
+    # x W^T, with a gradient for x only: that of W may wait.
+
+    @staticmethod
+    @override
+    def forward(ctx: _Context, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return _by_onednn(x, weight)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return _by_onednn(gradient.contiguous(), weight.t()), None
+
+
+@final
+class _Biases(torch.autograd.Function):
+    # b for each row of x, with the gradients of W and b.
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: _Context, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        row = x.new_zeros(()) if bias is None else bias
+        return row.expand(x.shape[0], weight.shape[0])
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(
+        ctx: _Context, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        for_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
+        return _by_onednn(gradient.contiguous().t(), x.t()), for_bias, None
+
+
+# --- operators ---
+
+
+def _sums(call: Call, x: torch.Tensor) -> torch.Tensor:
+    # What x adds to the gates: (batch, ..., n_gates, units).
     found = [
         torch.cat(parts) if len(parts) > 1 else parts[0]
         for start in ("weight", "bias")
         if (parts := [part for word, part in call.tensors.items() if word.startswith(start)])
     ]
     first, last = call.region.intervals[-1]
-    gates: torch.Tensor = functional.linear(x, *found).unflatten(-1, (-1, last - first))
+    gates: torch.Tensor = linear(x, *found).unflatten(-1, (-1, last - first))
     return gates
 
 
@@ -83,7 +159,7 @@ class Gates(Operator):
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
-        return _product(call, call.inputs[0])
+        return _sums(call, call.inputs[0])
 
 
 @final
@@ -128,7 +204,7 @@ class RecurrentStep(Operator):
         gates, *states = call.inputs
         shape = (gates.shape[0], call.layer.shape[1])
         hidden = states[0].squeeze(1) if states else gates.new_zeros(shape)
-        given, added = gates.squeeze(1), _product(call, hidden)
+        given, added = gates.squeeze(1), _sums(call, hidden)
         cell = call.layer.text("cell")
         if cell == "gru":
             reset, update = torch.sigmoid(given[:, :2] + added[:, :2]).unbind(1)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from distbelief.execution.dataflow import SEPARABLE
-from distbelief.graph.ops import locally_connected
+from distbelief.graph.ops import locally_connected, recurrent
 
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -18,8 +18,8 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 CASES: dict[str, tuple[Compute, Sequence[int], Sequence[int]]] = {
     "linear": (functional.linear, (3, 5), (4, 5)),
     "convolution": (functional.conv2d, (3, 2, 5, 5), (4, 2, 3, 3)),
-    "gates": (functional.linear, (3, 5), (4, 5)),
-    "recurrent": (lambda x, w: torch.tanh(functional.linear(x, w)), (3, 5), (4, 5)),
+    "gates": (recurrent.linear, (3, 2, 5), (4, 5)),
+    "recurrent": (lambda x, w: torch.tanh(recurrent.linear(x, w)), (3, 5), (4, 5)),
     "locally_connected": (product, (3, 2, 4, 4), (3, 3, 5, 8)),
 }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 from typing_extensions import override
 
@@ -13,6 +14,7 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.lowering import recurrent
 from distbelief.graph.operator import Step, operator_of
+from distbelief.graph.ops.recurrent import linear
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import check, close, leaf, random, randomised, values_of
 
@@ -78,6 +80,17 @@ def test_recurrent_layers_in_any_parts_are_torchs(
     assert "recurrent" in {layer.kind for layer in layers}
     inputs = {"x": leaf(random(2, N_STEPS, SIZE)), "given": leaf(random(2, 4, N_UNITS, seed=1))}
     check(data, layers, model(**inputs), inputs, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_single_precision_are_torchs(bias: bool) -> None:  # noqa: FBT001
+    x, weight, *biases = (random(*n).float() for n in ((2, 3, 4), (5, 4), (5,))[: 2 + bias])
+    leaves = [leaf(value) for value in (x[:, :2], weight, *biases)]
+    found, expected = linear(*leaves), functional.linear(*leaves)
+    torch.testing.assert_close(found, expected)
+    seed = random(*expected.shape, seed=1).float()
+    pairs = [torch.autograd.grad(y, leaves, seed) for y in (found, expected)]
+    torch.testing.assert_close(*pairs)
 
 
 def test_ranks_exchange_hidden_states_and_keep_the_cells() -> None:
