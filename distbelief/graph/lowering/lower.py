@@ -35,7 +35,7 @@ from distbelief.graph.lowering.values import (
     batch_of,
     factor,
 )
-from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError
+from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError, own_path
 from distbelief.graph.unsupported import lost_change
 
 
@@ -256,7 +256,7 @@ class Lowerer:
         # A layer of a module of torch is called like it; others add the operation's name.
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path, kind = stack[-1] if stack else ("", "")
-        path = path.removeprefix("inner").removeprefix(".")
+        path = own_path(path)
         word = plain_name(node.target).split(".")[-2].strip("_")
         simple = str(getattr(kind, "__module__", kind)).startswith("torch.nn.modules")
         if path and simple and self._named.setdefault(path, word) == word:
@@ -398,4 +398,4 @@ def _same_place(one: fx.Node, other: fx.Node) -> bool:
 
 def _inside(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("inner").removeprefix(".") if stack else ""
+    return own_path(str(stack[-1][0])) if stack else ""
