@@ -458,7 +458,6 @@ def _lowered(
         lowerer.known[node] = known
     _check_changes(program)
     results = lowerer.run(program.graph, program.graph_module)
-    assert isinstance(results, list)
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
         return builder.finish(_outputs(found)), lowerer.nodes

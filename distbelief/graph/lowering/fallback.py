@@ -96,8 +96,6 @@ def _added(
     if batch is None and batched and not is_loss:
         why = f" ({reason})" if "module" in options else ""
         raise GraphError(f"{name} joins samples{why}: a layer must keep them separate")
-    if result.dtype == torch.bool:
-        options["mask"] = True
     sources = [value.layer for value in encoder.inputs]
     if batch is not None and not batched:  # noise, say: an input tells the number of samples
         sources.append(context.first)
@@ -107,16 +105,8 @@ def _added(
             shape.append(int(extent))
         elif factor(extent) > 1:
             shape.append(factor(extent))
-    added = context.builder.add(
-        name,
-        "call",
-        sources,
-        tuple(shape),
-        options=options | {"batch": -1 if batch is None else batch},
-        tensors=tensors,
-        is_integer=not result.is_floating_point(),
-        whole=reason,
-    )
+    more = {"tensors": tensors, "whole": reason}
+    added = context.call(name, sources, tuple(shape), result.dtype, options, batch=batch, **more)
     inside = 0 if batch is None else int(factor(result.shape[batch]) > 1)
     return Value(added, batch, after=inside)
 
@@ -177,17 +167,12 @@ def _add_statistics(
             f"{call.path} is opaque ({reason}) and called twice: the running statistics of the "
             "first call would be lost: put its norms into eval mode, or move them outside"
         )
-    options: dict[str, Option] = {"module": call.path, "arguments": text, "batch": -1}
+    options: dict[str, Option] = {"module": call.path, "arguments": text}
     options["statistics"] = ",".join(words)
     sizes = [math.prod(tensors[word].shape) for word in words]
-    every = context.builder.add(
-        f"{name}.statistics",
-        "call",
-        sources,
-        (sum(sizes),),
-        options=options,
-        tensors=tensors,
-        whole=reason,
+    shape, more = (sum(sizes),), {"tensors": tensors, "whole": reason}
+    every = context.call(
+        f"{name}.statistics", sources, shape, torch.float32, options, batch=None, **more
     )
     for index, (word, size) in enumerate(zip(words, sizes, strict=True)):
         options = {"starts": (sum(sizes[:index]),), "steps": (1,)}

@@ -26,7 +26,6 @@ from distbelief.graph.lowering.operation import (
     plain_name,
 )
 from distbelief.graph.lowering.values import (
-    Filled,
     Held,
     Made,
     NotSplitError,
@@ -67,7 +66,7 @@ class Lowerer:
         self.nodes: dict[str, fx.Node] = {}  # of layers, by name
         self._named: dict[str, str] = {}
 
-    def run(self, graph: fx.Graph, owner: nn.Module) -> object:
+    def run(self, graph: fx.Graph, owner: nn.Module) -> list[object]:
         """Lower all operations of a graph whose inputs are known; return its outputs."""
         nodes = list(graph.nodes)
         last = {source: i for i, node in enumerate(nodes) for source in node.all_input_nodes}
@@ -77,7 +76,7 @@ class Lowerer:
             if node not in live:
                 continue
             if node.op == "output":
-                return self.argument(node.args[0])
+                return list(self._argument(node.args[0]))
             if node.op == "get_attr":
                 self.known[node] = getattr(owner, str(node.target))
             elif node.op == "call_function":
@@ -95,19 +94,13 @@ class Lowerer:
                     raise GraphError(f"{error}{place_of(node)}") from error
         raise AssertionError("a graph without outputs")
 
-    def argument(self, given: object) -> Any:  # noqa: ANN401 -- of any type
-        if isinstance(given, fx.Node):
-            return self.known[given]
-        if isinstance(given, list | tuple):
-            return [self.argument(item) for item in given]
-        if isinstance(given, dict):
-            return {key: self.argument(item) for key, item in given.items()}
-        return given
+    def _argument(self, given: Any) -> Any:  # noqa: ANN401 -- of any type
+        return fx.map_arg(given, self.known.__getitem__)
 
     def _called(self, node: fx.Node) -> object:
         target: Any = node.target
         result = node.meta.get("val")
-        args = [self.argument(value) for value in node.args]
+        args = list(self._argument(node.args))
         if target is operator.getitem:
             return args[0][args[1]]
         if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool):
@@ -118,7 +111,7 @@ class Lowerer:
         target = _functional(target)
         if "assert" in name or name.startswith("sym_"):
             return None
-        keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
+        keywords = dict(self._argument(node.kwargs))
         if str(target) == f"{LEAF.replace('::', '.')}.default":
             return self._leaf(args, result)
         if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 -- as above
@@ -152,12 +145,10 @@ class Lowerer:
     def _rows(self, given: Any) -> Any:  # noqa: ANN401
         if isinstance(given, list):
             return [self._rows(one) for one in given]
-        if not isinstance(given, Made):
+        if not isinstance(given, Made) or given.number is not None:
             return given
-        batch, row = batch_of(given.result.shape), given.row()
-        if batch is None or factor(given.result.shape[batch]) == 1:
-            return row
-        return Value(self.context.constant(row).layer, batch, after=1)
+        value = self.context.as_value(given)
+        return value if value.after else given.row()
 
     def _lowered(self, operation: Operation) -> object:
         packet, _, overload = plain_name(operation.target).partition(".")
@@ -188,14 +179,13 @@ class Lowerer:
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
         self.known.update(zip(placeholders, given, strict=True))
         results = self.run(inner.graph, inner)
-        assert isinstance(results, list)
         return results if enabled else [self._detached(value) for value in results]
 
     def _detached(self, value: object) -> object:
         # Without a gradient.
         if isinstance(value, Held):
             value = self.context.as_value(value)
-        return detached(self.context.builder, value) if isinstance(value, Value) else value
+        return detached(self.context, value) if isinstance(value, Value) else value
 
     def _leaf(self, args: list[Any], result: object) -> object:
         inputs, key = args
@@ -348,23 +338,22 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
         return None
     packet = plain_name(target).partition(".")[0]
     said = {word: value for word, value in keywords.items() if word not in _PLACES}
-    made = Made(target, args, said, result)
-    number = _FILLED.get(packet)
-    if packet in _FULL:
-        number = float(args[-1])
+    number = float(args[-1]) if packet in _FULL else _FILLED.get(packet)
+    if number is not None:
+        args, said = [list(result.shape), number], {"dtype": result.dtype}
+        target = torch.ops.aten.full.default
+    made = Made(target, args, said, result, number)
     if any(factor(extent) for extent in result.shape):
-        return made if number is None else Filled(number, tuple(result.shape), result.dtype)
+        return made
     if math.prod(result.shape) > _N_ELEMENTS_MAX:
         return None
-    if number is not None:
-        return torch.full(result.shape, number, dtype=result.dtype)
     return made if _any_made([args, list(keywords.values())]) else made.at(1)
 
 
 def _any_made(given: object) -> bool:
     if isinstance(given, list | tuple):
         return any(_any_made(one) for one in given)
-    return isinstance(given, Made | Filled | torch.SymInt)
+    return isinstance(given, Made | torch.SymInt)
 
 
 def _changes(node: fx.Node) -> bool:

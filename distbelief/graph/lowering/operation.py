@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Final, final
 
@@ -13,8 +13,8 @@ from torch import fx, nn
 from distbelief.graph.graph import Builder, Layer, Option, TensorUse
 from distbelief.graph.lowering.values import (
     Encoder,
-    Filled,
     Held,
+    Made,
     NotSplitError,
     Value,
     batch_of,
@@ -49,29 +49,39 @@ class Context:
             return self._parameter(given)
         if isinstance(given, torch.Tensor):
             return self.constant(given)
-        if isinstance(given, Filled):
-            batch = batch_of(given.shape)
-            if batch is not None and factor(given.shape[batch]) > 1:
-                raise NotSplitError("it has several elements for each sample")
-            shape = [int(n) for dim, n in enumerate(given.shape) if dim != batch]  # type: ignore[call-overload] # ints
-            value = self.constant(torch.full(shape, given.number, dtype=given.dtype))
-            return Value(value.layer, batch)
+        if isinstance(given, Made):
+            batch, row = batch_of(given.result.shape), given.row()
+            after = int(batch is not None and factor(given.result.shape[batch]) > 1)
+            row = row if batch is None or after else row.squeeze(batch)
+            return replace(self.constant(row), batch=batch, after=after)
         raise NotSplitError(f"{type(given).__name__} is not the output of a layer")
 
     def constant(self, tensor: torch.Tensor, name: str = "constant") -> Value:
         """Return a layer for a tensor that the forward makes of numbers."""
-        options: dict[str, Option] = {
-            "operation": CONSTANT,
-            "arguments": Encoder(self.builder).text([tensor], {}),
-            "along": (),
-            "batch": -1,
-        }
-        if tensor.dtype == torch.bool:
-            options["mask"] = True
-        is_integer = not tensor.is_floating_point()
-        shape = tuple(tensor.shape)
-        layer = self.builder.add(name, "call", [], shape, options=options, is_integer=is_integer)
+        text = Encoder(self.builder).text([tensor], {})
+        options: dict[str, Option] = {"operation": CONSTANT, "arguments": text, "along": ()}
+        layer = self.call(name, [], tuple(tensor.shape), tensor.dtype, options, batch=None)
         return Value(layer, batch=None)
+
+    def call(
+        self,
+        name: str,
+        sources: Sequence[Layer],
+        shape: Shape,
+        dtype: torch.dtype,
+        options: Mapping[str, Option],
+        *,
+        batch: int | None,
+        **more: Any,  # noqa: ANN401 -- as `Builder.add` takes them
+    ) -> Layer:
+        """Add a layer "call" whose result has this type, and the samples in dimension `batch`."""
+        options = {**options, "batch": -1 if batch is None else batch}
+        if dtype == torch.bool:
+            options["mask"] = True
+        is_integer = not dtype.is_floating_point
+        return self.builder.add(
+            name, "call", sources, shape, options=options, is_integer=is_integer, **more
+        )
 
     def _parameter(self, held: Held) -> Value:
         use = held.use

@@ -92,16 +92,6 @@ class Held:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """A tensor of one number, with the batch among its dimensions."""
-
-    number: float
-    shape: tuple[object, ...]
-    dtype: torch.dtype
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Made:
     """A tensor that depends on the number of samples and on nothing else."""
 
@@ -109,6 +99,7 @@ class Made:
     args: list[Any]
     keywords: dict[str, Any]
     result: Any  # a fake tensor
+    number: float | None = None  # that of all its elements
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def at(self, n: int) -> torch.Tensor:
@@ -133,7 +124,7 @@ class Made:
         return row if batch is None else row.squeeze(batch).contiguous()
 
 
-def _for(given: Any, n: int) -> Any:  # noqa: ANN401, PLR0911 -- one for each type
+def _for(given: Any, n: int) -> Any:  # noqa: ANN401 -- one for each type
     # An argument for n samples.
     if isinstance(given, list | tuple):
         return [_for(one, n) for one in given]
@@ -141,8 +132,6 @@ def _for(given: Any, n: int) -> Any:  # noqa: ANN401, PLR0911 -- one for each ty
         return {word: _for(one, n) for word, one in given.items()}
     if isinstance(given, Made):
         return given.at(n).clone()
-    if isinstance(given, Filled):
-        return torch.full(_for(given.shape, n), given.number, dtype=given.dtype)
     if isinstance(given, torch.Tensor):
         return given.clone()
     if isinstance(given, torch.SymInt):
@@ -259,9 +248,6 @@ class Encoder:
                         "buffer of its module"
                     )
                 return {"constant": text, "shape": list(value.shape)} | self.encoded(value.dtype)
-            case Filled():
-                shape = [self.encoded(extent) for extent in value.shape]
-                return {"filled": value.number, "shape": shape} | self.encoded(value.dtype)
             case Made():
                 keywords = {word: self.encoded(item) for word, item in value.keywords.items()}
                 given = {"arguments": self.encoded(value.args), "keywords": keywords}

@@ -149,7 +149,7 @@ class _WeightGradient(torch.autograd.Function):
 
 
 # Outputs that are computed together: of some rows and columns.
-_Tile = tuple[slice, slice]
+_Tile = tuple["slice[int, int, None]", "slice[int, int, None]"]
 
 
 def _tiles(weight: torch.Tensor, last: torch.Tensor) -> Iterator[_Tile]:
