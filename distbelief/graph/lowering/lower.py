@@ -147,8 +147,7 @@ class Lowerer:
             return [self._rows(one) for one in given]
         if not isinstance(given, Made) or given.number is not None:
             return given
-        value = self.context.as_value(given)
-        return value if value.after else given.row()
+        return self.context.as_value(given) if given.is_folded else given.row()
 
     def _lowered(self, operation: Operation) -> object:
         packet, _, overload = plain_name(operation.target).partition(".")

@@ -11,15 +11,7 @@ import torch
 from torch import fx, nn
 
 from distbelief.graph.graph import Builder, Layer, Option, TensorUse
-from distbelief.graph.lowering.values import (
-    Encoder,
-    Held,
-    Made,
-    NotSplitError,
-    Value,
-    batch_of,
-    factor,
-)
+from distbelief.graph.lowering.values import Encoder, Held, Made, NotSplitError, Value, batch_of
 from distbelief.graph.module_calls import LeafCall, is_experts
 from distbelief.graph.ops.call import CONSTANT
 from distbelief.graph.ops.views import reshape_layer
@@ -51,9 +43,8 @@ class Context:
             return self.constant(given)
         if isinstance(given, Made):
             batch, row = batch_of(given.result.shape), given.row()
-            after = int(batch is not None and factor(given.result.shape[batch]) > 1)
-            row = row if batch is None or after else row.squeeze(batch)
-            return replace(self.constant(row), batch=batch, after=after)
+            row = row if batch is None or given.is_folded else row.squeeze(batch)
+            return replace(self.constant(row), batch=batch, after=int(given.is_folded))
         raise NotSplitError(f"{type(given).__name__} is not the output of a layer")
 
     def constant(self, tensor: torch.Tensor, name: str = "constant") -> Value:

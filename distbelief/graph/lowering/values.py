@@ -109,6 +109,11 @@ class Made:
             self.known[n] = self.target(*args, **said)
         return self.known[n]
 
+    @property
+    def is_folded(self) -> bool:
+        """Whether it has several elements for each sample in the batch's dimension."""
+        return any(factor(extent) > 1 for extent in self.result.shape)
+
     def row(self) -> torch.Tensor:
         """Return it for any number of samples; without them, but for what each has of its own.
 
