@@ -103,7 +103,10 @@ class Region:
         )
 
     def replaced(self, dim: int, interval: Interval) -> "Region":
-        return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
+        """Return it with another interval; a negative dimension counts from the end."""
+        intervals = list(self.intervals)
+        intervals[dim] = interval
+        return Region(tuple(intervals))
 
     def without(self, dim: int) -> "Region":
         return Region((*self.intervals[:dim], *self.intervals[dim + 1 :]))

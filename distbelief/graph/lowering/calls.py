@@ -115,9 +115,8 @@ def _along(op: Operation, word: str | Sequence[int]) -> object:
     # Indices that the forward makes stay in the call.
     words = [w for w, given in arguments.items() if isinstance(given, Value | Held | Made)]
     values = [op.context.as_value(arguments[w]) for w in words]
-    like, *others = values
-    if any(like.to(value.layer) != value for value in others):
-        raise NotSplitError("its tensors are arranged in different ways")
+    like = values[0]
+    like.refuse_others(*values)
     torchs = _dims(arguments, word, like.n_dims)
     own = tuple(like.dim(dim) for dim in torchs)
     shape = list(like.layer.shape)

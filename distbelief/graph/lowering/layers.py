@@ -278,9 +278,7 @@ def attention(op: Operation) -> object:
 
 def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
     # Each key-value head serves a group of query heads.
-    if not value.is_plain:
-        raise NotSplitError("the batch is not its first dimension")
-    heads, *rest = value.layer.shape
+    heads, *rest = value.plain().layer.shape
     group = query.layer.shape[0] // heads
     apart = value.to(op.reshaped(value, (heads, 1, *rest)))
     repeated = op.add("expand", [apart], (heads, group, *rest))
@@ -326,8 +324,7 @@ def experts(
     if list(keywords) not in ([], list(EXPERTS[len(arguments) :])):
         raise NotSplitError("its arguments are in another order")
     x, chosen, weights = (context.as_value(value) for value in given)
-    if any(x.to(value.layer) != value for value in (chosen, weights)):
-        raise NotSplitError("its tensors are arranged in different ways")
+    x.refuse_others(chosen, weights)
     tensors = uses(module, call.path)
     shape = (*chosen.layer.shape[:-1], next(iter(tensors.values())).shape[0])
     read = [chosen.layer, weights.layer]

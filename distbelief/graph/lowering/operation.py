@@ -121,10 +121,7 @@ class Operation:
 
     def plain(self, word: str) -> Value:
         """Return a value whose batch is first and alone; NotSplitError if it is not."""
-        value = self.value(word)
-        if not value.is_plain:
-            raise NotSplitError("the batch is not its first dimension")
-        return value
+        return self.value(word).plain()
 
     def use(self, word: str) -> TensorUse | None:
         """Return a tensor of the model, None if there is none; NotSplitError if computed."""

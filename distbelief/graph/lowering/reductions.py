@@ -25,13 +25,8 @@ def _reduced(
     if value.layer.is_integer:
         raise NotSplitError("its input is integers")
     torchs = [dim % value.n_dims for dim in dims or range(value.n_dims)]
-    layer = reduction_layer(
-        op.free_name,
-        [value.layer],
-        function=function,
-        dims=sorted(value.dim(dim) for dim in torchs),
-        keep=keep,
-    )
+    own = sorted(value.dim(dim) for dim in torchs)
+    layer = reduction_layer(op.free_name, [value.layer], function=function, dims=own, keep=keep)
     layer = op.builder.add_layer(layer)
     return value.to(layer) if keep else value.without(layer, torchs)
 
@@ -138,8 +133,8 @@ def batch_norm(op: Operation) -> object:
     folds = value.batch == 0 and value.after and not value.before
     if folds:  # statistics of all tokens: (tokens, channels, ...) -> (channels, tokens, ...)
         value = _swapped(op, value)
-    elif not value.is_plain:
-        raise NotSplitError("the batch is not its first dimension")
+    else:
+        value.plain()
     tensors = op.uses("weight", "bias", "running_mean", "running_var")
     layers = batch_norm_layers(
         op.free_name,
@@ -233,17 +228,11 @@ def elementwise_loss(op: Operation) -> object:
 
 def _pair(op: Operation) -> tuple[Value, Value]:
     reduction = op["reduction"]
-    if (
-        not op.context.joins
-        or reduction not in {0, _MEAN}
-        or op.arguments.get("weight") is not None
-    ):
+    weighted = op.arguments.get("weight") is not None
+    if not op.context.joins or reduction not in {0, _MEAN} or weighted:
         raise NotSplitError("it is no plain mean over the batch")
     scores, targets = op.value("self"), op.value("target")
-    if scores.batch is None or (scores.batch, scores.before, scores.after) != (
-        targets.batch,
-        targets.before,
-        targets.after,
-    ):
-        raise NotSplitError("its targets are arranged in another way")
+    if scores.batch is None:
+        raise NotSplitError("its scores have no samples")
+    scores.refuse_others(targets)
     return scores, targets

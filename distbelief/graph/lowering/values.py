@@ -61,6 +61,12 @@ class Value:
         """Whether the batch is first, and alone in its dimension."""
         return self.batch == 0 and not self.before and not self.after
 
+    def plain(self) -> "Value":
+        """Return it if it is plain, else raise `NotSplitError`."""
+        if not self.is_plain:
+            raise NotSplitError("the batch is not its first dimension")
+        return self
+
     def dim(self, given: int) -> int:
         """Return the layer's dimension for one of torch's; NotSplitError if it is the batch."""
         dim = given % max(1, self.n_dims)
@@ -73,6 +79,11 @@ class Value:
     def to(self, layer: Layer) -> "Value":
         """Return another layer in the same arrangement."""
         return replace(self, layer=layer)
+
+    def refuse_others(self, *values: "Value") -> None:
+        """Raise `NotSplitError` if any of these values is arranged in another way."""
+        if any(self.to(value.layer) != value for value in values):
+            raise NotSplitError("its tensors are arranged in different ways")
 
     def without(self, layer: Layer, torchs: Sequence[int]) -> "Value":
         """Return a layer that lacks some of torch's dimensions."""

@@ -214,8 +214,7 @@ def _joined(op: Operation, values: list[Value], dim: int) -> Value:
     values = [value for value in values if 0 not in value.layer.shape]
     first = next((value for value in values if value.batch is not None), values[0])
     own = first.dim(dim % op.result.dim())
-    if any(replace(value, layer=first.layer) != first for value in values):
-        raise NotSplitError("its tensors are arranged in different ways")
+    first.refuse_others(*values)
     layers = [value.layer for value in values]
     return first.to(joined(op, layers, own))
 
@@ -291,8 +290,7 @@ def select_scatter(op: Operation) -> object:
 
 def _replaced(op: Operation, whole: Value, part: Value, dim: int, start: int, stop: int) -> Value:
     # Another part of a value, from start to stop of a layer's dimension.
-    if part.to(whole.layer) != whole:
-        raise NotSplitError("its tensors are arranged in different ways")
+    whole.refuse_others(part)
     extent = whole.layer.shape[dim]
     pieces = [part.layer]
     if start:
