@@ -114,13 +114,6 @@ class _Model(nn.Module):
             return result
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Exported:
-    program: "ExportedProgram"
-    calls: Mapping[int, LeafCall]
-
-
 def capture(
     module: nn.Module, inputs: Sequence[InputSpec] | Inputs, *, call: ModelCall | None = None
 ) -> LayerGraph:
@@ -203,14 +196,13 @@ def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured
             whole[path] = "it has hooks on its gradients, so it cannot be split"
     while True:  # ends: every round makes one more module opaque
         try:
-            exported = _exported(model, inputs, whole)
+            program, calls = _exported(model, inputs, whole)
             try:
-                return _lowered(model, exported, inputs, whole)
+                return _lowered(model, program, calls, inputs, whole)
             except NeedsFunctionalError:
                 with _quietly(), warnings.catch_warnings(action="ignore"):
-                    functional = exported.program.run_decompositions({})
-                again = _Exported(program=functional, calls=exported.calls)
-                return _lowered(model, again, inputs, whole)
+                    program = program.run_decompositions({})
+                return _lowered(model, program, calls, inputs, whole)
         except (OpaqueError, NotSplitError, NeedsFunctionalError) as error:
             path = error.path if isinstance(error, OpaqueError) else ""
             if path in whole:
@@ -218,8 +210,10 @@ def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured
             whole[path] = str(error)
 
 
-def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Exported:
-    """Export a module.
+def _exported(
+    model: _Model, inputs: Inputs, whole: Mapping[str, str]
+) -> tuple["ExportedProgram", Mapping[int, LeafCall]]:
+    """Export a module; return also the calls of its leaves.
 
     OpaqueError if a module in it cannot be exported. GraphError if even an opaque module could not
     do it.
@@ -258,7 +252,7 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
             path = path.rpartition(".")[0]
         raise OpaqueError(path, reason_of(error)) from error
     replace_noise(program.graph)
-    return _Exported(program=program, calls=calls)
+    return program, calls
 
 
 def _innermost(error: BaseException | None, module: nn.Module) -> str:
@@ -421,14 +415,17 @@ def _length(given: Sized) -> int:
 
 
 def _lowered(
-    model: _Model, exported: _Exported, inputs: Inputs, whole: Mapping[str, str]
+    model: _Model,
+    program: "ExportedProgram",
+    calls: Mapping[int, LeafCall],
+    inputs: Inputs,
+    whole: Mapping[str, str],
 ) -> _Captured:
     module, call = model.inner, model.call
     builder = Builder(aliases=_aliases(module))
     joins = call is not None and call.joins
-    lowerer = Lowerer(builder, calls=exported.calls, whole=whole, joins=joins)
+    lowerer = Lowerer(builder, calls=calls, whole=whole, joins=joins)
     context = lowerer.context
-    program = exported.program
     signature = program.graph_signature
     tensors = _tensors(module)
     own = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -456,7 +453,9 @@ def _lowered(
             context.inputs.append(builder.input(name, spec.shape, is_integer=integer, is_mask=mask))
             known = Value(context.inputs[-1])
         lowerer.known[node] = known
-    _check_changes(program)
+    for path in map(own_path, signature.buffers_to_mutate.values()):
+        if not path.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            raise GraphError(lost_change(path))
     results = lowerer.run(program.graph, program.graph_module)
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
@@ -473,13 +472,6 @@ def _lowered(
     outputs = _outputs([found[i] for i in kept]) if kept or not losses else []
     graph = builder.finish([*outputs, *losses])
     return replace(graph, fields=tuple(call.fields[i] for i in kept)), lowerer.nodes
-
-
-def _check_changes(program: "ExportedProgram") -> None:
-    for path in program.graph_signature.buffers_to_mutate.values():
-        word = path.rpartition(".")[2]
-        if word not in {"running_mean", "running_var", "num_batches_tracked"}:
-            raise GraphError(lost_change(own_path(path)))
 
 
 def _outputs(results: Sequence[object]) -> list[str]:

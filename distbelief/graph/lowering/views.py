@@ -356,21 +356,12 @@ def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value
             layers.append(value.layer)
         elif value.n_dims < last:
             layers.append(value.layer)
-        else:
-            layers.append(_without_batch(op, value, value.n_dims - last, folded).layer)
+        else:  # it has a dimension of extent 1 where the others have the batch
+            at, shape = value.n_dims - last, list(value.layer.shape)
+            if shape[at] != 1:
+                raise NotSplitError("a tensor without samples has as many as the batch")
+            shape[at : at + 1] = [1] * folded if at else []
+            name = op.builder.free_name(f"{value.layer.name}.row")
+            row = reshape_layer(name, value.layer, shape=tuple(shape))
+            layers.append(op.builder.add_layer(row))
     return layers, replace(first, batch=n - last)
-
-
-def _without_batch(op: Operation, value: Value, at: int, folded: int) -> Value:
-    # A tensor without samples has a dimension of extent 1 where the others have the batch.
-    layer = value.layer
-    if layer.shape[at] != 1:
-        raise NotSplitError("a tensor without samples has as many as the batch")
-    ones = (1,) * folded if at else ()
-    shape = (*layer.shape[:at], *ones, *layer.shape[at + 1 :])
-    if layer.kind == "parameter" and not at and layer.tensors["value"].shape == layer.shape:
-        name = op.builder.free_name(f"{layer.name}.row")
-        row = msgspec.structs.replace(layer, name=name, shape=shape)
-        return value.to(op.builder.add_layer(row))
-    reshaped = reshape_layer(op.builder.free_name(f"{layer.name}.row"), layer, shape=shape)
-    return value.to(op.builder.add_layer(reshaped))
