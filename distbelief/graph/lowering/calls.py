@@ -174,9 +174,8 @@ def converted(op: Operation) -> object:
     """A value whose numbers are floats keeps its precision: a graph is computed in one."""
     value = op.value("self")
     layer, dtype = value.layer, op.result.dtype
-    if not (layer.is_integer or op.is_integer):
-        return value
-    if layer.is_integer and op.is_integer and is_mask(op.builder, layer) == (dtype == torch.bool):
+    same_kind = layer.is_integer != dtype.is_floating_point
+    if same_kind and is_mask(op.builder, layer) == (dtype == torch.bool):
         return value
     return elementwise(op, torch.ops.aten.to.dtype, value, dtype, dtype=dtype)
 

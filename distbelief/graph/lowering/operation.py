@@ -111,10 +111,6 @@ class Operation:
     def __getitem__(self, word: str) -> Any:  # noqa: ANN401 -- of any type
         return self.arguments[word]
 
-    @property
-    def is_integer(self) -> bool:
-        return isinstance(self.result, torch.Tensor) and not self.result.is_floating_point()
-
     def value(self, word: str) -> Value:
         """Return an argument as a value: a layer is added for a tensor of the model."""
         return self.context.as_value(self.arguments[word])

@@ -21,7 +21,7 @@ _MEAN: Final = 1  # torch's number of the reduction
 def _reduced(
     op: Operation, value: Value, function: str, dims: Sequence[int] | None, *, keep: bool
 ) -> Value:
-    """Add a reduction over torch's dimensions, by default all."""
+    # Over torch's dimensions, by default all.
     if value.layer.is_integer:
         raise NotSplitError("its input is integers")
     torchs = [dim % value.n_dims for dim in dims or range(value.n_dims)]
@@ -45,16 +45,9 @@ def mean_or_sum(op: Operation) -> object:
 
 def _over_samples(op: Operation, value: Value, function: str, name: str = "") -> Value:
     # Of all elements of all samples.
-    own = range(len(value.layer.shape))
-    layer = reduction_layer(
-        op.builder.free_name(name or op.name),
-        [value.layer],
-        function=function,
-        dims=own,
-        keep=False,
-        batch=True,
-    )
-    return Value(op.builder.add_layer(layer), batch=None)
+    name, own = op.builder.free_name(name or op.name), range(len(value.layer.shape))
+    sums = reduction_layer(name, [value.layer], function=function, dims=own, keep=False, batch=True)
+    return Value(op.builder.add_layer(sums), batch=None)
 
 
 @lowers("softmax", "_softmax", "log_softmax", "_log_softmax")
