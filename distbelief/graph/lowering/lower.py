@@ -127,7 +127,8 @@ class Lowerer:
         result: Any,  # noqa: ANN401 -- fake tensors
     ) -> object:
         arguments = by_name(target, args, keywords)
-        if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
+        given = pytree.tree_leaves(arguments)
+        if not any(isinstance(one, Value | Held | Results) for one in given) or _is_filling(target):
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
@@ -142,10 +143,8 @@ class Lowerer:
         )
         return self._lowered(operation)
 
-    def _rows(self, given: Any) -> Any:  # noqa: ANN401
-        if isinstance(given, list):
-            return [self._rows(one) for one in given]
-        if not isinstance(given, Made) or given.number is not None:
+    def _row(self, given: Made) -> object:
+        if given.number is not None:
             return given
         return self.context.as_value(given) if given.is_folded else given.row()
 
@@ -154,7 +153,7 @@ class Lowerer:
         rule = RULES.get(f"{packet}.{overload}", RULES.get(packet))
         reason = f"{packet} has no split rule"
         try:
-            rows = {word: self._rows(value) for word, value in operation.arguments.items()}
+            rows = pytree.tree_map_only(Made, self._row, dict(operation.arguments))
             with_rows = replace(operation, arguments=rows)
             if rule is not None:
                 try:
@@ -284,17 +283,19 @@ def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     # Outputs, changes in place, and all they read.
     live: set[fx.Node] = set()
     for node in reversed(nodes):
-        schema = getattr(node.target, "_schema", None)
-        changes = schema is not None and schema.is_mutable
-        if node.op == "output" or changes or not live.isdisjoint(node.users):
+        if node.op == "output" or _is_mutable(node.target) or not live.isdisjoint(node.users):
             live.add(node)
     return live
 
 
+def _is_mutable(target: object) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
     # The operation that returns what this one writes into its first argument.
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not _is_mutable(target):
         return target
     packet, _, overload = str(target).removeprefix("aten.").partition(".")
     if target is torch.ops.aten.bernoulli_.float:
@@ -303,12 +304,6 @@ def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
     if not packet.endswith("_") or found is None:
         raise NotSplitError(f"{packet} changes a tensor in place")
     return found
-
-
-def _depends(value: object) -> bool:
-    if isinstance(value, list):
-        return any(_depends(item) for item in value)
-    return isinstance(value, Value | Held | Results)
 
 
 # The functions that write a changed view into its tensor.
@@ -346,19 +341,13 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
         return made
     if math.prod(result.shape) > _N_ELEMENTS_MAX:
         return None
-    return made if _any_made([args, list(keywords.values())]) else made.at(1)
-
-
-def _any_made(given: object) -> bool:
-    if isinstance(given, list | tuple):
-        return any(_any_made(one) for one in given)
-    return isinstance(given, Made | torch.SymInt)
+    given = pytree.tree_leaves((args, said))
+    return made if any(isinstance(one, Made | torch.SymInt) for one in given) else made.at(1)
 
 
 def _changes(node: fx.Node) -> bool:
     # Whether it changes its first argument in place.
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and "detach_" not in str(node.target)
+    return _is_mutable(node.target) and "detach_" not in str(node.target)
 
 
 def _storage(node: fx.Node) -> int | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 import torch
+from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError, Layer, TensorUse
 from distbelief.graph.module_calls import n_samples_in
@@ -140,19 +141,16 @@ class Made:
         return row if batch is None else row.squeeze(batch).contiguous()
 
 
-def _for(given: Any, n: int) -> Any:  # noqa: ANN401 -- one for each type
-    # An argument for n samples.
-    if isinstance(given, list | tuple):
-        return [_for(one, n) for one in given]
-    if isinstance(given, dict):
-        return {word: _for(one, n) for word, one in given.items()}
-    if isinstance(given, Made):
-        return given.at(n).clone()
-    if isinstance(given, torch.Tensor):
-        return given.clone()
-    if isinstance(given, torch.SymInt):
-        return n_samples_in(given, n)
-    return given
+def _for(given: Any, n: int) -> Any:  # noqa: ANN401 -- arguments
+    # For n samples.
+    def one(value: object) -> object:
+        if isinstance(value, Made):
+            return value.at(n).clone()
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return n_samples_in(value, n) if isinstance(value, torch.SymInt) else value
+
+    return pytree.tree_map(one, given)
 
 
 @final
