@@ -15,7 +15,6 @@ from distbelief.graph.lowering.operation import Context, Operation, lowers, lowe
 from distbelief.graph.lowering.values import Held, NotSplitError, Value, is_mask
 from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, viewed
 from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
-from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.region import Shape
 
@@ -266,14 +265,11 @@ def attention(op: Operation) -> object:
     causal, mask = _masked(op, query)
     if any(x.layer.shape[:-2] != query.layer.shape[:-2] for x in (key, value)):
         raise NotSplitError("its heads differ")
-    layer = attention_layer(
-        op.free_name,
-        [query.layer, key.layer, value.layer, *mask],
-        causal=causal or bool(op["is_causal"]),
-        scale=op["scale"],
-        dropout=float(op["dropout_p"]),
-    )
-    return query.to(op.builder.add_layer(layer))
+    layers = [query.layer, key.layer, value.layer, *mask]
+    options: dict[str, Option] = {"causal": causal or bool(op["is_causal"])}
+    options |= {"scale": op["scale"], "dropout": float(op["dropout_p"])}
+    shape = (*query.layer.shape[:-1], value.layer.shape[-1])
+    return query.to(op.builder.add(op.name, "attention", layers, shape, options=options))
 
 
 def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import torch
 from torch import fx
 
 from distbelief.graph.graph import Layer, Option
 from distbelief.graph.lowering.operation import Operation, lowers
 from distbelief.graph.lowering.values import Held, NotSplitError, Value, batch_of, factor
-from distbelief.graph.ops.views import cat_layer, reshape_layer
+from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 
 
@@ -224,9 +223,12 @@ def joined(op: Operation, layers: Sequence[Layer], dim: int) -> Layer:
     kinds = {layer.is_integer for layer in layers}
     if len(kinds) > 1:
         raise NotSplitError("it joins integers and floats")
-    layer = cat_layer(op.free_name, layers, dim=dim)
-    layer = msgspec.structs.replace(layer, is_integer=kinds.pop())
-    return op.builder.add_layer(layer)
+    shape = list(layers[0].shape)
+    shape[dim] = sum(layer.shape[dim] for layer in layers)
+    options, is_integer = {"dim": dim}, kinds.pop()
+    return op.builder.add(
+        op.name, "cat", layers, tuple(shape), options=options, is_integer=is_integer
+    )
 
 
 @lowers("stack")

@@ -267,16 +267,3 @@ class Cat(Operator):
         n_samples = max(value.shape[0] for value in call.inputs)
         expanded = [value.expand(n_samples, *value.shape[1:]) for value in call.inputs]
         return torch.cat(expanded, dim=call.layer.integer("dim") + 1)
-
-
-def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
-    """Return the layer that joins these along a dimension, the batch not counted."""
-    shapes = tuple(source.shape for source in sources)
-    extent = sum(shape[dim] for shape in shapes)
-    return Layer.of(
-        name,
-        Cat.name,
-        sources,
-        (*shapes[0][:dim], extent, *shapes[0][dim + 1 :]),
-        options={"dim": dim},
-    )

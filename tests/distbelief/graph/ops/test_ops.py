@@ -11,14 +11,14 @@ from distbelief.graph import ops
 from distbelief.graph.graph import GraphError, Layer, Option
 from distbelief.graph.operator import OPERATORS, Call, Operator, Work, operator_of
 from distbelief.graph.ops import norms
-from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
-from distbelief.graph.ops.views import cat_layer
 from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.ops.comparison import (
+    attention_layer,
     call_of,
+    cat_layer,
     check,
     graph_of,
     layer_of,

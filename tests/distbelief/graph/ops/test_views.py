@@ -8,11 +8,12 @@ from torch.nn import functional
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
 from distbelief.graph.operator import Call, Step, joined, operator_of
-from distbelief.graph.ops.views import Block, blocks, cat_layer, reshape_layer
+from distbelief.graph.ops.views import Block, blocks, reshape_layer
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
     assert_parts_equal,
     call_of,
+    cat_layer,
     check,
     composite_of,
     layer_of,
