@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.operation import Context, Operation
@@ -71,13 +72,10 @@ def call_whole(operation: Operation, reason: str) -> object:
 def per_sample(context: Context, mean: Value) -> Layer:
     """Add a layer that has a mean over the samples for each of them: a loss."""
     keywords = {"self": {"input": 0, "batch": None}, "size": [{"samples": 1}], "implicit": False}
-    options: dict[str, Option] = {
-        "operation": "aten.expand.default",
-        "arguments": json.dumps({"arguments": [], "keywords": keywords}),
-        "batch": 0,
-    }
+    text = json.dumps({"arguments": [], "keywords": keywords})
+    options = {"operation": "aten.expand.default", "arguments": text}
     sources = [mean.layer, context.first]
-    return context.builder.add("loss", "call", sources, (), options=options)
+    return context.call("loss", sources, (), torch.float32, options, batch=0)
 
 
 def _added(
@@ -99,16 +97,11 @@ def _added(
     sources = [value.layer for value in encoder.inputs]
     if batch is not None and not batched:  # noise, say: an input tells the number of samples
         sources.append(context.first)
-    shape: list[int] = []
-    for dim, extent in enumerate(result.shape):
-        if dim != batch:
-            shape.append(int(extent))
-        elif factor(extent) > 1:
-            shape.append(factor(extent))
+    # Dimensions of the layer: all but that of the samples, unless that has further elements.
+    shape = tuple(factor(n) or int(n) for n in result.shape if factor(n) != 1)
     more = {"tensors": tensors, "whole": reason}
-    added = context.call(name, sources, tuple(shape), result.dtype, options, batch=batch, **more)
-    inside = 0 if batch is None else int(factor(result.shape[batch]) > 1)
-    return Value(added, batch, after=inside)
+    added = context.call(name, sources, shape, result.dtype, options, batch=batch, **more)
+    return Value(added, batch, after=int(any(factor(n) > 1 for n in result.shape)))
 
 
 # --- modules ---
@@ -235,9 +228,7 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
 
     def run(some: list[torch.Tensor], n: int) -> list[torch.Tensor]:
         with torch.no_grad():
-            found = evaluated(str(target), text, inputs=some, tensors=tensors, n_samples=n)
-        several = found if isinstance(found, tuple | list) else [found]
-        return [one for one in several if isinstance(one, torch.Tensor)]
+            return _tensors(evaluated(str(target), text, inputs=some, tensors=tensors, n_samples=n))
 
     try:
         together = run(values, 2)
@@ -247,9 +238,7 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
         ]
     except Exception:  # noqa: BLE001 -- noise may be no valid input
         return is_torchs
-    results = operation.result if isinstance(operation.result, tuple | list) else [operation.result]
-    results = [one for one in results if isinstance(one, torch.Tensor)]
-    for index, result in enumerate(results):
+    for index, result in enumerate(_tensors(operation.result)):
         batch = batch_of(result.shape)
         if batch is None:
             continue
@@ -262,3 +251,7 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
                 "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
             )
     return True
+
+
+def _tensors(result: object) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
