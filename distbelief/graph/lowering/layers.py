@@ -13,7 +13,7 @@ from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.calls import call_in_parts, elementwise
 from distbelief.graph.lowering.operation import Context, Operation, lowers, lowers_module
 from distbelief.graph.lowering.values import Held, NotSplitError, Value, is_mask
-from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, viewed
+from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, sliced, viewed
 from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.region import Shape
@@ -211,12 +211,7 @@ def _rows_of_table(op: Operation, use: TensorUse, words: torch.Tensor) -> Value 
     if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
         return None
     table = op.context.as_value(Held(use))
-    part = op.add(
-        "slice",
-        [table],
-        (len(listed), use.shape[1]),
-        options={"starts": (first, 0), "steps": (1, 1)},
-    )
+    part = sliced(op, table, 0, first, first + len(listed))
     return part.to(op.reshaped(part, (*words.shape, use.shape[1])))
 
 
@@ -277,7 +272,7 @@ def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
     heads, *rest = value.plain().layer.shape
     group = query.layer.shape[0] // heads
     apart = value.to(op.reshaped(value, (heads, 1, *rest)))
-    repeated = op.add("expand", [apart], (heads, group, *rest))
+    repeated = op.moved("expand", apart, (heads, group, *rest))
     return repeated.to(op.reshaped(repeated, (heads * group, *rest)))
 
 

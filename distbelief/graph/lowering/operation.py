@@ -141,6 +141,11 @@ class Operation:
         layers = [source.layer for source in sources]
         return sources[0].to(self.builder.add(self.name, kind, layers, shape, **more))
 
+    def moved(self, kind: str, value: Value, shape: Shape, /, **options: Option) -> Value:
+        """Add a layer that has a value's numbers at other places."""
+        is_integer = value.layer.is_integer
+        return self.add(kind, [value], shape, options=options, is_integer=is_integer)
+
     def extend(self, like: Value, layers: Sequence[Layer]) -> Value:
         """Add layers in order; return the last one, arranged like a value."""
         return like.to(self.builder.extend(layers))

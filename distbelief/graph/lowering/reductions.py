@@ -146,7 +146,7 @@ def batch_norm(op: Operation) -> object:
 def _swapped(op: Operation, value: Value) -> Value:
     dims = (1, 0, *range(2, len(value.layer.shape)))
     shape = tuple(value.layer.shape[dim] for dim in dims)
-    return op.add("permute", [value], shape, options={"dims": dims})
+    return op.moved("permute", value, shape, dims=dims)
 
 
 def _standardised(op: Operation, value: Value) -> Value:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from distbelief.graph.graph import Layer, Option
+from distbelief.graph.graph import Layer
 from distbelief.graph.lowering.operation import Operation, lowers
 from distbelief.graph.lowering.values import Held, NotSplitError, Value, batch_of, factor
 from distbelief.graph.ops.views import reshape_layer
@@ -51,10 +51,7 @@ def permuted(op: Operation, value: Value, dims: Sequence[int]) -> Value:
     layer = value.layer
     if order != sorted(order):
         shape = tuple(layer.shape[dim] for dim in order)
-        options = {"dims": tuple(order)}
-        layer = op.add(
-            "permute", [value], shape, options=options, is_integer=layer.is_integer
-        ).layer
+        layer = op.moved("permute", value, shape, dims=tuple(order)).layer
     batch = None if value.batch is None else dims.index(value.batch)
     return replace(value, layer=layer, batch=batch)
 
@@ -67,13 +64,7 @@ def sliced(op: Operation, value: Value, dim: int, start: int, stop: int, step: i
         return value
     starts, steps = [0] * len(shape), [1] * len(shape)
     starts[dim], steps[dim] = start, step
-    return op.add(
-        "slice",
-        [value],
-        tuple(shape),
-        options={"starts": tuple(starts), "steps": tuple(steps)},
-        is_integer=value.layer.is_integer,
-    )
+    return op.moved("slice", value, tuple(shape), starts=tuple(starts), steps=tuple(steps))
 
 
 def same(op: Operation) -> Value:
@@ -141,7 +132,7 @@ def expanded_layer(op: Operation, value: Value, shape: Shape) -> Value:
         value = value.to(op.reshaped(value, (*(1,) * missing, *value.layer.shape)))
     if value.layer.shape == shape:
         return value
-    return op.add("expand", [value], shape, is_integer=value.layer.is_integer)
+    return op.moved("expand", value, shape)
 
 
 @lowers("slice")
@@ -318,13 +309,8 @@ def pad(op: Operation) -> object:
     if min([0, *before, *after]) < 0:
         raise NotSplitError("it cuts")
     shape = tuple(b + e + a for b, e, a in zip(before, value.layer.shape, after, strict=True))
-    number = op["value"] or 0.0
-    options: dict[str, Option] = {
-        "before": tuple(before),
-        "after": tuple(after),
-        "value": float(number),
-    }
-    return op.add("pad", [value], shape, options=options, is_integer=value.layer.is_integer)
+    number = float(op["value"] or 0.0)
+    return op.moved("pad", value, shape, before=tuple(before), after=tuple(after), value=number)
 
 
 @lowers("repeat")

@@ -148,7 +148,7 @@ def enlarged(op: Operation) -> object:
         thin += [extent, 1]
         wide += [extent, size // extent]
     apart = value.to(op.reshaped(value, tuple(thin)))
-    repeated = op.add("expand", [apart], tuple(wide))
+    repeated = op.moved("expand", apart, tuple(wide))
     return repeated.to(op.reshaped(repeated, (n_channels, *sizes)))
 
 

@@ -72,8 +72,6 @@ class Reduction(Sums):
         dims = (0, *own) if layer.options["batch"] else own
         if function == "maximum":
             total = x.detach().amax(dims, keepdim=True) if dims else x.detach()
-        elif function not in _SUMMANDS:
-            raise ValueError(f"{layer.name!r} has an unknown function {function!r}")
         else:
             summands = _SUMMANDS[function](call.inputs)
             total = summands.sum(dims, keepdim=True) if dims else summands

@@ -13,7 +13,7 @@ from distbelief.graph.operator import OPERATORS, Call, Operator, Work, operator_
 from distbelief.graph.ops import norms
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
-from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
+from distbelief.graph.ops.reductions import softmax_layers
 from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.ops.comparison import (
     attention_layer,
@@ -220,9 +220,3 @@ def test_a_graph_computed_with_what_does_not_fit_says_so() -> None:
     ]:
         with pytest.raises(GraphError, match=message):
             evaluate(graph, inputs, {}, parts=None if parts is None else {"pairs": parts})
-
-
-def test_an_unknown_function_is_named() -> None:
-    layer = reduction_layer("r", [source("x", *IMAGE)], function="zeta", dims=[0])
-    with pytest.raises(ValueError, match="'r' has an unknown function 'zeta'"):
-        evaluate(graph_of(layer), {"x": torch.zeros(2, *IMAGE)}, {})
