@@ -11,7 +11,7 @@ from typing import ClassVar, Final, final
 import torch
 from typing_extensions import override
 
-from distbelief.graph.graph import Layer
+from distbelief.graph.graph import Layer, Option
 from distbelief.graph.operator import Call, Combine, Operator, Sums, Work
 from distbelief.graph.region import Region
 
@@ -28,6 +28,7 @@ class Reduction(Sums):
     #           dims: dimensions of x, without the batch, from 0
     #           keep: whether they stay, with extent 1
     #           batch: whether samples are summed over too
+    #           gradient: whether it has one; a maximum, which softmax needs, has none
     name: ClassVar[str] = "reduction"
 
     @override
@@ -102,6 +103,8 @@ def reduction_layer(
 ) -> Layer:
     """Return a layer "reduction"; options as there."""
     shape = sources[0].shape
+    options: dict[str, Option] = {"function": function, "gradient": function != "maximum"}
+    options |= {"dims": tuple(dims), "keep": keep, "batch": batch}
     return Layer.of(
         name,
         Reduction.name,
@@ -109,7 +112,7 @@ def reduction_layer(
         tuple(
             1 if dim in dims else shape[dim] for dim in range(len(shape)) if keep or dim not in dims
         ),
-        options={"function": function, "dims": tuple(dims), "keep": keep, "batch": batch},
+        options=options,
     )
 
 
