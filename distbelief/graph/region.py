@@ -59,7 +59,6 @@ class Region:
 
     def __and__(self, other: "Region") -> "Region":
         """Return the intersection; empty dimensions begin at the later start."""
-        self._check(other)
         return Region(
             tuple(
                 (max(a, c), max(a, c, min(b, d)))
@@ -69,7 +68,6 @@ class Region:
 
     def __contains__(self, other: "Region") -> bool:
         """Return whether every index of `other` lies in this region."""
-        self._check(other)
         return not other.n_elements or all(
             a <= c and d <= b
             for (a, b), (c, d) in zip(self.intervals, other.intervals, strict=True)
@@ -94,7 +92,6 @@ class Region:
 
     def within(self, origin: "Region") -> "Region":
         """Return the same indices, counted from the start of `origin`."""
-        self._check(origin)
         return Region(
             tuple(
                 (a - start, b - start)
@@ -103,7 +100,10 @@ class Region:
         )
 
     def replaced(self, dim: int, interval: Interval) -> "Region":
-        return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
+        """Return it with another interval; a negative dimension counts from the end."""
+        intervals = list(self.intervals)
+        intervals[dim] = interval
+        return Region(tuple(intervals))
 
     def without(self, dim: int) -> "Region":
         return Region((*self.intervals[:dim], *self.intervals[dim + 1 :]))
@@ -138,13 +138,6 @@ class Region:
     @override
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in self.intervals) + "]"
-
-    def _check(self, other: "Region") -> None:
-        if len(self.intervals) != len(other.intervals):
-            raise ValueError(
-                f"{self} has {len(self.intervals)} dimensions, {other} has "
-                f"{len(other.intervals)}: they belong to different layers"
-            )
 
 
 def cuts(extent: int, weights: Sequence[float], *, unit: int = 1) -> list[int]:
