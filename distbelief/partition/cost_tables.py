@@ -326,8 +326,10 @@ class Tables:
         self._boxes: dict[Hashable, Boxes] = {}
         self._numbers: dict[Hashable, Floats] = {}
 
-    def place(self, group: Group, placements: Sequence[Placement]) -> None:
-        """Set the candidates of the root of a group."""
+    def place(
+        self, group: Group, placements: Sequence[Placement]
+    ) -> tuple[Mapping[str, Placement], ...]:
+        """Set the candidates of the root of a group; return those of all members."""
         self._placed[group.root.name] = self._shared(group.root, placements)
         for follower in group.followers:
             leader, layer = self._placed[follower.leader.name], follower.layer
@@ -335,6 +337,9 @@ class Tables:
             if key not in self._followed:
                 self._followed[key] = list(map(follower.placement, leader.placements))
             self._placed[layer.name] = self._shared(layer, self._followed[key])
+        names = [layer.name for layer in group.members]
+        rows = zip(*(self._placed[name].placements for name in names), strict=True)
+        return tuple(dict(zip(names, row, strict=True)) for row in rows)
 
     def costs(self, group: Group) -> Floats:
         """Return the seconds of each candidate of a group, without transfers to other groups."""

@@ -61,6 +61,7 @@ class PlanningRequest:
 class Node:
     group: Group
     candidates: tuple[Candidate, ...]
+    placements: tuple[Mapping[str, Placement], ...]  # of all members, by candidate
 
 
 @final
@@ -74,7 +75,7 @@ class Decoder:
         """Return the placement of every layer except inputs."""
         placed: dict[str, Placement] = {}
         for node, index in zip(self.nodes, choice, strict=True):
-            placed |= node.group.placements(node.candidates[index].placement)
+            placed |= node.placements[index]
         return placed
 
     def choice(self, placements: Mapping[str, Placement]) -> tuple[int, ...] | None:
@@ -109,6 +110,7 @@ def build(
     check_pins(graph, pins)
     costs = costs or AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     found = groups(graph, pinned=pins)
+    tables = Tables(graph, cluster, batch=batch, costs=costs)
     nodes = []
     for group in found:
         root = group.root
@@ -117,10 +119,8 @@ def build(
         else:
             options = candidates(root, cluster, machines=machines)
             options += _missing(options, [plan[root.name] for plan in also])
-        nodes.append(Node(group, tuple(options)))
-    tables = Tables(graph, cluster, batch=batch, costs=costs)
-    for node in nodes:
-        tables.place(node.group, [option.placement for option in node.candidates])
+        placed = tables.place(group, [option.placement for option in options])
+        nodes.append(Node(group, tuple(options), placed))
     # Several values may go from one group to another: their costs add up.
     edges: dict[tuple[int, int], Floats] = {}
     for pair, table in tables.transfers(found):
