@@ -361,12 +361,9 @@ def run(
             trial.show(console)
     for table in explained:
         console.print(table)
-    if out is not None:
-        result.save(out)
-    if timeline is not None:
-        result.trace(timeline)
-    if picture is not None:
-        result.draw(picture)
+    for path, write in ((out, result.save), (timeline, result.trace), (picture, result.draw)):
+        if path is not None:
+            write(path)
     return result.fits and (trial is None or trial.passed)
 
 

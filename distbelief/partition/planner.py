@@ -11,8 +11,7 @@ with the best of all. Hence more machines are never estimated slower, and no bas
 import copy
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
@@ -330,16 +329,9 @@ def plan(
 ) -> list[Planned]:
     """Return the best plan for each number of machines, ascending: the first ones of the cluster.
 
-    `notify` is called with a line of progress. GraphError for an impossible number of machines or
-    pin.
+    `notify` is called with a line of progress, which begins with the number of machines. GraphError
+    for an impossible number of machines or pin.
     """
-    return list(each_plan(request, counts, notify=notify))
-
-
-def each_plan(
-    request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
-) -> Iterator[Planned]:
-    """Yield what `plan` returns, each plan as soon as it is found."""
     for count in counts:
         request.cluster.first(count)  # raises before anything that takes long
     if not counts:
@@ -350,29 +342,22 @@ def each_plan(
     # Smaller counts are planned too, by the solver alone: more machines may use a plan for fewer,
     # and a row must not depend on the other rows.
     fewer = [] if request.exactly else [n for n in _FEWER if n < most]
-    for count in sorted({*counts, *fewer}):
-        try:
-            with _no_garbage_collection():
-                done = planner.plan_for(count, is_shown=count in counts)
-        except GraphError:
-            if request.pins and count < most:
-                continue  # a pin needs more machines
-            raise
-        if count in counts:
-            yield done
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+    found = {}
     # Plans of large models are millions of objects without cycles; looking for cycles among them
     # would take a third of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        for count in sorted({*counts, *fewer}):
+            try:
+                found[count] = planner.plan_for(count, is_shown=count in counts)
+            except GraphError:
+                if not request.pins or count == most:
+                    raise  # else a pin needs more machines
     finally:
         if was_enabled:
             gc.enable()
+    return [done for count, done in found.items() if count in counts]
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:
