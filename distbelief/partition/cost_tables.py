@@ -23,7 +23,7 @@ from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import index_bytes, with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
-from distbelief.program.tasks import rule_of
+from distbelief.program.tasks import rule_of, written_by
 
 
 # --- replicated parameters ---
@@ -251,27 +251,19 @@ class NodeCosts:
     @cached_property
     def reads(self) -> list[list[tuple[int, tuple[Region, ...]]]]:
         # Per candidate, what each machine needs of each input.
-        return [
-            [(machine, rule.reads(self.layer, cell)) for machine, cell in cells]
-            for rule, cells in self._ruled
-        ]
+        return self._each(lambda rule, cell: rule.reads(self.layer, cell))
 
     @cached_property
     def uses(self) -> list[list[tuple[int, Mapping[str, Region]]]]:
         # Per candidate, what each machine uses of the tensors.
-        return [
-            [(machine, rule.uses(self.layer, cell)) for machine, cell in cells]
-            for rule, cells in self._ruled
-        ]
+        return self._each(lambda rule, cell: rule.uses(self.layer, cell))
 
     @cached_property
-    def writes(self) -> list[Cells]:
+    def writes(self) -> list[list[tuple[int, Region]]]:
         # Per candidate, the part of the output to which each machine adds, if partial.
         return [
-            [(machine, rule.writes(self.layer, cell)) for machine, cell in cells]
-            if isinstance(rule, PartialSums)
-            else []
-            for rule, cells in self._ruled
+            [(machine, written_by(self.layer, cell)) for machine, cell in cells if p.combine]
+            for p, cells in zip(self.placements, self.computed, strict=True)
         ]
 
     @cached_property
@@ -279,10 +271,14 @@ class NodeCosts:
         # Per candidate, the machines that add up the output, if partial.
         return [p.owners(self.layer) if p.combine else [] for p in self.placements]
 
-    @property
-    def _ruled(self) -> list[tuple[Operator | PartialSums, list[tuple[int, Region]]]]:
+    def _each(
+        self, found: Callable[[Operator | PartialSums, Region], _T]
+    ) -> list[list[tuple[int, _T]]]:
         rules = [rule_of(self.layer, partial=p.combine is not None) for p in self.placements]
-        return list(zip(rules, self.computed, strict=True))
+        return [
+            [(machine, found(rule, cell)) for machine, cell in cells]
+            for rule, cells in zip(rules, self.computed, strict=True)
+        ]
 
 
 _Readers = tuple[tuple[NodeCosts, tuple[int, ...]], ...]
