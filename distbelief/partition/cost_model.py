@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
-from distbelief.program.cluster import Cluster, Machine
+from distbelief.program.cluster import Cluster, FloatArray, Machine
 from distbelief.program.step_cost import Passes, StepCost
 from distbelief.program.tasks import rule_of, work_of
 
@@ -99,8 +98,6 @@ QUANTILES: Final = (0.1, 0.5, 0.9)
 _BACKWARD: Final = frozenset({"backward", "partial_backward"})
 _N_TOGETHER: Final = 64  # phases whose draws fit in a cache
 
-Floats = NDArray[np.float64]
-
 
 @final
 class Variance:
@@ -117,7 +114,7 @@ class Variance:
         self._layers = {layer.name: index for index, layer in enumerate(graph.layers)}
         self._sigmas = np.array([machine.jitter for machine in cluster.machines])
         self._seed = seed
-        self._drawn: tuple[int, Floats] = (0, np.empty(0))
+        self._drawn: tuple[int, FloatArray] = (0, np.empty(0))
 
     def quantiles(
         self, step_cost: StepCost, quantiles: Sequence[float] = QUANTILES
@@ -139,7 +136,7 @@ class Variance:
             step += (slowest - part.max(axis=1)).sum(axis=0)
         return tuple(float(q) for q in np.quantile(step, quantiles))
 
-    def _factors(self, n_machines: int) -> Floats:
+    def _factors(self, n_machines: int) -> FloatArray:
         # The draws of each phase: (2 * n_layers, n_machines, N_DRAWS).
         if self._drawn[0] != n_machines:
             generators = [

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final, final
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from distbelief.config.cluster_file import load_cluster
@@ -39,7 +38,7 @@ from distbelief.partition.search import (
     search,
     solve_problem,
 )
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Seconds
@@ -85,8 +84,6 @@ def machine_orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 # --- lower bound ---
 
-Floats = NDArray[np.float64]
-
 
 def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     """Return seconds that every plan takes at least.
@@ -124,18 +121,15 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     return max(_busy(beyond, fixed), *chain.values())
 
 
-def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> Floats:
+def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> FloatArray:
     # What each machine takes for a whole layer: (n_machines,).
-    known: dict[object, float] = {}
-    for index, machine in enumerate(cluster.machines):
-        if machine not in known:
-            known[machine] = sum(costs.passes(layer, layer.region, index)[:passes])
-    return np.array([known[machine] for machine in cluster.machines])
+    each = (costs.passes(layer, layer.region, index) for index in range(len(cluster)))
+    return np.array([sum(both[:passes]) for both in each])
 
 
-def _busy(beyond: dict[str, Floats], fixed: dict[str, Floats]) -> float:
+def _busy(beyond: dict[str, FloatArray], fixed: dict[str, FloatArray]) -> float:
     # The bound by the total work, whatever its order.
-    totals: Floats = np.sum(list(beyond.values()), axis=0)
+    totals: FloatArray = np.sum(list(beyond.values()), axis=0)
     # A second of a faster machine counts more.
     weights = 1.0 / np.maximum(totals, 1e-300)
     weights /= weights.sum()

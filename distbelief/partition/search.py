@@ -20,11 +20,11 @@ import numpy as np
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition.candidates import Candidate, candidates, check_pins, pinned
 from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, Variance, single_sample
-from distbelief.partition.cost_tables import Floats, Tables
+from distbelief.partition.cost_tables import Tables
 from distbelief.partition.grouping import Group, groups
 from distbelief.partition.solvers.problem import Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
-from distbelief.program.cluster import UNLIMITED, Cluster
+from distbelief.program.cluster import UNLIMITED, Cluster, FloatArray
 from distbelief.program.compiler import CompilerCache, compile_plan
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, StepCost, step_cost
@@ -122,7 +122,7 @@ def build(
         placed = tables.place(group, [option.placement for option in options])
         nodes.append(Node(group, tuple(options), placed))
     # Several values may go from one group to another: their costs add up.
-    edges: dict[tuple[int, int], Floats] = {}
+    edges: dict[tuple[int, int], FloatArray] = {}
     for pair, table in tables.transfers(found):
         edges[pair] = edges[pair] + table if pair in edges else table
     caps = np.array([machine.memory for machine in cluster.machines])

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from distbelief.graph.graph import INPUT, GraphError, Layer
 from distbelief.graph.region import IntArray, Region
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from distbelief.program.compiler import NUMBER_BYTES, Compiled, index_bytes
 from distbelief.program.step_graph import schedule
-from distbelief.program.step_simulator import FloatArray, SimulatedStep, StepSimulator
+from distbelief.program.step_simulator import SimulatedStep, StepSimulator
 from distbelief.program.tasks import Task
 from distbelief.program.traffic import Traffic
 
