@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.operator import operator_of
-from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
+from distbelief.partition.candidates import cuts_of, partial_sums, split, summed_dims, whole
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
@@ -57,11 +56,7 @@ def whole_layers(
 
 def _even(layer: Layer, cluster: Cluster) -> Placement:
     n_machines, n_dims = len(cluster), len(layer.shape)
-    most = (
-        {}
-        if layer.whole
-        else {cut.dim: layer.shape[cut.dim] // cut.unit for cut in operator_of(layer).cuts(layer)}
-    )
+    most = {cut.dim: layer.shape[cut.dim] // cut.unit for cut in cuts_of(layer)}
     if n_dims >= 3 and {n_dims - 2, n_dims - 1} <= set(most):
         rows, columns = layer.shape[-2:]
         pairs = [

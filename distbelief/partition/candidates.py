@@ -56,7 +56,7 @@ def candidates(
     """
     machines = machines or range(len(cluster))
     wholes = [whole(layer, machine) for machine in _whole_machines(cluster, machines)]
-    splits = [] if layer.whole else list(_families(layer, cluster, machines))
+    splits = list(_families(layer, cluster, machines))
     return [*wholes, *_thinned(splits, N_CANDIDATES_MAX - len(wholes))]
 
 
@@ -69,9 +69,8 @@ def split(
     layer: Layer, cluster: Cluster, parts: Sequence[int], *, machines: Sequence[int] | None = None
 ) -> Candidate | None:
     """Return a layer with its output cut into these numbers of parts; None if impossible."""
-    cuts = () if layer.whole else operator_of(layer).cuts(layer)
     machines = machines or range(len(cluster))
-    placement = _cut(layer.shape, cuts, cluster, parts, machines)
+    placement = _cut(layer.shape, cuts_of(layer), cluster, parts, machines)
     if placement is None:
         return None
     names = dimension_names(layer)
@@ -79,12 +78,9 @@ def split(
     if not in_two:
         return whole(layer, machines[0])
     if len(in_two) == 1:
-        label = f"{names[in_two[0]]} {parts[in_two[0]]}"
-    elif min(in_two) >= len(parts) - 2:
-        label = f"grid {parts[-2]}x{parts[-1]}"
-    else:
-        label = f"grid {'x'.join(map(str, parts))}"
-    return Candidate(placement, label)
+        return Candidate(placement, f"{names[in_two[0]]} {parts[in_two[0]]}")
+    shown = parts[-2:] if min(in_two) >= len(parts) - 2 else parts
+    return Candidate(placement, f"grid {'x'.join(map(str, shown))}")
 
 
 def partial_sums(
@@ -134,6 +130,11 @@ def summed_dims(layer: Layer) -> tuple[int, ...]:
     return tuple(sorted(found, reverse=True))
 
 
+def cuts_of(layer: Layer) -> tuple[Cut, ...]:
+    """Return the dimensions along which the output may be split; none if the layer is opaque."""
+    return () if layer.whole else operator_of(layer).cuts(layer)
+
+
 def dimension_names(layer: Layer) -> tuple[str, ...]:
     """Return the names of the output's dimensions in labels and pins."""
     n_dims = len(layer.shape)
@@ -167,7 +168,7 @@ def _whole_machines(cluster: Cluster, machines: Sequence[int]) -> list[int]:
 def _families(layer: Layer, cluster: Cluster, machines: Sequence[int]) -> Iterator[list[Candidate]]:
     # Candidates of each sort, by number of parts.
     n_dims = len(layer.shape)
-    cuttable = [cut.dim for cut in operator_of(layer).cuts(layer)]
+    cuttable = [cut.dim for cut in cuts_of(layer)]
     counts = sizes(len(cluster))
     tried: list[list[tuple[int, ...]]] = []
     for dim in cuttable:
@@ -214,7 +215,7 @@ def _cut(
     machines: Sequence[int],
 ) -> Placement | None:
     # One cell for each of the first machines, as large as the machine is fast.
-    units = {cut.dim: cut.unit for cut in cuts}
+    units = dict(cuts)
     n_cells = math.prod(parts)
     if n_cells > len(cluster):
         return None
@@ -309,7 +310,7 @@ def possible(layer: Layer, cluster: Cluster) -> list[str]:
     if n_machines > 1:
         found.append(f"whole@0 to whole@{n_machines - 1}")
     names, most = dimension_names(layer), {}
-    for cut in () if layer.whole else operator_of(layer).cuts(layer):
+    for cut in cuts_of(layer):
         most[cut.dim] = min(n_machines, layer.shape[cut.dim] // cut.unit)
         if most[cut.dim] >= 2:
             found.append(f"{names[cut.dim]}:2 to {names[cut.dim]}:{most[cut.dim]}")

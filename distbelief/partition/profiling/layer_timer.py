@@ -23,7 +23,7 @@ from distbelief.core.memory import keep_memory
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
 from distbelief.graph.operator import Call, Operator, PartialSums, Step, joined, operator_of
 from distbelief.graph.region import Region
-from distbelief.partition.candidates import summed_dims
+from distbelief.partition.candidates import cuts_of, summed_dims
 from distbelief.partition.cost_model import N_BYTES
 from distbelief.partition.profiling.profile import (
     INPUTS,
@@ -188,8 +188,7 @@ def _cuts(layer: Layer, batch: int) -> Iterator[_Cut]:
     # (extent, region, samples). Slices are from the middle, where halos are complete.
     kind = operator_of(layer)
     dims: list[tuple[str, Operator | PartialSums, Region, int, int]] = [
-        (str(cut.dim), kind, layer.region, cut.dim, cut.unit)
-        for cut in (() if layer.whole else kind.cuts(layer))
+        (str(cut.dim), kind, layer.region, cut.dim, cut.unit) for cut in cuts_of(layer)
     ]
     for dim in summed_dims(layer)[:1]:
         assert kind.partial is not None, layer.name
